@@ -192,7 +192,7 @@ BertModel.body = { embeddings = true, encoder = true, pooler = true }
 -- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
-  ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = "enter",
+  ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = { "enter", flat = true },
   ["embeddings.dropout"] = "inside", ["encoder"] = "inside",
   [LAYER .. ".attention.self"] = { "divide", "heads", "width", gather = { "query", "key", "value" },
     keys = { heads = "num_attention_heads", width = "hidden_size" } },

@@ -134,7 +134,7 @@ end
 
 -- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 GPT2Model.tensor_parallel = {
-  ["wte"] = "vocabulary", ["drop"] = "enter",
+  ["wte"] = "vocabulary", ["drop"] = { "enter", flat = true },
   ["h"] = "inside",
   ["h.*.attn"] = { "divide", "heads", "width", keys = { heads = "n_head", width = "n_embd" } },
   ["h.*.attn.c_attn"] = { "column", blocks = 3 }, ["h.*.attn.c_proj"] = "row",

@@ -149,7 +149,7 @@ end
 -- How ranks divide the layers (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
-  ["embed_tokens"] = { "vocabulary", enter = true }, ["layers"] = "inside",
+  ["embed_tokens"] = { "vocabulary", enter = true, flat = true }, ["layers"] = "inside",
   [ATTENTION] = { "divide", "heads", "groups", gather = { "q_proj", "k_proj", "v_proj" },
     keys = { heads = "num_attention_heads", groups = "num_key_value_heads" } },
   [ATTENTION .. ".q_proj"] = "column", [ATTENTION .. ".k_proj"] = "column", [ATTENTION .. ".v_proj"] = "column",

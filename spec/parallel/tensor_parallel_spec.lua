@@ -113,12 +113,12 @@ describe("a region whose rows are shared out", function()
     for _, name in ipairs { "copy_to", "gathered_again" } do
       group[name] = function(_, x)
         calls[#calls + 1] = name
-        return x
+        return name == "copy_to" and x or ps.cat({ x, x }, 0)
       end
     end
     local region = nn.Region.new(group, true)
     region:set(2, 4)
-    region:gather(ps.zeros { 4, 3 })
+    assert.same({ 2, 4, 3 }, region:gather(ps.zeros { 4, 3 }):shape())
     region:gather(ps.zeros { 2, 4, 3 })                       -- behind leave
     region:gather(ps.zeros { 8, 3 })
     assert.same({ "gathered_again", "copy_to", "copy_to" }, calls)
@@ -143,16 +143,13 @@ describe("a model that cannot be shared out", function()
     end
     local function net() return Net() end
     fails({ "Net has no table tensor_parallel" }, function() cut(net, 2, 0) end)
-    Net.tensor_parallel = { fc = "column" }
-    fails({ "Net has no methods parts() and batch_of()" }, function() cut(net, 2, 0) end)
-    function Net.parts() return {} end
-    function Net.batch_of() return {} end
     Net.tensor_parallel = { ["fd"] = "column" }
     fails({ "Net.tensor_parallel: no module of the model is fd" }, function() cut(net, 2, 0) end)
     Net.tensor_parallel = { fc = "colum" }
-    fails({ "Net.tensor_parallel: fc is colum; there are column, row" }, function() cut(net, 2, 0) end)
+    fails({ "Net.tensor_parallel: fc is colum; there are attention, channels, column" }, function() cut(net, 2, 0) end)
     Net.tensor_parallel = { norm = "row" }
-    fails({ "norm is a LayerNorm; columns and rows cut nn.Conv1D and nn.Linear" }, function() cut(net, 2, 0) end)
+    fails({ "norm is a LayerNorm; columns and rows cut nn.Conv1D, nn.Conv1d, nn.Conv2d and nn.Linear" },
+      function() cut(net, 2, 0) end)
     local Two = nn.class "Two"
     function Two:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
     function Net:init() self.two = Two() end

@@ -23,7 +23,9 @@ local EVENTS = {
   scaled = "nothing: the next op multiplies a loss by a loss scale",
   backward = "tensor, gradient, options: a script calls tensor:backward(gradient, options). Answer: true if the "
     .. "listener performed it",
-  first_head = "nothing: attention with dropout is about to run, and the script did not say which head comes first. "
+  tied_head = "weight: F.linear or F.lm_loss is called. Answer: the head of the table whose rows ranks share, if the "
+    .. "weight is such a table's",
+  first_head = "heads: attention with dropout of this number of heads runs, and the script did not say the first. "
     .. "Answer: the number of this rank's first head in the module that runs",
   backwards = "note: a backward of a script begins; note(text) prints a text",
   clip = "parameters (a list), max_norm: nn.clip_grad_norm is called. Answer: the norm, if an engine has them",

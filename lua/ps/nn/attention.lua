@@ -39,6 +39,7 @@ function MultiheadAttention:init(width, heads, options)
   local p = options.dropout or 0
   if not (p >= 0 and p < 1) then error(("nn.MultiheadAttention: dropout is %g; it must be in [0, 1)"):format(p)) end
   self.width, self.heads, self.dropout, self.batch_first = width, heads, p, options.batch_first == true
+  self.head_size, self.inner = width / heads, width           -- inner: the columns of this rank's heads
   self.kdim, self.vdim = options.kdim or width, options.vdim or width
   local where = { dtype = options.dtype, device = options.device }
   local function weight(name, rows, columns)
@@ -58,7 +59,7 @@ end
 -- The weight and bias of queries (0), keys (1) and values (2).
 local NAMES = { [0] = "q_proj_weight", "k_proj_weight", "v_proj_weight" }
 local function part(self, i)
-  local E = self.width
+  local E = self.inner
   local w = self.in_proj_weight ~= nil and self.in_proj_weight:narrow(0, i * E, E) or self[NAMES[i]]
   return w, self.in_proj_bias ~= nil and self.in_proj_bias:narrow(0, i * E, E) or nil
 end
@@ -67,7 +68,7 @@ end
 local function headed(self, x, i)
   local w, b = part(self, i)
   local y = F.linear(x, w, b)
-  return y:reshape(x:size(0), x:size(1), self.heads, self.width / self.heads):transpose(1, 2)
+  return y:reshape(x:size(0), x:size(1), self.heads, self.head_size):transpose(1, 2)
 end
 
 local function batched(self, x, what, width)
@@ -173,7 +174,7 @@ function MultiheadAttention:forward(query, key, value, options)
   local y, weights
   if options.need_weights == false then y = F.attention(q, k, v, how)
   else y, weights = F.attention_weights(q, k, v, how) end
-  y = self.out_proj(y:transpose(1, 2):reshape(B, T, self.width))
+  y = self.out_proj(y:transpose(1, 2):reshape(B, T, self.inner))
   if weights ~= nil and options.average_attn_weights ~= false then weights = weights:mean(1) end
   if query:dim() == 2 then y, weights = y:squeeze(0), weights and weights:squeeze(0)
   elseif not self.batch_first then y = y:transpose(0, 1) end

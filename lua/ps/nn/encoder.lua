@@ -53,6 +53,12 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
+-- How tensor parallelism cuts a layer.
+local function table_of(extra)
+  return { self_attn = "attention", multihead_attn = extra, linear1 = "column", dropout = "columns", linear2 = "row" }
+end
+EncoderLayer.tensor_parallel = table_of()
+
 --- Self-attention and a feed-forward network of two linear layers, each with a residual and a LayerNorm.
 ---@param width integer E
 ---@param heads integer divides E
@@ -82,6 +88,7 @@ end
 
 ---@class ps.nn.TransformerDecoderLayer: ps.nn.Module
 local DecoderLayer = nn_module.class("TransformerDecoderLayer")
+DecoderLayer.tensor_parallel = table_of "attention"
 
 --- Self-attention, attention to the memory of an encoder, and a feed-forward network of two linear layers, each with
 --- a residual and a LayerNorm.

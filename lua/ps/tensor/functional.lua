@@ -26,6 +26,11 @@ local LINEAR = { out_in = "boolean", residual = "tensor" }
 ---@param options? {out_in?: boolean, residual?: ps.Tensor} residual [..., O]
 ---@return ps.Tensor [..., O]
 function F.linear(x, w, b, options)
+  local head = hooks.ask("tied_head", w)
+  if head then
+    if options ~= nil then error "F.linear: options do not go together with a table that ranks share by rows" end
+    return b == nil and head(x) or head(x) + b
+  end
   if options == nil then return ops.linear(x, w, b, nil, 1) end
   caller.options(options, "F.linear", LINEAR)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
@@ -199,6 +204,11 @@ local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor",
 ---@return ps.Tensor of 0 dimensions
 function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LM_LOSS)
+  local head = hooks.ask("tied_head", w)
+  if head then
+    if options.bias ~= nil then error "F.lm_loss: a bias does not go together with a table that ranks share by rows" end
+    return head:loss(x, target, options)
+  end
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
     return losses.smoothed(F.linear(x, w, options.bias), target, options, "F.lm_loss")
   end
@@ -228,9 +238,9 @@ function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
 -- The number of the first head, for the dropout mask: from the options, else from the module that runs, whose heads may
 -- be shared between ranks.
-local function first_head(options, p)
+local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
-  return hooks.ask "first_head" or 0
+  return hooks.ask("first_head", heads) or 0
 end
 
 local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", first_head = "whole" }
@@ -260,7 +270,7 @@ function F.attention(q, k, v, options)
   end
   return ops.attention(q, k, v, options.mask, options.scale or 1 / math.sqrt(q:size(-1)), options.causal and 1 or 0, p,
                        rng.seed, rng.step, rng.sample, p > 0 and next_op() or 0, options.window or 0,
-                       first_head(options, p))
+                       first_head(options, p, q:size(1)))
 end
 
 -- Returns which keys each query sees, bool [B or 1, H or 1, T, S] (nil: all), and a bias to add to the scores (nil:
@@ -341,7 +351,7 @@ function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)
   local p = options.dropout or 0
   return ops.attention_packed(qkv, options.mask, heads, options.causal and 1 or 0, options.scale or 0, p, rng.seed,
-                              rng.step, rng.sample, p > 0 and next_op() or 0, first_head(options, p))
+                              rng.step, rng.sample, p > 0 and next_op() or 0, first_head(options, p, heads))
 end
 
 for name, fn in pairs(activations) do F[name] = fn end

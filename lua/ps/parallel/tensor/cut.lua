@@ -10,8 +10,12 @@
 --     ["h"] = "inside", ["ln_f"] = "leave",
 --   }
 --
---   column      a linear layer whose outputs are cut; blocks: this many equal blocks of outputs, each of which is cut
---   row         a linear layer whose inputs are cut; the ranks' products are summed
+--   column      a linear layer or a convolution whose outputs are cut; blocks: this many equal blocks of outputs, each
+--               of which is cut
+--   row         a linear layer or a convolution whose inputs are cut; the ranks' products are summed; blocks: as above
+--   attention   an nn.MultiheadAttention, whose heads are cut
+--   channels    an nn.GroupNorm after a column layer, whose groups are cut
+--   columns     an nn.Dropout between a column and a row layer: its mask is that of one rank
 --   vocabulary  a table of token embeddings, cut by rows
 --   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the table
 --   words       a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
@@ -21,7 +25,8 @@
 --               columns. true: for all columns, before forward. A list of up to three names, in the order of their
 --               calls: only these columns read the input, and the ranks exchange its rows while they compute the
 --               columns' products
---   enter       with sequence parallelism, each rank has only its share of the rows from this module's input on
+--   enter       with sequence parallelism, each rank has only its share of the rows from this module's input on. The
+--               rows keep the number of dimensions of the input; with flat = true they are [rows, C]
 --   inside      ... in this module
 --   leave       ... in this module, and all rows after it
 --   partial     parameters that compute with different values on each rank: their gradients are summed
@@ -40,6 +45,7 @@ local module_hooks = require "ps.nn.hooks"
 local tensor_hooks = require "ps.tensor.hooks"
 local shard = require "ps.tensor.shard"
 local scope = require "ps.core.scope"
+local in_place = require "ps.parallel.tensor.in_place"
 local layers = require "ps.parallel.tensor.layers"
 local C = native.C
 
@@ -79,7 +85,12 @@ local function split(path)
 end
 
 local KINDS = { column = true, row = true, vocabulary = true, head = true, divide = true, enter = true, inside = true,
-  leave = true, partial = true, whole = true, words = true }
+  leave = true, partial = true, whole = true, words = true, attention = true, channels = true, columns = true }
+local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, inside, leave, partial, row, "
+  .. "vocabulary, whole and words"
+
+-- The layers below a claimed module that are cut with it: { field, kind }.
+local WITH = { attention = { "out_proj", "row" } }
 
 -- All entries of the tables of a model and of its modules, sorted by path.
 local function claims_of(model)
@@ -90,16 +101,22 @@ local function claims_of(model)
       tables = tables + 1
       entry = type(entry) == "table" and entry or { entry }
       if not KINDS[entry[1]] then
-        caller.error(("%s.tensor_parallel: %s is %s; there are column, row, vocabulary, head, words, divide, enter, "
-          .. "inside, leave, partial and whole"):format(module.class_name, path, tostring(entry[1])))
+        caller.error(("%s.tensor_parallel: %s is %s; there are %s"):format(module.class_name, path, tostring(entry[1]),
+          KIND_NAMES))
       end
       local found = false
-      each_match(module, split(path), 1, prefix, function(child, owner, key, at)
-        found = true
+      local function claim(child, owner, key, at, kind, given)
         if by_module[child] then return end                   -- by an outer module's table
-        by_module[child] = { module = child, owner = owner, key = key, path = at, kind = entry[1], entry = entry,
+        by_module[child] = { module = child, owner = owner, key = key, path = at, kind = kind, entry = given,
           named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
         claims[#claims + 1] = by_module[child]
+        local with = WITH[kind]
+        local inner = with and child[with[1]]
+        if nn_module.is_module(inner) then claim(inner, child, with[1], at .. "." .. with[1], with[2], { with[2] }) end
+      end
+      each_match(module, split(path), 1, prefix, function(child, owner, key, at)
+        found = true
+        claim(child, owner, key, at, entry[1], entry)
       end)
       if not found and not entry.optional then
         caller.error(("%s.tensor_parallel: no module of the model is %s"):format(module.class_name, path))
@@ -149,12 +166,14 @@ end
 
 -- Linear is [out, in], Conv1D [in, out].
 local OUT_IN = { Linear = true, Conv1D = false }
+local LINEARS = { Linear = true, Conv1D = false, Conv1d = true, Conv2d = true }
 
 local function check_class(claim, classes, what)
   if classes[claim.module.class_name] == nil then
     local names = {}
     for name in pairs(classes) do names[#names + 1] = "nn." .. name end
     table.sort(names)
+    local last = table.remove(names)
     local own = {}
     for key, child, kind in registry.members(claim.module) do
       if kind == "module" and classes[child.class_name] ~= nil then own[#own + 1] = tostring(key) end
@@ -162,7 +181,7 @@ local function check_class(claim, classes, what)
     local advice = #own == 0 and "" or (". In place of %s, name the layers to cut inside it in the table: %s")
       :format(claim.named, table.concat(own, ", "))
     caller.error(("tensor_parallel: %s is a %s; %s cut %s%s"):format(claim.path, claim.module.class_name, what,
-      table.concat(names, " and "), advice))
+      (#names > 0 and table.concat(names, ", ") .. " and " or "") .. last, advice))
   end
 end
 
@@ -170,7 +189,7 @@ end
 local function linear(class)
   return function(cut, claim, out_dim)
     local old = claim.module
-    check_class(claim, OUT_IN, "columns and rows")
+    check_class(claim, LINEARS, "columns and rows")
     local out_in = OUT_IN[old.class_name]
     local options = { region = cut.region, out_in = out_in, parameters = false }
     if out_dim and cut.gathered[old] then options.gather_input = false end
@@ -189,8 +208,14 @@ local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParall
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
-  column = function(cut, claim) return column(cut, claim, true) end,
-  row = function(cut, claim) return row(cut, claim, false) end,
+  column = function(cut, claim)
+    if in_place.CONVOLUTIONS[claim.module.class_name] then return in_place.conv_column(cut, claim) end
+    return column(cut, claim, true)
+  end,
+  row = function(cut, claim)
+    if in_place.CONVOLUTIONS[claim.module.class_name] then return in_place.conv_row(cut, claim) end
+    return row(cut, claim, false)
+  end,
   vocabulary = function(cut, claim)
     local old = claim.module
     check_class(claim, { Embedding = true }, "vocabularies")
@@ -231,7 +256,27 @@ end
 -- By module: the number of this rank's first head in the attention that the module is, or is a part of. F.attention
 -- with dropout reads it.
 local first_heads = setmetatable({}, { __mode = "k" })
-hooks.on("first_head", function() return first_heads[nn_module.called[tonumber(C.ps_module_now())]] end)
+-- By module that has column layers of its own, or is inside one that has: the region. Attention that it computes has
+-- the heads of these columns.
+local with_columns = setmetatable({}, { __mode = "k" })
+hooks.on("first_head", function(heads)
+  local module = nn_module.called[tonumber(C.ps_module_now())]
+  local region = with_columns[module]
+  return first_heads[module] or region and region.rank * heads
+end)
+
+local function note_heads(module, first) first_heads[module] = first end
+
+-- Notes the modules whose attention has the heads of column layers: those in which all linear layers are cut.
+local function note_columns(cut, claim)
+  if not claim.owner then return end
+  local claimed = {}
+  for _, other in ipairs(cut.claims) do claimed[other.module] = other.kind == "column" or other.kind == "row" end
+  for _, child, kind in registry.members(claim.owner) do
+    if kind == "module" and OUT_IN[child.class_name] ~= nil and not claimed[child] then return end
+  end
+  for _, module in claim.owner:named_modules() do with_columns[module] = cut.region end
+end
 
 -- Divides the fields of a module that count things which the ranks share.
 local function divide(cut, claim)
@@ -338,26 +383,75 @@ end
 local function leave(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
-  rawset(module, "forward", function(...) return region:leave(forward(...)) end)
+  rawset(module, "forward", function(...)
+    local y = region:leave(forward(...))
+    region.on = false                                       -- the rows after this module are whole
+    return y
+  end)
 end
 
--- Each part of the model first sets the rows of its micro-batch in the region: parts of different micro-batches run in
--- any order.
-local function tell_rows(model, region)
-  local parts_of = model.parts
+-- A forward of the model begins with all rows on all ranks. Parts do so, too, if steps of generation use cached keys.
+-- The row of a pipeline restores the state in which a part began (row.lua).
+local function begin_forwards(model, region)
+  local forward, parts_of = model.forward, model.parts
+  rawset(model, "forward", function(...)
+    region:begin()
+    return forward(...)
+  end)
+  if type(parts_of) ~= "function" then return end
   rawset(model, "parts", function(...)
     local list = {}
     for i, part in ipairs(parts_of(...)) do
       local copy = {}
       for key, value in pairs(part) do copy[key] = value end
       function copy.forward(carry, batch)
-        local ids = batch.input_ids
-        region:set(ids:size(0), ids:size(1), batch.caches ~= nil or batch.cached)
+        local cached = type(batch) == "table" and (batch.caches ~= nil or batch.cached)
+        if cached or i == 1 then region:begin(cached) end
         return part.forward(carry, batch)
       end
       list[i] = copy
     end
     return list
+  end)
+end
+
+-- -- tied tables ------------------------------------------------------------------------------------------------------
+-- Heads of tables that are cut by rows, for F.linear and F.lm_loss with such a table as their weight.
+local heads = setmetatable({}, { __mode = "k" })
+hooks.on("tied_head", function(weight)
+  for head in pairs(heads) do if rawequal(rawget(head, "tied").weight, weight) then return head end end
+end)
+
+-- Makes the head of each table that was cut.
+local function make_heads(cut)
+  for _, new in pairs(cut.made) do
+    if new.class_name == "VocabParallelEmbedding" then
+      local head = layers.ParallelLMHead(new.width, new.rows, { region = cut.region, tied = new })
+      heads[head] = true
+      rawset(new, "cut_head", head)                         -- keeps it as long as the table
+    end
+  end
+end
+
+-- A linear layer whose weight is a table that was cut becomes a head of that table. Another module that shares a cut
+-- weight is refused: it would keep a whole copy, which trains on its own.
+local function find_tied(cut)
+  local tables, found = {}, {}
+  for old, new in pairs(cut.made) do
+    if new.class_name == "VocabParallelEmbedding" then tables[nn_module.address(old.weight)] = true end
+  end
+  registry.walk(cut.model, function(path, module, kind, owner, key)
+    if kind == "module" and module.class_name == "Linear" and tables[nn_module.address(module.weight)] then
+      found[#found + 1] = { module = module, owner = owner, key = key, path = path, kind = "head", entry = { "head" },
+        named = path }
+    end
+  end)
+  for _, claim in ipairs(found) do put(claim, REPLACE.head(cut, claim)) end
+  registry.walk(cut.model, function(name, value, kind)
+    if kind == "param" and cut.parts[nn_module.address(value)] then
+      caller.error(("tensor_parallel: %s is tied to a parameter that is cut: name its module in the table, too")
+        :format(name))
+    end
   end)
 end
 
@@ -389,25 +483,31 @@ function tensor_parallel.cut(model, how)
     error(("tensor_parallel: %s has no table tensor_parallel that says how to cut its layers "
       .. "(docs/tensor_parallel.md)"):format(model.class_name), 0)
   end
-  if type(model.parts) ~= "function" or type(model.batch_of) ~= "function" then
-    error(("tensor_parallel: %s has no methods parts() and batch_of(), which tell its layers the rows of a batch "
-      .. "(docs/models.md)"):format(model.class_name), 0)
-  end
   if rawget(model, "unpad") == true then
     error("tensor_parallel: with unpad = true the ranks cannot share the rows of a batch equally; make the model "
       .. "without it", 0)
   end
   local region = layers.Region.new(how.group, how.sequence, how.keep_gathered, how.pieces)
   scope.carry_state(region)
+  region.keeps_dims = true
+  for _, claim in ipairs(claims) do region.keeps_dims = region.keeps_dims and not claim.entry.flat end
   local cut = setmetatable({ model = model, region = region, made = {}, parts = {}, gathered = {},
     claims = claims }, Cut)
   local function of_kind(kind, fn)
     for _, claim in ipairs(claims) do if claim.kind == kind then fn(cut, claim) end end
   end
   of_kind("divide", divide)
+  of_kind("column", note_columns)
+  for _, kind in ipairs { "attention", "channels", "columns" } do
+    of_kind(kind, function(_, claim)
+      in_place.check(claim)
+      in_place[kind](cut, claim, note_heads)
+    end)
+  end
   for _, kind in ipairs { "column", "row", "vocabulary", "head" } do
     of_kind(kind, function(_, claim)
       local new = REPLACE[kind](cut, claim)
+      if not new then return end                            -- the module was cut in place
       cut.made[claim.module] = new
       put(claim, new)
     end)
@@ -425,7 +525,10 @@ function tensor_parallel.cut(model, how)
     of_kind("enter", enter)
     of_kind("leave", leave)
   end
-  tell_rows(model, region)
+  find_tied(cut)
+  make_heads(cut)
+  rawset(model, "parallel_region", region)
+  begin_forwards(model, region)
   how.note(("tensor_parallel: whole on all %d ranks: %s"):format(region.size, table.concat(replicated(model), ", ")))
   return region
 end

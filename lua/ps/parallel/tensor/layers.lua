@@ -1,8 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers that the ranks of a group share (tensor parallelism): ColumnParallelLinear, RowParallelLinear,
--- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region tells the
--- layers of a model whether the ranks share the rows between layers (sequence parallelism, Korthikanti et al. 2022,
--- "Reducing Activation Recomputation in Large Transformer Models").
+-- VocabParallelEmbedding, ParallelLMHead, ParallelCrossEntropy (Shoeybi et al. 2019, "Megatron-LM"). A Region
+-- (region.lua) tells the layers of a model whether the ranks share the rows between layers.
 --
 -- A column layer has a part of the outputs, a row layer a part of the inputs. A column layer followed by a row layer,
 -- as in attention and MLPs, communicates once: after the row layer, whose products are summed over the ranks.
@@ -18,108 +17,10 @@ local nn_module = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
 local shard = require "ps.tensor.shard"
+local region_file = require "ps.parallel.tensor.region"
 local error = caller.error
-
--- -- the region -----------------------------------------------------------------------------------------------------
----@class ps.nn.Region state that the layers of one model share
----@field group ps.Group
----@field size integer t
----@field rank integer
----@field wanted boolean sequence parallelism is wanted
----@field keep boolean backward keeps gathered rows
----@field pieces integer the number of pieces in which rows are exchanged while products are computed; 1: before and
----  after them
----@field on boolean each rank has its B T / t rows between layers: [B T / t, C]; false: each has all rows, [B, T, C]
----@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
----  until the column's forward returns them
----@field B integer
----@field T integer
-local Region = {}
-Region.__index = Region
-
---- Makes the state that the layers of a model share. Until `set` is called, all ranks have all rows.
----@param group ps.Group the ranks that share the layers
----@param sequence? boolean share the rows between layers whenever t divides their number
----@param keep? boolean keep gathered rows for backward, which otherwise gathers them again
----@param pieces? integer default 1; 2 to 8: rows are exchanged in this many pieces while column and row layers
----  compute
----@return ps.nn.Region
-function Region.new(group, sequence, keep, pieces)
-  if type(group) ~= "table" or not group.copy_to then
-    error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
-  end
-  return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
-    keep = keep or false, pieces = pieces or 1, on = false, B = 0, T = 0, begun = {} }, Region)
-end
-
---- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is wanted and t
---- divides their number. Drops outputs of begin_columns that an interrupted forward left.
----@param B integer samples
----@param T integer positions
----@param cached? boolean the forward uses cached keys, as in decoding: all ranks have all rows
-function Region:set(B, T, cached)
-  self.B, self.T, self.on = B, T, self.wanted and not cached and B * T % self.size == 0
-  if next(self.begun) then self.begun = {} end
-end
-
---- The state that `restore` sets before backward runs a function again (ps.recompute).
----@return {on: boolean, B: integer, T: integer}
-function Region:state() return { on = self.on, B = self.B, T = self.T } end
-
----@param state {on: boolean, B: integer, T: integer}
-function Region:restore(state) self.on, self.B, self.T = state.on, state.B, state.T end
-
---- This rank's rows of x, at the place where the ranks begin to share rows.
----@param x ps.Tensor [B, T, C], the same on all ranks
----@return ps.Tensor [B T / t, C], or x
-function Region:enter(x)
-  if not self.on then return x end
-  return self.group:scatter_to(x:reshape(self.B * self.T, -1), 0)
-end
-
---- All rows, for layers that every rank computes in full.
----@param x ps.Tensor [B T / t, C], or [B, T, C]
----@return ps.Tensor [B, T, C]
-function Region:leave(x)
-  if not self.on then return x end
-  return self.group:gather_from(x, 0):reshape(self.B, self.T, -1)
-end
-
---- All rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of which each
---- rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
----@param x ps.Tensor [B T / t, C], or of all rows: [B, T, C], [B T, C]
----@return ps.Tensor [B T, C], or all rows in x's shape
-function Region:gather(x)
-  if not self:has_part(x) then return self.group:copy_to(x) end
-  return self.keep and self.group:gathered(x) or self.group:gathered_again(x)
-end
-
---- Whether x has only this rank's rows.
----@param x ps.Tensor [B T / t, C], or of all rows
----@return boolean
-function Region:has_part(x) return self.on and x:numel() ~= self.B * self.T * x:size(-1) end
-
---- The sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
----@param y ps.Tensor [B, T, C], or [B T, C]
----@return ps.Tensor [B T / t, C], or y's shape
-function Region:reduce(y)
-  if not self.on then return self.group:reduce_from(y) end
-  return self.group:scattered(y:reshape(self.B * self.T, -1))
-end
-
---- The position of x in the tensor of all rows, for F.dropout; nil: x has all rows.
----@param x ps.Tensor [B T / t, C]
----@return {first: integer, per_sample: integer}?
-function Region:part(x)
-  if not self.on then return nil end
-  return { first = self.rank * x:numel(), per_sample = self.T * x:size(-1) }
-end
-
---- A parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of such
---- parameters are summed over the ranks; the gradient of this use counts once.
----@param t ps.Tensor
----@return ps.Tensor
-function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
+local Region, flat = region_file.Region, region_file.flat
+local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
 -- -- what the layers share ------------------------------------------------------------------------------------------
 -- The region in a layer's options, or a new one for the group in them. In a new region the ranks share no rows.
@@ -229,7 +130,7 @@ function Column:forward(x)
     if gather == nil then x = region.group:copy_to(x) end
     y = native.ops.linear(x, self.weight, self.bias, nil, self.out_in)
   end
-  if region.on then y = y:reshape(region.B, region.T, -1) end
+  if region.on and y:numel() == region.rows * y:size(-1) then y = all_dims(region, y) end
   return self.gather_output and region.group:gather_from(y) or y
 end
 
@@ -289,14 +190,15 @@ end
 function Row:forward(x, residual)
   local region, whole = self.region, self.all_reduce_output
   if self.split_input then x = region.group:scatter_to(x) end
-  local flat = whole == nil and region.on            -- y has rows [B T, outputs]
+  local in_region = whole == nil and region.on       -- y has this rank's rows of [B T, outputs]
   if whole == nil then whole = not region.on end
   local y
   if whole then
     y = region.group:reduce_from(native.ops.linear(x, self.weight, nil, nil, self.out_in))
   else
     y = region.group:linear_scattered(x, self.weight,
-      { out_in = self.out_in == 1, pieces = region.pieces, flat = flat })
+      { out_in = self.out_in == 1, pieces = region.pieces, flat = in_region })
+    if in_region then y = own_dims(region, y) end
   end
   local bias = self.bias
   if bias ~= nil then
@@ -344,7 +246,10 @@ end
 function Vocabulary:forward(index)
   local region, weight = self.region, self.weight
   local y = native.ops.embedding(weight, index, self.padding_idx, region.rank * weight:size(0), self.rows)
-  if self.enter then return region:reduce(y) end
+  if self.enter then
+    region_file.set_rows(region, index:shape())
+    return region:reduce(y)
+  end
   return region.group:reduce_from(y)
 end
 
@@ -395,7 +300,7 @@ function Head:forward(x)
   local region = self.region
   local y = region.group:gather_from(native.ops.linear(region:gather(x), weight_of(self), bias_of(self), nil, 1))
   y = y:narrow(-1, 0, self.outputs)
-  return region.on and y:reshape(region.B, region.T, -1) or y
+  return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
 -- A bias for this rank's columns that is very low where a column is not one of `total` words; nil: all columns are
@@ -510,7 +415,8 @@ function Head:loss(x, targets, options)
     return coefficients(share, counts, smooth, all, words, reduction), own
   end)
   local parted = region:has_part(x)
-  local loss, hits = region.group:lm_loss(parted and x or x:reshape(N, -1), w, targets, rows, { bias = bias_of(self),
+  x = parted and flat(x) or x:reshape(N, -1)
+  local loss, hits = region.group:lm_loss(x, w, targets, rows, { bias = bias_of(self),
     mass = mass, words = words, parted = parted, dloss = scale_of(w:dtype(), reduction, N),
     hits = loss_weight.wants_hits() == 1 })
   return loss_weight.note(loss, reduction, given, options.ignore_index, options.weight, hits)

@@ -1,0 +1,135 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Cuts modules that keep their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and nn.Dropout between a
+-- column and a row layer. Their parameters become this rank's shards, and their forward exchanges what the ranks share.
+-- cut.lua calls these functions with the cut under way (ps.tensor_parallel.Cut) and a claim.
+local caller = require "ps.core.caller"
+local create = require "ps.tensor.create"
+local functional = require "ps.tensor.functional"
+local nn_module = require "ps.nn.module"
+
+local in_place = {}
+
+--- Classes of convolutions that can be cut.
+in_place.CONVOLUTIONS = { Conv1d = true, Conv2d = true }
+
+-- Divides a number of the module among the ranks.
+local function divided(cut, claim, field)
+  local value, size = claim.module[field], cut.region.size
+  if value % size ~= 0 then
+    caller.error(("tensor_parallel.size = %d: %s has %s = %d, which is not a multiple of the size"):format(size,
+      claim.path, field, value))
+  end
+  claim.module[field] = value / size
+end
+
+local function check_whole_groups(claim)
+  local module = claim.module
+  if module.groups ~= 1 then
+    caller.error(("tensor_parallel: %s has groups = %d; only convolutions with groups = 1 are cut"):format(claim.path,
+      module.groups))
+  end
+end
+
+--- A convolution whose output channels are cut.
+---@param cut ps.tensor_parallel.Cut
+---@param claim ps.tensor_parallel.Claim
+function in_place.conv_column(cut, claim)
+  local module, group, blocks = claim.module, cut.region.group, claim.entry.blocks
+  check_whole_groups(claim)
+  cut:take(claim, module, "weight", { dim = 0, blocks = blocks })
+  cut:take(claim, module, "bias", { dim = 0, blocks = blocks })
+  module.out_channels = module.out_channels / cut.region.size
+  local forward = module.forward
+  rawset(module, "forward", function(self, x) return forward(self, group:copy_to(x)) end)
+end
+
+--- A convolution whose input channels are cut. The bias is added to the sum over the ranks.
+---@param cut ps.tensor_parallel.Cut
+---@param claim ps.tensor_parallel.Claim
+function in_place.conv_row(cut, claim)
+  local module, group = claim.module, cut.region.group
+  check_whole_groups(claim)
+  cut:take(claim, module, "weight", { dim = 1, blocks = claim.entry.blocks })
+  module.in_channels = module.in_channels / cut.region.size
+  local forward = module.forward
+  local bare = setmetatable({}, { __index = function(_, key) if key ~= "bias" then return module[key] end end })
+  rawset(module, "forward", function(self, x)
+    local y = group:reduce_from(forward(bare, x))
+    if self.bias == nil then return y end
+    local shape = { -1 }
+    for d = 2, #self.kernel_size + 1 do shape[d] = 1 end
+    return y + self.bias:reshape(shape)
+  end)
+end
+
+--- An nn.GroupNorm after a column layer: each rank has some of the groups.
+---@param cut ps.tensor_parallel.Cut
+---@param claim ps.tensor_parallel.Claim
+function in_place.channels(cut, claim)
+  divided(cut, claim, "num_groups")
+  divided(cut, claim, "num_channels")
+  cut:take(claim, claim.module, "weight", { dim = 0 })
+  cut:take(claim, claim.module, "bias", { dim = 0 })
+end
+
+--- An nn.Dropout between a column and a row layer. Its mask is this rank's part of the mask of all columns.
+---@param cut ps.tensor_parallel.Cut
+---@param claim ps.tensor_parallel.Claim
+function in_place.columns(cut, claim)
+  local region = cut.region
+  rawset(claim.module, "forward", function(self, x)
+    if not self:active() then return x end
+    local shape, C = x:shape(), x:size(-1)
+    shape[#shape] = C * region.size
+    local mask = functional.dropout(create.ones(shape, { dtype = x:dtype(), device = x:device() }), self.p, true)
+    return x * mask:narrow(-1, region.rank * C, C)
+  end)
+end
+
+--- An nn.MultiheadAttention: each rank has some of the heads. The claims have its out_proj as a row layer.
+---@param cut ps.tensor_parallel.Cut
+---@param claim ps.tensor_parallel.Claim
+---@param note_heads fun(module: ps.nn.Module, first: integer) notes the rank's first head
+function in_place.attention(cut, claim, note_heads)
+  local module, region = claim.module, cut.region
+  divided(cut, claim, "heads")
+  module.inner = module.heads * module.head_size
+  cut:take(claim, module, "in_proj_weight", { dim = 0, blocks = 3 })
+  cut:take(claim, module, "in_proj_bias", { dim = 0, blocks = 3 })
+  for _, name in ipairs { "q_proj_weight", "k_proj_weight", "v_proj_weight" } do
+    cut:take(claim, module, name, { dim = 0 })
+  end
+  for _, child in module:named_modules() do note_heads(child, region.rank * module.heads) end
+  local forward = module.forward
+  rawset(module, "forward", function(self, query, key, value, options)
+    if region:has_part(query) and not self.batch_first then
+      caller.error(("tensor_parallel: %s is inside sequence parallelism, which takes batch_first = true"):format(
+        claim.path))
+    end
+    local q, k = region:gather(query), nil
+    if key ~= nil then k = rawequal(key, query) and q or region:gather(key) end
+    local v = value
+    if value ~= nil then
+      v = rawequal(value, query) and q or rawequal(value, key) and k or region:gather(value)
+    end
+    local y, weights = forward(self, q, k, v, options)
+    if weights == nil then return y end
+    if options and options.average_attn_weights == false then
+      return y, region.group:gather_from(weights, weights:dim() - 3)
+    end
+    return y, region.group:reduce_from(weights) / region.size
+  end)
+end
+
+local KINDS = { attention = "MultiheadAttention", channels = "GroupNorm", columns = "Dropout" }
+
+--- Refuses a module of another class than the claim's kind cuts.
+---@param claim ps.tensor_parallel.Claim
+function in_place.check(claim)
+  local class = KINDS[claim.kind]
+  if claim.module.class_name == class and nn_module.is_module(claim.module) then return end
+  caller.error(("tensor_parallel: %s is a %s; \"%s\" takes an nn.%s"):format(claim.path, claim.module.class_name,
+    claim.kind, class))
+end
+
+return in_place

@@ -1,0 +1,170 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Whether the ranks of tensor parallelism share the rows between layers (sequence parallelism, Korthikanti et al. 2022,
+-- "Reducing Activation Recomputation in Large Transformer Models"). The layers of a model share one Region. It learns
+-- the number of rows where a module's input enters.
+--
+-- Sizes: B samples, T positions, t ranks.
+local caller = require "ps.core.caller"
+local error = caller.error
+
+local region = {}
+
+---@class ps.nn.Region state that the layers of one model share
+---@field group ps.Group
+---@field size integer t
+---@field rank integer
+---@field wanted boolean sequence parallelism is wanted
+---@field keep boolean backward keeps gathered rows
+---@field pieces integer the number of pieces in which rows are exchanged while products are computed; 1: before and
+---  after them
+---@field on boolean each rank has its B T / t rows between layers; false: each has all rows, [B, T, C]
+---@field keeps_dims boolean a rank's rows have as many dimensions as all rows; false: they are [B T / t, C]
+---@field cached boolean the forward under way uses cached keys, so that all ranks have all rows
+---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
+---  until the column's forward returns them
+---@field dims integer[] the dimensions of all rows, such as { B, T }
+---@field rows integer their number, B T
+local Region = {}
+Region.__index = Region
+region.Region = Region
+
+--- Makes the state that the layers of a model share. Until `set` or `enter` is called, all ranks have all rows.
+---@param group ps.Group the ranks that share the layers
+---@param sequence? boolean share the rows between layers whenever t divides their number
+---@param keep? boolean keep gathered rows for backward, which otherwise gathers them again
+---@param pieces? integer default 1; 2 to 8: rows are exchanged in this many pieces while column and row layers
+---  compute
+---@return ps.nn.Region
+function Region.new(group, sequence, keep, pieces)
+  if type(group) ~= "table" or not group.copy_to then
+    error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
+  end
+  return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
+    keep = keep or false, pieces = pieces or 1, on = false, keeps_dims = false, cached = false, dims = { 0 }, rows = 0,
+    begun = {} }, Region)
+end
+
+-- Sets the dimensions of all rows. The ranks share them if sequence parallelism is wanted and t divides their number.
+-- Drops outputs of begin_columns that an interrupted forward left.
+function region.set_rows(self, dims)
+  local rows = 1
+  for _, size in ipairs(dims) do rows = rows * size end
+  self.dims, self.rows = dims, rows
+  self.on = self.wanted and not self.cached and rows % self.size == 0
+  if next(self.begun) then self.begun = {} end
+end
+
+--- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is wanted and t
+--- divides their number. Drops outputs of begin_columns that an interrupted forward left.
+---@param B integer samples
+---@param T integer positions
+---@param cached? boolean the forward uses cached keys, as in decoding: all ranks have all rows
+function Region:set(B, T, cached)
+  self.cached = cached and true or false
+  region.set_rows(self, { B, T })
+end
+
+--- Begins a forward: all ranks have all rows until a module's input enters the region.
+---@param cached? boolean the forward uses cached keys: all ranks have all rows
+function Region:begin(cached)
+  self.on, self.cached = false, cached and true or false
+  if next(self.begun) then self.begun = {} end
+end
+
+--- The state that `restore` sets before backward runs a function again (ps.recompute), and before a pipeline runs a
+--- part of another micro-batch.
+---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
+function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
+
+---@param state {on: boolean, cached: boolean, dims: integer[], rows: integer}
+function Region:restore(state)
+  self.on, self.cached, self.dims, self.rows = state.on, state.cached, state.dims, state.rows
+end
+
+-- The dimensions of x without the last one.
+local function rows_dims(x)
+  local dims = x:shape()
+  dims[#dims] = nil
+  return dims
+end
+
+-- x [..., C] as [rows, C].
+function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
+
+-- A rank's rows [B T / t, C] as they are, or with the number of dimensions that all rows have: [B / t, T, C] if t
+-- divides B, else [1, B T / t, C].
+function region.own_dims(self, x)
+  if not self.keeps_dims then return x end
+  local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
+  if #dims < 2 then return x:reshape(n, C) end
+  if dims[1] % self.size == 0 then dims[1] = dims[1] / self.size
+  else
+    for d = 1, #dims - 1 do dims[d] = 1 end
+    dims[#dims] = n
+  end
+  dims[#dims + 1] = C
+  return x:reshape(dims)
+end
+
+-- All rows [B T, C] as [B, T, C].
+function region.all_dims(self, x)
+  local shape = { unpack(self.dims) }
+  shape[#shape + 1] = x:size(-1)
+  return x:reshape(shape)
+end
+
+--- This rank's rows of x, at the place where the ranks begin to share rows.
+---@param x ps.Tensor [B, T, C], the same on all ranks
+---@return ps.Tensor [B T / t, C]; with keeps_dims [B / t, T, C] if t divides B, else [1, B T / t, C]; x itself if the
+---  ranks do not share the rows
+function Region:enter(x)
+  region.set_rows(self, rows_dims(x))
+  if not self.on then return x end
+  return region.own_dims(self, self.group:scatter_to(region.flat(x), 0))
+end
+
+--- All rows, for layers that every rank computes in full.
+---@param x ps.Tensor of this rank's rows, or of all rows [B, T, C]
+---@return ps.Tensor [B, T, C]
+function Region:leave(x)
+  if not self.on then return x end
+  return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
+end
+
+--- All rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of which each
+--- rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
+---@param x ps.Tensor of this rank's rows, or of all rows
+---@return ps.Tensor [B, T, C], or all rows in x's shape
+function Region:gather(x)
+  if not self:has_part(x) then return self.group:copy_to(x) end
+  return region.all_dims(self, self.keep and self.group:gathered(x) or self.group:gathered_again(x))
+end
+
+--- Whether x has only this rank's rows.
+---@param x ps.Tensor [..., C]
+---@return boolean
+function Region:has_part(x) return self.on and x:numel() * self.size == self.rows * x:size(-1) end
+
+--- The sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
+---@param y ps.Tensor [B, T, C], or [B T, C]
+---@return ps.Tensor this rank's rows, or y's shape
+function Region:reduce(y)
+  if not self.on then return self.group:reduce_from(y) end
+  return region.own_dims(self, self.group:scattered(y:reshape(self.rows, -1)))
+end
+
+--- The position of x in the tensor of all rows, for F.dropout; nil: x has all rows.
+---@param x ps.Tensor of this rank's rows
+---@return {first: integer, per_sample: integer}?
+function Region:part(x)
+  if not self:has_part(x) then return nil end
+  return { first = self.rank * x:numel(), per_sample = self.rows / self.dims[1] * x:size(-1) }
+end
+
+--- A parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of such
+--- parameters are summed over the ranks; the gradient of this use counts once.
+---@param t ps.Tensor
+---@return ps.Tensor
+function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
+
+return region
