@@ -66,7 +66,7 @@ describe("counting", function()
       nn.Parameter(ps.ones { 8, 3 }) end
     function Cut:batch_of(a) return { x = a } end
     function Cut:parts()
-      return { { name = "one", modules = { self }, forward = function(_, batch)
+      return { { name = "one", parameters = { "up", "down" }, forward = function(_, batch)
         local all                                          -- rows [4, 8] of each of two ranks
         if self.pieces then
           all = ps.ops.column_linear(batch.x, self.up, nil, nil, nil, nil, nil, 0, 2, 0, 0, 1, self.pieces, 0)

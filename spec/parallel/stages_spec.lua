@@ -238,7 +238,7 @@ describe("ranks that share a model", function()
     function Six:init() self.table = nn.Embedding(4, 4) end
     function Six:parts()
       local list = {}
-      for i = 1, 6 do list[i] = { name = "h." .. i - 1, modules = { self.table } } end
+      for i = 1, 6 do list[i] = { name = "h." .. i - 1, modules = { self.table }, forward = print } end
       return list
     end
     local function of(schedule, ranks, virtual, used)

@@ -785,6 +785,21 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 
 /* Takes the gradients of `in` from the boundary and frees the rest of the slot. If the previous virtual stage is on
  * this rank, it gets the gradients here. */
+/* Replaces a gradient that is a view, such as a part of a concatenation's, by a copy whose bytes can be sent. */
+static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
+{
+    static const ps_attrs_contiguous none;
+    ps_tensor *made[PS_MAX_OUT] = { NULL };
+    if (ps_tensor_is_contiguous(*t)) return 0;
+    int enabled = ps_set_grad_enabled(ctx, 0);
+    int rc = ps_apply(ctx, PS_OP_contiguous, 1, t, &none, sizeof none, made);
+    ps_set_grad_enabled(ctx, enabled);
+    if (rc < 0) return rc;
+    ps_tensor_release(*t);
+    *t = made[0];
+    return 0;
+}
+
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -795,6 +810,7 @@ static int back_done(ps_pipe *x, const ps_action *a)
     if (s->bounded) {
         PS_TRY(ps_boundary_take(x->ctx, s->in.n, s->in.t, grads));
         for (int32_t i = 0; i < s->in.n; i++) {
+            if (rc == 0 && e->carry[i].grad && grads[i]) rc = make_contiguous(x->ctx, &grads[i]);
             if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&taken, grads[i]);
             else if (rc == 0 && e->carry[i].grad)
                 rc = ps_fail(PS_EINVAL, "no gradient was computed for tensor %d that virtual stage %d received "

@@ -343,7 +343,8 @@ end
 --- Makes an engine.
 ---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by
 ---  name, which may also have param_groups; optimizer, an unused optimizer of ps.optim over `model`, which becomes this
----  model's; and loss, a function of the model's output and the batch
+---  model's; loss, a function of the model's output and the batch; and example, a batch as the model takes it, with
+---  which a pipeline counts the parts of the model before it cuts it
 ---@param local_rank? integer|table|string or the configuration, as the second argument
 ---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings, for a module that already exists

@@ -17,6 +17,7 @@ local check = require "ps.config.check"
 local types = require "ps.core.types"
 local nn_module = require "ps.nn.module"
 local adopt = require "ps.engine.state.adopt"
+local batch = require "ps.data.batch"
 local build = require "ps.engine.layout.build"
 local embed = require "ps.engine.layout.embed"
 local hybrid = require "ps.engine.plan.hybrid"
@@ -37,7 +38,8 @@ local open                  -- the engine that owns the context's chunks, until 
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
-  client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table" }
+  client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table",
+  example = "table|tensor" }
 
 -- The keys of a group of parameters, and the types of their values.
 local function group_keys()
@@ -92,7 +94,7 @@ end
 --- The arguments of ps.initialize, by name.
 ---@return {model_func?: function, optimizer?: ps.Optimizer,
 ---  module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
----  param_groups?: table[], quiet?: boolean, loss?: fun(out: table, batch: table): ps.Tensor}
+---  param_groups?: table[], quiet?: boolean, example?: any, loss?: fun(out: table, batch: table): ps.Tensor}
 function setup.request(first, local_rank, cfg, client)
   local request
   if (nn_module.is_module(first) or type(first) == "function") and
@@ -241,7 +243,10 @@ function setup.configure(engine, request, config)
   fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
   fields.lookups = lookups_of(engine, fields)
   if cfg.seed then random.seed(cfg.seed) end
-  return fields, stages_group and require("ps.engine.pipeline.row").request(cfg, stages_group) or nil
+  if not stages_group then return fields end
+  local pipeline = require("ps.engine.pipeline.row").request(cfg, stages_group)
+  pipeline.example = request.example ~= nil and batch.spread(request.example) or nil
+  return fields, pipeline
 end
 
 -- The number of a module's parameters, and of those that train.

@@ -162,6 +162,10 @@ function Record:loads(t, state, name)
     end
     function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
     function node.part(files, part, offset) opened(files):read_part(own_name, part, offset) end
+  elseif state[name].device_ == META then                       -- of another module that has no data yet
+    local from = held(state[name])
+    node.n_in, node.ins[1] = 2, from
+    function node.run(env) env[address(t)]:copy_(env[address(from)]) end
   else
     local value = held(state[name])
     local check = unchanged(value)

@@ -1,24 +1,144 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model as a list of parts, between which it can be cut. A model has a method parts(), which returns the list, and a
--- method batch_of(...), which returns the values that its parts read from a call's arguments. Its forward folds them:
+-- A model as a list of parts, between which it can be cut. A model has a method parts(), which returns the list. Its
+-- forward folds them:
 --
 --   function Net:parts()
---     local list = { { name = "embed", modules = { self.embed }, forward = function(carry, batch) ... end } }
+--     local list = { { name = "embed", modules = { self.embed }, parameters = { "places" },
+--       forward = function(carry, batch) ... end } }
 --     ...
 --   end
---   function Net:forward(...) return parts.fold(self:parts(), self:batch_of(...)) end
+--   function Net:forward(batch) return parts.fold(self:parts(), batch) end
 --
--- A part uses only the parameters of its modules. The carry is everything that it gets from the part before it: a table
--- of tensors, {} for the first part. The batch is the same for all parts: ids, masks and targets, never values that
--- parts computed.
+-- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
+-- everything that it gets from the part before it: a table of tensors, {} for the first part. The batch is the same for
+-- all parts: ids, masks and targets, never values that parts computed. It is the result of the model's batch_of(...)
+-- for a call's arguments. A model without batch_of gets a batch by names as it is, and other arguments as a list.
+local nearest = require "ps.core.nearest"
+local registry = require "ps.nn.registry"
+local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
 ---@field name string for a part of one module, the prefix of its parameters' names, e.g. "h.0"
----@field modules ps.nn.Module[] a tied table belongs to every part that uses it
+---@field modules? ps.nn.Module[] a tied table belongs to every part that uses it
+---@field parameters? string[] names of the model's own parameters and buffers that the part uses, such as "class"
 ---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
 
+---@class ps.nn.PartTensor a tensor that a part uses
+---@field owner ps.nn.Module
+---@field key any its field
+---@field tensor ps.Tensor
+---@field kind string? "param" or "buffer"; nil: a plain field
+
 local parts = {}
+
+local KEYS = { name = true, modules = true, parameters = true, forward = true }
+
+-- The module and the field of a name such as "stem.scale"; nil: the model has no such parameter or buffer.
+local function find(model, name)
+  local owner, key = model, nil
+  for word in name:gmatch "[^.]+" do
+    if key ~= nil then owner = owner[key] end
+    if not nn_module.is_module(owner) then return nil end
+    key = registry.kind(owner, word) and word or tonumber(word) or word
+  end
+  local kind = key ~= nil and registry.kind(owner, key)
+  if kind == "param" or kind == "buffer" then return owner, key, kind end
+end
+
+local function names_of(model)
+  local names = {}
+  for name in model:named_parameters() do names[#names + 1] = name end
+  for name in model:named_buffers() do names[#names + 1] = name end
+  return names
+end
+
+-- Refuses a part that cannot be read. i: its number from 1.
+local function check(model, i, part, seen)
+  local function refuse(text, ...)
+    local name = type(part) == "table" and type(part.name) == "string" and (" (%s)"):format(part.name) or ""
+    error(("part %d%s of %s "):format(i, name, model.class_name) .. text:format(...), 0)
+  end
+  if type(part) ~= "table" then refuse("is a %s; it must be a table { name, modules, forward }", type(part)) end
+  for key in pairs(part) do
+    if not KEYS[key] then
+      local near = type(key) == "string" and nearest.find(key, { "name", "modules", "parameters", "forward" })
+      refuse("has an unknown key '%s'%s", tostring(key), near and (": did you mean " .. near .. "?")
+        or "; a part has name, modules, parameters and forward")
+    end
+  end
+  if type(part.name) ~= "string" then refuse "has no name" end
+  if seen[part.name] then refuse("has the name of part %d; give each part a name of its own", seen[part.name]) end
+  seen[part.name] = i
+  if type(part.forward) ~= "function" then refuse "has no forward, a function of the carry and the batch" end
+  if part.modules ~= nil and type(part.modules) ~= "table" then refuse "has modules that are not a list" end
+  for k, module in pairs(part.modules or {}) do
+    if not nn_module.is_module(module) then refuse("has modules[%s] = a %s", tostring(k), type(module)) end
+    if rawequal(module, model) then
+      refuse("has the whole model in `modules`, so its stage would hold all parameters: list the modules that the "
+        .. "part uses, and name the model's own parameters in `parameters`")
+    end
+  end
+  if part.parameters ~= nil and type(part.parameters) ~= "table" then refuse "has parameters that are not a list" end
+  for _, name in pairs(part.parameters or {}) do
+    if type(name) ~= "string" then
+      refuse("has a %s in `parameters`, which takes names such as \"class\" or \"stem.scale\"",
+        scope.is_tensor(name) and "tensor" or type(name))
+    end
+    if not find(model, name) then
+      local near = nearest.find(name, names_of(model))
+      refuse("names a parameter '%s', which the model does not have%s", name,
+        near and (": did you mean " .. near .. "?") or "")
+    end
+  end
+end
+
+--- The parts of a model, checked: an error names the part that cannot be used.
+---@param model ps.nn.Module
+---@return ps.nn.Part[]
+function parts.of(model)
+  local list, seen = model:parts(), {}
+  if type(list) ~= "table" or #list == 0 then
+    error(("%s: parts() returned %s; it returns a list of parts, { name, modules, forward } each"):format(
+      model.class_name, type(list) == "table" and "an empty table" or "a " .. type(list)), 0)
+  end
+  for i, part in ipairs(list) do check(model, i, part, seen) end
+  return list
+end
+
+--- The batch that the parts read, made of a call's arguments.
+---@param model ps.nn.Module
+---@param args any[] and n
+---@return table<string, any>
+function parts.batch(model, args)
+  local n = args.n or #args
+  if type(model.batch_of) == "function" then return model:batch_of(unpack(args, 1, n)) end
+  local first = args[1]
+  if n == 1 and type(first) == "table" and not nn_module.is_module(first) then return first end
+  return args
+end
+
+--- Calls fn for each tensor that a part uses by its declaration: those of its modules, including plain fields, and
+--- those that it names.
+---@param model ps.nn.Module
+---@param part ps.nn.Part
+---@param fn fun(at: ps.nn.PartTensor)
+---@param more? string[] further names of parameters of the model
+function parts.each_tensor(model, part, fn, more)
+  for _, module in ipairs(part.modules or {}) do
+    for _, owner in module:named_modules() do
+      for key, tensor, kind in registry.tensors(owner) do
+        fn { owner = owner, key = key, tensor = tensor, kind = kind }
+      end
+    end
+  end
+  for _, names in ipairs { part.parameters or {}, more or {} } do
+    for _, name in ipairs(names) do
+      local owner, key, kind = find(model, name)
+      if owner and owner[key] ~= nil then fn { owner = owner, key = key, tensor = owner[key], kind = kind } end
+    end
+  end
+end
 
 --- Runs parts first to last.
 ---@param list ps.nn.Part[]

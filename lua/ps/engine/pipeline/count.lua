@@ -15,6 +15,7 @@ local views = require "ps.memory.views"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
+local parts = require "ps.nn.parts"
 local random_state = require "ps.dist.random_state"
 local C = native.C
 local bit = require "bit"
@@ -36,6 +37,8 @@ local count = {}
 ---@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last
 ---@field carry_nbytes integer
 ---@field out? ps.engine.Carry[] of the last part: its outputs
+---@field uses string[] names of the parameters and buffers that its ops read, each the first name of a tied tensor
+---@field region? {on: boolean, shape: integer[]} the state of the tensor-parallel region before the part
 
 ---@class ps.engine.Carry
 ---@field name string
@@ -48,6 +51,9 @@ local count = {}
 -- Whether a gradient reaches t, and whether t is a leaf, as a parameter is.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
 local function is_leaf(t) return t.node == nil end
+
+-- A number for the bytes that a tensor and its views share.
+local function storage_of(t) return tonumber(native.ffi.cast("uintptr_t", t.storage)) end
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
 
@@ -99,6 +105,10 @@ for name, fn in pairs(COSTS) do COST_OF[C["PS_OP_" .. name]] = fn end
 local Watch = {}
 Watch.__index = Watch
 function Watch:begin(op, n_in, ins, attrs)
+  for i = 0, n_in - 1 do
+    local name = ins[i] ~= nil and self.name_of[storage_of(ins[i])]
+    if name then self.used[name] = true end
+  end
   local fn = COST_OF[op]
   if not fn then return nil end
   return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }         -- these belong to C and live until finish
@@ -114,25 +124,16 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Replaces all tensors of these modules and their submodules with tensors of zeros. fp32 parameters get the dtype that
---- they compute in. put_back restores the old tensors.
----@param modules ps.nn.Module[]
+--- Replaces tensors of modules with tensors of zeros. fp32 parameters get the dtype that they compute in. put_back
+--- restores the old tensors.
+---@param places ps.nn.PartTensor[]
 ---@param device string
 ---@param precision? string
 ---@return fun() put_back
-function count.stand_in(modules, device, precision)
-  local standing, places, seen = {}, {}, {}
-  for _, module in ipairs(modules) do
-    for _, m in module:named_modules() do
-      if not seen[m] then
-        for key, value, kind in registry.tensors(m) do places[#places + 1] = { m, key, value, kind } end
-      end
-      seen[m] = true
-    end
-  end
+function count.stand_in(places, device, precision)
+  local standing = {}
   for _, at in ipairs(places) do
-    local m, key, value, kind = unpack(at, 1, 4)
-    local is_param = kind == "param"
+    local value, is_param = at.tensor, at.kind == "param"
     local stand = standing[nn_module.address(value)]
     if not stand then
       local dtype = value:dtype()
@@ -141,9 +142,18 @@ function count.stand_in(modules, device, precision)
       if is_param and value:needs_grad() then stand:requires_grad(true) end
       standing[nn_module.address(value)] = stand:keep()
     end
-    registry.put(m, key, stand)
+    registry.put(at.owner, at.key, stand)
   end
-  return function() for _, at in ipairs(places) do registry.put(at[1], at[2], at[3]) end end
+  return function() for _, at in ipairs(places) do registry.put(at.owner, at.key, at.tensor) end end
+end
+
+--- All tensors of a model, for count.stand_in.
+---@param model ps.nn.Module
+---@return ps.nn.PartTensor[]
+function count.places_of(model)
+  local places = {}
+  parts.each_tensor(model, { modules = { model } }, function(at) places[#places + 1] = at end)
+  return places
 end
 
 -- A copy of the arguments with all tensors on meta, including those in tables.
@@ -180,24 +190,26 @@ local function carry_of(part, carry)
   return list, nbytes
 end
 
-local function parameters_of(part, cost)
+--- Adds the elements and bytes of a part's parameters to its cost, and whether one of them trains.
+---@param model ps.nn.Module
+---@param part ps.nn.Part
+---@param cost ps.engine.PartCost
+function count.add_parameters(model, part, cost)
   local seen = {}
-  for _, module in ipairs(part.modules) do
-    for _, p in module:named_parameters() do
-      if not seen[nn_module.address(p)] then
-        seen[nn_module.address(p)] = true
-        cost.numel, cost.nbytes = cost.numel + p:numel(), cost.nbytes + p:nbytes()
-        cost.trains = cost.trains or p:needs_grad()
-      end
-    end
-  end
+  parts.each_tensor(model, part, function(at)
+    local p = at.tensor
+    if at.kind ~= "param" or seen[nn_module.address(p)] then return end
+    seen[nn_module.address(p)] = true
+    cost.numel, cost.nbytes = cost.numel + p:numel(), cost.nbytes + p:nbytes()
+    cost.trains = cost.trains or p:needs_grad()
+  end)
 end
 
 -- A text that is equal for parts with equal modules, sizes and operations. Such parts keep the same bytes for their
 -- backward.
 local function likeness(part, cost)
   local said = {}
-  for _, module in ipairs(part.modules) do said[#said + 1] = tostring(module) end
+  for _, module in ipairs(part.modules or {}) do said[#said + 1] = tostring(module) end
   for _, key in ipairs { "forward", "input", "weight", "numel", "nbytes", "dropouts" } do
     said[#said + 1] = ("%.17g"):format(cost[key])
   end
@@ -207,23 +219,45 @@ local function likeness(part, cost)
   return table.concat(said, "\n")
 end
 
+-- The first names of the model's parameters and buffers, by their storages.
+local function names_by_storage(module)
+  local name_of = {}
+  for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
+    for name, t in iterate(module) do
+      local at = storage_of(t)
+      name_of[at] = name_of[at] or name
+    end
+  end
+  return name_of
+end
+
+local function sorted(set)
+  local names = {}
+  for name in pairs(set) do names[#names + 1] = name end
+  table.sort(names)
+  return names
+end
+
 -- Runs one forward of all parts. For the parts in `measured`, by number, it collects garbage before and after, to
 -- measure the bytes that they keep.
 local function pass(module, args, measured, cached)
-  local list, watch, rng = module:parts(), setmetatable({}, Watch), random.state()
-  local batch, carry, costs = module:batch_of(unpack(arguments_on_meta(args), 1, args.n or #args)), {}, {}
+  local list, rng = parts.of(module), random.state()
+  local watch = setmetatable({ name_of = names_by_storage(module), used = {} }, Watch)
+  local batch, carry, costs = parts.batch(module, arguments_on_meta(args)), {}, {}
+  local region = rawget(module, "parallel_region")
   if cached then batch.cached = true end
   rng.op = 0
   native.recorder = watch
   for i, part in ipairs(list) do
     local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, trains = false,
-      activations = 0, first_dropout = tonumber(rng.op) }
-    parameters_of(part, cost)
+      activations = 0, first_dropout = tonumber(rng.op), region = region and region:state() }
+    count.add_parameters(module, part, cost)
+    watch.used = {}
     watch.cost = cost
     local before = measured[i] and used()
     carry = scope.scope(part.forward, carry, batch)
     if before then cost.activations = math.max(0, used() - before) end
-    cost.dropouts = tonumber(rng.op) - cost.first_dropout
+    cost.dropouts, cost.uses = tonumber(rng.op) - cost.first_dropout, sorted(watch.used)
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
     if i == #list then cost.out, cost.carry, cost.carry_nbytes = cost.carry, {}, 0 end
     costs[i] = cost
@@ -234,7 +268,7 @@ end
 -- Collecting the garbage of a large model takes long, and most of its parts are alike: only the first of each kind is
 -- measured.
 local function run(module, args, carries, cached)
-  local list, costs = module:parts(), pass(module, args, {}, cached)
+  local list, costs = parts.of(module), pass(module, args, {}, cached)
   if carries then return costs end
   local first, kind = {}, {}
   for i, cost in ipairs(costs) do
@@ -250,7 +284,7 @@ local function run(module, args, carries, cached)
 end
 
 --- Counts what a model's parts cost for a micro-batch.
----@param module ps.nn.Module with parts() and batch_of()
+---@param module ps.nn.Module with parts()
 ---@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
 ---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
 ---@param carries? boolean true: count the tensors between parts, but not `activations`, for which garbage is
@@ -259,7 +293,8 @@ end
 ---  `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
-  local put_back, restore, was = count.stand_in({ module }, "meta", precision), random_state.keep(), native.recorder
+  local put_back = count.stand_in(count.places_of(module), "meta", precision)
+  local restore, was = random_state.keep(), native.recorder
   local ok, result = pcall(scope.scope, scope.enable_grad, run, module, args, carries, cached)
   native.recorder = was
   restore()

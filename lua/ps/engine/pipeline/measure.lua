@@ -5,6 +5,7 @@
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"
+local parts = require "ps.nn.parts"
 local random_state = require "ps.dist.random_state"
 local native = require "ps.core.ffi"
 local process = require "ps.core.process"
@@ -55,9 +56,9 @@ local function on_device(value, device)
 end
 
 local function measured(module, costs, args, device, precision)
-  local list, known, all = module:parts(), {}, {}
-  local put_back = count.stand_in({ module }, "meta", precision)
-  local ok, batch = pcall(function() return module:batch_of(unpack(on_device(args, device), 1, args.n or #args)) end)
+  local list, known, all = parts.of(module), {}, {}
+  local put_back = count.stand_in(count.places_of(module), "meta", precision)
+  local ok, batch = pcall(function() return parts.batch(module, on_device(args, device)) end)
   put_back()
   if not ok then error(batch, 0) end
   for i, part in ipairs(list) do
@@ -65,7 +66,9 @@ local function measured(module, costs, args, device, precision)
     local from = i > 1 and costs[i - 1].carry or {}
     if not known[kind] then
       local best = { math.huge, math.huge }
-      local back = count.stand_in(part.modules, device, precision)
+      local places = {}
+      parts.each_tensor(module, part, function(at) places[#places + 1] = at end, cost.uses)
+      local back = count.stand_in(places, device, precision)
       local fine, why = pcall(function()
         for _ = 1, TIMES do
           local forward, backward = scope.scope(run, part, from, batch, device)

@@ -165,13 +165,27 @@ end
 -- Whether this is a step of generate with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
+local NO_EXAMPLE = "pipeline: the model was cut by its numbers of parameters, since it was made before a batch was "
+  .. "known: ps.initialize { example = BATCH, ... } cuts it by counted operations, and finds heads that use a tied "
+  .. "table"
+
+-- Counts a model that was cut before a batch was known.
+local function recount(self, args)
+  local engine = self.engine
+  if mesh.group("world"):rank() == 0 then engine:note(NO_EXAMPLE) end
+  hooks.tell("plan_note", NO_EXAMPLE)
+  self.stages:recount(engine.module, args, engine.precision)
+end
+
 -- The costs of the model's parts for micro-batches like this one, and the tensors that each part passes to the next.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
     local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
+    if self.stages:is_uncounted() then recount(self, args) end
     costs = hooks.ask("part_costs", micro.key)
       or count.parts(self.engine.module, args, self.engine.precision, true, cached(micro))
+    self.stages:check_uses(costs)
     self.counts[micro.key] = costs
   end
   return costs
@@ -435,7 +449,7 @@ local function go_out(self, v, carry, names)
       error(("the parts of virtual stage %d returned %s, but %s when they were counted without data"):format(
         v, said, counted_as), 0)
     end
-    list[i] = given
+    list[i] = given:contiguous()                             -- a view's bytes cannot be sent
   end
   give(self, list)
   self.given = list                                          -- keeps the tensors' headers until done
@@ -486,7 +500,9 @@ function Pipe:forward(v, number)
   local costs, first, last = self.counts[micro.key], stages.first[v + 1], stages.first[v + 2] - 1
   local carry = v > 0 and come_in(self, costs[first - 1].carry) or {}
   local args = self.engine.own_loss and own_loss.inputs(micro.args) or micro.args
-  local given = micro.batch or self.engine.module:batch_of(unpack(args, 1, args.n))
+  local given = micro.batch or parts.batch(self.engine.module, args)
+  local region = rawget(self.engine.module, "parallel_region")
+  if region then region:restore(costs[first].region) end
   if v == self.n - 1 and micro.given then loss_weight.begin(micro.given, micro.args) end
   local out = scope.scope(parts.run, stages.parts, first, last, carry, given)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end

@@ -22,6 +22,7 @@ local MOST_POSITIONS = 2048               -- at most this many positions in the 
 ---@field table ps.pipe.Table its virtual stages, and the rank of each
 ---@field rank integer this rank's number along the pipeline, from 0
 ---@field partition? string|integer[] how to cut the model (stages.cut)
+---@field example? any[] a batch as model:micro_batches takes it, and its number of arguments n
 ---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut found before
 
 ---@class ps.engine.Stages
@@ -178,21 +179,69 @@ function stages.cut(costs, table_, how, list)
 end
 
 -- -- stages ---------------------------------------------------------------------------------------------------------
--- The virtual stages that use each parameter and buffer of the parts, by name.
-local function users(self, module)
-  local of, name_of = {}, {}
+-- For each part the names of the parameters and buffers that it declares, each the first name of a tied tensor.
+local function declared(self, module)
+  local name_of, all = {}, {}
   for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
-    for name, t in iterate(module) do name_of[nn_module.address(t)] = name end
+    for name, t in iterate(module) do
+      local at = nn_module.address(t)
+      name_of[at] = name_of[at] or name
+    end
   end
+  for i, part in ipairs(self.parts) do
+    local names = {}
+    parts.each_tensor(module, part, function(at)
+      local name = at.kind and name_of[nn_module.address(at.tensor)]
+      if name then names[name] = true end
+    end)
+    all[i] = names
+  end
+  return all
+end
+
+-- Refuses parts that overlap: a parameter that several parts declare must be used by each of them, as a tied table is.
+-- uses: by part, the names that its ops read (ps.engine.PartCost.uses).
+local function check_overlaps(self, names_of, uses)
+  local by_name = {}
+  for i, names in ipairs(names_of) do
+    for name in pairs(names) do
+      by_name[name] = by_name[name] or {}
+      table.insert(by_name[name], i)
+    end
+  end
+  local names = {}
+  for name in pairs(by_name) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local list, user, idle = by_name[name], nil, nil
+    for _, i in ipairs(#list > 1 and list or {}) do
+      if uses[i][name] then user = user or i else idle = idle or i end
+    end
+    if user and idle then
+      error(("pipeline: parts %s and %s overlap: both declare parameter %s, but only %s uses it; remove its module "
+        .. "from the modules of %s"):format(self.parts[list[1]].name, self.parts[list[2]].name, name,
+        self.parts[user].name, self.parts[idle].name), 0)
+    end
+  end
+end
+
+-- The virtual stages that use each parameter and buffer, by name: those whose parts declare it, or read it in the dry
+-- run that counted the parts. A head that reads a tied table need not declare it.
+local function users(self, module)
+  local of, names_of, uses, counted = {}, declared(self, module), {}, true
+  for i = 1, #self.parts do
+    uses[i] = {}
+    local cost = self.costs[i]
+    counted = counted and cost ~= nil and cost.uses ~= nil
+    for _, name in ipairs(cost and cost.uses or {}) do uses[i][name] = true end
+  end
+  if counted then check_overlaps(self, names_of, uses) end
   for v = 1, #self.ranks do
     for i = self.first[v], self.first[v + 1] - 1 do
-      for _, used in ipairs(self.parts[i].modules) do
-        for _, iterate in ipairs { used.named_parameters, used.named_buffers } do
-          for _, t in iterate(used) do
-            local name = name_of[nn_module.address(t)]
-            of[name] = of[name] or {}
-            if of[name][#of[name]] ~= v - 1 then table.insert(of[name], v - 1) end
-          end
+      for _, set in ipairs { names_of[i], uses[i] } do
+        for name in pairs(set) do
+          of[name] = of[name] or {}
+          if of[name][#of[name]] ~= v - 1 then table.insert(of[name], v - 1) end
         end
       end
     end
@@ -230,7 +279,7 @@ function stages.new(module, costs, first, pipeline)
     error("pipeline: with unpad = true the number of rows between stages is unknown before a batch arrives; make "
       .. "the model without it", 0)
   end
-  local self = setmetatable({ parts = module:parts(), costs = costs, first = first, ranks = {}, mine = {},
+  local self = setmetatable({ parts = parts.of(module), costs = costs, first = first, ranks = {}, mine = {},
     rank = pipeline.rank }, Stages)
   for v = 1, #first - 1 do
     local rank, own = pipeline.table:place(v - 1)
@@ -241,8 +290,7 @@ function stages.new(module, costs, first, pipeline)
   for name in module:named_parameters() do
     if not self.vstages_of[name] then
       error(("pipeline: no part of the model uses parameter %s: model:parts() has to list the modules of each "
-        .. "part"):format(
-        name), 0)
+        .. "part, and the model's own parameters in the part's `parameters`"):format(name), 0)
     end
     check_order(self, name, self.vstages_of[name])
   end
@@ -412,20 +460,54 @@ function Stages:sends_gradient(v)
   return false
 end
 
+--- Whether the costs are those of by_parameters, since no batch was known when the model was cut.
+---@return boolean
+function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
+
 --- Counts the costs for another batch. cost() and sends_gradient() use them from now on.
 ---@param module ps.nn.Module
 ---@param args any[] of a micro-batch
 ---@param precision? string
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
--- -- making a model ---------------------------------------------------------------------------------------------------
--- Example arguments for the call that counts the operations of a model's parts.
-local function example(module)
-  if type(module.example) ~= "function" then
-    error(("pipeline: %s has no method example(rows, positions), which makes the arguments of a call with which the "
-      .. "costs of its parts are counted"):format(module.class_name), 0)
+--- Refuses a part that reads a parameter which its virtual stage does not hold.
+---@param costs ps.engine.PartCost[] of a micro-batch
+function Stages:check_uses(costs)
+  for v = 1, #self.ranks do
+    for i = self.first[v], self.first[v + 1] - 1 do
+      for _, name in ipairs(costs[i].uses or {}) do
+        local list, has = self.vstages_of[name] or { v - 1 }, false
+        for _, other in ipairs(list) do has = has or other == v - 1 end
+        if not has then
+          error(("pipeline: part %s uses %s, which its virtual stage %d does not hold: name it in the part's "
+            .. "`parameters`, or give ps.initialize a batch as `example`, with which it finds tied tables"):format(
+            costs[i].name, name, v - 1), 0)
+        end
+      end
+    end
   end
-  return { module:example(1, MOST_POSITIONS) }
+end
+
+-- -- making a model ---------------------------------------------------------------------------------------------------
+-- The arguments of the call that counts the operations of a model's parts: the batch that ps.initialize got as
+-- `example`, or those that the model itself makes; nil: none are known.
+local function example_of(module, pipeline)
+  if pipeline.example then return pipeline.example end
+  return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
+end
+
+-- The costs of a model's parts before a batch is known. The elements of a part's parameters stand for its operations.
+-- The parts are counted when the first batch arrives (row.lua).
+local function by_parameters(module)
+  local costs = {}
+  for i, part in ipairs(parts.of(module)) do
+    local cost = { name = part.name, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0, activations = 0,
+      dropouts = 0, first_dropout = 0, trains = false, carry = {}, carry_nbytes = 0 }
+    count.add_parameters(module, part, cost)
+    cost.forward, cost.input, cost.weight = cost.numel, cost.numel, cost.numel
+    costs[i] = cost
+  end
+  return costs
 end
 
 -- The costs with the parts' seconds on rank 0's device instead of operations. All ranks use those of rank 0, since they
@@ -454,6 +536,22 @@ local function measured(module, costs, args, where)
   return list
 end
 
+local MEASURES = 'pipeline.partition = "measured" runs the parts with a batch: ps.initialize { example = BATCH, ... }'
+
+-- Counts a model's parts and cuts it.
+local function cut_of(module, pipeline, where)
+  local how, args = pipeline.partition, example_of(module, pipeline)
+  if not args then
+    if how == "measured" then error(MEASURES, 0) end
+    local costs = by_parameters(module)
+    return { costs = costs, first = stages.cut(costs, pipeline.table, how, module:parts()) }
+  end
+  local found = { costs = count.parts(module, args, where.precision) }
+  local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
+  found.first, found.times = stages.cut(weighed, pipeline.table, how, module:parts())
+  return found
+end
+
 --- Makes a model without values and cuts it into virtual stages.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
@@ -462,18 +560,12 @@ end
 ---@return ps.engine.Stages
 function stages.divide(model_func, pipeline, where)
   local module = deferred.make(model_func)
-  if type(module.parts) ~= "function" or type(module.batch_of) ~= "function" then
-    error(("pipeline: %s has no methods parts() and batch_of(), which define where it can be cut (docs/models.md)")
+  if type(module.parts) ~= "function" then
+    error(("pipeline: %s has no method parts(), which defines where it can be cut (docs/models.md)")
       :format(module.class_name), 0)
   end
   if where.cut then where.cut(module) end
-  local found = pipeline.found or hooks.ask "before_cut"
-  if not found then
-    local how, args = pipeline.partition, example(module)
-    found = { costs = count.parts(module, args, where.precision) }
-    local weighed = how == "measured" and measured(module, found.costs, args, where) or found.costs
-    found.first, found.times = stages.cut(weighed, pipeline.table, how, module:parts())
-  end
+  local found = pipeline.found or hooks.ask "before_cut" or cut_of(module, pipeline, where)
   local made = stages.new(module, found.costs, found.first, pipeline)
   made.times = found.times
   return module, made
