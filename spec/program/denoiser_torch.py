@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The network of examples/denoiser.lua in PyTorch: trains from the weights and batches of a file (--trace) and prints the
-losses of its steps."""
-import sys
-
+"""The network of examples/denoiser.lua in PyTorch."""
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
-WIDTH = 16
+import torch_layout
 
 
 class Denoiser(torch.nn.Module):
@@ -28,15 +24,4 @@ class Denoiser(torch.nn.Module):
         return F.mse_loss(y, clean)
 
 
-trace = load_file(sys.argv[1])
-model = Denoiser(WIDTH)
-model.load_state_dict({name: t for name, t in trace.items() if not name[0].isdigit()})
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-step = 1
-while "%d.clean" % step in trace:
-    optimizer.zero_grad()
-    loss = model(*(trace["%d.%s" % (step, name)] for name in ("noisy", "level", "clean")))
-    loss.backward()
-    optimizer.step()
-    print("step %d  loss %.9f" % (step, loss.item()))
-    step += 1
+torch_layout.run(Denoiser(16), 2e-3)

@@ -1,71 +1,127 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- examples/denoiser.lua and examples/vit.lua: 20 steps in plain memory, in chunks, on two ranks with ZeRO 3, and by
--- PyTorch from the same weights (where PS_TORCH_PYTHON names a Python that has it); the pictures.
-local lfs = require "lfs"
+-- The examples that write a model of their own, in five layouts that a command-line option chooses: losses of 20 steps
+-- and gradients against those of plain memory, and of PyTorch from the same weights (where PS_TORCH_PYTHON names a
+-- Python that has it); the pictures; what a wrong command line says.
 local paths = require "ps.paths"
+local ps = require "ps"
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
 
-local STEPS = 20
+local STEPS, BATCH, RATE = 20, 16, 1024                             -- RATE: of layout.lua's SGD
 local folder = ranks_lib.folder()
 teardown(function() ranks_lib.remove(folder) end)
 
--- The losses that a command prints.
-local function losses(command)
-  local p = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 timeout 300 %s 2>&1; echo \"|$?\""):format(folder, command)))
-  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+local function run(command, code)
+  local p = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 timeout 500 %s 2>&1; echo \"|$?\""):format(folder, command)))
+  local text, got = p:read("*a"):match("^(.*)|(%d+)\n$")
   p:close()
-  assert.equal("0", code, text)
-  local list = {}
+  assert.equal(tostring(code or 0), got, text)
+  return text
+end
+
+-- The losses that a command prints.
+local function losses(command, steps)
+  local text, list = run(command), {}
   for loss in text:gmatch "step %d+  loss (%S+)" do list[#list + 1] = tonumber(loss) end
-  assert.equal(STEPS, #list, text)
+  assert.equal(steps, #list, text)
   return list
 end
 
 local function near(want, got)
-  for i = 1, STEPS do assert(math.abs(want[i] - got[i]) <= 1e-6, ("step %d: %.9f, %.9f"):format(i, want[i], got[i])) end
+  for i = 1, #want do assert(math.abs(want[i] - got[i]) <= 1e-6, ("step %d: %.9f, %.9f"):format(i, want[i], got[i])) end
 end
 
--- The example, its picture, that one's height, and the share of the first loss that the last one is below.
-for _, case in ipairs { { "denoiser", "denoised.pgm", 48, 0.7 }, { "vit", "digits.pgm", 32, 0.97 } } do
-  local name, picture, height, share = unpack(case)
+-- Gradients by name, from the weights before and after one step of SGD.
+local function gradients(before, after)
+  local was, is, all = ps.load(folder .. "/" .. before), ps.load(folder .. "/" .. after), {}
+  for name, t in pairs(was) do
+    if not name:match "^%d" then all[name] = (t:double() - assert(is[name], name):double()) / RATE end
+  end
+  return all
+end
 
-  local function example(options, launched)
-    return losses(("'%s' %s '%s/examples/%s.lua' --steps %d --batch 16 %s"):format(paths.exe, launched or "",
-      paths.root, name, STEPS, options))
+local function same_gradients(want, got)
+  local n = 0
+  for name, t in pairs(want) do
+    local off, most = (t - got[name]):abs():amax():item(), t:abs():amax():item()
+    assert(off <= 1e-5 * most + 1e-9, ("%s: %g off, of %g"):format(name, off, most))
+    n = n + 1
+  end
+  assert(n > 5, "gradients")
+end
+
+-- The example, its picture, that one's height and width, and the share of the first loss that the last one is below.
+local EXAMPLES = { { "denoiser", "denoised.pgm", 48, 160, 0.7 }, { "vit", "digits.pgm", 32, 160, 0.98 },
+  { "two_towers", "towers.pgm", 160, 192, 0.8 }, { "moe", "experts.pgm", 48, 144, 0.9 },
+  { "seq2seq", "sorted.pgm", 128, 128, 0.95 } }
+local LAYOUTS = { "chunks", "zero", "pipeline", "tensor" }
+
+for _, case in ipairs(EXAMPLES) do
+  local name, picture, height, width, share = unpack(case)
+
+  local function command(layout, options)
+    local alone = layout == "plain" or layout == "chunks"
+    local launched = alone and "" or ("'%s/tools/launch.lua' --nproc-per-node 2 --no-prefix"):format(paths.root)
+    return ("'%s' %s '%s/examples/%s.lua' --layout %s --batch %d --picture %s %s"):format(paths.exe, launched,
+      paths.root, name, layout, BATCH, picture, options)
+  end
+
+  local function example(layout, more)
+    return losses(command(layout, ("--steps %d %s"):format(STEPS, more or "")), STEPS)
+  end
+
+  -- The gradients of one step in a layout.
+  local function of_one_step(layout)
+    local to = name .. "_" .. layout
+    run(command(layout, ("--steps 1 --optimizer sgd --save %s"):format(to)))
+    run(("'%s' '%s/tools/merge.lua' %s/step-00000001 --out %s.safetensors"):format(paths.exe, paths.root, to, to))
+    return gradients(name .. "_first.safetensors", to .. ".safetensors")
   end
 
   describe(("examples/%s.lua"):format(name), function()
-    local plain
-    lazy_setup(function() plain = example "--memory plain --trace first.safetensors" end)
+    local plain, grads
+    lazy_setup(function()
+      plain = example("plain", ("--trace %s_trace.safetensors"):format(name))
+      run(command("plain", ("--steps 1 --trace %s_first.safetensors"):format(name)))
+      grads = of_one_step "plain"
+    end)
 
-    it("learns, and writes a picture", function()
+    it("learns, writes a picture, and has fewer than 80 lines", function()
       assert(plain[STEPS] < share * plain[1], plain[STEPS])
       local lines = {}
       for line in io.lines(folder .. "/" .. picture) do lines[#lines + 1] = line end
-      assert.equal(("P2 160 %d 255"):format(height), lines[1])
+      assert.equal(("P2 %d %d 255"):format(width, height), lines[1])
       assert.equal(height + 1, #lines)
-      assert.equal(160, select(2, lines[20]:gsub("%d+", "")))
-      assert.truthy(table.concat(lines, " ", height - 14):find(" 255 ", 1, true))           -- clean digits below
+      assert.equal(width, select(2, lines[20]:gsub("%d+", "")))
+      local _, source = check.read(("%s/examples/%s.lua"):format(paths.root, name)):gsub("\n", "")
+      assert(source < 80, source)
     end)
 
-    it("has in chunks the losses of plain memory", function() assert.same(plain, example "") end)
+    for _, layout in ipairs(LAYOUTS) do
+      it("has the losses and gradients of plain memory: " .. layout, function()
+        if layout ~= "chunks" and ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
+        local got = example(layout)
+        if layout == "chunks" then assert.same(plain, got) else near(plain, got) end
+        same_gradients(grads, of_one_step(layout))
+      end)
+    end
 
-    it("has on two ranks with ZeRO 3 the losses of one", function()
-      if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
-      near(plain, example("--zero 3", ("'%s/tools/launch.lua' --nproc-per-node 2 --no-prefix"):format(paths.root)))
-    end)
-
-    it("has PyTorch's losses", function()
+    it("has PyTorch's losses and gradients", function()
       local python = os.getenv "PS_TORCH_PYTHON"
       if not python then return pending "PS_TORCH_PYTHON names no Python with PyTorch" end
-      assert(lfs.attributes(folder .. "/first.safetensors"), "a trace")
-      local peer = ("%s/spec/program/%s_torch.py"):format(paths.root, name)
-      near(losses(("'%s' '%s' first.safetensors"):format(python, peer)), plain)
-    end)
-
-    it("refuses an option that it has not", function()
-      check.fails(function() example "--stride 2" end, "unknown option")
+      local peer = ("'%s' '%s/spec/program/%s_torch.py'"):format(python, paths.root, name)
+      near(losses(("%s %s_trace.safetensors adamw"):format(peer, name), STEPS), plain)
+      losses(("%s %s_first.safetensors sgd %s_torch.safetensors"):format(peer, name, name), 1)
+      same_gradients(gradients(name .. "_first.safetensors", name .. "_torch.safetensors"), grads)
     end)
   end)
 end
+
+describe("an example's command line", function()
+  it("names the option that it has not, and the ranks that a layout runs on", function()
+    local vit = ("'%s' '%s/examples/vit.lua' "):format(paths.exe, paths.root)
+    check.fails(function() run(vit .. "--stride 2") end, "unknown option")
+    assert.matches("--layout pipeline runs on 2 ranks, not on 1: psluajit launch.lua --nproc-per-node 2 vit.lua",
+      run(vit .. "--layout pipeline", 1), nil, true)
+  end)
+end)

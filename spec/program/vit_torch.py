@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The network of examples/vit.lua in PyTorch: trains from the weights and batches of a file (--trace) and prints the
-losses of its steps."""
-import sys
-
+"""The network of examples/vit.lua in PyTorch."""
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+
+import torch_layout
 
 
 class ViT(torch.nn.Module):
@@ -18,21 +16,10 @@ class ViT(torch.nn.Module):
         self.encoder = torch.nn.TransformerEncoder(layer, layers, torch.nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = torch.nn.Linear(width, 10)
 
-    def forward(self, image, target):
+    def forward(self, image, digits):
         x = self.patches(image).flatten(2).transpose(1, 2)
         x = torch.cat([getattr(self, "class").expand(len(image), 1, x.shape[2]), x], 1) + self.places
-        return F.cross_entropy(self.head(self.encoder(x)[:, 0]), target)
+        return F.cross_entropy(self.head(self.encoder(x)[:, 0]), digits)
 
 
-trace = load_file(sys.argv[1])
-model = ViT(32, 2, 4)
-model.load_state_dict({name: t for name, t in trace.items() if not name[0].isdigit()})
-optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-step = 1
-while "%d.image" % step in trace:
-    optimizer.zero_grad()
-    loss = model(trace["%d.image" % step], trace["%d.digits" % step])
-    loss.backward()
-    optimizer.step()
-    print("step %d  loss %.9f" % (step, loss.item()))
-    step += 1
+torch_layout.run(ViT(32, 2, 4), 2e-3)

@@ -1,0 +1,98 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What examples with a model of their own share: options, the layout that --layout names, the training loop.
+--   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
+--   zero       two ranks, which share all state out     pipeline   two ranks, each with a stage of the model
+--   tensor     two ranks, each with a part of each layer
+-- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches, which are those of two
+-- ranks with ZeRO, so that all layouts compute the same losses, also those that couple the rows of a micro-batch.
+local ps = require "ps"
+local argparse = require "argparse"
+local whole = require("ps.command_line").whole
+
+local CUTS = 2                                     -- micro-batches of a step, over all data-parallel ranks
+local RANKS = { plain = 1, chunks = 1, zero = 2, pipeline = 2, tensor = 2 }
+
+local layout = {}
+layout.__index = layout
+
+--- Reads the command line and joins the ranks.
+---@param name string of the script
+---@param what string a sentence about it
+---@param default {steps: integer, batch: integer, lr: number, picture: string}
+---@return table run with the options in run.args
+function layout.open(name, what, default)
+  local parser = argparse(name, what)
+  parser:option("--layout", "how the model is trained", "plain"):choices { "plain", "chunks", "zero", "pipeline",
+    "tensor" }
+  whole(parser:option("--steps", "training steps", tostring(default.steps)), 1)
+  whole(parser:option("--batch", "rows per step, of all ranks", tostring(default.batch)), CUTS)
+  parser:option("--optimizer", "adamw or sgd", "adamw"):choices { "adamw", "sgd" }
+  parser:option("--picture", "the picture's file", default.picture)
+  parser:option("--save", "a folder for a checkpoint of the last step")
+  parser:option("--trace", "a file for the first weights and batches, by which another program can do the same")
+  local self = setmetatable({ args = parser:parse(), lr = default.lr }, layout)
+  local how, ranks = self.args.layout, tonumber(os.getenv "WORLD_SIZE" or "1")
+  if RANKS[how] ~= ranks then
+    io.stderr:write(("%s: --layout %s runs on %d rank%s, not on %d: psluajit launch.lua --nproc-per-node %d %s\n")
+      :format(name, how, RANKS[how], RANKS[how] > 1 and "s" or "", ranks, RANKS[how], name))
+    os.exit(1)
+  end
+  if ranks > 1 then ps.init_distributed { quiet = true } end
+  return self
+end
+
+local SGD = { type = "SGD", params = { lr = 1024 } }
+
+--- Makes the engine of a model.
+---@param model_func fun(): ps.nn.Module
+---@param example table a batch, of which a pipeline runs one part dry
+function layout:initialize(model_func, example)
+  local how = self.args.layout
+  local adamw = { type = "AdamW", params = { lr = self.lr, weight_decay = 0.01 } }
+  self.model, self.optimizer = ps.initialize { quiet = true, model_func = model_func, example = example, config = {
+    optimizer = self.args.optimizer == "sgd" and SGD or adamw, plan_print = false,
+    gradient_accumulation_steps = how == "zero" and 1 or CUTS,
+    memory = how == "plain" and "plain" or nil, zero_optimization = { stage = how == "zero" and 3 or 0 },
+    pipeline = how == "pipeline" and { stages = 2 } or nil,
+    tensor_parallel = how == "tensor" and { size = 2 } or nil } }
+end
+
+--- Trains on batches by names, which all ranks draw alike. A data-parallel rank takes its own rows.
+---@param batch fun(rows: integer): table
+function layout:train(batch)
+  local args, model, rank, ranks = self.args, self.model, ps.mesh.rank "dp", ps.mesh.size "dp"
+  local trace = args.trace and model:state_dict()
+  for name, t in pairs(trace or {}) do trace[name] = t:clone() end
+  ps.manual_seed(2)
+  for step = 1, args.steps do
+    local given, own, loss = batch(args.batch), {}, 0
+    for name, t in pairs(given) do
+      if trace then trace[step .. "." .. name] = t end
+      own[name] = t:narrow(0, rank * args.batch / ranks, args.batch / ranks)
+    end
+    for out in model:micro_batches(own) do
+      model:backward(out.loss)
+      loss = loss + out.loss:item() / CUTS
+    end
+    self.optimizer:step()
+    if ranks > 1 then loss = ps.mesh.group("dp"):sum(ps.tensor(loss)):item() end
+    if step <= 20 or step % 50 == 0 then ps.print_rank(("step %d  loss %.9f"):format(step, loss)) end
+  end
+  if trace then ps.save(trace, args.trace) end
+  if args.save then ps.checkpoints.save(args.save, { model = model, optimizer = self.optimizer, shards = true }) end
+end
+
+--- The output of the model for a batch, on all ranks, without training.
+---@param given table
+---@param name string of the tensor
+---@return ps.Tensor rows of all micro-batches
+function layout:output(given, name)
+  local list = {}
+  self.model:eval()
+  ps.no_grad(function()
+    for out in self.model:micro_batches(given, { gather = true }) do list[#list + 1] = out[name]:clone():keep() end
+  end)
+  return ps.cat(list, 0)
+end
+
+return layout
