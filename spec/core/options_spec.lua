@@ -373,6 +373,7 @@ end
 -- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
 local INNER = {
   ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
+  ["lua/ps/parallel/tensor/layers.lua"] = "region_of",
   ["lua/ps/lora/files.lua"] = "save_merged adapters_of.Adapters:save_pretrained",
   ["lua/ps/lora/init.lua"] = "lora.load lora.from_pretrained", ["lua/ps/lora/layers.lua"] = "head_loss",
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
