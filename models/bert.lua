@@ -89,7 +89,7 @@ function SelfAttention:init(c, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
 
--- x [B, T, C]; mask bool [B, T] or nil: where it is false, the position is hidden as a key.
+-- x [B, T, C]; mask: nil, bool [B, T] where false hides a position as a key, or int32 [B, T] of segments.
 function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
@@ -173,7 +173,8 @@ function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_si
 function Pooler:forward(x) return self.dense(x:select(1, 0)):tanh() end           -- [B, T, C] -> [B, C]
 
 -- -- models ---------------------------------------------------------------------------------------------------------
-local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor" }
+local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor",
+  segment_ids = "tensor" }
 
 local function with(names)
   for name, kind in pairs(INPUTS) do names[name] = kind end
@@ -181,7 +182,8 @@ local function with(names)
 end
 
 local LABELLED = with { labels = "tensor" }
-local ANSWERED = with { start_positions = "tensor", end_positions = "tensor" }
+local ONE_LABEL = heads.without_segments(LABELLED)
+local ANSWERED = heads.without_segments(with { start_positions = "tensor", end_positions = "tensor" })
 
 ---@class BertModel: ps.pretrained.Model
 local BertModel = nn.class("BertModel", Model)
@@ -219,7 +221,7 @@ end
 -- Removes padding from a batch that was read: ids, token types and positions become [S].
 local function leave_out(batch, labels)
   local ids, shape = batch.input_ids, shape_of(batch.mask)
-  batch.rows, batch.places = unpad.plan(batch.mask, labels)
+  batch.rows, batch.places = unpad.plan(heads.mask(batch.mask), labels)
   local types, places = batch.token_type_ids, batch.position_ids
   if places == nil then
     places = ps.arange(0, shape[2], 1, { dtype = "int64", device = ids:device() }):reshape(1, -1)
@@ -229,22 +231,23 @@ local function leave_out(batch, labels)
 end
 
 -- Checks a batch (a table of named tensors) and returns the table that the parts read: the fields of the batch, `mask`
--- bool [B, T] or nil, and position_ids where the family defines them. With unpad and a mask, padding is removed (see
--- leave_out). labels int [B, T]: the labels per token, if there are any. A family whose positions depend on the ids
--- has a method places(ids).
+-- (bool [B, T], int32 [B, T] of segments, or nil), and position_ids where the family or segments define them. With
+-- unpad and a mask, padding is removed (see leave_out). labels int [B, T]: the labels per token, if there are any. A
+-- family whose positions depend on the ids has a method places(ids, segments).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
     { token_type_ids = true, position_ids = true })
   local batch = {}
   for name, t in pairs(given) do batch[name] = t end
-  if batch.position_ids == nil and self.places then batch.position_ids = self:places(ids) end
+  local segments, places = heads.segments(who, nil, given)
+  if batch.position_ids == nil then batch.position_ids = self.places and self:places(ids, segments) or places end
   if batch.position_ids == nil and ids:size(1) > c.max_position_embeddings then
     error(("%s: input_ids has %d positions per row, the model has %d: shorten the rows"):format(who, ids:size(1),
       c.max_position_embeddings), 0)
   end
   heads.same_device(who, ids, self.embeddings.LayerNorm.weight)
-  batch.mask = heads.mask(given.attention_mask)
+  batch.mask = segments or heads.mask(given.attention_mask)
   if self.unpad and batch.mask ~= nil then leave_out(batch, labels) end
   return batch
 end
@@ -492,6 +495,7 @@ local ForSequence = derive("BertForSequenceClassification", BertModel, true, fun
   self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
 end)
 
+ForSequence.inputs = ONE_LABEL
 -- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
   local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(firsts(x, batch))) }
@@ -519,6 +523,7 @@ local bert = pretrained.family {
 }
 -- For models/roberta.lua.
 bert.pieces = { BertModel = BertModel, derive = derive, per_token = per_token, masked_lm = masked_lm,
-  vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm, firsts = firsts }
+  vocabulary_head = vocabulary_head, classifier_dropout = classifier_dropout, layer_norm = layer_norm, firsts = firsts,
+  ONE_LABEL = ONE_LABEL }
 
 return bert

@@ -49,7 +49,7 @@ function Attention:init(config, where, layer)
 end
 
 -- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. cache: {kv [B, 2H, S, D]}, filled up to position
--- `at`. mask bool [B, T] or nil: where it is false, the position is hidden as a key.
+-- `at`. mask: nil, bool [B, T] where false hides a position as a key, or int32 [B, T] of segments.
 function Attention:forward(h, x, cache, at, mask)
   local qkv = self.c_attn(h)                                            -- [B, T, 3C]
   if cache then return self.c_proj(heads.attend_cached(self, cache, at, mask, qkv), x) end
@@ -109,9 +109,11 @@ function Block:forward(x, cache, at, mask)
   return self.mlp(self.ln_2(x), x, cache ~= nil)
 end
 
-local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor" }
+local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor",
+  segment_ids = "tensor" }
 local LABELLED = { labels = "tensor" }
 for name, kind in pairs(INPUTS) do LABELLED[name] = kind end
+local ONE_LABEL = heads.without_segments(LABELLED)
 
 local BODY = { wte = true, wpe = true, h = true, ln_f = true }
 
@@ -142,20 +144,20 @@ GPT2Model.tensor_parallel = {
   ["ln_f"] = "leave",
 }
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T], mask bool
--- [B, T] or nil, token_type_ids and position_ids.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T]; mask, bool
+-- [B, T], int32 [B, T] of segments, or nil; token_type_ids and position_ids.
 local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
     { position_ids = true, token_type_ids = true })
-  if given.position_ids == nil and ids:size(1) > self.config.n_positions then
+  local segments, places = heads.segments("gpt2", self.config, given)
+  if places == nil and ids:size(1) > self.config.n_positions then
     error(("gpt2: input_ids has %d positions per row, the model has %d: shorten the rows"):format(ids:size(1),
       self.config.n_positions), 0)
   end
   heads.same_device("gpt2", ids, body.ln_f.weight)
-  heads.check_places("gpt2", self.config, given)
-  return { input_ids = ids, mask = heads.mask(given.attention_mask), token_type_ids = given.token_type_ids,
-    position_ids = given.position_ids }
+  return { input_ids = ids, mask = segments or heads.mask(given.attention_mask), token_type_ids = given.token_type_ids,
+    position_ids = places }
 end
 
 -- The vectors of positions [B or 1, T, C] from `at` on. place int [B or 1, T]: other positions, or nil.
@@ -284,7 +286,7 @@ function GPT2:batch_of(idx, targets)
     local given = heads.batch(self, idx)
     heads.same_shapes("gpt2", given, { "labels" })
     local batch = read(self, given, self.transformer)
-    if given.labels ~= nil then batch.targets = heads.shifted(given.labels) end
+    if given.labels ~= nil then batch.targets = heads.shifted(given) end
     return batch
   end
   if not ps.is_tensor(idx) then
@@ -309,10 +311,11 @@ end
 
 --- idx int [B, T]. Without targets it returns logits [B, T, V]. With targets int [B, T] (-100: ignored) it returns the
 --- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
---- { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids = } of [B, T] each: returns { loss = }, or
---- { logits = } without labels. There the targets are the labels shifted by one position.
+--- { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids =, segment_ids = } of [B, T] each: returns
+--- { loss = }, or { logits = } without labels. There the targets are the labels shifted by one position. segment_ids, 0
+--- for padding: rows hold several sequences, which do not see or predict each other.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor}
+---  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function GPT2:forward(idx, targets)
@@ -382,7 +385,7 @@ function ForTokens:parts()
 end
 
 for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } do
-  class.inputs = LABELLED
+  class.inputs = class == ForTokens and LABELLED or ONE_LABEL
   --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch

@@ -67,7 +67,8 @@ local function split(self, y, n, normed)
 end
 
 -- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. seen: cos and sin [B or 1, T, D / 2], and mask: nil,
--- or bool [B, S] where false hides a position as a key, or a mask of 4 dimensions, which replaces the causal mask.
+-- or bool [B, S] where false hides a position as a key, or int32 [B, T] of segments, or a mask of 4 dimensions, which
+-- replaces the causal mask.
 -- cache: {k, v [B, G, S, D]}, filled up to position `at`, or nil.
 function Attention:forward(h, x, seen, cache, at)
   if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
@@ -125,8 +126,10 @@ function Layer:forward(x, seen, cache, at)
 end
 
 -- -- the body -------------------------------------------------------------------------------------------------------
-local INPUTS = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor" }
-local LABELLED = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor", labels = "tensor" }
+local INPUTS = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor", segment_ids = "tensor" }
+local LABELLED = { labels = "tensor" }
+for name, kind in pairs(INPUTS) do LABELLED[name] = kind end
+local ONE_LABEL = heads.without_segments(LABELLED)
 local BODY = { embed_tokens = true, layers = true, norm = true }
 
 ---@class LlamaModel: ps.pretrained.Model
@@ -174,15 +177,15 @@ local function mask_of(who, given)
 end
 
 -- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T], and cos, sin
--- and mask for attention.
+-- and mask for attention, which may be segments.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
   local weight = body.norm.weight
   heads.same_device(who, ids, weight)
-  heads.check_places(who, self.config, given)
-  local cos, sin = body.rope:angles(given.position_ids, ids:size(1), 0, ids:device(), weight:dtype())
-  return { input_ids = ids, cos = cos, sin = sin, mask = mask_of(who, given) }
+  local segments, places = heads.segments(who, self.config, given)
+  local cos, sin = body.rope:angles(places, ids:size(1), 0, ids:device(), weight:dtype())
+  return { input_ids = ids, cos = cos, sin = sin, mask = segments or mask_of(who, given) }
 end
 
 -- Parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = the residual stream [B, T, C] }. `last`
@@ -289,7 +292,7 @@ function CausalLM:batch_of(idx, targets)
   local given = heads.batch(self, idx)
   local batch = read(self, given)
   batch.targets = heads.targets(self.family.model_type, targets)
-  if given.labels ~= nil then batch.targets = heads.shifted(given.labels) end
+  if given.labels ~= nil then batch.targets = heads.shifted(given) end
   return batch
 end
 
@@ -306,9 +309,10 @@ end
 --- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
 --- { input_ids =, labels =, attention_mask =, position_ids = }: returns { loss = }, or { logits = } without labels.
 --- There the targets are the labels shifted by one position. attention_mask is [B, T], or [B or 1, H or 1, T, T] of
---- bool or of floats to add to the scores; a mask of 4 dimensions replaces the causal mask.
+--- bool or of floats to add to the scores; a mask of 4 dimensions replaces the causal mask. segment_ids int [B, T], 0
+--- for padding: rows hold several sequences, which do not see or predict each other.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  position_ids?: ps.Tensor}
+---  position_ids?: ps.Tensor, segment_ids?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function CausalLM:forward(idx, targets)
@@ -379,7 +383,8 @@ function ForTokens:parts()
 end
 
 for _, class in ipairs { ForSequence, ForTokens } do
-  class.base, class.prefix, class.body, class.inputs = "model", "model", BODY, LABELLED
+  class.base, class.prefix, class.body = "model", "model", BODY
+  class.inputs = class == ForTokens and LABELLED or ONE_LABEL
   function class:vocabulary() return self.model:vocabulary() end
   function class:costs() return self.model:costs() end
 

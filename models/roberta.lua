@@ -22,12 +22,13 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Returns the positions int64 [B, T] of ids [B, T]: in each row, ids that are not padding count from pad_token_id + 1;
--- padding has pad_token_id.
-function RobertaModel:places(ids)
+-- Returns the positions int64 [B, T] of ids [B, T]: in each row, or segment, ids that are not padding count from
+-- pad_token_id + 1; padding has pad_token_id.
+function RobertaModel:places(ids, segments)
   local pad = self.config.pad_token_id
-  local counts = ids:ne(pad):to("int64")
-  local places, most = counts:cumsum(1) * counts + pad, self.config.max_position_embeddings - pad - 1
+  local counts = (segments ~= nil and segments:ne(0) or ids:ne(pad)):to("int64")
+  local from_1 = segments ~= nil and heads.places_of(segments) + 1 or counts:cumsum(1)
+  local places, most = from_1 * counts + pad, self.config.max_position_embeddings - pad - 1
   local longest = ids:size(1) > most and heads.known(places, function(t) return t:max():item() end) or 0
   if longest - pad > most then
     error(("roberta: a row has %d positions without padding, the model has %d (max_position_embeddings = %d, counted "
@@ -72,6 +73,7 @@ local ForSequence = pieces.derive("RobertaForSequenceClassification", RobertaMod
   self.classifier = ClassificationHead(c, where)
 end)
 
+ForSequence.inputs = pieces.ONE_LABEL
 -- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
 function ForSequence:finish(x, batch)
   local out = { logits = self.classifier(pieces.firsts(x, batch)) }

@@ -11,7 +11,8 @@
 --                   tensor of the standard deviation, in units of u, that it has when every stored value is off by
 --                   up to u of itself; seven of these are allowed beside tol
 --   spread_of_gradients(dy, ins, u)  the same for the gradients of the inputs
--- An input: F(shape, low, high) float of the type under test, I(shape, low, high) index, B(shape) bool, NONE absent.
+-- An input: F(shape, low, high) float of the type under test, I(shape, low, high) index, B(shape) bool, NONE absent,
+-- R({ B, T }, length) int32 whose rows are runs of equal numbers, of about this length, some of zeros.
 -- F(shape, low, high, "fp32") has that type whatever is under test, except that gradients are checked in fp64: then all
 -- float inputs are fp64, so the op's shape rule has to take them (a table of fp32 cosines, say, in fp64 as well).
 -- Fields of a case:
@@ -28,6 +29,7 @@ local NONE = { absent = true }
 local function F(shape, low, high, dtype) return { shape = shape, low = low or -2, high = high or 2, dtype = dtype } end
 local function I(shape, low, high) return { shape = shape, low = low, high = high, index = true } end
 local function B(shape) return { shape = shape, bool = true } end
+local function R(shape, length) return { shape = shape, runs = length } end
 --- The very tensor of an earlier input.
 local function SAME(i) return { same = i } end
 
@@ -574,6 +576,11 @@ do
     local B_, T, S = s:size(0), s:size(2), s:size(3)
     local sees = mask and mask:dim() == 2 and mask:reshape(B_, 1, 1, S):expand(B_, 1, T, S) or nil
     if mask and mask:dim() == 4 and mask:dtype() == "bool" then sees = mask:expand(B_, mask:size(1), T, S) end
+    if mask and mask:dim() == 2 and mask:dtype() == "int32" then
+      local before = ps.cat({ ps.zeros({ B_, 1 }, { dtype = "int32", device = "ref" }), mask:narrow(1, 0, S - 1) }, 1)
+      local run = mask:ne(before):float():cumsum(1)
+      sees = run:reshape(B_, 1, T, 1):eq(run:reshape(B_, 1, 1, S)):logical_and(mask:ne(0):reshape(B_, 1, 1, S))
+    end
     if mask and mask:is_float() then s = s + mask:double() end
     if a[2] == 1 then
       local i, j = ps.arange(T, { device = "ref" }), ps.arange(S, { device = "ref" })
@@ -625,6 +632,7 @@ do
     local G = type(H) == "table" and H[2] or H
     H = type(H) == "table" and H[1] or H
     local q, k, m = { B_, H, T, D }, { B_, G, S, D }, mask == true and B { B_, S } or mask or NONE
+    m = type(m) == "number" and R({ B_, S }, m) or m                                        -- a length: segments
     forward[#forward + 1] = { F(q), F(k), F(k), m, attrs = a, grads = grads or false,
                               spread_of_gradients = function(dy, ins, u)
                                 return deviations(dy, ins[1], ins[2], ins[3], ins[4], a, u)
@@ -661,6 +669,16 @@ do
   add(2, 2, 70, 70, 16, B { 2, 1, 70, 70 }, plain, false)
   add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of more
   add(1, 2, 5, 6, 4, B { 1, 2, 1, 6 }, causal, false)
+  add(2, 2, 5, 5, 4, 2, causal, true)
+  add(2, { 4, 2 }, 6, 6, 3, 3, plain, true)
+  add(1, 1, 7, 7, 4, 4, windowed(2, 0.25), true)
+  add(2, { 4, 2 }, 130, 130, 33, 9, causal)
+  add(3, 2, 200, 200, 64, 50, causal)
+  add(2, 1, 150, 150, 16, 40, plain)
+  add(1, { 2, 1 }, 140, 140, 64, 30, drop)
+  add(2, 1, 260, 260, 16, 80, windowed(37))
+  add(1, 1, 200, 200, 100, 30, causal)
+  add(1, 1, 130, 130, 130, 30, args(0.3, 0, 0.25, 9, 3, 5, 2))
   local tol = { fp32 = 2e-5, bf16 = 0.03, fp16 = 0.005 }
   forward.tol = tol
   case(forward)
@@ -668,7 +686,7 @@ do
 
   local packed, packed_backward = { "attention_packed" }, { "attention_packed_backward" }
   local function add_packed(B_, T, C, heads, mask, a, grads)
-    local qkv, m = { B_, T, 3 * C }, mask and B { B_, T } or NONE
+    local qkv, m = { B_, T, 3 * C }, type(mask) == "number" and R({ B_, T }, mask) or mask and B { B_, T } or NONE
     a = args(heads, a[2], a[1], unpack(a, 3, a.n))
     local plain_a = args(a[3] == 0 and 1 / math.sqrt(C / heads) or a[3], a[2], a[4] or 0, a[5], a[6], a[7], a[8], 0,
       a[9])
@@ -699,6 +717,8 @@ do
   add_packed(2, 65, 128, 2, false, args(0, 1))
   add_packed(1, 130, 66, 2, true, drop)
   add_packed(1, 40, 16, 2, false, args(0.3, 1, 0.25, 9, 3, 5, 2, 3))
+  add_packed(2, 6, 6, 2, 3, drop, true)
+  add_packed(2, 130, 64, 1, 40, args(0, 1))
   packed.tol = tol
   case(packed)
   case(packed_backward)

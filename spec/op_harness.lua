@@ -29,6 +29,10 @@ local function make(spec, dtype)
   if spec.bool then
     local t = ps.empty(spec.shape, { device = "ref" })
     return ops.uniform_(t, 0, 1, seed):gt(0.3)
+  elseif spec.runs then                                           -- every fourth one is of zeros
+    local t = ops.uniform_(ps.empty(spec.shape, { device = "ref" }), 0, 1, seed)
+    local run = t:lt(1 / spec.runs):float():cumsum(1) + 1
+    return (run * run:ne((run / 4):floor() * 4):float()):to("int32")
   elseif spec.index then
     local t = ps.empty(spec.shape, { dtype = seed % 2 == 0 and "int32" or "int64", device = "ref" })
     return t:numel() > 0 and ops.randint_(t, spec.low, spec.high, seed) or t

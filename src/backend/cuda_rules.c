@@ -134,14 +134,22 @@ static int64_t heads_backward(int64_t B, int64_t H, int64_t T, int64_t S, int64_
     return nbytes + up(ps_cu_delta_nbytes(B * H * T, dtype)) + (mask ? up(B * 4) : 0);
 }
 
-/* [B, S] of bool, not one of [.., .., .., S]. */
-static bool is_key_mask(const ps_view *mask) { return ps_has(mask) && mask->ndim != 4; }
+/* [B, S] of bool, not segments, nor one of [.., .., .., S]. */
+static bool is_key_mask(const ps_view *mask) { return ps_has(mask) && mask->ndim != 4 && mask->dtype != PS_I32; }
+
+/* The bounds of segments, if the input `mask` of attention is segments. */
+static int64_t segments(const ps_view *mask)
+{
+    if (!ps_has(mask) || mask->ndim != 2 || mask->dtype != PS_I32) return 0;
+    return up(ps_cu_segments_nbytes(mask->shape[0], mask->shape[1]));
+}
 
 static int64_t attention_backward(const ps_call *call)
 {
     const ps_view *q = &call->in[1], *k = &call->in[2], *out = call->out;
     int wanted = ps_has(&out[1]) + ps_has(&out[2]);
-    return heads_backward(q->shape[0], q->shape[1], q->shape[2], k->shape[2], q->shape[3],
+    return segments(&call->in[4]) +
+           heads_backward(q->shape[0], q->shape[1], q->shape[2], k->shape[2], q->shape[3],
                           k->shape[1] > 0 && q->shape[1] > k->shape[1], wanted, is_key_mask(&call->in[4]), q->dtype);
 }
 
@@ -149,7 +157,8 @@ static int64_t attention_packed_backward(const ps_call *call)
 {
     const ps_view *qkv = &call->in[1];
     int64_t H = ((const ps_attrs_attention_packed_backward *)call->attrs)->heads;
-    return heads_backward(qkv->shape[0], H, qkv->shape[1], qkv->shape[1], qkv->shape[2] / 3 / H, false, 0,
+    return segments(&call->in[2]) +
+           heads_backward(qkv->shape[0], H, qkv->shape[1], qkv->shape[1], qkv->shape[2] / 3 / H, false, 0,
                           is_key_mask(&call->in[2]), qkv->dtype);
 }
 
@@ -189,6 +198,8 @@ int64_t ps_cuda_rules_scratch(const ps_cuda_card *card, const ps_call *call)
                : up(ps_cu_embedding_nbytes(((const ps_attrs_embedding_backward *)a)->rows, in[0].numel));
     case PS_OP_scatter_add:
     case PS_OP_scatter_reduce: return in[0].numel == 0 ? 0 : up(in[0].numel * 8);
+    case PS_OP_attention: return segments(&in[3]);
+    case PS_OP_attention_packed: return segments(&in[1]);
     case PS_OP_attention_backward: return attention_backward(call);
     case PS_OP_attention_packed_backward: return attention_packed_backward(call);
     case PS_OP_matmul: return out[0].numel == 0 || in[0].numel == 0 ? 0 : operand_copy(&in[0]) + operand_copy(&in[1]);

@@ -19,17 +19,23 @@ static int check_dropout(const ps_infer *f, double p, int32_t first_head)
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
-/* bool [B, S]; or, if the op allows it, [B or 1, H or 1, T or 1, S] of bool or floats. */
-static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t keys)
+/* bool [B, S], or int32 [B, T] of segments, where T is S. */
+static int check_mask(const ps_infer *f, const ps_tensor *mask, int64_t batch, int64_t queries, int64_t keys)
 {
-    if (!mask || (mask->dtype_ == PS_BOOL && mask->ndim == 2 && mask->shape_[0] == batch && mask->shape_[1] == keys))
+    bool segments = mask && mask->dtype_ == PS_I32 && mask->ndim == 2;
+    if (segments && queries != keys)
+        return ps_rule_fail(f, "segments need as many queries as keys, not %lld and %lld: pass a mask of 4 dimensions",
+                            (long long)queries, (long long)keys);
+    if (!mask || ((segments || mask->dtype_ == PS_BOOL) && mask->ndim == 2 && mask->shape_[0] == batch &&
+                  mask->shape_[1] == keys))
         return 0;
-    return ps_rule_fail(f, "the mask must be bool [%lld, %lld]", (long long)batch, (long long)keys);
+    return ps_rule_fail(f, "the mask must be bool [%lld, %lld], or int32 segments of this shape", (long long)batch,
+                        (long long)keys);
 }
 
 static int check_any_mask(const ps_infer *f, const ps_tensor *mask, const ps_tensor *q, int64_t keys)
 {
-    if (!mask || mask->ndim != 4) return check_mask(f, mask, q->shape_[0], keys);
+    if (!mask || mask->ndim != 4) return check_mask(f, mask, q->shape_[0], q->shape_[2], keys);
     bool typed = mask->dtype_ == PS_BOOL || mask->dtype_ == PS_F32 || mask->dtype_ == q->dtype_;
     for (int d = 0; d < 3; d++) typed = typed && (mask->shape_[d] == 1 || mask->shape_[d] == q->shape_[d]);
     if (typed && mask->shape_[3] == keys) return 0;
@@ -113,7 +119,7 @@ static int check_packed(const ps_infer *f, const ps_tensor *qkv, const ps_tensor
     if (qkv->ndim != 3 || !ps_dtype_is_float(qkv->dtype_)) return ps_rule_fail(f, "qkv must be float [B, T, 3C]");
     if (heads < 1 || qkv->shape_[2] % (3 * (int64_t)heads))
         return ps_rule_fail(f, "%d heads do not divide C = %g", heads, (double)qkv->shape_[2] / 3);
-    return check_mask(f, mask, qkv->shape_[0], qkv->shape_[1]);
+    return check_mask(f, mask, qkv->shape_[0], qkv->shape_[1], qkv->shape_[1]);
 }
 
 int infer_attention_packed(ps_infer *f)

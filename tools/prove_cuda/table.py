@@ -90,14 +90,16 @@ def rows_of_image():
                       x="x", y="y", numel=2 * given[0] * given[1], out=given, **{"in": size})
     yield Row("image", "resample_kernel<float>", "means of 2 x 2 windows of 2 x 4 x 6", 1, 256,
               [resample(0, [4, 6], [2, 3])])
-    yield Row("image", "resample_back_kernel<float>", "the gradient of 2 x 2 means of 2 x 4 x 6", 1, 256, [resample(1, [2, 3], [4, 6])],
+    yield Row("image", "resample_back_kernel<float>", "the gradient of 2 x 2 means of 2 x 4 x 6", 1, 256,
+              [resample(1, [2, 3], [4, 6])],
               outcome=REFUSED, why="an element whose weight is 0 is passed over, by a comparison of doubles")
     def pool(numel):
         return Struct("pool_call", a=Struct("ps_attrs_max_pool", kernel=[2, 2], stride=[2, 2], dilation=[1, 1],
                                             size=[2, 3]),
                       x="x", y="y", index="index", numel=numel, out=[2, 3], **{"in": [4, 6]})
     yield Row("image", "max_pool_kernel<float>", "2 x 2 windows of 2 x 4 x 6", 1, 256, [pool(12)], branches=True)
-    yield Row("image", "max_pool_back_kernel<float>", "the gradient of 2 x 2 windows of 2 x 4 x 6", 1, 256, [pool(48)], branches=True)
+    yield Row("image", "max_pool_back_kernel<float>", "the gradient of 2 x 2 windows of 2 x 4 x 6", 1, 256,
+              [pool(48)], branches=True)
 
 
 def rows_of_channel_norm():
@@ -420,6 +422,9 @@ def rows_of_attention_plain():
               [attention(300, 300, 64, mask="mask", mask_b=300, mask_j=1), "sure"],
               values={"mask": ("u32", [0, 0x01010000] + [0x01010101] * 73)}, outcome=REFUSED,
               why="the second search begins at a maximum over the block, whose value it does not follow")
+    yield Row("attention_plain", "segments_kernel", "2 samples of 300 ids", 2, 256,
+              ["ids", 300, 1, "begin", "end", 300],
+              values={"ids": ("u32", [1] * 90 + [2] * 200 + [0] * 10 + [3] * 300)})
     yield Row("attention_plain", "dq_kernel<float>", "T S 2, D 16, causal", (2, 1), 128, [attention(2, 2, 16)],
               branches=True)
     yield Row("attention_plain", "dkv_kernel<float>", "T S 2, D 16, causal", (2, 1), 128, [attention(2, 2, 16)],

@@ -57,6 +57,15 @@ function heads.batch(model, given)
   return given
 end
 
+--- The inputs of a class with one label per row, whose rows cannot have several sequences.
+---@param inputs table<string, string>
+---@return table<string, string>
+function heads.without_segments(inputs)
+  local rest = {}
+  for name, kind in pairs(inputs) do if name ~= "segment_ids" then rest[name] = kind end end
+  return rest
+end
+
 --- Checks the tensors of a batch that must have the shape of input_ids [B, T]; those in `loose` may have one row for
 --- all.
 ---@param who string
@@ -114,19 +123,66 @@ local function go_up(places)
   end) ~= false
 end
 
---- Checks that positions of a causal model's batch are integers. Positions that restart within a row are refused:
---- without a cache and a mask, transformers treats them as several sequences that do not see each other.
+-- Where rows [B, T] begin a run: 1 where a number differs from the one before it, and at the begin of the row. A float.
+local function begins_of(differs)
+  local first = create.ones({ differs:size(0), 1 }, { device = differs:device() })
+  return tensors.cat({ first, differs:float() }, 1)
+end
+
+--- The positions of segments' tokens, which begin again from 0 in each segment; those of padding are 0.
+---@param segments ps.Tensor int32 [B, T]
+---@return ps.Tensor int64 [B, T]
+function heads.places_of(segments)
+  return scope.no_grad(function()
+    local B, T = segments:size(0), segments:size(1)
+    local begins = begins_of(segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)))
+    local at = create.arange(0, T, 1, { device = segments:device() }):reshape(1, T)
+    local run = begins:cumsum(1)
+    -- Column 0 gets those that begin none; nothing reads it.
+    local starts = create.zeros({ B, T + 1 }, { device = segments:device() }):scatter_add(1,
+      (run * begins):to("int64"), at * begins)
+    return ((at - starts:gather(1, run:to("int64"))) * segments:ne(0):float()):to("int64")
+  end)
+end
+
+-- Segments by position_ids: a position that is not one above the position before it begins a segment.
+local function by_places(places, rows)
+  return scope.no_grad(function()
+    local T = places:size(1)
+    local begins = begins_of(places:narrow(1, 1, T - 1):to("int64"):ne(places:narrow(1, 0, T - 1):to("int64") + 1))
+    return begins:cumsum(1):to("int32"):expand(rows, T):contiguous()
+  end)
+end
+
+--- Reads the sequences that share rows of a batch, and checks position_ids. They are segment_ids; or, for a causal
+--- model, position_ids that restart within a row, as in transformers: without attention_mask, and with use_cache =
+--- false in the configuration.
 ---@param who string
----@param config table
----@param given table
-function heads.check_places(who, config, given)
-  local places = given.position_ids
-  if places == nil then return end
-  if places:is_float() then error(("%s: position_ids is %s; it must be int32 or int64"):format(who, places:dtype())) end
-  if config.use_cache == false and given.attention_mask == nil and not go_up(places) then
-    settings.refuse(who, "use_cache", false, "position_ids that restart within a row are several sequences to "
-      .. "transformers; pass attention_mask, or set use_cache = true")
+---@param config? table nil: restarted position_ids have no meaning for this model
+---@param given table a batch by names
+---@return ps.Tensor? segments int32 [B, T], for F.attention's mask
+---@return ps.Tensor? position_ids those of the batch; with segment_ids alone, positions that begin again
+function heads.segments(who, config, given)
+  local places, segments = given.position_ids, given.segment_ids
+  if places ~= nil and places:is_float() then
+    error(("%s: position_ids is %s; it must be int32 or int64"):format(who, places:dtype()))
   end
+  if segments ~= nil then
+    heads.same_shapes(who, given, { "segment_ids" })
+    if segments:dtype() ~= "int32" and segments:dtype() ~= "int64" then
+      error(("%s: segment_ids is %s; it must be int32 or int64"):format(who, segments:dtype()))
+    end
+    if given.attention_mask ~= nil then
+      error(("%s: a batch has segment_ids and attention_mask: leave attention_mask out; padding has segment 0"):format(
+        who))
+    end
+    if segments:dtype() ~= "int32" then segments = segments:to("int32") end
+    return segments, places or heads.places_of(segments)
+  end
+  if config and config.use_cache == false and places ~= nil and given.attention_mask == nil and not go_up(places) then
+    return by_places(places, given.input_ids:size(0)), places
+  end
+  return nil, places
 end
 
 --- Converts a mask of ones and zeros to bool [B, T]: the keys that count.
@@ -157,14 +213,26 @@ function heads.rows(x, at)
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
---- The targets [B, T] for labels [B, T] of a language model in transformers' form: labels are the tokens themselves,
---- and each position except the last learns the next one.
----@param labels ps.Tensor
+-- The labels that positions 0 .. T - 2 of a named batch predict, where T > 1. With segment_ids the last position of a
+-- segment predicts none.
+local function next_labels(given)
+  local labels, segments = given.labels, given.segment_ids
+  local T = labels:size(1)
+  local after = labels:narrow(1, 1, T - 1)
+  if segments == nil then return after end
+  local own, other = segments:narrow(1, 0, T - 1), segments:narrow(1, 1, T - 1)
+  return after:masked_fill(own:ne(other):logical_or(own:eq(0)), IGNORED)
+end
+
+--- The targets [B, T] of a language model's batch by names, in transformers' form: labels are the tokens themselves,
+--- and each position except the last of its row, or of its segment if there are segment_ids, learns the next one.
+---@param given {labels: ps.Tensor, segment_ids?: ps.Tensor} [B, T] each
 ---@return ps.Tensor
-function heads.shifted(labels)
+function heads.shifted(given)
+  local labels = given.labels
   local B, T = labels:size(0), labels:size(1)
   local none = create.full({ B, math.min(T, 1) }, IGNORED, { dtype = labels:dtype(), device = labels:device() })
-  return T > 1 and tensors.cat({ labels:narrow(1, 1, T - 1), none }, 1) or none
+  return T > 1 and tensors.cat({ next_labels(given), none }, 1) or none
 end
 
 --- The second argument of a language model's call: targets, or nil. Named inputs belong in one table with the tokens.
@@ -177,15 +245,15 @@ function heads.targets(who, targets)
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
---- The number of targets in a named batch: its labels that are not -100, without the first of each row, which no
---- position predicts. Nil for other batches, whose y counts as it is.
+--- The number of targets in a named batch: its labels that are not -100, without the first of each row, or segment if
+--- there are segment_ids, which no position predicts. Nil for other batches, whose y counts as it is.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
   local labels = type(given) == "table" and given.labels
   if not scope.is_tensor(labels) or labels:dim() ~= 2 then return nil end
   local T = labels:size(1)
-  return T > 1 and labels:narrow(1, 1, T - 1):ne(IGNORED):sum():item() or 0
+  return T > 1 and next_labels(given):ne(IGNORED):sum():item() or 0
 end
 
 --- The position of each row's last token that is not padding, int64 [B]; 0 if all are padding.

@@ -253,12 +253,13 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
----  first_head?: integer} mask: bool [B, S], false hides a key; or [B or 1, H or 1, T or 1, S] of bool, fp32 or q's
----  type: floats are added to scores, and those of -1e30 and less hide a key; a float mask that needs a gradient gets
----  one through F.attention_weights. causal: query i sees keys up to i + S - T, with window only the last `window` of
----  them; scale: default 1 / sqrt(D); dropout: of the weights, default 0; first_head: the number of q's first head if
----  ranks share the heads, so that dropout masks equal those of one rank; default: from the module that runs, if
----  tensor_parallel divides its heads, else 0
+---  first_head?: integer} mask: bool [B, S], false hides a key; or int32 [B, T] if T = S: segments, that is neighbours
+---  with the same number, see only each other, and 0 is padding, which sees nothing and is not seen; or [B or 1, H or
+---  1, T or 1, S] of bool, fp32 or q's type: floats are added to scores, and those of -1e30 and less hide a key; a
+---  float mask that needs a gradient gets one through F.attention_weights. causal: query i sees keys up to i + S - T,
+---  with window only the last `window` of them; scale: default 1 / sqrt(D); dropout: of the weights, default 0;
+---  first_head: the number of q's first head if ranks share the heads, so that dropout masks equal those of one rank;
+---  default: from the module that runs, if tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -273,12 +274,21 @@ function F.attention(q, k, v, options)
                        first_head(options, p, q:size(1)))
 end
 
+-- Which pairs of positions are in one segment, bool [B, 1, T, T]. Segments are runs of equal numbers; 0 is padding.
+local function pairs_of(segments)
+  local B, T = segments:size(0), segments:size(1)
+  local first = tensor.zeros({ B, 1 }, { device = segments:device() })
+  local run = tensor.cat({ first, segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)):float() }, 1):cumsum(1)
+  return run:reshape(B, 1, T, 1):eq(run:reshape(B, 1, 1, T)):logical_and(segments:ne(0):reshape(B, 1, 1, T))
+end
+
 -- Returns which keys each query sees, bool [B or 1, H or 1, T, S] (nil: all), and a bias to add to the scores (nil:
 -- none).
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then
     local is_bool = mask.dtype_ == C.PS_BOOL
+    if mask.dtype_ == C.PS_I32 then mask, is_bool = pairs_of(mask), true end
     local m = mask:dim() == 2 and is_bool and mask:reshape(mask:size(0), 1, 1, mask:size(1)) or mask
     if is_bool then seen = m
     else
@@ -345,7 +355,7 @@ end
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
----  bool [B, T], the rest as in F.attention
+---  bool [B, T], or int32 [B, T] of segments; the rest as in F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)

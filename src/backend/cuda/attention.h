@@ -17,6 +17,9 @@ struct attention {
     bool ungrouped;                                  /* dk, dv are of each head by itself, [B, H, S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
+    const int32_t *begin, *end;                      /* [B, T] of segments, or NULL: query i sees keys begin[i] to
+                                                        end[i] - 1. Both never fall. Padding begins where it ends,
+                                                        and ends where it begins */
     const void *bias;                                /* a mask of 4 dimensions, of bool or floats, or NULL */
     int32_t bias_type;
     int64_t bias_b, bias_h, bias_i;                  /* its strides, 0 where one serves all; that of keys is 1 */
@@ -38,11 +41,16 @@ struct attention {
 /* Whether the call has only causal or full attention, or a mask of 2 dimensions: tensor cores support these. */
 static inline bool is_plain(const attention *t) { return !t->bias && t->window == 0; }
 
+DEV bool same_segment(const attention &t, int64_t b, int64_t i, int64_t j)
+{
+    return !t.begin || (j >= t.begin[b * t.T + i] && j < t.end[b * t.T + i]);
+}
+
 DEV bool visible(const attention &t, int64_t b, int64_t i, int64_t j)
 {
     int64_t last = i + t.S - t.T;
     if (j >= t.S || (t.causal && j > last) || (t.window > 0 && j <= last - t.window)) return false;
-    return !t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0;
+    return (!t.mask || t.mask[b * t.mask_b + j * t.mask_j] != 0) && same_segment(t, b, i, j);
 }
 
 /* The number of queries, from the first on, that see at most one key; `second`: the second key that the mask shows.
@@ -54,6 +62,11 @@ static __host__ __device__ inline int32_t sure_before(const attention &t, int64_
     return (int32_t)(second >= t.S || n > t.T ? t.T : n > 0 ? n : 0);
 }
 DEV int sure_queries(const attention &t, int64_t b) { return t.sure_of ? t.sure_of[b] : t.sure; }
+/* Whether query i of a segment begin .. end - 1 sees at most one key. */
+DEV bool is_single(const attention &t, int i, int begin, int end)
+{
+    return (t.causal && i <= begin) || end - begin <= 1;
+}
 
 /* The position of the log-sum-exp of query 0 of a head. */
 DEV int64_t lse_at(const attention &t, int64_t b, int64_t h) { return b * t.lse_b + h * t.lse_h; }

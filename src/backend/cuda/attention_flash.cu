@@ -22,11 +22,15 @@ template <int RT, int N, bool LEAN> DEV void hide(const attention &t, float (*s)
     for (int m = 0; m < RT; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(S, row + off + 1) : S;
+            int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(S, row + off + 1) : S, begin = 0;
+            if (!LEAN && t.begin && row < (int)t.T) {
+                begin = t.begin[b * t.T + row];
+                end = min(end, t.end[b * t.T + row]);
+            }
 #pragma unroll
             for (int e = 0; e < 2 * N; e++) {
                 int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
-                bool seen = j < end;
+                bool seen = j < end && (LEAN || j >= begin);
                 if (!LEAN && seen && t.mask) seen = t.mask[b * t.mask_b + j * t.mask_j] != 0;
                 if (!seen) s[m][e >> 1][2 * r + (e & 1)] = -INFINITY;
             }
@@ -75,6 +79,7 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* long rows first */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
+    int begin = 0, seen_from = 0;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> q_rows;
     key_tiles<DP, KEYS, BLOCK, LEAN> keys;
@@ -84,22 +89,27 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     if (!KEPT) q.open(own);
     clear_all<RT, DP / 8>(o);
     for (int m = 0; m < RT; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
-    q_rows.open(t.q, b, h, q0), keys.open(t, b, h);
+    if (!LEAN && t.begin) {
+        span all = span_of(t, b, q0, ROWS, n_k), own = span_of(t, b, w0, 16 * RT, n_k);
+        begin = all.begin / KEYS * KEYS, end = min(end, all.end);
+        seen_from = own.begin, seen_by_any = min(seen_by_any, own.end);
+    }
+    q_rows.open(t.q, b, h, q0), keys.open(t, b, h, begin);
     q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);
-    keys.next(stages, t, 0, n_k, D, mask);
-    for (int first = 0; first < end || first == 0; first += KEYS) {
+    keys.next(stages, t, begin, n_k, D, mask);
+    for (int first = begin; first < end || first == begin; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
         async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
-        if (KEPT && first == 0) q.open(own);
-        if (first >= seen_by_any || w0 >= n_q) continue;
+        if (KEPT && first == begin) q.open(own);
+        if (first >= seen_by_any || w0 >= n_q || (!LEAN && first + KEYS <= seen_from)) continue;
         float s[RT][N][4], shrink[RT][2];
         times_transposed<T, DP, RT, N>(s, q, k);
         if (!LEAN)
 #pragma unroll
             for (int e = 0; e < 4 * RT * N; e++) s[e / (4 * N)][e / 4 % N][e % 4] *= scale;
-        if (first + KEYS > seen_by_all || (!LEAN && mask)) hide<RT, N, LEAN>(t, s, b, w0, first);
+        if (first + KEYS > seen_by_all || (!LEAN && (mask || t.begin))) hide<RT, N, LEAN>(t, s, b, w0, first);
 #pragma unroll
         for (int m = 0; m < RT; m++)
             soften<N, LEAN>(t, s[m], top[m], sum[m], shrink[m], LEAN ? scale : 1, b, h, w0 + m * 16, first);

@@ -44,18 +44,36 @@ DEV void slope_of_rows(const attention &t, float (*s)[N][4], float (*d)[N][4], f
         uint32_t bits = drops ? dropped_of<N, false>(t, b, h, i + m * 16, first) : 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k;
+            int row = i + m * 16 + r * 8 + (lane >> 2), end = t.causal ? min(n_k, row + off + 1) : n_k, begin = 0;
+            if (!LEAN && t.begin && row < (int)t.T) {
+                begin = t.begin[b * t.T + row];
+                end = min(end, t.end[b * t.T + row]);
+            }
 #pragma unroll
             for (int e = 0; e < 2 * N; e++) {
                 int j = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
                 float *x = &s[m][e >> 1][2 * r + (e & 1)], y = d[m][e >> 1][2 * r + (e & 1)];
-                bool seen = j < end;
+                bool seen = j < end && (LEAN || j >= begin);
                 if (!LEAN && seen && t.mask) seen = t.mask[b * t.mask_b + j * t.mask_j] != 0;
                 if (drops) y = bits >> (e / 2 * 4 + 2 * r + e % 2) & 1 ? 0 : y * t.keep;
                 *x = seen ? *x * (y - delta[m][r]) : 0;
             }
         }
     }
+}
+
+/* Clears dq of queries w0 .. that see one key of their segment. */
+template <int DP, int RT> DEV void clear_singles(const attention &t, float (*dq)[DP / 8][4], int64_t b, int w0)
+{
+#pragma unroll
+    for (int m = 0; m < RT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = w0 + m * 16 + r * 8 + ((threadIdx.x & 31) >> 2);
+            if (row >= (int)t.T || !is_single(t, row, t.begin[b * t.T + row], t.end[b * t.T + row])) continue;
+#pragma unroll
+            for (int e = 0; e < DP / 4; e++) dq[m][e >> 1][2 * r + (e & 1)] = 0;
+        }
 }
 
 template <class T, int DP, bool LEAN, class Shape = dq_shape<DP, LEAN>>
@@ -68,6 +86,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
     int q0 = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, w0 = q0 + warp * 16 * RT;  /* long rows first */
     int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, end = t.causal ? min(n_k, q0 + ROWS + off) : n_k;
     int seen_by_all = t.causal ? min(n_k, w0 + off + 1) : n_k, seen_by_any = t.causal ? w0 + 16 * RT + off : n_k;
+    int begin = 0, seen_from = 0;
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> q_rows, dy_rows;
     key_tiles<DP, KEYS, BLOCK, LEAN> keys;
@@ -82,16 +101,21 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
         lse[e >> 1][e & 1] = i < n_q ? ((const float *)t.lse)[lse_at(t, b, h) + i] * LOG2_E : 0;
         delta[e >> 1][e & 1] = i < n_q ? ((const float *)t.delta)[(b * t.H + h) * t.T + i] : 0;
     }
-    q_rows.open(t.q, b, h, q0), dy_rows.open(t.dy, b, h, q0), keys.open(t, b, h);
+    if (!LEAN && t.begin) {
+        span all = span_of(t, b, q0, ROWS, n_k), own = span_of(t, b, w0, 16 * RT, n_k);
+        begin = all.begin / KEYS * KEYS, end = min(end, all.end);
+        seen_from = own.begin, seen_by_any = min(seen_by_any, own.end);
+    }
+    q_rows.open(t.q, b, h, q0), dy_rows.open(t.dy, b, h, q0), keys.open(t, b, h, begin);
     q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);
     dy_rows.next(dy_tile, t.dy, q0, n_q, D, NULL, 0);
-    keys.next(stages, t, 0, n_k, D, mask);
-    for (int first = 0; first < end || first == 0; first += KEYS) {
+    keys.next(stages, t, begin, n_k, D, mask);
+    for (int first = begin; first < end || first == begin; first += KEYS) {
         uint16_t *k = keys.place_of(stages, first), *v = k + KEYS * DP;
         async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
         if (first + KEYS < end) keys.next(stages, t, first + KEYS, n_k, D, mask);
-        if (first >= seen_by_any || w0 >= n_q) continue;
+        if (first >= seen_by_any || w0 >= n_q || (!LEAN && first + KEYS <= seen_from)) continue;
         float s[RT][N][4], d[RT][N][4];
         times_transposed<T, DP, RT, N>(s, q, k);
         times_transposed<T, DP, RT, N>(d, dy, v);
@@ -105,6 +129,7 @@ KERNEL_UP_TO(Shape::BLOCK, 2) dq_kernel(const __grid_constant__ attention t)
 #pragma unroll
             for (int e = 0; e < DP / 2; e++)
                 if (m * 16 + (e >> 1 & 1) * 8 + (lane >> 2) < sure) dq[m][e >> 2][e & 3] = 0;
+    if (!LEAN && t.begin) clear_singles<DP, RT>(t, dq, b, w0);
     store_rows<T, DP, RT, LEAN, DP>(t.dq, b, h, w0, n_q, 0, D, dq, t.scale, q_tile + warp * 16 * RT * DP);
 }
 
@@ -126,6 +151,41 @@ template <bool LEAN> struct dkv_shape<256, LEAN> {
     typedef rows_shared<256, 1> rows;
 };
 
+/* s [16 RT, 8 N] of keys j .. and queries first ..: 0 where their segments differ. */
+template <int RT, int N> DEV void hide_segments(const attention &t, float (*s)[N][4], int64_t b, int j, int first)
+{
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int m = 0; m < RT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = j + m * 16 + r * 8 + (lane >> 2), begin = 0, end = 0;
+            if (row < (int)t.S) begin = t.begin[b * t.T + row], end = t.end[b * t.T + row];
+#pragma unroll
+            for (int e = 0; e < 2 * N; e++) {
+                int i = first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1);
+                if (i < begin || i >= end) s[m][e >> 1][2 * r + (e & 1)] = 0;
+            }
+        }
+}
+
+/* d, as in hide_segments: 0 for queries that see one key of their segment. A key is in the segment of its queries. */
+template <int RT, int N> DEV void clear_slopes(const attention &t, float (*d)[N][4], int64_t b, int j, int first)
+{
+    int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int m = 0; m < RT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = j + m * 16 + r * 8 + (lane >> 2), begin = 0, end = 0;
+            if (row < (int)t.S) begin = t.begin[b * t.T + row], end = t.end[b * t.T + row];
+#pragma unroll
+            for (int e = 0; e < 2 * N; e++)
+                if (is_single(t, first + (e >> 1) * 8 + (lane & 3) * 2 + (e & 1), begin, end))
+                    d[m][e >> 1][2 * r + (e & 1)] = 0;
+        }
+}
+
 /* s, d [16 RT, 8 N] of keys j .. and queries first ..: s becomes w m, d becomes ds. lse, delta: of these queries. */
 template <int RT, int N, bool LEAN>
 DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4], const float *lse, const float *delta,
@@ -142,6 +202,7 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
 #pragma unroll
             for (int e = 0; e < 4; e++) s[m][n][e] = exp2_fast(__fmaf_rn(s[m][n][e], scale, e & 1 ? l.y : l.x));
     }
+    if (!LEAN && t.begin) hide_segments<RT, N>(t, s, b, j, first);
     if (some_hidden || !LEAN)
 #pragma unroll
         for (int m = 0; m < RT; m++)
@@ -168,6 +229,7 @@ DEV void slope_of_columns(const attention &t, float (*s)[N][4], float (*d)[N][4]
             }
         }
     }
+    if (!LEAN && t.begin) clear_slopes<RT, N>(t, d, b, j, first);
 }
 
 /* Loads the log-sum-exp of N queries and their delta, from query `first` on, as `reader` loads rows. */
@@ -196,7 +258,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     float *sums = (float *)(stages + 4 * QUERIES * DP);                          /* two of [2, QUERIES]: lse, delta */
     int warp = threadIdx.x >> 5, h = blockIdx.y, b = blockIdx.z, col = (int)blockIdx.x % (DP / W) * W;
     int k0 = (int)blockIdx.x / (DP / W) * ROWS, w0 = k0 + warp * 16 * RT;
-    int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0;
+    int n_q = (int)t.T, n_k = (int)t.S, off = n_k - n_q, D = (int)t.D, begin = 0, until = n_q, seen_from = 0;
     int sure = LEAN ? t.sure : sure_queries(t, b);   /* lean: without a mask */
     const uint8_t *mask = t.mask ? t.mask + b * t.mask_b : NULL;
     reader<DP, ROWS, BLOCK, LEAN> k_rows, v_rows;
@@ -208,6 +270,12 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     clear_all<RT, W / 8>(dk);
     clear_all<RT, W / 8>(dv);
     if (t.causal && k0 > off) begin = (k0 - off) / QUERIES * QUERIES;            /* earlier queries see none of these */
+    int seen_by_any = n_q;
+    if (!LEAN && t.begin) {                          /* the queries of the keys' segments */
+        span all = span_of(t, b, k0, ROWS, n_q), own = span_of(t, b, w0, 16 * RT, n_q);
+        begin = max(begin, all.begin / QUERIES * QUERIES), until = all.end;
+        seen_from = own.begin, seen_by_any = own.end;
+    }
     k_rows.open(t.k, b, h / t.group, k0), v_rows.open(t.v, b, h / t.group, k0);
     q_rows.open(t.q, b, h, begin), dy_rows.open(t.dy, b, h, begin);
     both_sums.open(t, b, h, begin);
@@ -222,13 +290,13 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
     async_wait<1>();                                 /* k and v are complete */
     __syncthreads();
     k.open(own_k), v.open(own_v);
-    for (int first = begin; first < n_q; first += QUERIES) { /* at least one tile: some query sees every key */
+    for (int first = begin; first < until; first += QUERIES) { /* without segments some query sees every key */
         stage = first / QUERIES & 1;
         uint16_t *q = stages + stage * 2 * QUERIES * DP, *dy = q + QUERIES * DP;
         const float *own_sums = sums + stage * 2 * QUERIES;
         async_wait<0>(); /* this tile is complete, and no warp reads the previous one any more */
         __syncthreads();
-        if (first + QUERIES < n_q) {
+        if (first + QUERIES < until) {
             uint16_t *next = stages + (stage ^ 1) * 2 * QUERIES * DP;
             q_rows.template next<true>(next, t.q, first + QUERIES, n_q, D, NULL, 0, sure);
             dy_rows.next(next + QUERIES * DP, t.dy, first + QUERIES, n_q, D, NULL, 0);
@@ -239,6 +307,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
         for (int part = 0; part < QUERIES; part += PART) {
             int i = first + part;
             if (t.causal && w0 > i + PART - 1 + off) continue;
+            if (!LEAN && (i >= seen_by_any || i + PART <= seen_from)) continue;
             float s[RT][N][4], d[RT][N][4];
             times_transposed<T, DP, RT, N>(s, k, q + part * DP);
             times_transposed<T, DP, RT, N>(d, v, dy + part * DP);
@@ -248,6 +317,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
+    if (!LEAN) async_wait<0>();                      /* of padding alone there was no tile */
     if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
     if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }

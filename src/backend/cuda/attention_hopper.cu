@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention of bf16 and fp16 by warpgroup products (wgmma.h), for compute capability 9.0: heads of 64 and 128, aligned
- * rows, causal or not, without mask and dropout. One tile's product overlaps another's softmax, as in
+ * rows, causal or not, without mask, segments and dropout. One tile's product overlaps another's softmax, as in
  * FlashAttention-3 (Shah et al. 2024). attention_flash.cu has all other cases, and the forward of heads of 64, which is
  * faster there. PS_CUDA_ATTENTION=wgmma or mma takes one kind for all. This file is compiled for sm_90a alone.
  *
@@ -548,7 +548,8 @@ static bool takes(const attention *t, int dtype, bool faster)
 {
     bool wanted = ps_cu->wgmma == WGMMA_ALWAYS || (ps_cu->wgmma == WGMMA_WHERE_FASTER && faster);
     return wanted && is_plain(t) && (dtype == PS_BF16 || dtype == PS_F16) && (t->D == 64 || t->D == 128) &&
-           t->S > 0 && !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
+           t->S > 0 && !t->mask && !t->begin && t->p == 0 &&
+           t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 
 int ps_cuda_hopper_forward(const attention *t, int dtype)

@@ -42,7 +42,8 @@ template <class T> static __global__ void forward_kernel(const __grid_constant__
     draws drawn = no_draws();
     for (int k = 0; k < PER_THREAD; k++) o[k] = 0;
     if (t.causal) end = min(end, i + t.S - t.T + 1);
-    for (int64_t first = 0; first < end; first += TILE) {
+    if (t.begin) end = min(end, (int64_t)t.end[b * t.T + i]);
+    for (int64_t first = t.begin ? t.begin[b * t.T + i] / TILE * TILE : 0; first < end; first += TILE) {
         int64_t j = first + threadIdx.x;
         bool seen = visible(t, b, i, j);
         A s = seen ? bias_of<A>(t, b, h, i, j) : -(A)INFINITY;
@@ -111,6 +112,36 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
+/* A block per sample. Of the segments' ids [T] each thread has a part: it finds the last position of its part that
+ * begins a run of equal ids, and the first one; those of the parts before and after it complete its own. */
+static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_t, int32_t *begin, int32_t *end,
+                                       int64_t T)
+{
+    __shared__ int last_of[THREADS], first_of[THREADS];
+    int64_t b = blockIdx.x;
+    int n = (int)((T + THREADS - 1) / THREADS), from = (int)min((int64_t)threadIdx.x * n, T);
+    int to = (int)min((int64_t)from + n, T), last = -1, first = (int)T;
+    const int32_t *own = id + b * id_b;
+    for (int i = from; i < to; i++) {
+        if (i > 0 && own[i * id_t] == own[(i - 1) * id_t]) continue;
+        last = i;
+        first = min(first, i);
+    }
+    last_of[threadIdx.x] = last, first_of[threadIdx.x] = first;
+    __syncthreads();
+    int before = 0, after = (int)T;
+    for (int k = (int)threadIdx.x - 1; k >= 0 && before == 0; k--) before = max(last_of[k], 0);
+    for (int k = (int)threadIdx.x + 1; k < THREADS && after == (int)T; k++) after = first_of[k];
+    for (int i = from; i < to; i++) {
+        if (i == 0 || own[i * id_t] != own[(i - 1) * id_t]) before = i;
+        (own[i * id_t] ? begin : end)[b * T + i] = before;
+    }
+    for (int i = to - 1; i >= from; i--) {
+        (own[i * id_t] ? end : begin)[b * T + i] = after;
+        if (i == 0 || own[i * id_t] != own[(i - 1) * id_t]) after = i;
+    }
+}
+
 /* w after dropout and ds of the pair (i, j). */
 template <class T, class A>
 DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A *w_out, A *ds_out)
@@ -128,6 +159,7 @@ DEV void pair(const attention &t, int64_t b, int64_t h, int64_t i, int64_t j, A 
     if (t.p > 0) m = dropped(t, &drawn, b, h, i, j) ? (A)0 : (A)t.keep_d;
     *w_out = w * m;
     if (i < sure_queries(t, b)) return;
+    if (t.begin && is_single(t, (int)i, t.begin[b * t.T + i], t.end[b * t.T + i])) return;
     *ds_out = w * (m * dot<T, A>(dy, v, t.D) - ((const A *)t.delta)[row]) * (A)t.scale_d;
 }
 
@@ -139,7 +171,8 @@ template <class T> static __global__ void dq_kernel(const __grid_constant__ atte
     A sum[PER_THREAD], w;
     for (int k = 0; k < PER_THREAD; k++) sum[k] = 0;
     if (t.causal) end = min(end, i + t.S - t.T + 1);
-    for (int64_t first = 0; first < end; first += TILE) {
+    if (t.begin) end = min(end, (int64_t)t.end[b * t.T + i]);
+    for (int64_t first = t.begin ? t.begin[b * t.T + i] / TILE * TILE : 0; first < end; first += TILE) {
         A own;
         pair<T, A>(t, b, h, i, first + threadIdx.x, &w, &own);
         __syncthreads();
@@ -164,11 +197,12 @@ template <class T> static __global__ void dkv_kernel(const __grid_constant__ att
 {
     typedef typename type_info<T>::acc A;
     __shared__ A ds[TILE], w[TILE];
-    int64_t j = blockIdx.x, h = blockIdx.y, b = blockIdx.z, begin = 0;
+    int64_t j = blockIdx.x, h = blockIdx.y, b = blockIdx.z, begin = 0, end = t.T;
     A dk[PER_THREAD], dv[PER_THREAD];
     for (int k = 0; k < PER_THREAD; k++) dk[k] = dv[k] = 0;
     if (t.causal && j > t.S - t.T) begin = j - (t.S - t.T);          /* the first query that sees key j */
-    for (int64_t first = begin; first < t.T; first += TILE) {
+    if (t.begin) begin = max(begin, (int64_t)t.begin[b * t.T + j]), end = t.end[b * t.T + j];
+    for (int64_t first = begin; first < end; first += TILE) {
         A own_w, own_ds;
         pair<T, A>(t, b, h, first + threadIdx.x, j, &own_w, &own_ds);
         __syncthreads();
@@ -272,18 +306,30 @@ template <class At> static void set_attributes(attention *t, const At *a)
     t->seed = a->seed, t->step = a->step, t->sample = a->sample, t->op = a->op, t->first_head = a->first_head;
 }
 
-static void set_mask(attention *t, const ps_view *mask)
+/* `mask` may be a mask or segments. t has its sizes. */
+static int set_mask(ps_call *call, attention *t, const ps_view *mask)
 {
-    if (!ps_has(mask)) return;
+    if (!ps_has(mask)) return 0;
+    if (mask->ndim == 2 && mask->dtype == PS_I32) {
+        if (t->T >= INT32_MAX / 2) return ps_fail(PS_EUNSUP, "segments of %lld positions on cuda", (long long)t->T);
+        int32_t *bounds = (int32_t *)call->scratch(call, (size_t)ps_cu_segments_nbytes(t->B, t->T));
+        if (!bounds) return PS_ENOMEM;
+        t->begin = bounds, t->end = bounds + t->B * t->T;
+        if (t->B * t->T == 0) return 0;
+        PS_LAUNCH(segments_kernel, dim3((unsigned)t->B), THREADS, 0, ps_cu->compute, (const int32_t *)mask->data,
+                  mask->stride[0], mask->stride[1], bounds, bounds + t->B * t->T, t->T);
+        return ps_cuda_launched();
+    }
     if (mask->ndim == 4) {
         t->bias = mask->data, t->bias_type = mask->dtype;
         t->bias_b = mask->shape[0] == 1 ? 0 : mask->stride[0];
         t->bias_h = mask->shape[1] == 1 ? 0 : mask->stride[1];
         t->bias_i = mask->shape[2] == 1 ? 0 : mask->stride[2];
-        return;
+        return 0;
     }
     t->mask = (const uint8_t *)mask->data;
     t->mask_b = mask->stride[0], t->mask_j = mask->stride[1];
+    return 0;
 }
 
 static void set_group(attention *t, int64_t key_heads)
@@ -367,10 +413,10 @@ static int attention_op(ps_call *call)
     attention t;
     memset(&t, 0, sizeof t);
     t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[2]), t.y = heads_of(&call->out[0]);
-    set_mask(&t, &call->in[3]);
     set_attributes(&t, (const ps_attrs_attention *)call->attrs);
     t.window = ((const ps_attrs_attention *)call->attrs)->window;
     t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    PS_TRY(set_mask(call, &t, &call->in[3]));
     set_group(&t, k->shape[1]);
     set_lse(&t, lse);
     return run_forward(&t, q->dtype);
@@ -384,10 +430,10 @@ static int attention_backward_op(ps_call *call)
     t.dy = heads_of(&call->in[0]), t.q = heads_of(q), t.k = heads_of(k), t.v = heads_of(&call->in[3]);
     t.y = heads_of(&call->in[5]);
     t.dq = heads_of(&call->out[0]), t.dk = heads_of(&call->out[1]), t.dv = heads_of(&call->out[2]);
-    set_mask(&t, &call->in[4]);
     set_attributes(&t, (const ps_attrs_attention_backward *)call->attrs);
     t.window = ((const ps_attrs_attention_backward *)call->attrs)->window;
     t.B = q->shape[0], t.H = q->shape[1], t.T = q->shape[2], t.D = q->shape[3], t.S = k->shape[2];
+    PS_TRY(set_mask(call, &t, &call->in[4]));
     set_group(&t, k->shape[1]);
     set_lse(&t, &call->in[6]);
     return run_backward(call, &t, q->dtype);
@@ -410,7 +456,7 @@ static int attention_packed_op(ps_call *call)
     memset(&t, 0, sizeof t);
     set_attributes(&t, a);
     set_packed(&t, qkv, a->heads);
-    set_mask(&t, &call->in[1]);
+    PS_TRY(set_mask(call, &t, &call->in[1]));
     t.y = packed_part(&call->out[0], 1, 0, a->heads);
     set_lse(&t, lse);
     return run_forward(&t, qkv->dtype);
@@ -424,7 +470,7 @@ static int attention_packed_backward_op(ps_call *call)
     memset(&t, 0, sizeof t);
     set_attributes(&t, a);
     set_packed(&t, qkv, a->heads);
-    set_mask(&t, &call->in[2]);
+    PS_TRY(set_mask(call, &t, &call->in[2]));
     t.dy = packed_part(&call->in[0], 1, 0, a->heads), t.y = packed_part(&call->in[3], 1, 0, a->heads);
     t.dq = packed_part(dqkv, 3, 0, a->heads), t.dk = packed_part(dqkv, 3, 1, a->heads);
     t.dv = packed_part(dqkv, 3, 2, a->heads);

@@ -64,9 +64,9 @@ template <int DP, int N, int THREADS, bool LEAN> struct reader {
  * The values of a tile are stored after its keys. */
 template <int DP, int KEYS, int THREADS, bool LEAN> struct key_tiles {
     reader<DP, KEYS, THREADS, LEAN> k_rows, v_rows;
-    __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h)
+    __device__ __forceinline__ void open(const attention &t, int64_t b, int64_t h, int first)
     {
-        k_rows.open(t.k, b, h / t.group, 0), v_rows.open(t.v, b, h / t.group, 0);
+        k_rows.open(t.k, b, h / t.group, first), v_rows.open(t.v, b, h / t.group, first);
     }
     static __device__ __forceinline__ uint16_t *place_of(uint16_t *stages, int first)
     {
@@ -286,6 +286,19 @@ DEV void store_rows(const heads &x, int64_t b, int64_t h, int first, int limit, 
     }
 }
 
+/* -- segments ------------------------------------------------------------------------------------------------------ */
+/* The segments of rows first .. first + n of T, or all of [0, limit) where there are none: what any of them sees begins
+ * and ends there. */
+struct span { int begin, end; };
+DEV span span_of(const attention &t, int64_t b, int first, int n, int limit)
+{
+    span x = { 0, limit };
+    if (!t.begin || first >= (int)t.T) return x;
+    x.begin = t.begin[b * t.T + first];
+    x.end = t.end[b * t.T + min(first + n, (int)t.T) - 1];
+    return x;
+}
+
 /* -- launching ----------------------------------------------------------------------------------------------------- */
 /* Shared memory above 48 KiB must be requested once per kernel. */
 template <class F> static int allow_shared(F kernel, size_t nbytes, bool *done)
@@ -309,6 +322,6 @@ static inline bool takes(const attention *t, int dtype)
 
 static inline bool is_lean(const attention *t)
 {
-    return !t->mask && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
+    return !t->mask && !t->begin && t->p == 0 && t->scale > 0 && t->q.aligned && t->k.aligned && t->v.aligned;
 }
 #endif

@@ -75,6 +75,8 @@ static inline int64_t ps_cu_embedding_nbytes(int64_t V, int64_t n)
 
 /* -- attention (attention_plain.cu) -------------------------------------------------------------------------------- */
 static inline int64_t ps_cu_delta_nbytes(int64_t rows, int dtype) { return (rows + 1) * (dtype == PS_F64 ? 8 : 4); }
+/* Where the segment of each of T positions begins and ends, for B samples. */
+static inline int64_t ps_cu_segments_nbytes(int64_t B, int64_t T) { return (B * T + 1) * 8; }
 /* dk or dv of each head, if heads share keys; numel: of all these heads. */
 static inline int64_t ps_cu_each_head_nbytes(int64_t numel, int dtype) { return (numel + 1) * ps_dtype_bytes(dtype); }
 

@@ -6,6 +6,7 @@
 
 struct attention {
     ps_view q, k, v, mask;             /* q [B, H, T, D]; k, v [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S] */
+    ps_view segments;                  /* int32 [B, T], instead of a mask */
     int64_t B, H, T, S, D, group;      /* group: heads that share keys, H / G */
     int64_t window;                    /* keys that a query sees at most; 0: all */
     double scale, p;
@@ -18,6 +19,14 @@ struct attention {
 #define ATTENTION_SET(t, a)                                                                           \
     ((t)->scale = (a)->scale, (t)->causal = (a)->causal != 0, (t)->p = (a)->p, (t)->seed = (a)->seed, \
      (t)->step = (a)->step, (t)->sample = (a)->sample, (t)->op = (a)->op, (t)->first_head = (a)->first_head)
+
+/* The input `mask` of the ops: a mask, or segments. */
+static void set_mask(struct attention *t, const ps_view *mask)
+{
+    t->mask = t->segments = *mask;
+    if (ps_has(mask) && mask->dtype == PS_I32) t->mask.ndim = -1;
+    else t->segments.ndim = -1;
+}
 
 static void set_sizes(struct attention *t)
 {
@@ -38,11 +47,22 @@ static double bias(const struct attention *t, int64_t b, int64_t h, int64_t i, i
     return x <= -1e30 ? -INFINITY : x;
 }
 
-static bool visible(const struct attention *t, int64_t b, int64_t h, int64_t i, int64_t j)
+/* The keys first .. last that query i may see by order, window and segments; the mask may hide more. */
+static void keys_of(const struct attention *t, int64_t b, int64_t i, int64_t *first, int64_t *last)
 {
-    int64_t last = i + t->S - t->T;
-    if (t->causal && (j > last || (t->window > 0 && j <= last - t->window))) return false;
-    return bias(t, b, h, i, j) != -INFINITY;
+    int64_t at = i + t->S - t->T;
+    *first = t->window > 0 && at >= t->window ? at - t->window + 1 : 0;
+    *last = t->causal && at < t->S ? at : t->S - 1;
+    if (!ps_has(&t->segments)) return;
+    const char *id = (const char *)t->segments.data + b * t->segments.stride[0] * 4;
+    int64_t step = t->segments.stride[1] * 4, low = i, high = i;
+#define ID(j) (*(const int32_t *)(id + (j) * step))
+    if (ID(i) == 0) high = i - 1;
+    while (ID(i) != 0 && low > 0 && ID(low - 1) == ID(i)) low--;
+    while (ID(i) != 0 && high + 1 < t->S && ID(high + 1) == ID(i)) high++;
+#undef ID
+    *first = low > *first ? low : *first;
+    *last = high < *last ? high : *last;
 }
 
 /* The weights w [S] of query i of head h before dropout, 0 for hidden keys; all 0 when none is seen. Returns
@@ -51,22 +71,24 @@ static double weigh(const struct attention *t, int64_t b, int64_t h, int64_t i, 
                     double *w)
 {
     double top = -INFINITY, sum = 0;
+    int64_t first, last;
     bool any = false;
-    for (int64_t j = 0; j < t->S; j++) {
-        w[j] = 0;
-        if (!visible(t, b, h, i, j)) continue;
+    keys_of(t, b, i, &first, &last);
+    memset(w, 0, (size_t)t->S * sizeof *w);
+    for (int64_t j = first; j <= last; j++) {
+        if (bias(t, b, h, i, j) == -INFINITY) continue;
         any = true;
         for (int64_t d = 0; d < t->D; d++) w[j] += q[i * t->D + d] * k[j * t->D + d];
         w[j] = w[j] * t->scale + bias(t, b, h, i, j);
         top = w[j] > top ? w[j] : top;
     }
     if (!any) return -INFINITY;
-    for (int64_t j = 0; j < t->S; j++) {
-        if (!visible(t, b, h, i, j)) continue;
+    for (int64_t j = first; j <= last; j++) {
+        if (bias(t, b, h, i, j) == -INFINITY) continue;
         w[j] = exp(w[j] - top);
         sum += w[j];
     }
-    for (int64_t j = 0; j < t->S; j++) w[j] /= sum;
+    for (int64_t j = first; j <= last; j++) w[j] /= sum;
     return top + log(sum);
 }
 
@@ -196,18 +218,20 @@ static int backward(ps_call *call, const struct attention *t, const ps_view *dy_
 
 int ref_attention(ps_call *call)
 {
-    struct attention t = { .q = call->in[0], .k = call->in[1], .v = call->in[2], .mask = call->in[3],
+    struct attention t = { .q = call->in[0], .k = call->in[1], .v = call->in[2],
                            .window = ((const ps_attrs_attention *)call->attrs)->window };
     ATTENTION_SET(&t, (const ps_attrs_attention *)call->attrs);
+    set_mask(&t, &call->in[3]);
     set_sizes(&t);
     return forward(call, &t, &call->out[0], &call->out[1]);
 }
 
 int ref_attention_backward(ps_call *call)
 {
-    struct attention t = { .q = call->in[1], .k = call->in[2], .v = call->in[3], .mask = call->in[4],
+    struct attention t = { .q = call->in[1], .k = call->in[2], .v = call->in[3],
                            .window = ((const ps_attrs_attention_backward *)call->attrs)->window };
     ATTENTION_SET(&t, (const ps_attrs_attention_backward *)call->attrs);
+    set_mask(&t, &call->in[4]);
     set_sizes(&t);
     return backward(call, &t, &call->in[0], &call->out[0], &call->out[1], &call->out[2]);
 }
@@ -229,7 +253,7 @@ static void set_packed(struct attention *t, const ps_view *qkv, const ps_view *m
     t->q = packed_part(qkv, 3, 0, heads);
     t->k = packed_part(qkv, 3, 1, heads);
     t->v = packed_part(qkv, 3, 2, heads);
-    t->mask = *mask;
+    set_mask(t, mask);
     set_sizes(t);
     if (t->scale == 0) t->scale = 1 / sqrt((double)t->D);
 }

@@ -21,7 +21,11 @@ enum { READ = 5, WRITTEN = 3 };        /* tensors of heads in backward; forward 
 #define LOG2E 1.44269504088896340736
 #define LN2 0.69314718055994530942
 
-/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S]; lse [B, H, T]. */
+/* Which weights of a block may be zero: none; some by order, window, mask or padding; some by segments as well. */
+enum { ALL_SEEN, HIDES, SEGMENTED };
+
+/* One call. q, dq, y, dy [B, H, T, D]; k, v, dk, dv [B, G, S, D]; mask [B, S] or [B|1, H|1, T|1, S], or int32 segments
+ * [B, T]; lse [B, H, T]. */
 typedef struct attn {
     ps_view q, k, v, mask, y, lse, dy, dq, dk, dv;
     int64_t B, H, G, T, S, D, Dp, Sp, nvec;         /* Sp: S rounded up to ROWS; nvec = Dp / 16 */
@@ -29,7 +33,7 @@ typedef struct attn {
     int64_t bias_step[3];                           /* strides of the mask's samples, heads and queries; 0 where one
                                                        serves all */
     float scale, scale2;                            /* of the scores; the same times log2 e */
-    bool causal, drop, biased;                      /* biased: the mask has 4 dimensions */
+    bool causal, drop, biased, segmented;           /* biased: the mask has 4 dimensions; segmented: it is segments */
     int32_t limit;                                  /* of 24 random bits: below, the weight is dropped */
     float keep_scale;                               /* 1 / (1 - p) */
     uint64_t seed, sample, counter_hi;
@@ -49,6 +53,8 @@ typedef struct work {
     float *max, *sum, *factor;                      /* [QUERIES]; backward: max is lse in base 2, factor is delta */
     uint32_t *keep;                                 /* [2, QUERIES]: bit r % 32 of word r / 32 is key r's dropout bit */
     uint8_t *hidden;                                /* [Sp]: keys that nobody sees */
+    int32_t *begin, *end;                           /* [T + QUERIES]: query i sees keys begin[i] .. end[i] - 1 of its
+                                                       segment; both never fall; if segmented */
     bool any_hidden;                                /* is there one below S? */
     int64_t second;                                 /* the second key that the mask shows; S: there is none */
     stream ahead[READ + WRITTEN];                   /* fetched into the cache bit by bit: what this thread's next head
@@ -61,7 +67,7 @@ typedef struct block {
     int nq, qv, nk;                                 /* qv = ceil(nq / 16); nk is rounded up to ROWS */
     int shift;                                      /* causal: see the top of the file; else so low that all is seen */
     int until;                                      /* window: key r is seen by query c when c < r + until; else high */
-    bool masked;                                    /* may hold weights that are zero by mask or order */
+    int masked;                                     /* which of its weights may be zero: ALL_SEEN .. SEGMENTED */
 } block;
 
 static int clamp(int64_t x, int low, int high) { return x < low ? low : x > high ? high : (int)x; }
@@ -143,6 +149,31 @@ SIMD void fetch_some(work *w)
     }
 }
 
+static void hide_key(const attn *a, work *w, int64_t j)
+{
+    w->hidden[j] = 1;
+    w->any_hidden = true;
+    memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
+    memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
+}
+/* begin and end of each position's segment. Padding begins where it ends, and ends where it begins: it has no key, and
+ * adds none to the keys of a block. */
+static void load_segments(const attn *a, work *w, int64_t b)
+{
+    const int32_t *id = (const int32_t *)a->mask.data + b * a->mask.stride[0];
+    int64_t step = a->mask.stride[1];
+    for (int64_t i = 0, next = 0; i < a->T; i = next) {
+        int32_t own = id[i * step];
+        for (next = i + 1; next < a->T && id[next * step] == own;) next++;
+        for (int64_t j = i; j < next; j++) {
+            w->begin[j] = (int32_t)(own != 0 ? i : next);
+            w->end[j] = (int32_t)(own != 0 ? next : i);
+            if (own == 0) hide_key(a, w, j);
+        }
+    }
+    for (int64_t i = a->T; i < a->T + QUERIES; i++) w->begin[i] = w->end[i] = (int32_t)a->T;
+}
+
 /* K and V of their head (b, g) into their panels; hidden keys become zero rows. */
 static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
 {
@@ -152,7 +183,8 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
     memset(w->hidden + a->S, 1, (size_t)(a->Sp - a->S));
     w->any_hidden = false;
     w->second = a->S < 1 ? a->S : 1;
-    if (!ps_has(&a->mask) || a->biased) return;
+    if (a->segmented) load_segments(a, w, b);
+    if (!ps_has(&a->mask) || a->biased || a->segmented) return;
     const uint8_t *mask = (const uint8_t *)a->mask.data + b * a->mask.stride[0];
     int shown = 0;
     w->second = a->S;
@@ -161,10 +193,7 @@ static void load_keys(const attn *a, work *w, int64_t b, int64_t g)
             if (++shown == 2) w->second = j;
             continue;
         }
-        w->hidden[j] = 1;
-        w->any_hidden = true;
-        memset(w->k + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->k);
-        memset(w->v + j * a->Dp, 0, (size_t)a->Dp * sizeof *w->v);
+        hide_key(a, w, j);
     }
 }
 /* dst [Dp, QUERIES] = src [QUERIES, Dp] transposed, for the first qv vectors of queries. */
@@ -177,15 +206,20 @@ static void transpose_panel(const attn *a, const float *src, int qv, float *dst)
 
 /* -- blocks ------------------------------------------------------------------------------------------------------- */
 /* How many leading keys any of the queries i0 .. i0 + nq sees. */
-static int64_t keys_seen(const attn *a, int64_t i0, int nq)
+static int64_t keys_seen(const attn *a, const work *w, int64_t i0, int nq)
 {
     int64_t n = a->causal ? i0 + nq + a->S - a->T : a->S;
+    if (a->segmented) {
+        int64_t last = w->end[i0 + nq - 1];
+        n = last <= w->begin[i0] ? 0 : last < n ? last : n;
+    }
     return n < 0 ? 0 : n < a->S ? n : a->S;
 }
 /* The block of keys in which the first key lies that any query from i0 on sees. */
-static int64_t first_block(const attn *a, int64_t i0)
+static int64_t first_block(const attn *a, const work *w, int64_t i0)
 {
     int64_t first = a->window > 0 ? i0 + a->S - a->T - a->window + 1 : 0;
+    if (a->segmented && w->begin[i0] > first) first = w->begin[i0];
     return first > 0 ? first / KEYS * KEYS : 0;
 }
 static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_t i0, int nq, int64_t j0, int64_t seen)
@@ -195,7 +229,8 @@ static block block_at(const attn *a, const work *w, int64_t b, int64_t h, int64_
     k.nk = (int)round_up(n, ROWS);
     k.shift = a->causal ? clamp(j0 - (a->S - a->T) - i0, -KEYS, QUERIES) : -KEYS;
     k.until = a->window > 0 ? clamp(j0 - (a->S - a->T) - i0 + a->window, -KEYS, QUERIES) : QUERIES;
-    k.masked = n < k.nk || n - 1 + k.shift > 0 || nq > k.until || w->any_hidden;
+    k.masked = n < k.nk || n - 1 + k.shift > 0 || nq > k.until || w->any_hidden ? HIDES : ALL_SEEN;
+    if (a->segmented && (w->begin[i0 + nq - 1] > j0 || w->end[i0] < j0 + k.nk)) k.masked = SEGMENTED;
     return k;
 }
 /* The bias that a mask of 4 dimensions adds to the scores from `scores`. -1e30 and less hides a key. */
@@ -269,11 +304,16 @@ static void draw_keep(const attn *a, const block *k, work *w)
         w->keep[QUERIES + i] = (uint32_t)(mine >> 32);
     }
 }
-/* All ones in lanes of queries c .. that see key r. */
-SIMD vni seen_by(const work *w, const block *k, int r, int c)
+/* All ones in lanes of queries c .. that see key r. masked: a constant, HIDES or SEGMENTED. */
+SIMD vni seen_by(const work *w, const block *k, int r, int c, int masked)
 {
-    vni lane = vn_lanes(c);
-    return (lane >= (w->hidden[k->j0 + r] ? QUERIES : r + k->shift)) & (lane < r + k->until);
+    vni lane = vn_lanes(c), begin, end;
+    vni seen = (lane >= (w->hidden[k->j0 + r] ? QUERIES : r + k->shift)) & (lane < r + k->until);
+    if (masked != SEGMENTED) return seen;
+    memcpy(&begin, w->begin + k->i0 + c, sizeof begin);
+    memcpy(&end, w->end + k->i0 + c, sizeof end);
+    int32_t key = (int32_t)k->j0 + r;
+    return seen & (begin <= key) & (end > key);
 }
 SIMD vni kept_by(const work *w, int r, int c)
 {
@@ -287,7 +327,7 @@ SIMD int rows_of(const block *k, int c) { return clamp(round_up((c / VL + 1) * V
 /* -- forward ------------------------------------------------------------------------------------------------------ */
 /* Scores of a block become weights relative to the new running maximum; older sums must be scaled by factor.
  * masked, drop: constants. */
-SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, bool drop)
+SIMD void softmax_block(const attn *a, const block *k, work *w, int masked, bool drop)
 {
     vn scale = vn_set(a->biased ? 1.0f : a->scale2), keep_scale = vn_set(a->keep_scale);
     for (int c = 0; c < k->qv * VL; c += LANES) {
@@ -298,7 +338,7 @@ SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, boo
 #pragma GCC unroll 2
             for (int u = 0; u < 2; u++) {
                 vn x = vn_load(s + (r + u) * QUERIES) * scale;
-                if (masked) x = vn_select(seen_by(w, k, r + u, c), x, vn_set(NO_SCORE));
+                if (masked) x = vn_select(seen_by(w, k, r + u, c, masked), x, vn_set(NO_SCORE));
                 top[u] = vn_max(x, top[u]);
             }
         vn now = vn_max(top[0], top[1]), factor = vn_exp2_neg(old - now);
@@ -306,7 +346,7 @@ SIMD void softmax_block(const attn *a, const block *k, work *w, bool masked, boo
 #pragma GCC unroll 2
             for (int u = 0; u < 2; u++) {
                 vn x = vn_exp2_neg(vn_fma(vn_load(s + (r + u) * QUERIES), scale, -now));
-                if (masked) x = vn_and(seen_by(w, k, r + u, c), x);
+                if (masked) x = vn_and(seen_by(w, k, r + u, c, masked), x);
                 sum[u] += x;
                 if (drop) x = vn_and(kept_by(w, r + u, c), x * keep_scale);
                 vn_store(s + (r + u) * QUERIES, x);
@@ -339,10 +379,25 @@ static void finish_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t
     float *lse = (float *)a->lse.data + b * a->lse.stride[0] + h * a->lse.stride[1] + i0 * a->lse.stride[2];
     for (int i = 0; i < nq; i++) lse[i * a->lse.stride[2]] = w->sum[i];
 }
+/* softmax_block with its constants. */
+static void softmax_of(const attn *a, const block *k, work *w)
+{
+    if (a->drop) {
+        draw_keep(a, k, w);
+        if (k->masked == SEGMENTED) softmax_block(a, k, w, SEGMENTED, true);
+        else softmax_block(a, k, w, HIDES, true);
+    } else if (k->masked == SEGMENTED) {
+        softmax_block(a, k, w, SEGMENTED, false);
+    } else if (k->masked == HIDES) {
+        softmax_block(a, k, w, HIDES, false);
+    } else {
+        softmax_block(a, k, w, ALL_SEEN, false);
+    }
+}
 static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
 {
     int nq = clamp(a->T - i0, 0, QUERIES);
-    int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
+    int64_t seen = keys_seen(a, w, i0, nq), first = first_block(a, w, i0);
     load_rows(a, &a->q, b, h, i0, nq, round_up(nq, VL), w->q);
     transpose_panel(a, w->q, (nq + VL - 1) / VL, w->qt);
     will_write(w, 0, &a->y, b, h, i0, nq);
@@ -352,14 +407,7 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
         block k = block_at(a, w, b, h, i0, nq, j0, seen);
         scores(a, &k, w, w->k + j0 * a->Dp, w->qt, w->p);
         if (a->biased) add_bias(a, &k, w);
-        if (a->drop) {
-            draw_keep(a, &k, w);
-            softmax_block(a, &k, w, true, true);
-        } else if (k.masked) {
-            softmax_block(a, &k, w, true, false);
-        } else {
-            softmax_block(a, &k, w, false, false);
-        }
+        softmax_of(a, &k, w);
         if (j0 > first) rescale_rows(a, &k, w);
         gather_keys(a, &k, w, j0 > first, w->p, w->v + j0 * a->Dp, w->out);
     }
@@ -444,12 +492,12 @@ static __attribute__((noinline)) void forward_one(const attn *a, work *w, int64_
 
 /* -- backward ----------------------------------------------------------------------------------------------------- */
 /* Weights of key r and the gradients of dropped weights, for queries c ..; masked, drop: constants. */
-SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, bool masked)
+SIMD vn weight_of(const attn *a, const block *k, const work *w, int r, int c, int masked)
 {
     vn lse = vn_load(w->max + c);
     float scale = a->biased ? 1.0f : a->scale2;
     vn p = vn_exp2_neg(vn_fma(vn_load(w->p + r * QUERIES + c), vn_set(scale), -lse));
-    return masked ? vn_and(seen_by(w, k, r, c), p) : p;
+    return masked ? vn_and(seen_by(w, k, r, c, masked), p) : p;
 }
 SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
 {
@@ -460,7 +508,7 @@ SIMD vn weight_gradient(const attn *a, const work *w, int r, int c, bool drop)
  * constants. alone: the block has all keys of its queries, in fp32. Then weights are divided by their own sum, and
  * delta is that of p * dp. For large scores, the rounding of lse would affect all weights of a query, and dy * y has
  * the rounding of y, which is not small relative to dp - delta if one weight is nearly 1. */
-SIMD void softmax_block_backward(const attn *a, const block *k, work *w, bool masked, bool drop, bool alone)
+SIMD void softmax_block_backward(const attn *a, const block *k, work *w, int masked, bool drop, bool alone)
 {
     for (int c = 0; c < k->qv * VL; c += LANES) {
         int n = rows_of(k, c);
@@ -521,11 +569,34 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
+/* The same if segments end within a block: clears dp of each query that sees one key of its segment at most. */
+static void clear_sure(const attn *a, work *w, const block *k)
+{
+    for (int c = 0; c < k->nq; c++) {
+        int64_t i = k->i0 + c, last = a->causal && w->end[i] > i ? i + 1 : w->end[i];
+        if (last - w->begin[i] > 1 && a->window != 1) continue;
+        for (int r = 0; r < k->nk; r++) w->dp[r * QUERIES + c] = 0;
+    }
+}
+static void softmax_backward_of(const attn *a, const block *k, work *w, bool alone)
+{
+    if (a->drop) {
+        draw_keep(a, k, w);
+        if (k->masked == SEGMENTED) softmax_block_backward(a, k, w, SEGMENTED, true, alone);
+        else softmax_block_backward(a, k, w, HIDES, true, alone);
+    } else if (k->masked == SEGMENTED) {
+        softmax_block_backward(a, k, w, SEGMENTED, false, alone);
+    } else if (k->masked == HIDES) {
+        softmax_block_backward(a, k, w, HIDES, false, alone);
+    } else {
+        softmax_block_backward(a, k, w, ALL_SEEN, false, alone);
+    }
+}
 static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_t i0)
 {
     int nq = clamp(a->T - i0, 0, QUERIES), qv = (nq + VL - 1) / VL;
     int sure = sure_queries(a, w, i0, nq);
-    int64_t seen = keys_seen(a, i0, nq), first = first_block(a, i0);
+    int64_t seen = keys_seen(a, w, i0, nq), first = first_block(a, w, i0);
     bool want_ds = ps_has(&a->dq) || ps_has(&a->dk);
     load_rows(a, &a->q, b, h, i0, nq, round_up(nq, VL), w->q);
     load_rows(a, &a->dy, b, h, i0, nq, round_up(nq, VL), w->dy);
@@ -542,16 +613,10 @@ static void backward_queries(const attn *a, work *w, int64_t b, int64_t h, int64
         if (a->biased) add_bias(a, &k, w);
         if (want_ds) scores(a, &k, w, w->v + at, w->dyt, w->dp);
         bool alone = seen <= first + KEYS && a->y.dtype == PS_F32;
-        if (a->drop) {
-            draw_keep(a, &k, w);
-            softmax_block_backward(a, &k, w, true, true, alone);
-        } else if (k.masked) {
-            softmax_block_backward(a, &k, w, true, false, alone);
-        } else {
-            softmax_block_backward(a, &k, w, false, false, alone);
-        }
+        softmax_backward_of(a, &k, w, alone);
         if (sure > 0)
             for (int r = 0; r < k.nk; r++) memset(w->dp + r * QUERIES, 0, (size_t)sure * sizeof *w->dp);
+        if (a->segmented) clear_sure(a, w, &k);
         if (ps_has(&a->dv)) gather_queries(a, &k, w, w->p, w->dy, w->dv + at);
         if (ps_has(&a->dq)) gather_keys(a, &k, w, 1, w->dp, w->k + at, w->out);
         if (ps_has(&a->dk)) gather_queries(a, &k, w, w->dp, w->q, w->dk + at);
@@ -588,6 +653,7 @@ static char *work_at(const attn *a, bool backward, char *at, work *w)
         { &w->out, queries * 4 }, { &w->p, square * 4 }, { &w->max, QUERIES * 4 }, { &w->sum, QUERIES * 4 },
         { &w->factor, QUERIES * 4 }, { &w->keep, 2 * QUERIES * 4 }, { &w->hidden, a->Sp },
         { &w->bias, a->biased ? square * 4 : 0 },
+        { &w->begin, a->segmented ? (a->T + QUERIES) * 4 : 0 }, { &w->end, a->segmented ? (a->T + QUERIES) * 4 : 0 },
         { &w->dk, keys * 4 }, { &w->dv, keys * 4 }, { &w->dy, queries * 4 }, { &w->dyt, queries * 4 },
         { &w->dp, square * 4 } };
     int n = (int)(sizeof part / sizeof *part) - (backward ? 0 : 5);
@@ -607,14 +673,15 @@ static bool usable(const ps_view *x)
 {
     return !ps_has(x) || (float_view(x) && x->ndim == 4 && (x->stride[3] == 1 || x->shape[3] <= 1));
 }
-/* A mask of 2 dimensions is of bytes; one of 4 may be of floats, its last dimension contiguous. */
+/* A mask of 2 dimensions is of bytes, or int32 segments; one of 4 may be of floats, its last dimension contiguous. */
 static bool mask_usable(attn *a)
 {
     const ps_view *m = &a->mask;
     if (!ps_has(m)) return true;
     bool bytes = m->dtype == PS_BOOL || m->dtype == PS_U8;
     a->biased = m->ndim == 4;
-    if (!a->biased) return bytes;
+    a->segmented = !a->biased && m->dtype == PS_I32;
+    if (!a->biased) return bytes || (a->segmented && a->q.shape[2] <= INT32_MAX - QUERIES);
     for (int d = 0; d < 3; d++) a->bias_step[d] = m->shape[d] == 1 ? 0 : m->stride[d];
     return (bytes || float_view(m)) && (m->stride[3] == 1 || m->shape[3] <= 1);
 }
