@@ -1,23 +1,31 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap]: runs a folder of Hugging Face's in evaluation mode (no
--- dropout), in fp32: the class that its config.json names among the architectures, on the tensors of
--- DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids, position_ids,
+-- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs a folder of Hugging
+-- Face's in evaluation mode (no dropout), in fp32: the class that its config.json names among the architectures, on the
+-- tensors of DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids, position_ids,
 -- attention_mask, with transformers' meaning). --unpad: the model has unpad = true. --mmap: weights stay in the
 -- folder's files where they can.
 -- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
 -- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
 -- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
 -- DIR/trained, a folder that loads again.
+-- --adapter ADIR: with the adapter in a folder of PEFT's. --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]:
+-- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; those
+-- that are not there start from the seed. LIST: names with commas between them, default all-linear. Then only the
+-- adapter is trained, gradients are grad.NAME, and --train writes DIR/adapter, a folder of PEFT's.
 -- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder or batch is not supported.
 local ps = require "ps"
 local settings = require "ps.pretrained.settings"
 
 local LABELS = { labels = true, start_positions = true, end_positions = true }
 
+-- The tensors of a batch, and those of an adapter, by PEFT's names.
 local function inputs_of(path)
-  local file, batch = ps.safetensors.open(path), {}
-  for _, name in ipairs(file:names()) do batch[name] = file:tensor(name) end
-  return batch
+  local file, batch, lora = ps.safetensors.open(path), {}, {}
+  for _, name in ipairs(file:names()) do
+    local tensor = name:match "^lora%.(.*)$"
+    if tensor then lora[tensor] = file:tensor(name) else batch[name] = file:tensor(name) end
+  end
+  return batch, lora
 end
 
 -- The batch with or without its labels.
@@ -31,8 +39,12 @@ local function has_labels(batch)
   return batch.labels ~= nil or batch.start_positions ~= nil and batch.end_positions ~= nil
 end
 
-local function gradients(model, out)
+local function gradients(model, out, adapted)
   local grads = {}
+  if adapted then
+    for name, p in pairs(ps.lora.tensors(model)) do out["grad." .. name] = p:grad() end
+    return
+  end
   for name, p in model:named_parameters() do grads[name] = p:grad() end
   for name, own in pairs(model.loaded.names) do
     if grads[own] ~= nil then out["grad." .. name] = grads[own] end
@@ -59,23 +71,39 @@ local function check_names(model, batch)
   end
 end
 
-local function run(folder, steps, unpad, mmap)
-  local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true, unpad = unpad, mmap = mmap and "auto" })
+-- Adds an adapter to the model, as the options say. Whether there is one.
+local function adapt(model, args, given)
+  if args.adapter and args.lora then error("--adapter and --lora exclude each other", 0) end
+  if args.adapter then ps.lora.load(model, args.adapter) end
+  if not args.lora then return args.adapter ~= nil end
+  local list = {}
+  for name in (args.targets or ""):gmatch "[^,]+" do list[#list + 1] = name end
+  ps.lora.wrap(model, { r = args.lora, alpha = args.alpha, use_rslora = args.rslora, use_dora = args.dora,
+    targets = #list > 0 and args.targets ~= "all-linear" and list or "all-linear", modules_to_save = {} })
+  ps.lora.set_tensors(model, given)
+  return true
+end
+
+local function run(args)
+  local folder, steps = args.folder, args.train
+  local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true, unpad = args.unpad,
+    mmap = args.mmap and "auto" })
   model:eval()
-  local batch, out = inputs_of(folder .. "/inputs.safetensors"), {}
+  local batch, given = inputs_of(folder .. "/inputs.safetensors")
+  local adapted, out = adapt(model, args, given), {}
   check_names(model, batch)
   for name, t in pairs(ps.no_grad(model, part(batch, false))) do out[name] = t end
   if has_labels(batch) then
     local loss = model(batch).loss
     loss:backward()
     out.loss = loss:detach():clone()
-    gradients(model, out)
+    gradients(model, out, adapted)
   end
   for name, t in pairs(out) do out[name] = t:detach():contiguous():keep() end
   if steps then
     if not has_labels(batch) then error("--train needs labels in inputs.safetensors", 0) end
     out.losses = train(model, batch, steps)
-    model:save_pretrained(folder .. "/trained")
+    model:save_pretrained(folder .. (adapted and "/adapter" or "/trained"))
   end
   ps.safetensors.save(folder .. "/outputs.safetensors", out)
 end
@@ -85,8 +113,14 @@ parser:argument "folder"
 require("ps.core.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
 parser:flag("--unpad", "padding is left out of what is computed")
 parser:flag("--mmap", "weights stay in the files where they can")
+parser:option("--adapter", "a folder with an adapter of PEFT's")
+require("ps.core.command_line").whole(parser:option("--lora", "a new adapter of this rank"), 1)
+require("ps.core.command_line").number(parser:option("--alpha", "of the new adapter"), 0)
+parser:option("--targets", "names of layers with commas between them, default all-linear")
+parser:flag("--rslora", "the new adapter's scale is alpha / sqrt(R)")
+parser:flag("--dora", "the new adapter has DoRA's magnitudes")
 local args = parser:parse()
-local ok, problem = pcall(run, args.folder, args.train, args.unpad, args.mmap)
+local ok, problem = pcall(run, args)
 if not ok then
   local refused = type(problem) == "table" and problem.refused
   io.stderr:write(refused and "refused: " .. refused or tostring(problem), "\n")

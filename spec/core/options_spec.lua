@@ -59,6 +59,7 @@ local CALLS = {
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
   { "lora.wrap", "alpa", "alpha", function(o) ps.lora.wrap(model(), o) end },
   { "lora.load", "nam", "name", function(o) ps.lora.load(model(), "/nowhere", o) end },
+  { "lora.merge_folder", "tsk", "task", function(o) ps.lora.merge_folder("a", "b", "c", o) end },
   { "unload_adapter", "mrge", "merge", function(o)
     local net = ps.nn.Sequential(ps.nn.Linear(3, 3))
     ps.lora.wrap(net):unload_adapter(o)

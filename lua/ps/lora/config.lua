@@ -24,6 +24,9 @@ local APPLIED = { r = "number", lora_alpha = "number", lora_dropout = "number", 
 -- Values of init_lora_weights after which the base model's weights are as they were.
 local INITS = { gaussian = true, eva = true, orthogonal = true, lora_ga = false }
 
+-- Tasks for which PEFT trains the head as a whole.
+local HEADED = { SEQ_CLS = true, TOKEN_CLS = true, QUESTION_ANS = true }
+
 local function given(value)
   return value ~= nil and value ~= json.null and value ~= false and not (type(value) == "table" and next(value) == nil)
 end
@@ -104,11 +107,14 @@ function config.text(adapters, name)
   local targets = spec.targets
   if type(targets) == "string" and targets:lower() == "all-linear" then targets = short_names(adapters.model, names) end
   local null = json.null
-  local fields = { peft_type = "LORA", task_type = spec.task_type or null, auto_mapping = null, revision = null,
+  local whole, task = spec.modules_to_save, spec.task_type
+  if whole and #whole == 0 then whole = nil end
+  if HEADED[task] and not whole then task = nil end        -- PEFT would train the head as a whole
+  local fields = { peft_type = "LORA", task_type = task or null, auto_mapping = null, revision = null,
     base_model_name_or_path = spec.base or null, inference_mode = true, r = spec.r, lora_alpha = spec.alpha,
     lora_dropout = spec.dropout, target_modules = targets, exclude_modules = spec.exclude_modules or null,
     use_rslora = spec.use_rslora, use_dora = spec.use_dora, bias = spec.bias, fan_in_fan_out = transposed,
-    modules_to_save = spec.modules_to_save or null, layers_to_transform = spec.layers_to_transform or null,
+    modules_to_save = whole or null, layers_to_transform = spec.layers_to_transform or null,
     layers_pattern = spec.layers_pattern or null, rank_pattern = spec.rank_pattern or {},
     alpha_pattern = spec.alpha_pattern or {}, lora_bias = false,
     ensure_weight_tying = spec.ensure_weight_tying or false, init_lora_weights = spec.init }

@@ -24,6 +24,7 @@ local error = caller.error
 local files = {}
 
 local PREFIX = "base_model.model."
+files.PREFIX = PREFIX
 local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 local BASE_KEY = "psluajit_base"                           -- in the file's metadata: the fingerprint of the base model
 local SAMPLE = 64                                          -- bytes of each tensor that the fingerprint has
@@ -112,13 +113,44 @@ local function plan(model, adapters, name, file, path)
   return list
 end
 
-local function check_base(model, file, path, other_base)
+local function check_base(base, file, path, other_base)
   local wanted = file.metadata and file.metadata[BASE_KEY]
   if not wanted or other_base then return end
-  local has = files.fingerprint(rawget(model, "source"))
+  local has = files.fingerprint(base)
   if not has or has == wanted then return end
   error(("%s: the adapter was trained on other weights than those of %s (fingerprint %s, not %s); load its base model, "
-    .. "or pass other_base = true to use it with this one"):format(path, model.source, wanted, has), 0)
+    .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
+end
+
+--- Opens an adapter for a model without data: reads the adapter's own tensors, which have memory of their own.
+---@param model ps.nn.Module
+---@param adapters ps.lora.Adapters
+---@param path string the adapter's folder
+---@param other_base? boolean
+---@param base string the folder of the base model
+---@return table file close it after the last use of `trained`
+---@return table<string, fun(): ps.Tensor> trained by name in the model: functions that read the values of parameters
+---  of the base model that the adapter has trained
+function files.open(model, adapters, path, other_base, base)
+  local file, at = open_weights(path)
+  local trained = {}
+  local ok, problem = pcall(function()
+    check_base(base, file, path, other_base)
+    for _, entry in ipairs(plan(model, adapters, "default", file, at)) do
+      if entry.tensor:device() == "meta" then
+        trained[(own_name(entry.from):gsub("%.base_layer%.", "."))] = function()
+          return file:tensor(entry.from)
+        end
+      else
+        scope.no_grad(sharded.read, file, entry.from, entry.tensor, entry.tensor)
+      end
+    end
+  end)
+  if not ok then
+    file:close()
+    error(problem, 0)
+  end
+  return file, trained
 end
 
 local LOAD = { name = "string", trainable = "boolean", other_base = "boolean", dropout = "number" }
@@ -138,7 +170,7 @@ function files.load(model, path, options)
   local had = adapters_of.of(model)
   local adapters
   local ok, problem = pcall(function()
-    check_base(model, file, path, given.other_base)
+    check_base(rawget(model, "source"), file, path, given.other_base)
     adapters = adapters_of.add(model, name, spec)
     for _, entry in ipairs(plan(model, adapters, name, file, at)) do
       scope.no_grad(sharded.read, file, entry.from, entry.tensor, entry.tensor)
@@ -152,6 +184,32 @@ function files.load(model, path, options)
   adapters.specs[name].base = rawget(model, "source") or spec.base
   if given.trainable == false then adapters:train_only(nil) end
   return model
+end
+
+--- Copies values into tensors of the active adapter, by PEFT's names.
+---@param model ps.nn.Module
+---@param state table<string, ps.Tensor>
+function files.set(model, state)
+  local adapters = adapters_of.own(model, "lora.set_tensors")
+  local name, own, has = adapters.active, {}, {}
+  for path, tensor in adapters:tensors(name) do own[path] = tensor end
+  for given, values in pairs(state) do
+    local path = own_name(given)
+    local tensor = own[path]
+    if not tensor then error(("lora.set_tensors: the adapter has no tensor %s"):format(given)) end
+    if not rectangles.same(tensor:shape(), values:shape()) then
+      error(("lora.set_tensors: %s is [%s], not [%s]"):format(given, rectangles.text(tensor:shape()),
+        rectangles.text(values:shape())))
+    end
+    has[path] = true
+    scope.no_grad(function() tensor:copy_(values) end)
+  end
+  for _, entry in ipairs(adapters.layers) do
+    local adapter = entry.module.lora_.adapters[name]
+    if adapter and adapter.dora and not has[entry.name .. ".lora_magnitude_vector"] then
+      layers.reset_magnitude(entry.module, name)
+    end
+  end
 end
 
 -- -- writing ----------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ end
 ---  use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?:
 ---  table<string, number>, name?: string, bias?: "none"|"all"|"lora_only", exclude_modules?: string|string[],
 ---  layers_to_transform?: integer|integer[], layers_pattern?: string|string[], init?: boolean|"gaussian",
----  ensure_weight_tying?: boolean, task_type?: string} r: the rank, default 8. alpha: default r. targets:
+---  ensure_weight_tying?: boolean, task_type?: string} r: the rank, default 8. alpha: default 8. targets:
 ---  "all-linear", the default: all linear layers but the head; a list of names or last parts of names; or a regular
 ---  expression for whole names. modules_to_save: modules that are trained as a whole, default: the head of a
 ---  classifier. rank_pattern, alpha_pattern: r and alpha of layers by regular expressions. name: default "default".
@@ -99,7 +99,7 @@ function lora.wrap(model, options)
   local spec = {}
   for key, value in pairs(given) do spec[key] = value end
   spec.r, spec.dropout, spec.targets = given.r or 8, given.dropout or 0, given.targets or "all-linear"
-  spec.alpha, spec.bias, spec.name = given.alpha or spec.r, given.bias or "none", nil
+  spec.alpha, spec.bias, spec.name = given.alpha or 8, given.bias or "none", nil
   spec.use_rslora, spec.use_dora = given.use_rslora or false, given.use_dora or false
   if spec.init == nil then spec.init = true end
   if type(spec.init) == "string" then caller.one_of(spec.init, { gaussian = true }, "lora.wrap: init") end
@@ -148,6 +148,38 @@ end
 ---@param folder string
 ---@param name? string default: the active adapter
 function lora.save(model, folder, name) files.save(model, folder, name) end
+
+--- The tensors of the active adapter, by PEFT's names in adapter_model.safetensors.
+---@param model ps.nn.Module
+---@param name? string another adapter
+---@return table<string, ps.Tensor>
+function lora.tensors(model, name)
+  local list, own = {}, adapters.own(handle.module(model), "lora.tensors")
+  name = name or own.active or own.merged
+  for path, tensor in own:tensors(name) do list[files.PREFIX .. path] = tensor end
+  return list
+end
+
+--- Copies values into tensors of the active adapter, by PEFT's names. If DoRA's magnitudes are not among them, they
+--- become the norms of the new weights. Names that the adapter lacks are errors.
+---@param model ps.nn.Module
+---@param state table<string, ps.Tensor>
+---@return ps.nn.Module model
+function lora.set_tensors(model, state)
+  caller.typed(state, "table", "lora.set_tensors: the tensors by name")
+  files.set(model, state)
+  return model
+end
+
+--- Writes a folder with a base model and an adapter merged into it, one tensor at a time.
+---@param base string the folder of the base model
+---@param adapter string the folder of the adapter
+---@param out string the folder to write
+---@param options? {max_shard_size?: integer|string, other_base?: boolean, task?: string} task: the model's class, if
+---  config.json names another one
+function lora.merge_folder(base, adapter, out, options)
+  require "ps.lora.merge_folder"(base, adapter, out, options)
+end
 
 --- Whether a model has adapters.
 ---@param model ps.nn.Module|ps.Engine

@@ -206,7 +206,7 @@ local function new_tensors(layer, kind, name, r, how)
   local inputs, outputs = sizes(layer, kind)
   local weight = layer.weight
   local dtype = weight:dtype() == "fp64" and "fp64" or "fp32"
-  local where = { dtype = dtype, device = weight:device() }
+  local where = { dtype = dtype, device = how.device or weight:device() }
   local function filled(shape, fill)
     local t = create.empty(shape, where)
     if how.init == false then return init.normal_(t, 0, 1 / r) end
@@ -243,7 +243,7 @@ function layers.add(found, name, how)
   layer.lora_.adapters[name] = adapter
   if how.use_dora then
     put(layer, "lora_magnitude_vector", name, create.zeros({ select(2, sizes(layer, kind)) },
-      { dtype = "fp32", device = layer.weight:device() }))
+      { dtype = "fp32", device = how.device or layer.weight:device() }))
     layers.reset_magnitude(layer, name)
   end
 end

@@ -16,7 +16,6 @@ targets.KINDS = {
   VocabParallelEmbedding = { out_in = 0, table = true, cut = "vocabulary" },
   ParallelLMHead = { out_in = 1, head = true, cut = "head" },
 }
-local HEADS = { score = true, classifier = true, qa_outputs = true }
 
 --- Whether a module's name equals one of a list, or ends with "." and one of it.
 ---@param name string
@@ -53,13 +52,11 @@ local function chooser(wanted)
   return function(name) return targets.ends_with(name, wanted) end
 end
 
--- Whether "all-linear" includes a module: a linear layer that is neither the head of a language model nor a head that
--- is trained as a whole.
+-- Whether "all-linear" includes a module: a linear layer that is not the head of a language model. Heads of classifiers
+-- are usually in modules_to_save, which get no adapter.
 local function is_inner_linear(model, name, module, kind)
   if kind.table or kind.head then return false end
-  local last = name:match "[^.]+$"
-  if last == "decoder" and module.outputs == (model.config and model.config.vocab_size) then return false end
-  return not HEADS[name] or model.class_name:find "Model$" ~= nil
+  return name:match "[^.]+$" ~= "decoder" or module.outputs ~= (model.config and model.config.vocab_size)
 end
 
 -- An error about names that no module has, with the nearest names of the model.

@@ -334,6 +334,20 @@ local function write_all(path, files, group)
   end)
 end
 
+--- Writes a folder from one process: weights, config.json and the companion files of another folder.
+---@param path string
+---@param entries table[] as save.entries returns them; `tensor` may be a function that makes the tensor
+---@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
+---@param more {max_shard_size?: integer|string, source?: string} as in save.run
+function save.folder(path, entries, config_of, more)
+  local most = nbytes_of(more.max_shard_size)
+  make_folder((path:gsub("(.)/+$", "%1")))
+  table.sort(entries, function(a, b) return a.name < b.name end)
+  write_all(path, split(entries, most), nil)
+  write_text(path .. "/config.json", config_of(save.dtype_of(entries)))
+  if more.source then folder.copy_companions(more.source, path) end
+end
+
 --- The ranks that share a model; nil: each has the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?

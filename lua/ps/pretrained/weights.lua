@@ -31,6 +31,15 @@ local function own_name(model, known, name)
   return known[name] and name or other and known[other] and other or nil
 end
 
+--- A function that maps a name in files to the model's own name of that tensor; nil: the model has no such tensor.
+---@param model ps.pretrained.Model
+---@return fun(name: string): string?
+function weights.namer(model)
+  local known = {}
+  for name in pairs(model:state_dict()) do known[name] = true end
+  return function(name) return own_name(model, known, name) end
+end
+
 --- The first few of these names, in order, as text.
 ---@param names string[]
 ---@return string

@@ -1,0 +1,256 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Folders of adapters: PEFT's names and shapes in the file, what is refused by name, bases that are others, merged
+-- folders and their memory. spec/oracle/lora_oracle.py compares with PEFT itself.
+local ps = require "ps"
+local check = require "spec.check_lib"
+local cjson = require "cjson"
+local paths = require "ps.paths"
+local fails = check.fails
+
+local folder
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  os.execute("mkdir -p " .. folder)
+end)
+teardown(function() os.execute("rm -rf " .. folder) end)
+
+local function at(name) return folder .. "/" .. name end
+
+local function base(family, options)
+  ps.manual_seed(5)
+  local given = { pad_token_id = 0, initializer_range = 0.1 }
+  for key, value in pairs(options or {}) do given[key] = value end
+  require("models." .. family).new("tiny", given):save_pretrained(at "base")
+  return ps.from_pretrained(at "base", { quiet = true })
+end
+
+local function noise(m)
+  ps.no_grad(function()
+    for _, p in m:named_parameters() do if p:needs_grad() then p:copy_(p + ps.randn(p:shape()) * 0.1) end end
+  end)
+  return m
+end
+
+local x = ps.randint(3, 60, { 2, 7 }, { dtype = "int32" }):keep()
+local function output(m)
+  local out = ps.no_grad(m, { input_ids = x })
+  return (out.logits or out.last_hidden_state):detach():clone():keep()
+end
+local function far(a, b) return (a:to "fp64" - b:to "fp64"):abs():amax():item() end
+
+local function fields_of(name) return cjson.decode(check.read(at(name .. "/adapter_config.json"))) end
+local function change(name, key, value)
+  local fields = fields_of(name)
+  fields[key] = value
+  check.write(at(name .. "/adapter_config.json"), cjson.encode(fields))
+end
+
+-- Writes the adapter's file again with changed tensors.
+local function rewrite(name, fn)
+  local path = at(name .. "/adapter_model.safetensors")
+  local file, tensors = ps.safetensors.open(path), {}
+  for _, key in ipairs(file:names()) do tensors[key] = file:tensor(key) end
+  file:close()
+  fn(tensors)
+  ps.safetensors.save(path, tensors, { format = "pt" })
+end
+
+describe("the file of an adapter", function()
+  it("has PEFT's names and shapes", function()
+    local m = base("gpt2", { tie_word_embeddings = false })
+    ps.lora.wrap(m, { r = 3, use_dora = true, targets = { "c_attn", "wte", "lm_head" }, name = "mine" })
+    m:save_pretrained(at "a")
+    local file, shapes = ps.safetensors.open(at "a/adapter_model.safetensors"), {}
+    for _, name in ipairs(file:names()) do shapes[name] = table.concat(file:shape(name), "x") end
+    assert.equal("pt", file.metadata.format)
+    file:close()
+    local front = "base_model.model.transformer."
+    local want = { ["base_model.model.lm_head.lora_A.weight"] = "3x32",
+      ["base_model.model.lm_head.lora_B.weight"] = "256x3",
+      ["base_model.model.lm_head.lora_magnitude_vector"] = "256",
+      [front .. "wte.lora_embedding_A"] = "3x256", [front .. "wte.lora_embedding_B"] = "32x3",
+      [front .. "wte.lora_magnitude_vector"] = "32" }
+    for layer = 0, 1 do
+      want[front .. "h." .. layer .. ".attn.c_attn.lora_A.weight"] = "3x32"
+      want[front .. "h." .. layer .. ".attn.c_attn.lora_B.weight"] = "96x3"
+      want[front .. "h." .. layer .. ".attn.c_attn.lora_magnitude_vector"] = "96"
+    end
+    assert.same(want, shapes)
+    local fields = fields_of "a"
+    assert.equal("LORA", fields.peft_type)
+    assert.equal("CAUSAL_LM", fields.task_type)
+    assert.equal(at "base", fields.base_model_name_or_path)
+    assert.is_true(fields.fan_in_fan_out)
+    assert.is_true(fields.inference_mode)
+    assert.same({ "c_attn", "wte", "lm_head" }, fields.target_modules)
+  end)
+
+  it("names what all-linear chose, and the head of a classifier", function()
+    local m = ps.lora.wrap(base("llama", { task = "sequence_classification" }), { r = 1 })
+    m:save_pretrained(at "a")
+    local fields = fields_of "a"
+    assert.same({ "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj" }, fields.target_modules)
+    assert.same({ "score" }, fields.modules_to_save)
+    assert.equal("SEQ_CLS", fields.task_type)
+    local file = ps.safetensors.open(at "a/adapter_model.safetensors")
+    assert.is_true(file:has "base_model.model.score.weight")
+    for _, name in ipairs(file:names()) do assert.is_nil(name:find "modules_to_save" or name:find "original", name) end
+    file:close()
+  end)
+
+  it("has the biases that are trained, under the base layer's name", function()
+    for bias, count in pairs { lora_only = 2, all = 13 } do
+      local m = noise(ps.lora.wrap(base "gpt2", { r = 1, targets = { "c_attn" }, bias = bias }))
+      local want = output(m)
+      m:save_pretrained(at "a")
+      local file, n = ps.safetensors.open(at "a/adapter_model.safetensors"), 0
+      for _, name in ipairs(file:names()) do
+        if name:find "bias$" then n = n + 1 end
+        assert.is_nil(name:find "c_attn%.bias$", name)
+      end
+      assert.is_true(file:has "base_model.model.transformer.h.0.attn.c_attn.base_layer.bias")
+      file:close()
+      assert.equal(count, n)
+      assert.equal(0, far(want, output(ps.from_pretrained(at "a", { quiet = true }))))
+    end
+  end)
+
+  it("is read back exactly, for each of several adapters", function()
+    local m = noise(ps.lora.wrap(base "qwen3", { name = "one" }))
+    local one = output(m)
+    noise(ps.lora.wrap(m, { name = "two-2", use_rslora = true, r = 2, targets = [[.*\.layers\.1\..*_proj]] }))
+    local two = output(m)
+    ps.lora.save(m, at "one", "one")
+    m:save_pretrained(at "two", { adapter = "two-2" })
+    assert.equal([[.*\.layers\.1\..*_proj]], fields_of "two".target_modules)
+    local again = ps.lora.load(ps.from_pretrained(at "base", { quiet = true }), at "one", { name = "first" })
+    assert.equal(0, far(one, output(again)))
+    ps.lora.load(again, at "two", { name = "second", trainable = false })
+    assert.equal(0, far(two, output(again)))
+    for name, p in again:named_parameters() do assert.is_false(p:needs_grad(), name) end
+    assert.equal(0, far(one, output(again:set_adapter "first")))
+  end)
+
+  it("is read from PyTorch's form, too", function()
+    local m = noise(ps.lora.wrap(base "llama", { r = 2 }))
+    local want = output(m)
+    m:save_pretrained(at "bin")
+    local file, tensors = ps.safetensors.open(at "bin/adapter_model.safetensors"), {}
+    for _, name in ipairs(file:names()) do tensors[name] = file:tensor(name) end
+    file:close()
+    ps.save(tensors, at "bin/adapter_model.bin")
+    os.remove(at "bin/adapter_model.safetensors")
+    assert.equal(0, far(want, output(ps.lora.load(ps.from_pretrained(at "base", { quiet = true }), at "bin"))))
+  end)
+end)
+
+describe("an adapter that does not fit", function()
+  local function load(options)
+    return ps.lora.load(ps.from_pretrained(at "base", { quiet = true }), at "a", options)
+  end
+  before_each(function() noise(ps.lora.wrap(base "llama", { r = 2, use_dora = true })):save_pretrained(at "a") end)
+
+  it("is refused by the name of the option", function()
+    for key, value in pairs { peft_type = "LOHA", lora_bias = true, use_qalora = true, init_lora_weights = "olora",
+      layer_replication = { { 0, 1 } }, eva_config = { rho = 2 }, an_option_of_tomorrow = 3, r = 0,
+      target_parameters = { "a" } } do
+      local was = check.read(at "a/adapter_config.json")
+      change("a", key, value)
+      fails(load, "refused: " .. key .. " = ")
+      check.write(at "a/adapter_config.json", was)
+    end
+    change("a", "lora_ga_config", cjson.null)
+    change("a", "megatron_core", "megatron.core")
+    load()
+  end)
+
+  it("is refused for missing, surplus and misshapen tensors, before anything changes", function()
+    local name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    rewrite("a", function(t) t[name] = nil end)
+    local m = ps.from_pretrained(at "base", { quiet = true })
+    local before = output(m)
+    fails(function() ps.lora.load(m, at "a") end, "lacks 1 tensors", name)
+    assert.is_nil(m.set_adapter)
+    assert.equal(0, far(before, output(m)))
+    rewrite("a", function(t) t[name] = ps.zeros { 48, 3 } end)
+    fails(load, name, "[48, 3]", "[48, 2]", "another base model")
+    rewrite("a", function(t)
+      t[name], t["base_model.model.other.lora_A.weight"] = ps.zeros { 48, 2 }, ps.zeros { 2 }
+    end)
+    fails(load, "no place", "base_model.model.other.lora_A.weight")
+  end)
+
+  it("is refused over other weights, unless they are wanted", function()
+    ps.manual_seed(99)
+    require("models.llama").new("tiny", { pad_token_id = 0 }):save_pretrained(at "base")
+    fails(load, "other weights", at "base", "other_base")
+    load { other_base = true }
+    base("llama", { hidden_size = 64, num_attention_heads = 8 })
+    fails(function() load { other_base = true } end, "another base model")
+    fails(function() ps.lora.load(ps.from_pretrained(at "base", { quiet = true }), at "base") end,
+      "adapter_config.json")
+  end)
+end)
+
+describe("tools/merge_adapter.lua", function()
+  local function merge(...)
+    local words = {}
+    for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
+    local p = assert(io.popen(("'%s' '%s/tools/merge_adapter.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
+      table.concat(words, " "))))
+    local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+    p:close()
+    return text, tonumber(code)
+  end
+
+  it("writes folders with the adapter in the weights", function()
+    for family, options in pairs { gpt2 = { tie_word_embeddings = true }, llama = {},
+      roberta = { task = "masked_lm" } } do
+      local m = base(family, options)
+      local targets = family == "llama" and "all-linear" or family == "gpt2" and { "c_fc", "wte", "wpe" }
+        or { "dense", "word_embeddings" }
+      noise(ps.lora.wrap(m, { r = 2, use_dora = family ~= "roberta", targets = targets }))
+      local want = output(m)
+      m:save_pretrained(at "a")
+      os.execute("rm -rf " .. at "out")
+      local text, code = merge(at "base", at "a", "--out", at "out")
+      assert.equal(0, code, text)
+      local merged = ps.from_pretrained(at "out", { quiet = true })
+      assert(far(want, output(merged)) < 1e-5, family)
+      for name in merged:named_parameters() do assert.is_nil(name:find "lora", name) end
+    end
+  end)
+
+  it("keeps the base model's types and file sizes, and refuses by name", function()
+    local m = base("llama")
+    noise(ps.lora.wrap(m, { r = 2 })):save_pretrained(at "a")
+    ps.from_pretrained(at "base", { dtype = "bf16", quiet = true }):save_pretrained(at "base")
+    local text, code = merge(at "base", at "a", "--out", at "out2")
+    assert.equal(1, code)
+    assert.truthy(text:find("other weights", 1, true), text)
+    text, code = merge(at "base", at "a", "--out", at "out2", "--other-base", "--max-shard-size", "40KB")
+    assert.equal(0, code, text)
+    assert.truthy(io.open(at "out2/model.safetensors.index.json"))
+    assert.equal("bf16", ps.from_pretrained(at "out2", { dtype = "auto", quiet = true }).model.norm.weight:dtype())
+    text, code = merge(at "base", at "nowhere", "--out", at "out3")
+    assert.equal(1, code)
+    assert.truthy(text:find("nowhere", 1, true), text)
+    text, code = merge(at "base", at "a", "--out", at "base", "--other-base")
+    assert.equal(1, code)
+    assert.truthy(text:find("choose another folder", 1, true), text)
+  end)
+end)
+
+describe("save_pretrained of a wrapped model", function()
+  it("writes the merged model if asked", function()
+    local m = noise(ps.lora.wrap(base("mistral"), { r = 3, use_dora = true }))
+    local want = output(m)
+    m:save_pretrained(at "merged", { merged = true })
+    assert(far(want, output(ps.from_pretrained(at "merged", { quiet = true }))) < 1e-5)
+    assert.equal(0, far(want, output(m)))
+    fails(function() m:save_pretrained(at "x", { adapter = "no" }) end, "no adapter 'no'")
+    m:unload_adapter()
+    fails(function() m:save_pretrained(at "x", { merged = true }) end, "models with an adapter")
+  end)
+end)
