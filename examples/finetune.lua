@@ -4,6 +4,7 @@
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --host 6GiB --disk /var/tmp
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --resume
+--   psluajit finetune.lua --model FOLDER --data chats.jsonl --out adapter --lora 16       -- only an adapter is trained
 --   psluajit launch.lua --nproc-per-node 2 finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --
 -- A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
@@ -26,7 +27,12 @@ line.whole(parser:option("--batch", "Conversations per batch, on each process.",
 line.whole(parser:option("--accumulate", "Batches per step.", "1"), 1)
 line.whole(parser:option("--seq", "Most tokens of a conversation; longer ones lose their last tokens. Default: 1024, "
   .. "or fewer if the model has fewer positions."), 1)
-line.number(parser:option("--lr", "Highest learning rate.", "2e-5"), 0)
+line.number(parser:option("--lr", "Highest learning rate. Default: 2e-5, with --lora 2e-4."), 0)
+line.whole(parser:option("--lora", "Train an adapter of this rank over the frozen model, for PEFT (LoRA)."), 1)
+line.number(parser:option("--alpha", "Of the adapter. Default: twice the rank."), 0)
+line.number(parser:option("--lora-dropout", "Dropout of the adapter's input.", "0"), 0, 1)
+parser:flag("--dora", "The adapter has trained magnitudes (DoRA).")
+parser:flag("--merge", "With --lora: --out gets the model with the adapter in its weights, and its folder adapter.")
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today, or that of the checkpoint.")
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
@@ -36,6 +42,7 @@ line.whole(parser:option("--zero", "ZeRO stage with several processes: 0 to 3.",
 line.whole(parser:option("--seed", "Random seed.", "1"), 0)
 parser:flag("--resume", "Continue from the newest checkpoint in --out.")
 local args = parser:parse()
+args.lr = args.lr or args.lora and 2e-4 or 2e-5
 local run = args.out .. "/run"
 local function try(fn, ...) return line.try("finetune.lua", fn, ...) end
 
@@ -58,6 +65,9 @@ end
 
 -- Everything that can be refused before the model is loaded.
 local function prepared()
+  if not args.lora and (args.dora or args.merge or args.alpha) then
+    error("--dora, --merge and --alpha need --lora and a rank, such as --lora 16", 0)
+  end
   local folder = require("ps.pretrained.folder").find(args.model)
   local there, from = lfs.attributes(args.out), lfs.attributes(folder)
   if there and there.mode ~= "directory" then
@@ -95,7 +105,11 @@ end
 local folder, tok, rows, held_out, most, seq, date = try(prepared)
 
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
-  model_func = function() return ps.from_pretrained(folder):train() end,
+  model_func = function()
+    local made = ps.from_pretrained(folder):train()
+    return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
+      dropout = args.lora_dropout }) or made
+  end,
   config = { device = args.device, bf16 = { enabled = args.dtype == "bf16" }, gradient_clipping = 1,
     train_micro_batch_size_per_gpu = args.batch, gradient_accumulation_steps = args.accumulate,
     optimizer = { type = "AdamW", params = { lr = args.lr, weight_decay = 0 } },
@@ -139,8 +153,9 @@ if result.interrupted then
 end
 ps.catch_interrupts()                                      -- train.run no longer does
 try(reply, "after")
-try(model.save_pretrained, model, args.out)
+try(model.save_pretrained, model, args.merge and args.out .. "/adapter" or args.out)
 if ps.rank() == 0 then
+  if args.merge then try(ps.lora.merge_folder, folder, args.out .. "/adapter", args.out) end
   try(tok.save_pretrained, tok, args.out)
   local losses, measured = {}, {}
   for _, at in ipairs(result.history) do

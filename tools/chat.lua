@@ -27,6 +27,7 @@ whole(parser:option("--seed", "of what is drawn", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "print special tokens, such as the one that ends a reply, too")
 parser:option("--device", "where the model is")
+parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 local args = parser:parse()
 
 -- Writes a reply as it comes, but for the text `stop` at its end, of which a part may have come already.
@@ -109,6 +110,7 @@ local function main()
   local path = folder.find(args.folder)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
+  if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
   if args.plain or not tok:has_chat_template() then return talk_plainly(model, tok) end
   talk(model, tok)

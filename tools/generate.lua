@@ -31,6 +31,7 @@ whole(parser:option("--seed", "of what is drawn", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "print special tokens, such as the one that ends a text, too")
 parser:option("--device", "where the model is")
+parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 whole(parser:option("--pipeline", "stages that the model is cut into, each on another process"), 2)
 local args = parser:parse()
 
@@ -60,12 +61,15 @@ end
 
 -- The model, or this process's stages of it, of which nothing trains.
 local function open(path)
+  local function adapted(model)
+    return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model
+  end
   if not args.pipeline then
-    return ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
+    return adapted(ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" }))
   end
   ps.init_distributed { quiet = true }
   return (ps.initialize { quiet = true, model_func = function()
-    local model = ps.from_pretrained(path, { dtype = args.dtype })
+    local model = adapted(ps.from_pretrained(path, { dtype = args.dtype }))
     for _, p in ipairs(model:parameters()) do p:requires_grad(false) end
     return model
   end, config = { plan_print = false, device = args.device, pipeline = { stages = args.pipeline } } })

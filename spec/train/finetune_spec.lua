@@ -71,6 +71,32 @@ describe("examples/finetune.lua", function()
     for step, loss in ipairs(want) do assert.is_true(math.abs(got[step] - loss) < 1e-5 * loss, step) end
   end)
 
+  it("trains an adapter, on one process and on two with ZeRO 3, and merges it", function()
+    local one, two = folder .. "/lora1", folder .. "/lora2"
+    local out, code = run(("--data %s --out %s --epochs 2 --batch 8 --lr 1e-2 --lora 4"):format(data, one))
+    assert.equal(0, code, out)
+    out, code = run(("--data %s --out %s --epochs 2 --batch 4 --lr 1e-2 --lora 4 --merge --host 256MiB"):format(data,
+      two), 2)
+    assert.equal(0, code, out)
+    local want, got = losses(one), losses(two)
+    assert.is_true(#want >= 10 and #want == #got and want[#want] < want[1])
+    for step, loss in ipairs(want) do assert.is_true(math.abs(got[step] - loss) < 2e-5 * loss, step) end
+    local x = ps.tensor({ { 5, 6, 7, 8 } }, "int32")
+    local function logits(path) return ps.no_grad(ps.from_pretrained(path, { quiet = true }), x) end
+    local adapted = logits(one)
+    assert.is_true((adapted - logits(folder)):abs():amax():item() > 1e-3)
+    for _, path in ipairs { two, two .. "/adapter" } do
+      assert.is_true((adapted - logits(path)):abs():amax():item() < 1e-4, path)
+    end
+    out, code = run(("--data %s --out %s/none --dora"):format(data, folder))
+    assert.truthy(code == 1 and out:find("--lora", 1, true), out)
+    local talk = io.popen(("'%s' '%s/tools/generate.lua' %s --adapter %s --start a --temperature 0 --max-new 4 2>&1")
+      :format(paths.exe, paths.root, folder, one))
+    local text = talk:read "*a"
+    talk:close()
+    assert.truthy(text:find "^a" and not text:find "psluajit:", text)
+  end)
+
   it("refuses data that are no conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))

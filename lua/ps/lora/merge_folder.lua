@@ -2,7 +2,6 @@
 -- Writes a model's folder with an adapter in its weights, one tensor at a time: the memory is that of two copies of the
 -- largest adapted tensor in fp32 and some buffers, whatever the model's size.
 local create = require "ps.tensor.create"
-local dist = require "ps.dist"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"
 local registry = require "ps.nn.registry"
@@ -107,7 +106,6 @@ return function(base, adapter, out, options)
   for what, path in pairs { base = base, adapter = adapter, out = out } do
     caller.typed(path, "string", "lora.merge_folder: the folder " .. what)
   end
-  if dist.world_size() > 1 then error "lora.merge_folder: one process merges; start it without a launcher" end
   base = folder.find(base)
   for _, from in ipairs { base, adapter } do
     if lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino") then
