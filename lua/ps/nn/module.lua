@@ -65,8 +65,14 @@ end
 
 -- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and a registered name
 -- accepts only values of its kind.
+local note_gone                                    -- (old, name): a member is about to be replaced by another one
+
 local function assign(self, name, value)
   local kind = self._kind[name]
+  local old = kind and self._fields[name]
+  if old and (kind == "module" or kind == "param") and not rawequal(old, value) and next(exports.optimizers) then
+    note_gone(old, name)
+  end
   if rawequal(value, nil) then
     if kind then registry.remove(self, name) end
   elseif is_module(value) then
@@ -410,6 +416,22 @@ local function made_anew(tensor, name)
   for optimizer in pairs(exports.optimizers) do
     if optimizer.trained[address(tensor)] then optimizer.lost = optimizer.lost or name end
   end
+end
+
+-- Tells optimizers that a member was replaced: their parameters in it may be trained no more (Optimizer:step).
+function note_gone(old, name)
+  local function gone(tensor, full)
+    for optimizer in pairs(exports.optimizers) do
+      if optimizer.trained[address(tensor)] then
+        optimizer.gone = optimizer.gone or {}
+        table.insert(optimizer.gone, { tensor = tensor, name = full })
+      end
+    end
+  end
+  if is_tensor(old) then return gone(old, name) end
+  walk(old, function(inner, tensor, kind)
+    if kind == "param" then gone(tensor, name .. "." .. inner) end
+  end)
 end
 
 --- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that need a change are

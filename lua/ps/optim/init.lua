@@ -54,6 +54,7 @@ end
 ---@field steps integer steps taken, skipped ones not counted
 ---@field trained table<number, true> addresses of its parameters
 ---@field lost? string name of a parameter that module:to has replaced by another tensor
+---@field gone? {tensor: ps.Tensor, name: string}[] parameters in members of modules that a script has replaced
 ---@field taken? {name: string, engine: table} ps.initialize took over a parameter of that name, but not this optimizer
 ---@field per_rank? boolean in a group of several ranks, each rank updates from its own gradients
 local Optimizer = {}
@@ -284,6 +285,21 @@ local function check_taken(self)
     taken))
 end
 
+-- Prints which parameters a script has replaced in their module, if they have no gradient, so that they are trained no
+-- more. A layer that is wrapped by another one keeps its gradients.
+local function tell_gone(self)
+  local names = {}
+  for _, entry in ipairs(self.gone) do
+    if entry.tensor:grad() == nil then names[#names + 1] = entry.name end
+  end
+  self.gone = nil
+  if not names[1] then return end
+  io.stderr:write(("psluajit: %s: %s replaced in the module after this optimizer was made, so the optimizer trains the "
+    .. "old %s and not the new; make the optimizer after such changes\n"):format(self.kind.name,
+    table.concat(names, ", ", 1, math.min(#names, 5)) .. (#names > 5 and (" and %d more"):format(#names - 5) or "")
+    .. (#names == 1 and " was" or " were"), #names == 1 and "one" or "ones"))
+end
+
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
 --- Updates the parameters from their gradients. A parameter without a gradient stays; if none has one, the step is
@@ -302,6 +318,7 @@ function Optimizer:step(options)
     error(("%s: module:to(...) replaced %s, and this optimizer has the old tensor: convert first, then make the "
       .. "optimizer"):format(self.kind.name, self.lost))
   end
+  if self.gone then tell_gone(self) end
   local max_norm, scaler = options.max_norm or self.max_norm, options.scaler
   local scale = options.grad_scale or 1
   if scaler then scale = scale / scaler.scale end

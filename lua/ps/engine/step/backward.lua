@@ -6,6 +6,8 @@ local hooks = require "ps.core.hooks"
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
+local devices = require "ps.core.devices"
+local mesh = require "ps.dist.mesh"
 local actions = require "ps.engine.step.actions"
 local ending = require "ps.engine.step.ending"
 local loops = require "ps.engine.step.loops"
@@ -89,6 +91,22 @@ local function check_kept(options)
     .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
 end
 
+local told = setmetatable({}, { __mode = "k" })            -- engines whose loss was not finite
+
+-- Prints a note about the first loss that is not finite: its gradients make all parameters NaN. With a loss scaler the
+-- step is skipped instead. A loss on a device is not read, since the read would wait for the device.
+local function check_finite(engine, loss)
+  if told[engine] or engine.quiet or engine.optimizer.scaler or not devices.computes then return end
+  if loss.numel_ ~= 1 or loss:device() ~= "cpu" then return end
+  local value, stages = loss:item(), mesh.group "pp"
+  if value - value == 0 then return end
+  told[engine] = true
+  if stages and stages:rank() > 0 then return end                    -- all stages have the loss
+  engine:note(("the loss of step %d is %s, and its gradients make the parameters NaN; ps.set_detect_anomaly(true) "
+    .. "before the forward names the first op that makes such a value"):format(engine.steps + 1,
+    value ~= value and "nan" or tostring(value)))
+end
+
 --- Runs backward from a loss: scales it for fp16, and accumulates micro-batches. With gradient_accumulation_steps > 1
 --- or several ranks, a micro-batch is weighted by the sum of its targets' weights. F.cross_entropy, F.lm_loss and
 --- F.nll_loss note this sum, with ignore_index and class weights, so that the mean over a batch's tokens does not
@@ -105,6 +123,7 @@ function step.backward(engine, loss, options)
   check_kept(options)
   local s = state.of(engine)
   check_place(engine, s, loss)
+  check_finite(engine, loss)
   local weight, places = step.weight_of(engine, loss, options)
   if engine.report and engine.report:scores() then
     local hits, scored = step.score_of(engine, loss)
