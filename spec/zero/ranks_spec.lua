@@ -84,11 +84,8 @@ describe("several processes", function()
     ["a bit of a parameter"] = { 0, "local m = require('ps.nn.handle').of(model).built.list[2].master; "
       .. "if ps.rank() == 1 then ps.no_grad(function() m[3] = m[3]:item() * 1.0001 end) end",
       "parameter b of rank 1 has different bits" },
-    ["a learning rate"] = { 3, "if ps.rank() == 2 then optimizer:set_lr(1e-2) end",
+    ["random numbers, where each rank has state of its own"] = { 3, "if ps.rank() == 2 then ps.manual_seed(9) end",
       "learning rate or other setting of the optimizer, loss scale or random numbers of rank 2 has different bits" },
-    ["weight decay, where each rank has state of its own"] = { 3, "if ps.rank() == 1 then "
-      .. "optimizer.groups[1].weight_decay = 0.5 end",
-      "or other setting of the optimizer, loss scale or random numbers of rank 1 has different bits" },
     ["a buffer"] = { 2, "if ps.rank() == 0 then ps.no_grad(function() model.count:add_(1) end) end",
       "buffer count of rank 0 has different bits" },
   } do
@@ -174,6 +171,32 @@ describe("several processes", function()
       .. wrong(1, "recompute is true on rank 1, false on rank 0")
       .. wrong(1, "parameter group 1: weight_decay is 1 on rank 1, 0 on rank 0") .. "true\n"
     for rank = 0, 2 do assert.equal(expected, (all[rank].text:gsub("^psluajit:[^\n]*\n", ""))) end
+  end)
+
+  it("that train with different settings of the optimizer end before the step, at every stage", function()
+    for stage = 0, 3 do
+      local change = stage % 2 == 0 and "optimizer:set_lr(0.5)" or "optimizer.groups[1].weight_decay = 0.5"
+      local differ = stage % 2 == 0 and "lr is 0.5 on rank 1, 0.001 on rank 0"
+        or "weight_decay is 0.5 on rank 1, 0 on rank 0"
+      local all = run(2, ([[
+        local ps = require "ps"
+        ps.init_distributed { quiet = true, timeout = 20, rendezvous = "file://%s/rendezvous" }
+        local model, optimizer = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(8, 8) end,
+          config = { plan_print = false, zero_optimization = { stage = %d } } }
+        for step = 1, 3 do
+          model:backward(model(ps.ones { 2, 8 }):sum())
+          optimizer:step()
+          print("step", step)
+          if step == 2 and ps.rank() == 1 then %s end
+        end
+      ]]):format(folder, stage, change))
+      for rank = 0, 1 do
+        assert.equal(1, all[rank].code)
+        assert.truthy(all[rank].text:find("the ranks' optimizers differ: parameter group 1: " .. differ
+          .. "; set rates and step schedules on all ranks alike", 1, true), all[rank].text)
+        assert.truthy(all[rank].text:find("step\t2\n", 1, true) and not all[rank].text:find("step\t3", 1, true))
+      end
+    end
   end)
 
   it("are told when a parameter has its gradient on some only", function()

@@ -151,6 +151,17 @@ local function compare_rows(self, records)
   end
 end
 
+-- Refuses ranks that train the same parameters with different settings of the optimizer: each would update its share of
+-- them, or its copies, by its own settings.
+local function compare_rates(self, records)
+  local first = {}
+  for rank, record in ipairs(records) do
+    local line = mesh.line_of("dp", rank - 1)
+    first[line] = first[line] or record.rates
+    if record.rates ~= first[line] then return replicas.differ(self.world, self.engine, rank) end
+  end
+end
+
 --- Notes a micro-batch with which the model was called for training. The next begin of a step compares it with that of
 --- the other ranks that have parts of the same layers.
 ---@param given any[]
@@ -188,7 +199,9 @@ local PLANNED = { "tp", "dp" }                     -- axes whose calls within a 
 --   own        the hash of the seed and of the parameters that train
 --   tp, dp     the number for the planned calls along this axis; 0: none are known
 --   rows       the number for the first micro-batch's rows; 0: it was compared before
-local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows" }
+--   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
+local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows",
+  "rates" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 
 -- A number for the collectives that the dry run of this step noted along an axis; 0: none are known.
@@ -252,6 +265,7 @@ local function record_of(self, ok, part, limit)
   if reads then mine.data = agree.text_hash(reads) end
   if not ok then return mine end
   mine.gathers = C.ps_engine_gathers(native.ctx)
+  if self.dp:size() > 1 then mine.rates = agree.text_hash(replicas.rates(engine)) end
   for _, axis in ipairs(PLANNED) do mine[axis] = calls_number(self, axis) end
   if not self.rows_compared and self.dp:size() > 1 then
     mine.rows = engine.driver:fingerprint() or self.rows
@@ -288,6 +302,7 @@ function Ranks:begin_step(fn, share, limit)
   if not failed and not short then
     if self.engine.stages or self.tp then compare_parts(records, self.engine.driver.in_loops) end
     if not self.data_compared then self:compare_data(records) end
+    compare_rates(self, records)
     if not same then C.ps_engine_gathers_drop(native.ctx) end
     begin_plans(self, records)
     if not self.rows_compared then compare_rows(self, records) end

@@ -11,6 +11,7 @@ local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"
 local agree = require "ps.dist.agree"
+local mesh = require "ps.dist.mesh"
 local shard = require "ps.tensor.shard"
 local ffi, C = native.ffi, native.C
 
@@ -126,6 +127,26 @@ end
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
+
+-- -- every step -----------------------------------------------------------------------------------------------------
+--- The optimizer's settings as text: a line for each setting of each group.
+---@param engine ps.Engine
+---@return string
+function replicas.rates(engine) return table.concat(group_lines(engine), "\n") end
+
+--- Raises the error of ranks whose optimizers have different settings. All ranks call it.
+---@param group ps.Group of all ranks
+---@param engine ps.Engine
+---@param rank integer the number, from 1, of the first rank whose settings are not those of its line's first one
+function replicas.differ(group, engine, rank)
+  local said, first = agree.texts(group, replicas.rates(engine)), mesh.line_of("dp", rank - 1)
+  for zeroth = 0, rank - 1 do
+    if mesh.line_of("dp", zeroth) == first then
+      error(("the ranks' optimizers differ: %s; set rates and step schedules on all ranks alike"):format(
+        difference(said[rank], said[zeroth + 1], rank - 1, zeroth)), 0)
+    end
+  end
+end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
 --- The contents of settings(), in words.
