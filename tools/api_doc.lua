@@ -294,8 +294,8 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   section "ps.sched"
   put_functions("sched.", ps.sched)
   put_functions("schedule:", getmetatable(ps.sched.constant { optimizer = opt, max_lr = 1 }).__index, true)
-  for _, name in ipairs { "data", "tokenizer", "train", "checkpoints", "safetensors", "profiler", "progress",
-    "inspect", "autograd" } do
+  for _, name in ipairs { "data", "tokenizer", "train", "evaluate", "checkpoints", "safetensors", "profiler",
+    "progress", "inspect", "autograd" } do
     section("ps." .. name)
     put_functions(name .. ".", ps[name])
     local object = OBJECTS[name]

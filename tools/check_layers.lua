@@ -101,6 +101,7 @@ local FLOORS = {
   { "lora", "core", "tensor", "dist", "io", "nn", "checkpoints", "parallel/tensor", "pretrained" },
   { "tokenizer", "core", "tensor", "chat", "io", "pretrained" },
   { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
+  { "evaluate", "core", "chat", "tensor", "dist", "nn", "data", "train" },
   { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
   { "launch", "core" },
   { "planning", "core", "optimizers", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step",

@@ -171,7 +171,7 @@ end)
 
 local lazy = { nn = "ps.nn", lora = "ps.lora", autograd = "ps.autograd", optim = "ps.optim",
   sched = "ps.optim.sched", data = "ps.data", chat = "ps.chat", tokenizer = "ps.tokenizer",
-  checkpoints = "ps.checkpoints", train = "ps.train", safetensors = "ps.io.safetensors",
+  checkpoints = "ps.checkpoints", train = "ps.train", evaluate = "ps.evaluate", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
   comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name

@@ -6,7 +6,8 @@ local lfs = require "lfs"
 
 -- The names that scripts may require. The others are the library's own, and move without notice.
 local PUBLIC = { "ps", "ps.batch", "ps.bmt", "ps.caller", "ps.chat", "ps.checkpoints", "ps.comm", "ps.command_line",
-  "ps.config", "ps.data", "ps.dist", "ps.dist.env", "ps.engine", "ps.inspect", "ps.lora", "ps.mesh", "ps.nn",
+  "ps.config", "ps.data", "ps.dist", "ps.dist.env", "ps.engine", "ps.evaluate",
+  "ps.inspect", "ps.lora", "ps.mesh", "ps.nn",
   "ps.nn.module", "ps.nn.parts", "ps.nn.shard", "ps.optim", "ps.pipe", "ps.pretrained", "ps.pretrained.generate",
   "ps.pretrained.heads", "ps.pretrained.model", "ps.pretrained.rope", "ps.pretrained.settings", "ps.pretrained.unpad",
   "ps.pretty", "ps.profiler", "ps.progress", "ps.safetensors", "ps.sched", "ps.serialize", "ps.tokenizer", "ps.train" }

@@ -6,13 +6,14 @@ local paths = require "ps.paths"
 -- Pages and folders whose language has been revised. New ones are added here.
 local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
   "docs/tensor_parallel.md", "docs/distributed.md", "docs/checkpoints.md", "docs/pretrained.md", "docs/models.md",
-  "docs/conversations.md", "docs/data.md", "docs/adapters.md", "docs/planning.md", "docs/inspecting.md",
-  "docs/tensors.md",
+  "docs/conversations.md", "docs/data.md", "docs/adapters.md", "docs/evaluation.md", "docs/planning.md",
+  "docs/inspecting.md", "docs/tensors.md",
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
   "docs/config.md", "docs/gguf.md", "spec/README.md" }
 local FOLDERS = {
   "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/checkpoints", "lua/ps/config", "lua/ps/core", "lua/ps/data",
-  "lua/ps/dist", "lua/ps/engine", "lua/ps/inspect", "lua/ps/io", "lua/ps/launch", "lua/ps/memory", "lua/ps/monitor",
+  "lua/ps/dist", "lua/ps/engine", "lua/ps/evaluate",
+  "lua/ps/inspect", "lua/ps/io", "lua/ps/launch", "lua/ps/memory", "lua/ps/monitor",
   "lua/ps/nn", "lua/ps/optim", "lua/ps/parallel", "lua/ps/planning", "lua/ps/pretrained", "lua/ps/profile",
   "lua/ps/prompt", "lua/ps/tensor", "lua/ps/tokenizer", "lua/ps/train", "models", "src/backend", "src/io", "src/ops",
   "src/p2p", "src/pipe", "src/tensor", "src/transport", "tools" }

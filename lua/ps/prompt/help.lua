@@ -21,8 +21,8 @@ function help.of(facade)
 end
 
 local WIDTH = 100
-local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "train", "checkpoints", "safetensors",
-  "profiler", "progress", "inspect" }
+local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "train", "evaluate", "checkpoints",
+  "safetensors", "profiler", "progress", "inspect" }
 local PREFIX = { functional = "F.", nn = "nn." }
 
 -- All functions with the ways to call them: {name, call ("F.gelu"), fn, method}; one name may have several.

@@ -1,0 +1,285 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Evaluation of language models: perplexity of texts and of conversations, multiple choice by log-probabilities, and
+-- answers that the model generates. Windows, sums and measures are those of lm-eval, so that numbers can be compared.
+local caller = require "ps.core.caller"
+local dist = require "ps.dist"
+local formats = require "ps.data.formats"
+local handle = require "ps.nn.handle"
+local likelihood = require "ps.evaluate.likelihood"
+local mesh = require "ps.dist.mesh"
+local metrics = require "ps.evaluate.metrics"
+local rows_of = require "ps.evaluate.rows"
+local tables = require "ps.data.table"
+local text = require "ps.chat.text"
+local train = require "ps.train"
+local values = require "ps.chat.values"
+local error = caller.error
+
+local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = metrics.exact_match,
+  word_f1 = metrics.word_f1 }
+
+---@class ps.evaluate.Options
+---@field data ps.DataTable|string|table rows, or what ps.data.table takes
+---@field task? "perplexity"|"choices"|"answers" default: "choices" if the first row has choices, else "perplexity"
+---@field max_length? integer tokens of a window; default: the model's positions, at most 2048
+---@field stride? integer tokens that a window predicts; default max_length: windows do not overlap
+---@field batch? integer windows, or pairs of question and choice, per batch; default 8
+---@field limit? integer only the first rows
+---@field train_on? "assistant"|"last"|"all" of conversations, the turns that count; default "assistant"
+---@field date? string "YYYY-MM-DD", for chat templates that print the date
+---@field chat? boolean whether a question of "answers" is a user's message; default: if the folder has a chat template
+---@field max_new? integer of "answers": tokens of an answer at most; default 32
+---@field device? string of the model's inputs; default: that of its first parameter
+---@field progress? fun(done: integer, total: integer) called after each batch
+
+local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",
+  limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
+  device = "string", progress = "callable" }
+local LENGTH = 2048
+
+-- The tokens that a model takes at most.
+local function positions(model)
+  local config = (handle.module(model) or model).config or {}
+  local most = config.max_position_embeddings or config.n_positions
+  return type(most) == "number" and most or nil
+end
+
+local function device_of(model)
+  local first = (handle.module(model) or model):parameters()[1]
+  return first and first:device()
+end
+
+-- The number of words as lm-eval counts them: one more than there are runs of space.
+local function words_in(s)
+  local n, inside = 1, false
+  for c in s:gmatch "[^\128-\191][\128-\191]*" do
+    local space = text.is_space(c)
+    if space and not inside then n = n + 1 end
+    inside = space
+  end
+  return n
+end
+
+local TASKS = {}
+
+-- The windows of all rows, with what they have in words and bytes; texts only.
+local function windows_of(tok, rows, n, options)
+  local windows, words, bytes = {}, 0, 0
+  local form = formats.recognise(rows)
+  local most, stride = options.max_length, options.stride
+  for i = 1, n do
+    local ids, mask, prefix
+    if form == "text" then
+      local s = caller.typed(rows[i].text, "string", rows:place(i) .. ": text")
+      ids, prefix = likelihood.encode(tok, s), likelihood.prefix(tok)
+      words, bytes = words + words_in(s), bytes + #s
+    else
+      local labels
+      if form == "ids" then ids, labels = formats.ids(rows, i, tok.vocab_size)
+      else
+        local messages, tools = formats.conversation(rows, i, form)
+        ids, mask = tok:apply_chat_template(messages, { train_on = options.train_on or "assistant",
+          date = options.date, tools = tools })
+      end
+      if labels then
+        mask = {}
+        for k, label in ipairs(labels) do mask[k] = label ~= -100 and 1 or 0 end
+      end
+      prefix = table.remove(ids, 1)                        -- nothing predicts the first token
+      if mask then table.remove(mask, 1) end
+    end
+    likelihood.windows(windows, prefix, ids, most, stride, mask)
+  end
+  return windows, form, words, bytes
+end
+
+function TASKS.perplexity(model, tok, rows, n, options)
+  local windows, form, words, bytes = windows_of(tok, rows, n, options)
+  local tokens = 0
+  for _, window in ipairs(windows) do tokens = tokens + window.count end
+  if tokens == 0 then error(("%s: no token counts"):format(rows:place(1))) end
+  local group = handle.of(model) and mesh.group "dp"
+  local next_batch, batches = likelihood.batches(windows, options.batch, tok.pad_token_id or 0,
+    group and group:rank() or 0, group and group:size() or 1, options.device)
+  local done = 0
+  local loss, accuracy = train.evaluate(model, function()
+    local x, y = next_batch()
+    if done > 0 and options.progress then options.progress(done, batches) end
+    done = done + 1
+    if x then return x, y end
+  end)
+  local total = loss * tokens
+  local result = { task = "perplexity", form = form, rows = n, tokens = tokens, loss = loss, accuracy = accuracy,
+    token_perplexity = math.exp(loss), loglikelihood = -total }
+  if form == "text" then
+    result.words, result.bytes = words, bytes
+    result.word_perplexity, result.byte_perplexity = math.exp(total / words), math.exp(total / bytes)
+    result.bits_per_byte = total / bytes / math.log(2)
+  end
+  return result
+end
+
+-- The largest of numbers: its place, the first of equal ones.
+local function largest(list)
+  local at = 1
+  for i, x in ipairs(list) do if x > list[at] then at = i end end
+  return at
+end
+
+-- The standard error of the mean of values that are 0 or 1.
+local function error_of(mean, n) return n > 1 and math.sqrt(mean * (1 - mean) / (n - 1)) or nil end
+
+function TASKS.choices(model, tok, rows, n, options)
+  local pairs_, questions = {}, {}
+  for i = 1, n do
+    local context, choices, gold = rows_of.choices(rows[i], rows:place(i))
+    questions[i] = { first = #pairs_, choices = choices, gold = gold }
+    for _, choice in ipairs(choices) do
+      local first, rest = likelihood.pair(tok, context, " " .. choice)
+      pairs_[#pairs_ + 1] = { first, rest }
+    end
+  end
+  local sums = likelihood.still(model, function()
+    return (likelihood.sums(model, pairs_, { rows = options.batch, most = options.max_length,
+      pad = tok.pad_token_id or 0, device = options.device,
+      tick = options.progress and function(done) options.progress(done, #pairs_) end }))
+  end)
+  local samples, right, right_norm = {}, 0, 0
+  for i, question in ipairs(questions) do
+    local of, per_character = {}, {}
+    for k, choice in ipairs(question.choices) do
+      of[k] = sums[question.first + k]
+      per_character[k] = of[k] / text.length(choice)
+    end
+    local at, at_norm = largest(of), largest(per_character)
+    right = right + (at == question.gold and 1 or 0)
+    right_norm = right_norm + (at_norm == question.gold and 1 or 0)
+    samples[i] = { loglikelihoods = of, choice = at - 1, choice_norm = at_norm - 1, gold = question.gold - 1 }
+  end
+  return { task = "choices", rows = n, acc = right / n, acc_stderr = error_of(right / n, n), acc_norm = right_norm / n,
+    acc_norm_stderr = error_of(right_norm / n, n), samples = samples }
+end
+
+-- The prompt of row i, and its right answers: a conversation up to the last answer, or a question.
+local function asked(tok, rows, i, chat, date)
+  local row = rows[i]
+  if row.messages or row.conversations then
+    local messages, tools = formats.prompt(rows, i)
+    local all = formats.conversation(rows, i)
+    local last = #messages < #all and values.get(all[#messages + 1], "content")
+    if not text.is(last) then error(rows:place(i) .. ": the last turn of the assistant has no text") end
+    return tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools }),
+      { text.flat(last) }
+  end
+  local question = rows_of.question(row, rows:place(i))
+  if row.context and row.question then question = row.context .. "\n\n" .. question end
+  local answers = rows_of.answers(row, rows:place(i))
+  if not chat then return tok:encode(question), answers end
+  return tok:apply_chat_template({ { role = "user", content = question } },
+    { add_generation_prompt = true, date = date }), answers
+end
+
+function TASKS.answers(model, tok, rows, n, options)
+  local chat = options.chat
+  if chat == nil then chat = tok.has_chat_template and tok:has_chat_template() end
+  local exact, f1, samples = 0, 0, {}
+  likelihood.still(model, function()
+    for i = 1, n do
+      local ids, answers = asked(tok, rows, i, chat, options.date)
+      local out = model:generate({ ids }, options.max_new or 32, { temperature = 0, tokenizer = tok })[1]
+      local answer = tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true }):match "^%s*(.-)%s*$"
+      local hit, score = metrics.exact_match(answer, answers), metrics.word_f1(answer, answers)
+      exact, f1, samples[i] = exact + hit, f1 + score, { answer = answer, exact_match = hit, f1 = score }
+      if options.progress then options.progress(i, n) end
+    end
+  end)
+  return { task = "answers", rows = n, exact_match = exact / n, exact_match_stderr = error_of(exact / n, n),
+    f1 = f1 / n, samples = samples }
+end
+
+-- Options with their defaults, and the rows.
+local function checked(model, tok, options, call)
+  caller.typed(model, "table", call .. ": the model")
+  caller.typed(tok, "table", call .. ": the tokenizer")
+  options = caller.options(options, call, OPTIONS)
+  local rows = options.data
+  if rows == nil then error(call .. ": data is missing: a table of examples, a path, or a list of rows") end
+  if not tables.is(rows) then rows = tables.open(rows) end
+  if #rows == 0 then error(call .. ": the data have no rows") end
+  for _, name in ipairs { "max_length", "stride", "batch", "limit", "max_new" } do
+    if options[name] then caller.whole(options[name], ("%s: %s"):format(call, name), 1) end
+  end
+  local most = positions(model)
+  local full = setmetatable({ batch = options.batch or 8, device = options.device or device_of(model) },
+    { __index = options })
+  full.max_length = options.max_length or math.min(most or LENGTH, LENGTH)
+  if most and full.max_length > most then
+    error(("%s: max_length is %d, and the model has %d positions"):format(call, full.max_length, most))
+  end
+  full.stride = options.stride or full.max_length
+  if full.stride > full.max_length then
+    error(("%s: a stride of %d tokens is longer than a window of %d"):format(call, full.stride, full.max_length))
+  end
+  return full, rows, math.min(#rows, options.limit or #rows)
+end
+
+--- Evaluates a causal language model on rows.
+---
+--- "perplexity", of texts, of conversations (the tokens that the assistant has to produce, by the chat template) or of
+--- ids: { tokens, loss (mean per token), accuracy (share of tokens that are the likeliest), token_perplexity }, and for
+--- texts { words, bytes, word_perplexity, byte_perplexity, bits_per_byte }.
+---
+--- "choices", rows with query, choices and gold: { acc, acc_norm, samples }, by the sum of the log-probabilities of
+--- each choice after a space, and by that sum per character.
+---
+--- "answers", rows with question and answers, or conversations: the model answers greedily; { exact_match, f1,
+--- samples } as SQuAD's script has them.
+---
+--- With an engine of several ranks all ranks call it, and all get the result.
+---@param model ps.nn.Module|ps.Engine
+---@param tokenizer ps.TextTokenizer
+---@param options ps.evaluate.Options
+---@return table
+function evaluate.run(model, tokenizer, options)
+  local full, rows, n = checked(model, tokenizer, options, "ps.evaluate.run")
+  local task = options.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
+  caller.one_of(task, TASKS, "ps.evaluate.run: task")
+  return TASKS[task](model, tokenizer, rows, n, full)
+end
+
+-- A result as one line: its numbers by name.
+local SHOWN = { "token_perplexity", "word_perplexity", "byte_perplexity", "accuracy", "acc", "acc_norm", "exact_match",
+  "f1" }
+
+--- The measures of a result as a line of text.
+---@param result table as evaluate.run returns it
+---@return string
+function evaluate.line(result)
+  local parts = {}
+  for _, name in ipairs(SHOWN) do
+    if result[name] then parts[#parts + 1] = ("%s %.4f"):format(name, result[name]) end
+  end
+  return table.concat(parts, ", ")
+end
+
+--- A callback for ps.train.run { callbacks = { step = ... } } that evaluates every n steps.
+---@param every integer steps
+---@param model ps.nn.Module|ps.Engine
+---@param tokenizer ps.TextTokenizer
+---@param options ps.evaluate.Options
+---@param report? fun(result: table, line: table): string? gets the result and the step's line; "stop" ends the run.
+---  Default: rank 0 prints a line
+---@return fun(line: table): string?
+function evaluate.callback(every, model, tokenizer, options, report)
+  caller.whole(every, "ps.evaluate.callback: every", 1)
+  if report ~= nil then caller.callable(report, "ps.evaluate.callback: report") end
+  checked(model, tokenizer, options, "ps.evaluate.callback")
+  return function(line)
+    if line.step % every ~= 0 then return nil end
+    local result = evaluate.run(model, tokenizer, options)
+    if report then return report(result, line) end
+    dist.print_rank(("step %d: %s"):format(line.step, evaluate.line(result)))
+  end
+end
+
+return evaluate

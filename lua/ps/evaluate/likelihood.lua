@@ -1,0 +1,212 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Log-probabilities of texts by a causal model: windows over long texts for perplexity, and sums over continuations of
+-- contexts. Windows and the border between context and continuation are those of lm-eval (EleutherAI's evaluation
+-- harness), so that its numbers can be compared.
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
+local create = require "ps.tensor.create"
+local F = require "ps.tensor.functional"
+local native = require "ps.core.ffi"
+local nn_module = require "ps.nn.module"
+local handle = require "ps.nn.handle"
+local scope = require "ps.core.scope"
+local text = require "ps.chat.text"
+local error = caller.error
+local int_array = array "int32_t"
+
+local likelihood = {}
+
+local IGNORED = require("ps.data.batch").IGNORED
+local LOGITS = 2 ^ 26                                      -- of a batch of continuations, at most: 256 MiB in fp32
+
+---@class ps.evaluate.Window inputs[t] predicts targets[t]
+---@field inputs integer[]
+---@field targets integer[] -100: does not count
+---@field count integer targets that count
+
+--- The token before a text's first one: the tokenizer's bos_token, else its eos_token.
+---@param tok ps.TextTokenizer
+---@return integer
+function likelihood.prefix(tok)
+  return tok.bos_token_id or tok.eos_token_id
+    or error "ps.evaluate: the tokenizer has neither bos_token nor eos_token, which precede a text's first token"
+end
+
+--- The ids of a text with the special tokens that the tokenizer puts around it, unless the text itself begins with the
+--- token that precedes texts.
+---@param tok ps.TextTokenizer
+---@param s string
+---@return integer[]
+function likelihood.encode(tok, s)
+  local first = tok.bos_token or tok.eos_token
+  return tok:encode(s, { add_special_tokens = not (first and s:sub(1, #first) == first) })
+end
+
+--- Appends the windows of a text. Each token is predicted once. A window predicts `stride` tokens (by default all of
+--- its tokens, so that windows do not overlap); the last one has as many tokens before them as fit.
+---@param windows ps.evaluate.Window[]
+---@param prefix integer the token before the first one
+---@param ids integer[]
+---@param most integer tokens of a window
+---@param stride integer at most `most`
+---@param counts? integer[] 1: the token counts, 0: it does not; default: all count
+function likelihood.windows(windows, prefix, ids, most, stride, counts)
+  local done, all = 0, { prefix }
+  for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] precedes ids[i]
+  while done < #ids do
+    local n = math.min(#ids - done, done == 0 and most or stride)
+    local last = done + n
+    local first = math.max(1, last - most + 1)
+    local window = { inputs = {}, targets = {}, count = 0 }
+    for i = first, last do
+      local yes = i > done and (not counts or counts[i] == 1)
+      window.inputs[#window.inputs + 1] = all[i]
+      window.targets[#window.targets + 1] = yes and ids[i] or IGNORED
+      window.count = window.count + (yes and 1 or 0)
+    end
+    if window.count > 0 then windows[#windows + 1] = window end
+    done = last
+  end
+end
+
+-- int32 [n, longest] of lists, with a value in the places after their ends.
+local function padded(lists, pad, device)
+  local longest = 1
+  for _, list in ipairs(lists) do longest = math.max(longest, #list) end
+  local values = int_array(#lists * longest)
+  for r, list in ipairs(lists) do
+    for k = 1, longest do values[(r - 1) * longest + k - 1] = list[k] or pad end
+  end
+  local out = create.empty({ #lists, longest }, { dtype = "int32", device = device })
+  native.check(native.C.ps_tensor_write(out, values, 4 * #lists * longest))
+  return out
+end
+
+--- An iterator of batches x, y of windows for ps.train.evaluate.
+---@param windows ps.evaluate.Window[]
+---@param rows integer windows per batch
+---@param pad integer
+---@param rank integer
+---@param ranks integer each gets every ranks-th window, and the same number of batches
+---@param device? string
+---@return fun(): ps.Tensor?, ps.Tensor?
+---@return integer batches
+function likelihood.batches(windows, rows, pad, rank, ranks, device)
+  local at, n = 0, math.ceil(math.ceil(#windows / ranks) / rows)
+  return function()
+    if at == n then return nil end
+    local inputs, targets = {}, {}
+    for r = 1, rows do
+      local window = windows[(at * rows + r - 1) * ranks + rank + 1]
+      inputs[r], targets[r] = window and window.inputs, window and window.targets
+    end
+    if not inputs[1] then inputs, targets = { { pad } }, { { IGNORED } } end
+    at = at + 1
+    return padded(inputs, pad, device), padded(targets, IGNORED, device)
+  end, n
+end
+
+--- The ids of a context and of its continuation. The space at the end of a context belongs to the continuation, and the
+--- border is that of the context's own ids within those of both, as lm-eval has it.
+---@param tok ps.TextTokenizer
+---@param context string
+---@param continuation string
+---@return integer[] context
+---@return integer[] continuation
+function likelihood.pair(tok, context, continuation)
+  if context == "" then
+    local ids, prefix = tok:encode(continuation, { add_special_tokens = false }), likelihood.prefix(tok)
+    if ids[1] == prefix then table.remove(ids, 1) end
+    return { prefix }, ids
+  end
+  local kept = text.flat(text.strip(context, nil, false, true))
+  continuation = context:sub(#kept + 1) .. continuation
+  local whole, first = likelihood.encode(tok, kept .. continuation), likelihood.encode(tok, kept)
+  local rest = {}
+  for i = #first + 1, #whole do rest[#rest + 1] = whole[i] end
+  if #first == 0 then first = { likelihood.prefix(tok) } end
+  return first, rest
+end
+
+--- Calls fn with the model in evaluation mode and without gradients; restores the model's mode.
+---@param model ps.nn.Module|ps.Engine
+---@param fn fun(): any
+---@return any
+function likelihood.still(model, fn)
+  local restore = nn_module.modes(handle.module(model))
+  model:eval()
+  local ok, result = pcall(scope.no_grad, fn)
+  restore()
+  if not ok then error(result, 0) end
+  return result
+end
+
+-- The inputs and targets of a pair: at most `most` inputs, the last ones.
+local function row_of(context, continuation, most)
+  local ids = {}
+  for _, list in ipairs { context, continuation } do for _, id in ipairs(list) do ids[#ids + 1] = id end end
+  local first = math.max(1, #ids - most)
+  local row = { inputs = {}, targets = {} }
+  for i = first, #ids - 1 do
+    row.inputs[#row.inputs + 1] = ids[i]
+    row.targets[#row.targets + 1] = i >= #context and ids[i + 1] or IGNORED
+  end
+  return row
+end
+
+-- The logits of a model's output.
+local function logits_of(model, ids)
+  local out = model(ids)
+  if type(out) == "table" and not scope.is_tensor(out) then out = out.logits or out[1] end
+  if not scope.is_tensor(out) or out:dim() ~= 3 then
+    error "ps.evaluate: the model gives no logits [batch, tokens, vocabulary]; a causal language model is needed"
+  end
+  return out
+end
+
+--- The sum of the log-probabilities of each continuation after its context, and whether each of its tokens is the
+--- likeliest one.
+---@param model ps.nn.Module|ps.Engine
+---@param pairs_ {[1]: integer[], [2]: integer[]}[] ids of contexts and continuations
+---@param options {rows: integer, most: integer, pad: integer, device?: string, tick?: fun(n: integer)} rows: pairs per
+---  batch at most; most: inputs of a row at most; tick: is called with the number of pairs that are done
+---@return number[] sums
+---@return boolean[] greedy
+function likelihood.sums(model, pairs_, options)
+  local rows, order, sums, greedy = {}, {}, {}, {}
+  for i, pair in ipairs(pairs_) do
+    rows[i], order[i] = row_of(pair[1], pair[2], options.most), i
+    if #pair[2] > options.most then
+      error(("ps.evaluate: a continuation has %d tokens, more than the %d of the model"):format(#pair[2], options.most))
+    end
+  end
+  table.sort(order, function(a, b)                         -- long rows first: short ones share a batch
+    if #rows[a].inputs ~= #rows[b].inputs then return #rows[a].inputs > #rows[b].inputs end
+    return a < b
+  end)
+  local at, vocabulary = 1, nil
+  while at <= #order do
+    local longest = #rows[order[at]].inputs
+    local n = math.max(1, math.min(options.rows, #order - at + 1,
+      vocabulary and math.floor(LOGITS / (longest * vocabulary)) or 1))
+    local inputs, targets = {}, {}
+    for r = 1, n do inputs[r], targets[r] = rows[order[at + r - 1]].inputs, rows[order[at + r - 1]].targets end
+    local logits, y = logits_of(model, padded(inputs, options.pad, options.device)),
+      padded(targets, IGNORED, options.device)
+    vocabulary = logits:size(2)
+    local losses = F.cross_entropy(logits, y, { reduction = "none" }):tolist()
+    local likeliest = logits:argmax(-1):tolist()
+    for r = 1, n do
+      local sum, all = 0, true
+      for k, id in ipairs(targets[r]) do
+        if id ~= IGNORED then sum, all = sum - losses[r][k], all and likeliest[r][k] == id end
+      end
+      sums[order[at + r - 1]], greedy[order[at + r - 1]] = sum, all
+    end
+    at = at + n
+    if options.tick then options.tick(at - 1) end
+  end
+  return sums, greedy
+end
+
+return likelihood

@@ -1,0 +1,122 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Measures of answers: accuracy and F1 of classes, and exact match and F1 of texts as SQuAD's own script has them
+-- (Rajpurkar et al. 2016).
+local caller = require "ps.core.caller"
+local letters = require "ps.chat.letters"
+local text = require "ps.chat.text"
+local error = caller.error
+
+local metrics = {}
+
+local function checked(predictions, labels, call)
+  caller.typed(predictions, "table", call .. ": the predictions")
+  caller.typed(labels, "table", call .. ": the labels")
+  if #predictions ~= #labels then
+    error(("%s: %d predictions for %d labels: give one for each"):format(call, #predictions, #labels))
+  end
+  if #labels == 0 then error(call .. ": there are no predictions") end
+end
+
+--- The share of predictions that equal their label.
+---@param predictions any[]
+---@param labels any[]
+---@return number
+function metrics.accuracy(predictions, labels)
+  checked(predictions, labels, "ps.evaluate.accuracy")
+  local hits = 0
+  for i, label in ipairs(labels) do if predictions[i] == label then hits = hits + 1 end end
+  return hits / #labels
+end
+
+local AVERAGE = { binary = true, macro = true, micro = true }
+
+-- F1 of counts: true positives, false positives, false negatives. 0 if there are none.
+local function f1_of(tp, fp, fn)
+  return tp > 0 and 2 * tp / (2 * tp + fp + fn) or 0
+end
+
+--- The F1 of predicted classes: the harmonic mean of precision and recall.
+---@param predictions any[]
+---@param labels any[]
+---@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) for the class
+---  `positive` (default 1), "macro" for the mean over all classes that occur, "micro" for all decisions together
+---@return number
+function metrics.f1(predictions, labels, options)
+  options = caller.options(options, "ps.evaluate.f1", { average = "string", positive = "any" })
+  checked(predictions, labels, "ps.evaluate.f1")
+  local average = options.average or "binary"
+  caller.one_of(average, AVERAGE, "ps.evaluate.f1: average")
+  if average == "micro" then return metrics.accuracy(predictions, labels) end     -- each miss is one of both kinds
+  local classes, counts = {}, {}
+  local function of(class)
+    if not counts[class] then
+      counts[class] = { 0, 0, 0 }
+      classes[#classes + 1] = class
+    end
+    return counts[class]
+  end
+  for i, label in ipairs(labels) do
+    local wanted, got = of(label), of(predictions[i])
+    if label == predictions[i] then wanted[1] = wanted[1] + 1
+    else got[2], wanted[3] = got[2] + 1, wanted[3] + 1 end
+  end
+  if average == "binary" then
+    local positive = options.positive
+    if positive == nil then positive = 1 end
+    return f1_of(unpack(counts[positive] or { 0, 0, 0 }))
+  end
+  local sum = 0
+  for _, class in ipairs(classes) do sum = sum + f1_of(unpack(counts[class])) end
+  return sum / #classes
+end
+
+-- A text in small letters without ASCII punctuation, English articles and superfluous space.
+local function normalized(answer)
+  local s = text.flat(letters.lower(answer)):gsub("[!-/:-@%[-`{-~]", "")
+  local words = {}
+  for _, word in ipairs(text.split(s, nil, -1)) do
+    word = text.flat(word)
+    if word ~= "a" and word ~= "an" and word ~= "the" then words[#words + 1] = word end
+  end
+  return words
+end
+
+-- The largest value of fn(words of the prediction, words of a reference) over references.
+local function best(prediction, references, call, fn)
+  caller.typed(prediction, "string", call .. ": the prediction")
+  if type(references) == "string" then references = { references } end
+  caller.typed(references, "table", call .. ": the references")
+  local words, most = normalized(prediction), 0
+  for _, reference in ipairs(references) do
+    most = math.max(most, fn(words, normalized(caller.typed(reference, "string", call .. ": a reference"))))
+  end
+  return most
+end
+
+--- 1 if a text equals one of several references but for case, punctuation, articles and space, else 0.
+---@param prediction string
+---@param references string|string[]
+---@return integer
+function metrics.exact_match(prediction, references)
+  return best(prediction, references, "ps.evaluate.exact_match", function(a, b)
+    return table.concat(a, " ") == table.concat(b, " ") and 1 or 0
+  end)
+end
+
+--- The F1 of a text's words against those of a reference, the best of several, after the changes of exact_match.
+---@param prediction string
+---@param references string|string[]
+---@return number
+function metrics.word_f1(prediction, references)
+  return best(prediction, references, "ps.evaluate.word_f1", function(a, b)
+    if #a == 0 or #b == 0 then return #a == #b and 1 or 0 end
+    local left, common = {}, 0
+    for _, word in ipairs(b) do left[word] = (left[word] or 0) + 1 end
+    for _, word in ipairs(a) do
+      if (left[word] or 0) > 0 then left[word], common = left[word] - 1, common + 1 end
+    end
+    return f1_of(common, #a - common, #b - common)
+  end)
+end
+
+return metrics

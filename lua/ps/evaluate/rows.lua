@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Rows of evaluations: questions with choices, and questions with answers, under the names of common data sets.
+local caller = require "ps.core.caller"
+local error = caller.error
+
+local rows = {}
+
+-- Fields under which rows have the text before an answer, in the order in which they are tried.
+local CONTEXT = { "query", "context", "question", "ctx", "prompt", "instruction", "input" }
+local CHOICES = { "choices", "endings", "options" }
+local GOLD = { "gold", "answer", "label", "answerKey", "target" }
+local ANSWERS = { "answers", "answer", "completion", "output", "target" }
+
+-- The first of several fields that a row has, and its name.
+local function field(row, names)
+  for _, name in ipairs(names) do
+    local v = row[name]
+    if v ~= nil and type(v) ~= "userdata" then return v, name end
+  end
+end
+
+--- Whether a row is a question with choices.
+---@param row table
+---@return boolean
+function rows.has_choices(row) return field(row, CHOICES) ~= nil end
+
+-- The texts of choices, and their labels: a list of texts, or { text =, label = } as ARC has them.
+local function choices_of(row, place)
+  local list, name = field(row, CHOICES)
+  local labels
+  if type(list) == "table" and list.text then list, labels = list.text, list.label end
+  if type(list) ~= "table" or #list < 2 then error(("%s: the field '%s' is no list of two or more choices"):format(
+    place, name)) end
+  for i, choice in ipairs(list) do
+    if type(choice) ~= "string" then error(("%s: %s[%d] is a %s, not a text"):format(place, name, i, type(choice))) end
+    if choice == "" then error(("%s: %s[%d] is empty"):format(place, name, i)) end
+  end
+  return list, labels
+end
+
+-- The right choice, from 1: its number from 0, a letter, a label or the text itself.
+local function gold_of(row, list, labels, place)
+  local gold, name = field(row, GOLD)
+  if gold == nil then error(("%s: the right choice is missing; it is a field '%s'"):format(place,
+    table.concat(GOLD, "' or '"))) end
+  for i, label in ipairs(labels or {}) do if label == gold then return i end end
+  for i, choice in ipairs(list) do if choice == gold then return i end end
+  local i = tonumber(gold) and tonumber(gold) + 1
+    or type(gold) == "string" and gold:find "^%u$" and gold:byte() - 64
+  if not i or i % 1 ~= 0 or i < 1 or i > #list then
+    error(("%s: %s = %s; it must be a number of 0 to %d, a letter, a label or a choice"):format(place, name,
+      tostring(gold), #list - 1))
+  end
+  return i
+end
+
+--- A question with choices: the context, the choices, and the right one from 1. The context is the field query,
+--- context, question, ctx, prompt, instruction or input.
+---@param row table
+---@param place string for errors
+---@return string context
+---@return string[] choices
+---@return integer gold
+function rows.choices(row, place)
+  local context, name = field(row, CONTEXT)
+  if context == nil then context, name = "", "query" end
+  if type(context) ~= "string" then error(("%s: the field '%s' is a %s, not a text"):format(place, name,
+    type(context))) end
+  local list, labels = choices_of(row, place)
+  return context, list, gold_of(row, list, labels, place)
+end
+
+--- The answers of a question: a text, a list of texts, or SQuAD's { text = }.
+---@param row table
+---@param place string for errors
+---@return string[]
+function rows.answers(row, place)
+  local answers, name = field(row, ANSWERS)
+  if type(answers) == "table" and answers.text then answers = answers.text end
+  if type(answers) == "string" then answers = { answers } end
+  if type(answers) ~= "table" or #answers == 0 then
+    error(("%s: %s"):format(place, name and ("the field '%s' is no text and no list of texts"):format(name)
+      or "an answer is missing; it is a field '" .. table.concat(ANSWERS, "' or '") .. "'"))
+  end
+  for i, answer in ipairs(answers) do
+    if type(answer) ~= "string" then error(("%s: %s[%d] is a %s, not a text"):format(place, name, i, type(answer))) end
+  end
+  return answers
+end
+
+--- The question of a row.
+---@param row table
+---@param place string for errors
+---@return string
+function rows.question(row, place)
+  local context, name = field(row, { "question", "query", "prompt", "instruction", "input", "context" })
+  if type(context) ~= "string" then
+    error(("%s: %s"):format(place, name and ("the field '%s' is a %s, not a text"):format(name, type(context))
+      or "a question is missing"))
+  end
+  return context
+end
+
+return rows

@@ -1,0 +1,78 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How well a language model knows texts, and answers questions:
+--   psluajit tools/evaluate.lua MODEL --data FILE
+--   psluajit tools/evaluate.lua MODEL --data FILE --json
+-- MODEL is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. FILE is read as
+-- ps.data.table reads it. Rows with `text`, and conversations, give the perplexity; rows with `query`, `choices` and
+-- `gold` multiple choice; --task answers lets the model answer rows with `question` and `answers` (docs/evaluation.md).
+local ps = require "ps"
+local argparse = require "argparse"
+local cjson = require "cjson"
+local convert = require "ps.chat.convert"
+local json = require "ps.chat.json"
+local command_line = require "ps.core.command_line"
+local folder = require "ps.pretrained.folder"
+local whole = command_line.whole
+
+local parser = argparse("tools/evaluate.lua", "Evaluates a language model on a file.")
+parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
+parser:option("--data", "JSON lines, text, or a folder or pattern of such files"):count(1)
+parser:option("--task", "perplexity, choices or answers (default: choices if rows have them, else perplexity)")
+  :choices { "perplexity", "choices", "answers" }
+parser:option("--text", "whether a row of a .txt file is a line or the file", "file"):choices { "line", "file" }
+whole(parser:option("--max-length", "tokens of a window (default: the model's positions, at most 2048)"), 1)
+whole(parser:option("--stride", "tokens that a window predicts (default: all, so that windows do not overlap)"), 1)
+whole(parser:option("--batch", "windows or choices that are computed together", "8"), 1)
+whole(parser:option("--limit", "only the first rows"), 1)
+parser:option("--train-on", "of conversations, the turns that count: assistant, last or all", "assistant"):choices {
+  "assistant", "last", "all" }
+parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
+whole(parser:option("--max-new", "tokens of an answer at most", "32"), 1)
+parser:flag("--plain", "a question is text, not a user's message by the chat template")
+parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:option("--device", "where the model is")
+parser:flag("--json", "print the result as JSON")
+parser:option("--samples", "write the result of each row to this file, as JSON lines")
+local args = parser:parse()
+
+-- Shown in this order.
+local NAMES = { "rows", "tokens", "words", "bytes", "token_perplexity", "word_perplexity", "byte_perplexity",
+  "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match", "exact_match_stderr",
+  "f1" }
+
+local function write_samples(samples)
+  local file, why = io.open(args.samples, "w")
+  if not file then error("--samples: " .. why, 0) end
+  for _, sample in ipairs(samples) do file:write(cjson.encode(sample), "\n") end
+  local done, problem = file:close()
+  if not done then error("--samples: " .. problem, 0) end
+end
+
+local function main()
+  local rows = ps.data.table(args.data, { text = args.text })
+  local path = folder.find(args.model)
+  local tok = ps.tokenizer.from_pretrained(path)
+  local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, quiet = true, mmap = "auto" })
+  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  local bar
+  local result = ps.evaluate.run(model, tok, { data = rows, task = args.task, max_length = args.max_length,
+    stride = args.stride, batch = args.batch, limit = args.limit, train_on = args.train_on, date = args.date,
+    max_new = args.max_new, chat = args.plain and false or nil, device = args.device, progress = function(done, total)
+      if args.json then return end
+      bar = bar or ps.progress.new { total = total }
+      bar:update(done, {})
+    end })
+  if bar then bar:finish() end
+  if args.samples then
+    if not result.samples then error("--samples: perplexity has no results by row", 0) end
+    write_samples(result.samples)
+  end
+  result.samples, result.model, result.data = nil, args.model, args.data
+  if args.json then return print(json.encode(convert.value(result, "the result"), { sort_keys = true })) end
+  for _, name in ipairs(NAMES) do
+    local v = result[name]
+    if v then print(("%-20s %s"):format(name, v % 1 == 0 and ("%d"):format(v) or ("%.6g"):format(v))) end
+  end
+end
+
+command_line.try("evaluate", main)
