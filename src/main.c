@@ -26,6 +26,7 @@
 #include "modules.h"
 #include "ps.h"
 #include "ps_cdef.h"
+#include "ps_commit.h"
 #include "repl.h"
 
 #ifndef PS_VERSION
@@ -45,7 +46,7 @@ struct program {
     char **argv;
     const char *name;            /* in front of messages */
     int script;                  /* index of the script in argv; argc when there is none */
-    bool show_help, show_version, interactive, no_env, executes, bytecode, stdin_script;
+    bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
     bool dry_run;                /* what follows are the arguments of tools/plan.lua */
     bool pauses;                 /* Ctrl-C pauses the script */
     char exe[PATH_MAX];          /* the running binary; empty when unknown */
@@ -73,7 +74,7 @@ static void print_usage(const struct program *p, FILE *f)
           "  -j cmd    Perform LuaJIT control command.\n"
           "  -O[opt]   Control LuaJIT optimizations.\n"
           "  -i        Enter interactive mode after executing 'script', or at its error.\n"
-          "  -v        Show version information (also --version).\n"
+          "  -v        Show version information; --version shows the commit and libraries, too.\n"
           "  -E        Ignore environment variables.\n"
           "  --dry-run [--hardware NAME] script [args]...\n"
           "            Tell what the script's first step takes, and compute nothing.\n"
@@ -84,11 +85,20 @@ static void print_usage(const struct program *p, FILE *f)
           "Ctrl-C pauses a script that runs on a terminal, and opens a prompt with its variables:\n"
           "continue goes on, abort raises an error in the script.\n"
           "A script that is not found from the current folder is looked up in psluajit's own\n"
-          "examples, tools and root folder. require \"ps\" is there without any path set.\n"
+          "examples, tools and root folder, where NAME stands for NAME.lua: `psluajit tools` and\n"
+          "`psluajit examples` list them. `psluajit new text DIR` writes a small project.\n"
+          "require \"ps\" is there without any path set.\n"
           "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
 }
 
-static void print_version(void) { printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION); }
+/* With `build`: how it was built, too. */
+static void print_version(bool build)
+{
+    printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION);
+    if (!build) return;
+    printf("commit %s, compiled by %s\n", PS_COMMIT, PS_COMPILER);
+    printf("libraries: %s\n", PS_LIBRARIES);
+}
 
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
@@ -423,7 +433,8 @@ static bool parse_options(struct program *p)
             break;
         }
         if (strcmp(a, "--help") == 0) p->show_help = true;
-        else if (strcmp(a, "--version") == 0 || strcmp(a, "-v") == 0) p->show_version = true;
+        else if (strcmp(a, "--version") == 0) p->show_version = p->show_build = true;
+        else if (strcmp(a, "-v") == 0) p->show_version = true;
         else if (strcmp(a, "-i") == 0) p->interactive = true;
         else if (strcmp(a, "-E") == 0) p->no_env = true;
         else if (strchr("ejl", a[1])) {
@@ -478,11 +489,30 @@ static int run_init(struct program *p, lua_State *L)
 
 /* -- the script -------------------------------------------------------------------------------------------------- */
 
+/* Replaces the message at the top by the same with the nearest script's name, from lua/ps/prompt/scripts.lua. */
+static void add_nearest(lua_State *L, const char *name)
+{
+    int message = lua_gettop(L);
+    if (program_require(L, MODULE_SCRIPTS)) {
+        lua_getfield(L, -1, "instead");
+        lua_pushstring(L, name);
+        if (lua_pcall(L, 1, 1, 0) == 0 && lua_isstring(L, -1)) {
+            lua_pushvalue(L, message);
+            lua_insert(L, -2);
+            lua_concat(L, 2);
+            lua_replace(L, message);
+        }
+    }
+    lua_settop(L, message);
+}
+
 /* The path to open for script `name`: itself if it is there, else the first of ROOT/examples, ROOT/tools and ROOT that
- * has it. Pushes that path, or a message and returns false. A name that starts with / or . means one place. */
+ * has it. There a name without a folder or an ending also stands for NAME.lua: `psluajit chat`. Pushes that path, or a
+ * message and returns false. A name that starts with / or . means one place. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {
     static const char *const places[] = { "/examples/", "/tools/", "/" };
+    bool bare = !strpbrk(name, "./");
     int err;
     lua_pushstring(L, name);
     if (p->dry_run) {
@@ -496,13 +526,14 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
         lua_pushfstring(L, "\n  looked for %s in the current folder", name);
         lua_concat(L, 2);
         for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
-            lua_pushfstring(L, "%s%s%s", p->root, places[i], name);
+            lua_pushfstring(L, "%s%s%s%s", p->root, places[i], name, bare ? ".lua" : "");
             if (is_file(lua_tostring(L, -1))) return true;
             lua_pushfstring(L, ",\n  and %s", lua_tostring(L, -1));
             lua_remove(L, -2);
             lua_concat(L, 2);
         }
     }
+    add_nearest(L, name);
     return false;
 }
 
@@ -558,7 +589,7 @@ static int run_program(struct program *p, lua_State *L)
     p->pauses = script && !p->stdin_script && may_pause(p, script);
     set_arg(L, p, script);
     if (!p->no_env && run_init(p, L)) return 1;
-    if (p->show_version) print_version();
+    if (p->show_version) print_version(p->show_build);
     if (run_options(p, L)) return 1;
     if (!found) {
         last_error(p->name, error);

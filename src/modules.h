@@ -13,6 +13,7 @@
 #define MODULE_LOCALS "ps.prompt.locals"            /* keep_at_error, environment */
 #define MODULE_PAUSE "ps.prompt.pause"              /* begin, finish, environment */
 #define MODULE_PRETTY "ps.tensor.pretty"            /* format; loads MODULE_CALLER */
+#define MODULE_SCRIPTS "ps.prompt.scripts"          /* instead */
 
 /* Pushes a module of the list above. False where it cannot be loaded: nothing is pushed, and standard error says why,
  * unless the program runs without its Lua files. */

@@ -529,7 +529,7 @@ static const char start_text[] =
     "local F = package.loaded['" MODULE_FFI "']\n"
     "return F and F.ffi.string(F.C.ps_device_describe(F.ctx, 0)) or ''\n";
 
-static void print_banner(struct repl *r, const char *version)
+static void print_banner(struct repl *r, const char *version, bool greets)
 {
     lua_State *L = r->L;
     const char *device = "";
@@ -538,6 +538,11 @@ static void print_banner(struct repl *r, const char *version)
         device = lua_tostring(L, -1);
     }
     printf("psluajit %s (%s) %s\n", version, LUAJIT_VERSION, device);
+    if (greets)
+        fputs("Three things to try:\n"
+              "  ps.randn { 2, 3 }:softmax(1)           computes\n"
+              "  help \"gelu\"                            shows what a function does\n"
+              "  psluajit new text DIR                  in a shell: writes a project that trains a model\n", stdout);
     lua_settop(L, 0);
 }
 
@@ -560,7 +565,7 @@ bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mod
     int status;
     interrupt_at_prompt = true;
     lua_settop(L, 0);
-    if (mode != REPL_PAUSED) print_banner(&r, version);
+    if (mode != REPL_PAUSED) print_banner(&r, version, interactive && mode == REPL_ALONE);
     if (mode != REPL_ALONE) r.environment = environment_of(L, mode == REPL_PAUSED ? MODULE_PAUSE : MODULE_LOCALS);
     r.pretty = find_function(L, MODULE_PRETTY, "format");
     r.complete = find_function(L, MODULE_COMPLETE, "tab");

@@ -1,0 +1,101 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit's own scripts by name: what `psluajit tools` and `psluajit examples` list, and the script that a misspelt
+-- name was meant to be.
+local lfs = require "lfs"
+local nearest = require "ps.core.nearest"
+local paths = require "ps.paths"
+
+local scripts = {}
+
+-- Tools that only work on psluajit's own source.
+local OWN = {}
+for name in ("api_doc check_layers config_doc man path_doc pytorch_doc"):gmatch "%S+" do OWN[name] = true end
+
+local LISTS = { tools = true, examples = true }            -- the scripts that list these folders
+
+local function read(path)
+  local file = io.open(path, "rb")
+  local text = file and file:read "*a" or ""
+  if file then file:close() end
+  return text
+end
+
+-- The first sentence of a text, which ends with a full stop or a colon before a capital letter. "et al." does not.
+local function sentence(text)
+  local from = 1
+  while true do
+    local at = text:find("%.%s+%u", from) or text:find "[%.:]?%s*$"
+    if not text:sub(1, at):find "et al%.$" then return text:sub(1, at - 1) .. "." end
+    from = at + 1
+  end
+end
+
+-- A script in one line: the description of its options, else the first sentence of its head comment.
+local function about(text)
+  local described = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"'
+  if described then return sentence(described) end
+  local lines = {}
+  for line in text:gmatch "[^\n]*" do
+    local comment = line:match "^%-%-%s?(.*)$"
+    if not comment then
+      if lines[1] then break end
+    elseif not comment:find "^SPDX" then lines[#lines + 1] = comment end
+  end
+  return (sentence(table.concat(lines, " ")):gsub("%s+", " "))
+end
+
+--- The scripts of a folder of psluajit's tree, sorted by name. Files that only other scripts load are left out.
+---@param folder "tools"|"examples"
+---@return {name: string, about: string, own: boolean}[] own: works on psluajit's own source alone
+function scripts.list(folder)
+  local list, root = {}, paths.root .. "/" .. folder
+  for file in lfs.dir(root) do
+    local name = file:match "^([%w_]+)%.lua$"
+    local text = name and not LISTS[name] and read(root .. "/" .. file)
+    if text and not text:find("\nreturn [%w_]+%s*$") then
+      list[#list + 1] = { name = name, about = about(text), own = folder == "tools" and OWN[name] or false }
+    end
+  end
+  table.sort(list, function(a, b) return a.name < b.name end)
+  return list
+end
+
+--- Prints a folder's scripts, a line for each.
+---@param folder "tools"|"examples"
+function scripts.print(folder)
+  local list, width = {}, 0
+  for _, script in ipairs(scripts.list(folder)) do
+    if not script.own then
+      list[#list + 1] = script
+      width = math.max(width, #script.name)
+    end
+  end
+  for _, script in ipairs(list) do print(("%-" .. width .. "s  %s"):format(script.name, script.about)) end
+  print(("\nTo run one: psluajit NAME [options]; psluajit NAME --help lists its options. The files are in %s."):format(
+    paths.root .. "/" .. folder))
+end
+
+--- The end of the error about a script that is not there: the nearest name among psluajit's scripts and the Lua files
+--- of the current folder; "" if none is near.
+---@param name string
+---@return string
+function scripts.instead(name)
+  local folder, file = name:match "^(.*/)([^/]*)$"
+  local words, bare = {}, (file or name):gsub("%.lua$", "")
+  if not folder then
+    for _, of in ipairs { "tools", "examples" } do
+      for _, script in ipairs(scripts.list(of)) do words[#words + 1] = script.name end
+    end
+  end
+  local ok, each, state = pcall(lfs.dir, folder or ".")
+  if ok then
+    for entry in each, state do words[#words + 1] = entry:match "^(.+)%.lua$" end
+  end
+  table.sort(words)
+  local near = nearest.find(bare, words)
+  if not near then return "" end
+  local ending = (folder or name:find "%.lua$") and ".lua" or ""
+  return ("\n  did you mean %s?"):format((folder or "") .. near .. ending)
+end
+
+return scripts

@@ -1,0 +1,157 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- How a user finds things from the shell: lists of tools and examples, names without an ending, the nearest name of a
+-- misspelt one, new projects, and the version.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local folder
+
+-- Runs a shell command in the scratch folder, with `psluajit` in its path; output of both streams and the exit code.
+local function sh(command)
+  local line = "cd '%s' && PATH='%s':\"$PATH\" OMP_NUM_THREADS=1 timeout 300 sh -c '%s' 2>&1; echo \"|$?\""
+  local p = assert(io.popen(line:format(folder, paths.exe:match "^(.*)/", (command:gsub("'", "'\\''")))))
+  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+  p:close()
+  return text, tonumber(code)
+end
+
+-- Runs a command that must end well.
+local function good(command)
+  local text, code = sh(command)
+  assert.equal(0, code, command .. "\n" .. text)
+  return text
+end
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  assert(lfs.mkdir(folder))
+end)
+teardown(function() os.execute("rm -r " .. folder) end)
+
+-- The Lua files of a folder that a user may run.
+local function scripts_in(name)
+  local list = {}
+  for file in lfs.dir(paths.root .. "/" .. name) do
+    local script = file:match "^([%w_]+)%.lua$"
+    if script then list[#list + 1] = script end
+  end
+  return list
+end
+
+describe("psluajit's lists", function()
+  -- Files that work on psluajit's source, and files that others load.
+  local HIDDEN = { tools = "api_doc check_layers config_doc path_doc pytorch_doc tools examples man",
+    examples = "layout digits" }
+  for _, of in ipairs { "tools", "examples" } do
+    it("have a line for each of the " .. of, function()
+      local text, hidden = good("psluajit " .. of), {}
+      for name in HIDDEN[of]:gmatch "%S+" do hidden[name] = true end
+      for _, name in ipairs(scripts_in(of)) do
+        local about = ("\n" .. text):match("\n" .. name .. "%s%s+([^\n]+)%.\n")
+        assert(hidden[name] and not about or about and #about > 15, of .. ": " .. name .. "\n" .. text)
+      end
+    end)
+
+    it("name " .. of .. " that run without their ending", function()
+      for line in good("psluajit " .. of):gmatch "[^\n]+" do
+        local name = line:match "^([%w_]+)%s%s"
+        if name and name ~= "train_char" then
+          assert.matches("[Uu]sage: ", good("psluajit " .. name .. " --help"), 1, name)
+        end
+      end
+    end)
+  end
+
+  it("come after the user's own files", function()
+    local file = assert(io.open(folder .. "/chat", "w"))
+    file:write "print 'my chat'\n"
+    file:close()
+    assert.equal("my chat\n", good "psluajit chat")
+    os.remove(folder .. "/chat")
+    assert(lfs.mkdir(folder .. "/tools"))                  -- a folder of that name is no script
+    assert.matches("launch", good "psluajit tools")
+    lfs.rmdir(folder .. "/tools")
+  end)
+end)
+
+describe("a misspelt script", function()
+  it("is an error that names the nearest one", function()
+    for name, near in pairs { ["trian_gpt2.lua"] = "train_gpt2.lua", chatt = "chat", lanch = "launch",
+      ["finetune-bert.lua"] = "finetune_bert.lua" } do
+      local text, code = sh("psluajit " .. name)
+      assert.equal(1, code)
+      assert.matches(("cannot open %s: No such file or directory"):format(name), text, 1, true)
+      assert.matches(("\n  did you mean %s?\n"):format(near), text, 1, true)
+    end
+    local text = sh "psluajit nothing_like_it.lua"
+    assert.is_nil(text:find("did you mean", 1, true))
+  end)
+
+  it("may be the user's, in another folder, too", function()
+    assert(lfs.mkdir(folder .. "/mine"))
+    assert(io.open(folder .. "/mine/experiment.lua", "w")):close()
+    assert.matches("did you mean mine/experiment.lua?", sh "psluajit mine/experimnt.lua", 1, true)
+    os.execute("rm -r " .. folder .. "/mine")
+  end)
+end)
+
+describe("psluajit new", function()
+  for kind in lfs.dir(paths.root .. "/templates") do
+    if kind:match "^%w" then
+      it(kind .. " writes a project whose commands run", function()
+        local text = good(("psluajit new %s my_%s"):format(kind, kind))
+        local n, readme = 0, assert(io.open(("%s/my_%s/README.md"):format(folder, kind))):read "*a"
+        for command in readme:gmatch "\n    (psluajit[^\n]*)" do
+          n = n + 1
+          assert.matches("\n    " .. command .. "\n", text, 1, true)
+          good(("cd my_%s && %s"):format(kind, command))
+        end
+        assert.is_true(n > 0)
+        for file in lfs.dir(paths.root .. "/templates/" .. kind) do
+          if file:match "^%w" and file ~= "README.md" then assert.matches("`" .. file .. "`", readme, 1, true) end
+        end
+      end)
+    end
+  end
+
+  it("overwrites nothing", function()
+    assert(lfs.mkdir(folder .. "/full"))
+    assert(io.open(folder .. "/full/x", "w")):close()
+    local text, code = sh "psluajit new text full"
+    assert.equal(1, code)
+    assert.equal("new: the folder full is not empty; name another one\n", text)
+    text, code = sh "psluajit new text full/x"
+    assert.equal(1, code)
+    assert.equal("new: full/x is a file; name another folder\n", text)
+    text, code = sh "psluajit new text none/there"
+    assert.equal(1, code)
+    assert.equal("new: cannot make the folder none/there: No such file or directory\n", text)
+  end)
+end)
+
+describe("the version", function()
+  it("names release, commit, compiler and libraries", function()
+    local text = good "psluajit --version"
+    assert.matches("^psluajit %d+%.%d+%.%d+ %-%- LuaJIT 2%.1[^\n]*\ncommit [^\n]+, compiled by %a+ %d[^\n]*\n"
+      .. "libraries: [^\n]*libsodium %d[^\n]*oneDNN %d+%.%d+%.%d+[^\n]*\n$", text)
+    assert.equal(text:match "^[^\n]*\n", good "psluajit -v")
+  end)
+end)
+
+describe("psluajit alone", function()
+  it("greets at a terminal with three things to try, which work, and prints nothing elsewhere", function()
+    local terminal = require("spec.terminal_lib").start {}
+    terminal:expect "Three things to try:\n"
+    local statement, help = terminal:expect("psluajit new text DIR"):match "^  (ps%..-)  +%l[^\n]*\n  (help .-)  +%l"
+    terminal:expect "> "
+    terminal:type(statement .. "\n")
+    terminal:expect "tensor [2, 3] fp32"
+    terminal:type(help .. "\n")
+    terminal:expect "gelu"
+    terminal:type "exit\n"
+    terminal:finish()
+    assert.equal(0, terminal.status)
+    assert.equal("", good "psluajit </dev/null")
+  end)
+end)

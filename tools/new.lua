@@ -1,0 +1,63 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Writes a small project to start from: a copy of a folder of templates/, which runs at once.
+--   psluajit new text DIR
+-- A folder of templates/ is a kind: its README.md begins with "# NAME", whose next paragraph says what it is, and has
+-- the commands to run.
+local argparse = require "argparse"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local root = paths.root .. "/templates"
+
+local function read(path)
+  local file = assert(io.open(path, "rb"))
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+-- The kinds, sorted, and what each is.
+local kinds, about = {}, {}
+for name in lfs.dir(root) do
+  if name:match "^%w" then
+    kinds[#kinds + 1] = name
+    about[name] = read(root .. "/" .. name .. "/README.md"):match "^# [^\n]*\n\n(.-)\n\n":gsub("\n", " ")
+  end
+end
+table.sort(kinds)
+
+local lines = { "Kinds:" }
+for _, kind in ipairs(kinds) do lines[#lines + 1] = ("  %-12s %s"):format(kind, about[kind]) end
+
+local parser = argparse("psluajit new", "Writes a small project to start from.", table.concat(lines, "\n"))
+parser:argument("kind", "What it trains: " .. table.concat(kinds, ", ") .. "."):choices(kinds)
+parser:argument("dir", "The folder to make.")
+local args = parser:parse()
+
+local function fail(text, ...)
+  io.stderr:write("new: ", text:format(...), "\n")
+  os.exit(1)
+end
+
+local dir = args.dir:gsub("(.)/+$", "%1")
+if lfs.attributes(dir, "mode") == "directory" then
+  for entry in lfs.dir(dir) do
+    if entry ~= "." and entry ~= ".." then fail("the folder %s is not empty; name another one", dir) end
+  end
+elseif lfs.attributes(dir) then fail("%s is a file; name another folder", dir)
+else
+  local ok, why = lfs.mkdir(dir)
+  if not ok then fail("cannot make the folder %s: %s", dir, why) end
+end
+
+for entry in lfs.dir(root .. "/" .. args.kind) do
+  if entry ~= "." and entry ~= ".." then
+    local file, why = io.open(dir .. "/" .. entry, "wb")
+    if not file then fail("cannot write %s: %s", dir .. "/" .. entry, why) end
+    file:write(read(root .. "/" .. args.kind .. "/" .. entry))
+    if not file:close() then fail("cannot write %s", dir .. "/" .. entry) end
+  end
+end
+
+print(("wrote %s; README.md there says what each file is. To run it:\n\n    cd %s"):format(dir, dir))
+for line in read(root .. "/" .. args.kind .. "/README.md"):gmatch "\n    (psluajit[^\n]*)" do print("    " .. line) end
