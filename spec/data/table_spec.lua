@@ -189,13 +189,112 @@ describe("a table of examples", function()
   end)
 
   it("refuses what it does not read", function()
-    fails(function() ps.data.table(file("a.jsonl.gz", "x")) end, ".gz", "gunzip")
-    fails(function() ps.data.table(file("a.csv", "x")) end, "write it as JSON lines")
+    fails(function() ps.data.table(file("a.parquet", "x")) end, "write it as JSON lines")
+    fails(function() ps.data.table(file("a.jsonl.zst", "x")) end, "unpack it with zstd -d")
     fails(function() ps.data.table(folder .. "/none.jsonl") end, "there is no such file or folder")
     fails(function() ps.data.table(folder .. "/*.json") end, "no file fits this pattern")
-    fails(function() ps.data.table(tokens.folder {}) end, "the folder has no .jsonl")
-    fails(function() ps.data.table(file("b.json", '{"a": 1}')) end, "a list of objects expected")
+    fails(function() ps.data.table(tokens.folder {}) end, "the folder has no file of a kind that is read (.jsonl")
+    fails(function() ps.data.table(file("b.json", '{"a": 1}')) end, "a list of objects, or SQuAD's object")
     fails(function() ps.data.table(folder, { txt = 1 }) end, "txt")
+  end)
+end)
+
+describe("files of other kinds", function()
+  local function packed(name, text)
+    local path = file(name, text)
+    assert(os.execute(("gzip -f '%s'"):format(path)) == 0)
+    return path .. ".gz"
+  end
+
+  -- Runs a script with a cache folder of its own.
+  local function cached(script)
+    check.write(folder .. "/script.lua", script)
+    local p = io.popen(("XDG_CACHE_HOME='%s/cache' '%s' '%s/script.lua' 2>&1"):format(folder, paths.exe, folder))
+    local out = p:read "*a"
+    p:close()
+    return out
+  end
+
+  it("are unpacked once into the cache", function()
+    local path = packed("a.jsonl", '{"n": 1}\n{"n": 2}\n')
+    local script = ("local rows = require('ps').data.table('%s') print(#rows, rows[2].n, rows:place(2))"):format(path)
+    assert.equal(("2\t2\t%s:2\n"):format(path), cached(script))
+    local function names()
+      local list = {}
+      for name in lfs.dir(folder .. "/cache/psluajit/unpacked") do
+        if name:sub(1, 1) ~= "." then list[#list + 1] = name end
+      end
+      return list
+    end
+    local first = names()
+    assert.equal(1, #first)
+    local copy = folder .. "/cache/psluajit/unpacked/" .. first[1]
+    check.write(copy, '{"n": 3}\n{"n": 4}\n')              -- it is read, and not unpacked again
+    assert.equal(("2\t4\t%s:2\n"):format(path), cached(script))
+    packed("a.jsonl", '{"n": 5}\n{"n": 6}\n{"n": 7}\n')
+    assert.equal(("3\t6\t%s:2\n"):format(path), cached(script))
+    assert.equal(1, #names())
+    assert.are_not.same(first, names())
+    local whole = check.read(path)
+    check.write(path, whole:sub(1, #whole - 6))
+    local out = cached(script)
+    assert.truthy(out:find("a.jsonl.gz: cannot be unpacked to ", 1, true), out)
+    assert.truthy(out:find("unexpected end of file", 1, true), out)
+    assert.equal(1, #names())
+    assert.truthy(cached(("local rows = require('ps').data.table('%s') print(#rows, rows[1].a)"):format(
+      packed("b.csv", "a\nx\n"))):find("1\tx\n", 1, true))
+  end)
+
+  it("are named if the disk of the cache is full", function()
+    local path = packed("a.jsonl", ('{"n": 1}\n'):rep(100000))
+    check.write(folder .. "/script.lua", ("print(pcall(require('ps').data.table, '%s'))"):format(path))
+    local p = io.popen(("XDG_CACHE_HOME='%s/cache' sh -c \"ulimit -f 8; exec '%s' '%s/script.lua'\" 2>&1"):format(
+      folder, paths.exe, folder))
+    local out = p:read "*a"
+    p:close()
+    assert.truthy(out:find("false", 1, true) and out:find("a.jsonl.gz: cannot be unpacked to ", 1, true), out)
+  end)
+
+  it("are CSV and TSV, with quotes, ends of lines in values, and their lines for errors", function()
+    local rows = ps.data.table(file("a.csv",
+      '\239\187\191prompt,completion\r\n"a, ""b""\nc",d\r\n\r\ne"f,\n"",""\n'))
+    assert.same({ { prompt = 'a, "b"\nc', completion = "d" }, { prompt = 'e"f', completion = "" },
+      { prompt = "", completion = "" } }, { rows[1], rows[2], rows[3] })
+    assert.equal(folder .. "/a.csv:5", rows:place(2))
+    assert.equal("prompt and completion", ps.data.format(rows))
+    rows = ps.data.table(file("a.tsv", "text\tn\na,b\t1\nc\t"))
+    assert.same({ { text = "a,b", n = "1" }, { text = "c", n = "" } }, { rows[1], rows[2] })
+    local list, want = {}, {}
+    for i = 1, 3000 do
+      list[i] = ('%d,"x""%d\n"'):format(i, i)
+      want[i] = ('x"%d\n'):format(i)
+    end
+    rows = ps.data.table(file("long.csv", "n,t\n" .. table.concat(list, "\n")))
+    assert.equal(3000, #rows)
+    for i = 1, 3000 do assert.equal(want[i], rows[i].t) end
+    fails(function() return ps.data.table(file("b.csv", "a,b\n1,2\n3\n"))[2] end, "b.csv:3: 1 values for 2 fields")
+    fails(function() ps.data.table(file("b.csv", 'a,b\n1,2\n"3,4\n')) end, "b.csv:3: a value in quotes has no end")
+    fails(function() ps.data.table(file("b.csv", "a,a\n")) end, "b.csv:1: field 2 has the name of another, a")
+    fails(function() ps.data.table(file("b.csv", "a,\n")) end, "b.csv:1: field 2 has no name")
+    fails(function() ps.data.table(file("b.csv", "\n")) end, "the file has no row with the names of its fields")
+    fails(function() ps.data.table(file("b.csv", "a\n\255\n")) end, "not valid UTF-8")
+  end)
+
+  it("are SQuAD's, whose rows are questions", function()
+    local path = file("squad.json", '{"version": "1.1", "data": [{"title": "T", "paragraphs": [{'
+      .. '"context": "Ann has a cat.", "qas": [{"id": "1", "question": "Who?", "answers": [{"text": "Ann", '
+      .. '"answer_start": 0}]}, '
+      .. '{"id": "2", "question": "Why?", "answers": [], "is_impossible": true}]}]}]}')
+    local rows = ps.data.table(path)
+    assert.equal(2, #rows)
+    assert.equal("squad", ps.data.format(rows))
+    local messages = ps.data.conversation(rows, 1)
+    assert.equal('[{"role": "user", "content": "Ann has a cat.\\n\\nWho?"}, {"role": "assistant", "content": "Ann"}]',
+      json.encode(messages))
+    fails(function() ps.data.conversation(rows, 2) end, "squad.json[2]: the question has no answer")
+    path = file("squad.json", '{"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}')
+    fails(function() ps.data.table(path) end,
+      "squad.json: data[1].paragraphs[1].qas[1]: a question and its paragraph's context expected")
   end)
 end)
 

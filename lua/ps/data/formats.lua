@@ -23,6 +23,7 @@ local FORMS = {
   { "unpaired preference", "prompt", "completion", "label" },
   { "prompt and completion", "prompt", "completion" },
   { "alpaca", "instruction", "output" },
+  { "squad", "context", "question", "answers" },
   { "ids", "input_ids" },
   { "text", "text" },
 }
@@ -73,7 +74,8 @@ local function names_of(rows, i)
 end
 
 --- The form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and completion",
---- "alpaca", "ids" or "text". All rows must have one form; a row of another is an error with its file and line.
+--- "alpaca", "squad", "ids" or "text". All rows must have one form; a row of another is an error with its file and
+--- line.
 ---@param rows ps.DataTable
 ---@param options? {check?: integer} how many rows are looked at, from the first on; default all
 ---@return string
@@ -87,7 +89,8 @@ function formats.recognise(rows, options)
     local form = form_of(fields_of(rows, i))
     if not form then
       error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
-        .. "rejected; instruction, output; text; input_ids)"):format(rows:place(i), names_of(rows, i)))
+        .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),
+        names_of(rows, i)))
     end
     first = first or form
     if form ~= first then
@@ -150,6 +153,16 @@ function CONVERSATIONS.alpaca(get)
   return values.list { message("user", asked), message("assistant", get("output", "str")) }
 end
 
+-- The paragraph and the question, and the first of the right answers.
+function CONVERSATIONS.squad(get, fail)
+  local answers = get("answers", "dict list")
+  if getmetatable(answers) == values.Dict then answers = values.get(answers, "text") or values.list {} end
+  local answer = getmetatable(answers) == values.List and answers[1]
+  if not text.is(answer) then fail "the question has no answer: leave it out (rows:filter)" end
+  return values.list { message("user", get("context", "str") .. "\n\n" .. get("question", "str")),
+    message("assistant", answer) }
+end
+
 -- Every message must be an object with a role.
 local function check_messages(messages, fail)
   if #messages == 0 then fail "the conversation has no message" end
@@ -165,7 +178,7 @@ local function check_messages(messages, fail)
 end
 
 --- The conversation that a row is: messages as tokenizer:apply_chat_template takes them. Rows in the forms "messages",
---- "sharegpt", "prompt and completion" and "alpaca" are conversations. Keys keep the order of the file.
+--- "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the order of the file.
 ---@param rows ps.DataTable
 ---@param i integer row, from 1
 ---@param form? string as ps.data.format gives it; default: that of the row

@@ -1,22 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of examples: files of JSON lines, JSON lists, text, or lists of a script, read by row. A table is a small
--- cdata, so that # counts its rows; a view of another one computes its rows when they are asked for. Files stay on the
--- disk: only the place of every 64th row is in memory.
-local native = require "ps.core.ffi"
+-- Tables of examples: files (files.lua), or lists of a script, read by row. A table is a small cdata, so that # counts
+-- its rows; a view of another one computes its rows when they are asked for.
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
-local utf8 = require "ps.core.utf8"
 local caller = require "ps.core.caller"
+local files = require "ps.data.files"
 local lists = require "ps.core.lists"
 local permutation = require "ps.data.permutation"
-local bit = require "bit"
-local cjson = require "cjson"
 local ffi = require "ffi"
-local glob = require "posix.glob"
-local lfs = require "lfs"
 local error = caller.error
-local C, check = native.C, native.check
 
 local tables = {}
 
@@ -34,17 +27,6 @@ local new                                                  -- a table of a node;
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- The value of a JSON text, which must be an object.
-local function decoded(text, place)
-  if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
-  local ok, row = pcall(cjson.decode, text)
-  if not ok then error(("%s: not JSON: %s"):format(place, tostring(row))) end
-  if not text:find "^%s*{" then
-    error(("%s: each row must be a JSON object; this one is %s"):format(place, text:sub(1, 40)))
-  end
-  return row
-end
-
 -- Row i for a function of the script: with the order of its JSON's keys, and never a table of the script's own.
 local function for_script(node, i)
   local source = node.text and node.text(i)
@@ -54,150 +36,6 @@ local function for_script(node, i)
   end
   local row = node.get(i)                                  -- raises the error of a bad row
   return node.shared and convert.copied(row) or row
-end
-
--- The place of a file's index in the cache folder; nil: there is none.
-local function cached_index(path)
-  local home, base = os.getenv "HOME", os.getenv "XDG_CACHE_HOME"
-  home = base and base ~= "" and base or home and home .. "/.cache"
-  if not home then return nil end
-  local folder = home .. "/psluajit/lines"
-  local made = ""
-  for part in folder:gmatch "[^/]+" do
-    made = made .. "/" .. part
-    lfs.mkdir(made)
-  end
-  local full = path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path
-  return ("%s/%s.rows"):format(folder, bit.tohex(tonumber(C.ps_xxh3(full, #full) % 2 ^ 32)))
-end
-
-local INDEXED = 16 * 1024 * 1024                           -- bytes of a file from which on it gets an index
-
--- Whether a file is an index, or is not there: a file of the script's own is never replaced.
-local function may_write(index)
-  local file = io.open(index, "rb")
-  if not file then return true end
-  local magic = file:read(7)
-  file:close()
-  return magic == "PSLINES"
-end
-
--- A file by line, with the index next to the file, or in the cache folder if that cannot be written.
-local function open_lines(path)
-  local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
-  local elsewhere = lfs.attributes(index, "mode") ~= "file" and cached_index(path)
-  local use = elsewhere and lfs.attributes(elsewhere, "mode") == "file" and elsewhere or index
-  check(C.ps_lines_open(path, use, out))
-  local lines = ffi.gc(out[0], C.ps_lines_close)
-  if lfs.attributes(path, "size") < INDEXED then return lines end
-  if C.ps_lines_scanned(lines) == 0 then return lines end
-  if may_write(index) and C.ps_lines_save(lines, index) >= 0 then return lines end
-  elsewhere = elsewhere or cached_index(path)
-  if elsewhere then C.ps_lines_save(lines, elsewhere) end
-  return lines
-end
-
-local function of_lines(path, kind)
-  local lines = open_lines(path)
-  local text, nbytes, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
-  local function line(i)
-    check(C.ps_lines_read(lines, i - 1, text, nbytes, number))
-    return ffi.string(text[0], nbytes[0]), ("%s:%.0f"):format(path, tonumber(number[0]))
-  end
-  local node = { n = tonumber(C.ps_lines_count(lines)), name = path }
-  function node.place(i) return select(2, line(i)) end
-  if kind == "text" then
-    function node.get(i) return { text = (line(i)) } end
-    return node
-  end
-  function node.text(i) return (line(i)) end
-  function node.get(i)
-    return decoded(line(i))
-  end
-  return node
-end
-
-local function of_list(list, name)
-  local node = { n = #list, name = name, shared = true }
-  function node.get(i) return list[i] end
-  function node.place(i) return ("%s[%d]"):format(name, i) end
-  return node
-end
-
-local function whole_file(path)
-  local file, why = io.open(path, "rb")
-  if not file then error("ps.data.table: " .. why) end
-  local text = file:read "*a"
-  file:close()
-  return text
-end
-
--- One past the end of the JSON value that begins at a byte; nil: it has no end.
-local function value_end(text, at)
-  local depth = 0
-  repeat
-    local c = text:sub(at, at)
-    if c == '"' then
-      at = at + 1
-      while true do
-        at = text:find('["\\]', at)
-        if not at then return nil end
-        if text:byte(at) == 34 then break end
-        at = at + 2
-      end
-      at = at + 1
-    elseif c == "{" or c == "[" then depth, at = depth + 1, at + 1
-    elseif c == "}" or c == "]" then depth, at = depth - 1, at + 1
-    else
-      at = text:find('[%[%]{},"%s]', at)                   -- a number or a word
-    end
-    if depth > 0 and at then at = text:find('[%[%]{}"]', at) end
-    if not at then return nil end
-  until depth <= 0
-  return at
-end
-
--- A file of one list: where each of its items begins and ends. An item is decoded when it is read.
-local function of_json(path)
-  local text = require("ps.core.bom")(whole_file(path))
-  local function bad(at, why)
-    local _, lines = text:sub(1, at - 1):gsub("\n", "")
-    error(("%s:%d: not a JSON list of objects: %s"):format(path, lines + 1, why))
-  end
-  local at, from, upto = text:match "^%s*%[%s*()", {}, {}
-  if not at then error(path .. ": a list of objects expected; a file of one object per line ends in .jsonl") end
-  local more = text:sub(at, at) ~= "]"
-  while more do
-    local stop = not text:find("^[%],}]", at) and value_end(text, at)
-    if not stop or stop == at then bad(at, "a value has no end, or is missing") end
-    from[#from + 1], upto[#upto + 1] = at, stop - 1
-    local c, after = text:match("^%s*([,%]])%s*()", stop)
-    if not c then bad(stop, "',' or ']' expected") end
-    more, at = c == ",", after
-  end
-  if text:find("^%s*%]%s*%S", at) or #from > 0 and text:find("^%S", at) then bad(at, "more text follows the list") end
-  local node = { n = #from, name = path }
-  function node.text(i) return text:sub(from[i], upto[i]) end
-  function node.place(i) return ("%s[%d]"):format(path, i) end
-  function node.get(i) return decoded(node.text(i), node.place(i)) end
-  return node
-end
-
-local KINDS = { jsonl = "lines", ndjson = "lines", json = "json", txt = "text" }
-local UNREAD = { gz = "unpack it with gunzip", zst = "unpack it with zstd -d", csv = "write it as JSON lines",
-  tsv = "write it as JSON lines", parquet = "write it as JSON lines", arrow = "write it as JSON lines" }
-
-local function of_file(path, options)
-  local ending = path:match "%.([^./]*)$"
-  local kind = KINDS[ending or ""]
-  if not kind then
-    local hint = UNREAD[ending or ""]
-    error(("%s: not a kind of file that ps.data.table reads (.jsonl, .ndjson, .json, .txt)%s"):format(path,
-      hint and "; " .. hint or ""))
-  end
-  if kind == "json" then return of_json(path) end
-  if kind == "text" and options.text == "file" then return of_list({ { text = whole_file(path) } }, path) end
-  return of_lines(path, kind)
 end
 
 -- Several tables one after the other.
@@ -229,28 +67,6 @@ local function joined(parts, name)
   return node
 end
 
--- The files of a path: itself, those of a folder that have a known ending, or those that fit a pattern.
-local function files_of(path)
-  local mode = lfs.attributes(path, "mode")
-  if mode == "directory" then
-    local files = {}
-    for name in lfs.dir(path) do
-      if KINDS[name:match "%.([^.]*)$" or ""] then files[#files + 1] = path .. "/" .. name end
-    end
-    table.sort(files)
-    if #files == 0 then error(path .. ": the folder has no .jsonl, .ndjson, .json or .txt file") end
-    return files
-  end
-  if mode then return { path } end
-  if path:find "[*?%[]" then
-    local files = glob.glob(path) or {}
-    if #files == 0 then error(path .. ": no file fits this pattern") end
-    table.sort(files)
-    return files
-  end
-  return error(path .. ": there is no such file or folder")
-end
-
 -- Leaves out the rows that cannot be read, and prints how many.
 local function without_bad(node)
   local kept, bad, first = {}, 0, nil
@@ -279,8 +95,9 @@ local OPTIONS = { on_error = "string", text = "string" }
 --- A table of examples. A row is a Lua table. `#t` counts rows, `t[i]` is row i from 1, and ipairs goes through them.
 --- The first opening of a file reads it once. A file of 16 MiB or more then gets an index, FILE.rows next to it or in
 --- the cache folder, with which the next opening is immediate.
----@param source string|table|fun(i: integer): table? a path (.jsonl, .ndjson, .json, .txt), a folder of such files, a
----  pattern with * or ?; a list of paths or of rows; or a function that gives row i, and nil after the last one
+---@param source string|table|fun(i: integer): table? a path (.jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with
+---  .gz), a folder of such files, a pattern with * or ?; a list of paths or of rows; or a function that gives row i,
+---  and nil after the last one
 ---@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: leave out rows that are not JSON, and
 ---  print how many; text: whether a line or a file of .txt is a row {text =}, default "line"
 ---@return ps.DataTable
@@ -295,17 +112,17 @@ function tables.open(source, options)
       if row ~= nil then caller.typed(row, "table", ("ps.data.table: row %d of the function"):format(#list + 1)) end
       list[#list + 1] = row
     until row == nil
-    return new(of_list(list, "rows of a function"))
+    return new(files.list(list, "rows of a function"))
   end
   if type(source) == "table" and type(source[1]) ~= "string" then
     for i, row in ipairs(source) do caller.typed(row, "table", ("ps.data.table: row %d"):format(i)) end
-    return new(of_list(source, "rows"))
+    return new(files.list(source, "rows"))
   end
   local parts = {}
   for _, path in ipairs(type(source) == "table" and source or { source }) do
     caller.typed(path, "string", "ps.data.table: a path")
-    for _, file in ipairs(files_of(path)) do
-      local node = of_file(file, options)
+    for _, file in ipairs(files.find(path)) do
+      local node = files.open(file, options)
       parts[#parts + 1] = options.on_error == "skip" and without_bad(node) or node
     end
   end

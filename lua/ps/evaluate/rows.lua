@@ -78,6 +78,9 @@ function rows.answers(row, place)
   local answers, name = field(row, ANSWERS)
   if type(answers) == "table" and answers.text then answers = answers.text end
   if type(answers) == "string" then answers = { answers } end
+  if type(answers) == "table" and row.answers and #answers == 0 and next(answers) == nil then
+    answers = { "" }                                       -- SQuAD's question without an answer
+  end
   if type(answers) ~= "table" or #answers == 0 then
     error(("%s: %s"):format(place, name and ("the field '%s' is no text and no list of texts"):format(name)
       or "an answer is missing; it is a field '" .. table.concat(ANSWERS, "' or '") .. "'"))

@@ -1,0 +1,117 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Files of values that are separated by commas (RFC 4180) or tabs. The first row has the names of the fields. A value
+-- in double quotes may have separators and ends of lines; "" in it is a quote. All values are texts.
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
+local utf8 = require "ps.core.utf8"
+local error = caller.error
+local place_array = array "double"
+
+-- The end of the record that begins at a byte: its last byte, and the first of the next one.
+local function record_end(text, at, separator)
+  local special = '[\n"]'
+  local from = at
+  while true do
+    local stop = text:find(special, from)
+    if not stop then return #text, #text + 1 end
+    if text:byte(stop) == 10 then return stop - 1, stop + 1 end
+    local before = text:sub(stop - 1, stop - 1)
+    if stop == at or before == separator then              -- a quoted value
+      local close = stop
+      repeat
+        close = text:find('"', close + 1, true)
+        if not close then return nil, stop end
+        local doubled = text:byte(close + 1) == 34
+        if doubled then close = close + 1 end
+      until not doubled
+      from = close + 1
+    else
+      from = stop + 1                                      -- a quote within a value
+    end
+  end
+end
+
+-- The values of a record.
+local function values_of(record, separator)
+  local list, at = {}, 1
+  while true do
+    local value, after
+    if record:byte(at) == 34 then
+      local close = at
+      repeat
+        close = record:find('"', close + 1, true)
+        local doubled = record:byte(close + 1) == 34
+        if doubled then close = close + 1 end
+      until not doubled
+      local rest = record:find(separator, close + 1, true) or #record + 1
+      value = record:sub(at + 1, close - 1):gsub('""', '"') .. record:sub(close + 1, rest - 1)
+      after = rest
+    else
+      after = record:find(separator, at, true) or #record + 1
+      value = record:sub(at, after - 1)
+    end
+    list[#list + 1] = value
+    if after > #record then return list end
+    at = after + 1
+    if at > #record then
+      list[#list + 1] = ""
+      return list
+    end
+  end
+end
+
+-- Where records begin and end, and the numbers of their lines. Empty records are left out.
+local function scan(path, text, separator)
+  local room, n, places = 1024, 0, place_array(3 * 1024)
+  local at, line = 1, 1
+  while at <= #text do
+    local last, after = record_end(text, at, separator)
+    if not last then
+      local _, lines = text:sub(at, after):gsub("\n", "")
+      error(("%s:%d: a value in quotes has no end"):format(path, line + lines))
+    end
+    local stop = text:byte(last) == 13 and last - 1 or last
+    if stop >= at then
+      if n == room then
+        local more = place_array(6 * room)
+        require("ffi").copy(more, places, 24 * room)
+        room, places = 2 * room, more
+      end
+      places[3 * n], places[3 * n + 1], places[3 * n + 2] = at, stop, line
+      n = n + 1
+    end
+    local _, lines = text:sub(at, after - 1):gsub("\n", "")
+    at, line = after, line + lines
+  end
+  return places, n
+end
+
+--- The rows of a file's text.
+---@param path string for errors
+---@param text string
+---@param separator string "," or "\t"
+---@return {n: integer, name: string, get: fun(i: integer): table, place: fun(i: integer): string}
+return function(path, text, separator)
+  if not utf8.valid(text) then error(path .. ": not valid UTF-8") end
+  local places, n = scan(path, text, separator)
+  if n == 0 then error(path .. ": the file has no row with the names of its fields") end
+  local function record(k) return values_of(text:sub(places[3 * k], places[3 * k + 1]), separator) end
+  local names, known = record(0), {}
+  for k, name in ipairs(names) do
+    if name == "" or known[name] then
+      error(("%s:1: field %d %s"):format(path, k, name == "" and "has no name" or "has the name of another, " .. name))
+    end
+    known[name] = true
+  end
+  local node = { n = n - 1, name = path }
+  function node.place(i) return ("%s:%.0f"):format(path, places[3 * i + 2]) end
+  function node.get(i)
+    local list, row = record(i), {}
+    if #list ~= #names then
+      error(("%s: %d values for %d fields"):format(node.place(i), #list, #names))
+    end
+    for k, name in ipairs(names) do row[name] = list[k] end
+    return row
+  end
+  return node
+end

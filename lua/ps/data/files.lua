@@ -1,0 +1,232 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The files of tables of examples: JSON lines, JSON lists, SQuAD's JSON, CSV, TSV and text, packed by gzip or not.
+-- Files of lines stay on the disk: only the place of every 64th row is in memory.
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local csv = require "ps.data.csv"
+local unpacked = require "ps.data.unpacked"
+local utf8 = require "ps.core.utf8"
+local cjson = require "cjson"
+local ffi = require "ffi"
+local glob = require "posix.glob"
+local lfs = require "lfs"
+local error = caller.error
+local C, check = native.C, native.check
+
+local files = {}
+
+---@class ps.data.Node rows of a file, or of a list
+---@field n integer
+---@field name string
+---@field get fun(i: integer): table row i, from 1
+---@field place fun(i: integer): string its file and line, for errors
+---@field text? fun(i: integer): string its JSON
+---@field shared? boolean rows are the script's own tables
+
+-- The value of a JSON text, which must be an object.
+local function decoded(text, place)
+  if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
+  local ok, row = pcall(cjson.decode, text)
+  if not ok then error(("%s: not JSON: %s"):format(place, tostring(row))) end
+  if not text:find "^%s*{" then
+    error(("%s: each row must be a JSON object; this one is %s"):format(place, text:sub(1, 40)))
+  end
+  return row
+end
+
+local INDEXED = 16 * 1024 * 1024                           -- bytes of a file from which on it gets an index
+
+-- Whether a file is an index, or is not there: a file of the script's own is never replaced.
+local function may_write(index)
+  local file = io.open(index, "rb")
+  if not file then return true end
+  local magic = file:read(7)
+  file:close()
+  return magic == "PSLINES"
+end
+
+-- A file by line, with the index next to the file, or in the cache folder if that cannot be written.
+local function open_lines(path)
+  local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
+  local elsewhere = lfs.attributes(index, "mode") ~= "file" and unpacked.place("lines", path, ".rows")
+  local use = elsewhere and lfs.attributes(elsewhere, "mode") == "file" and elsewhere or index
+  check(C.ps_lines_open(path, use, out))
+  local lines = ffi.gc(out[0], C.ps_lines_close)
+  if lfs.attributes(path, "size") < INDEXED then return lines end
+  if C.ps_lines_scanned(lines) == 0 then return lines end
+  if may_write(index) and C.ps_lines_save(lines, index) >= 0 then return lines end
+  elsewhere = elsewhere or unpacked.place("lines", path, ".rows")
+  if elsewhere then C.ps_lines_save(lines, elsewhere) end
+  return lines
+end
+
+local function of_lines(path, kind, name)
+  local lines = open_lines(path)
+  local text, nbytes, number = ffi.new("const char *[1]"), ffi.new("int64_t[1]"), ffi.new("int64_t[1]")
+  local function line(i)
+    check(C.ps_lines_read(lines, i - 1, text, nbytes, number))
+    return ffi.string(text[0], nbytes[0]), ("%s:%.0f"):format(name, tonumber(number[0]))
+  end
+  local node = { n = tonumber(C.ps_lines_count(lines)), name = name }
+  function node.place(i) return select(2, line(i)) end
+  if kind == "text" then
+    function node.get(i) return { text = (line(i)) } end
+    return node
+  end
+  function node.text(i) return (line(i)) end
+  function node.get(i)
+    return decoded(line(i))
+  end
+  return node
+end
+
+--- The rows of a list.
+---@param list table[]
+---@param name string for errors
+---@return ps.data.Node
+function files.list(list, name)
+  local node = { n = #list, name = name, shared = true }
+  function node.get(i) return list[i] end
+  function node.place(i) return ("%s[%d]"):format(name, i) end
+  return node
+end
+
+local function whole_file(path)
+  local file, why = io.open(path, "rb")
+  if not file then error("ps.data.table: " .. why) end
+  local text = file:read "*a"
+  file:close()
+  return text
+end
+
+-- SQuAD's file: one object, whose articles have paragraphs with questions. A row is a question.
+local function of_squad(text, path)
+  local ok, all = pcall(cjson.decode, text)
+  if not ok then error(("%s: not JSON: %s"):format(path, tostring(all))) end
+  if type(all) ~= "table" or type(all.data) ~= "table" or not (all.data[1] or {}).paragraphs then
+    error(path .. ": a list of objects, or SQuAD's object with data and paragraphs expected; a file of one object per "
+      .. "line ends in .jsonl")
+  end
+  local rows = {}
+  for a, article in ipairs(all.data) do
+    for p, paragraph in ipairs(type(article) == "table" and article.paragraphs or {}) do
+      for q, one in ipairs(type(paragraph) == "table" and paragraph.qas or {}) do
+        local where = ("%s: data[%d].paragraphs[%d].qas[%d]"):format(path, a, p, q)
+        if type(one) ~= "table" or type(one.question) ~= "string" or type(paragraph.context) ~= "string" then
+          error(where .. ": a question and its paragraph's context expected")
+        end
+        local texts, starts = {}, {}
+        for k, answer in ipairs(type(one.answers) == "table" and one.answers or {}) do
+          if type(answer) ~= "table" or type(answer.text) ~= "string" then error(where .. ": an answer has no text") end
+          texts[k], starts[k] = answer.text, answer.answer_start
+        end
+        rows[#rows + 1] = { id = one.id, title = article.title, context = paragraph.context, question = one.question,
+          answers = { text = texts, answer_start = starts } }
+      end
+    end
+  end
+  return files.list(rows, path)
+end
+
+-- One past the end of the JSON value that begins at a byte; nil: it has no end.
+local function value_end(text, at)
+  local depth = 0
+  repeat
+    local c = text:sub(at, at)
+    if c == '"' then
+      at = at + 1
+      while true do
+        at = text:find('["\\]', at)
+        if not at then return nil end
+        if text:byte(at) == 34 then break end
+        at = at + 2
+      end
+      at = at + 1
+    elseif c == "{" or c == "[" then depth, at = depth + 1, at + 1
+    elseif c == "}" or c == "]" then depth, at = depth - 1, at + 1
+    else
+      at = text:find('[%[%]{},"%s]', at)                   -- a number or a word
+    end
+    if depth > 0 and at then at = text:find('[%[%]{}"]', at) end
+    if not at then return nil end
+  until depth <= 0
+  return at
+end
+
+-- A file of one list: where each of its items begins and ends. An item is decoded when it is read.
+local function of_json(text, path)
+  local function bad(at, why)
+    local _, lines = text:sub(1, at - 1):gsub("\n", "")
+    error(("%s:%d: not a JSON list of objects: %s"):format(path, lines + 1, why))
+  end
+  local at, from, upto = text:match "^%s*%[%s*()", {}, {}
+  if not at then return of_squad(text, path) end
+  local more = text:sub(at, at) ~= "]"
+  while more do
+    local stop = not text:find("^[%],}]", at) and value_end(text, at)
+    if not stop or stop == at then bad(at, "a value has no end, or is missing") end
+    from[#from + 1], upto[#upto + 1] = at, stop - 1
+    local c, after = text:match("^%s*([,%]])%s*()", stop)
+    if not c then bad(stop, "',' or ']' expected") end
+    more, at = c == ",", after
+  end
+  if text:find("^%s*%]%s*%S", at) or #from > 0 and text:find("^%S", at) then bad(at, "more text follows the list") end
+  local node = { n = #from, name = path }
+  function node.text(i) return text:sub(from[i], upto[i]) end
+  function node.place(i) return ("%s[%d]"):format(path, i) end
+  function node.get(i) return decoded(node.text(i), node.place(i)) end
+  return node
+end
+
+local KINDS = { jsonl = "lines", ndjson = "lines", json = "json", txt = "text", csv = "csv", tsv = "tsv" }
+local READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with .gz"
+local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", parquet = "write it as JSON lines",
+  arrow = "write it as JSON lines" }
+
+-- The kind of a file, by its ending; nil: it is not read.
+local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
+
+--- The rows of a file.
+---@param path string
+---@param options {text?: string}
+---@return ps.data.Node
+function files.open(path, options)
+  local kind = kind_of(path)
+  if not kind then
+    local hint = UNREAD[path:match "%.([^./]*)$" or ""]
+    error(("%s: not a kind of file that ps.data.table reads (%s)%s"):format(path, READ, hint and "; " .. hint or ""))
+  end
+  local source = path:find "%.gz$" and unpacked.gzip(path) or path
+  if kind == "lines" or kind == "text" and options.text ~= "file" then return of_lines(source, kind, path) end
+  local text = require("ps.core.bom")(whole_file(source))
+  if kind == "json" then return of_json(text, path) end
+  if kind == "text" then return files.list({ { text = text } }, path) end
+  return csv(path, text, kind == "csv" and "," or "\t")
+end
+
+--- The files of a path: itself, those of a folder that have a known ending, or those that fit a pattern.
+---@param path string
+---@return string[]
+function files.find(path)
+  local mode = lfs.attributes(path, "mode")
+  if mode == "directory" then
+    local found = {}
+    for name in lfs.dir(path) do
+      if kind_of(name) then found[#found + 1] = path .. "/" .. name end
+    end
+    table.sort(found)
+    if #found == 0 then error(path .. ": the folder has no file of a kind that is read ("
+      .. READ .. ")") end
+    return found
+  end
+  if mode then return { path } end
+  if path:find "[*?%[]" then
+    local found = glob.glob(path) or {}
+    if #found == 0 then error(path .. ": no file fits this pattern") end
+    table.sort(found)
+    return found
+  end
+  return error(path .. ": there is no such file or folder")
+end
+
+return files

@@ -1,0 +1,93 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The cache folder of data files ($XDG_CACHE_HOME/psluajit, else ~/.cache/psluajit), and packed files, which are
+-- unpacked there once.
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local bit = require "bit"
+local lfs = require "lfs"
+local unistd = require "posix.unistd"
+local error = caller.error
+local C = native.C
+
+local unpacked = {}
+
+local function hash(text)
+  local h = C.ps_xxh3(text, #text)
+  return bit.tohex(tonumber(bit.rshift(h, 32))) .. bit.tohex(tonumber(bit.band(h, 0xffffffffULL)))
+end
+
+local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path end
+
+--- The cache folder's part for one purpose, which is made if it is not there; nil: the user has no home.
+---@param purpose string
+---@return string?
+function unpacked.folder(purpose)
+  local home, base = os.getenv "HOME", os.getenv "XDG_CACHE_HOME"
+  home = base and base ~= "" and base or home and home .. "/.cache"
+  if not home then return nil end
+  local folder, made = home .. "/psluajit/" .. purpose, ""
+  for part in folder:gmatch "[^/]+" do
+    made = made .. "/" .. part
+    lfs.mkdir(made)
+  end
+  return folder
+end
+
+--- The name of a file in the cache folder for a data file; nil: the user has no home.
+---@param purpose string
+---@param path string
+---@param ending string
+---@return string?
+function unpacked.place(purpose, path, ending)
+  local folder = unpacked.folder(purpose)
+  return folder and ("%s/%s%s"):format(folder, hash(absolute(path)), ending)
+end
+
+local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
+
+-- Unpacks a file to another; nil and the reason: it cannot.
+local function unpack_to(path, target)
+  local errors = target .. ".errors"
+  local rc = os.execute(("gzip -dc -- %s >%s 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
+  local file = io.open(errors, "rb")
+  local why = file and file:read "*a":gsub("^%s*gzip: ", ""):gsub("%s+$", "") or "gzip cannot run"
+  if file then file:close() end
+  os.remove(errors)
+  if rc == 0 then return true end
+  os.remove(target)
+  return nil, why ~= "" and why or "gzip failed, or the disk is full"
+end
+
+-- Removes what earlier versions of a packed file became.
+local function remove_older(folder, prefix, keep)
+  for name in lfs.dir(folder) do
+    if name:sub(1, #prefix) == prefix and name ~= keep and not name:find("%.part$") then
+      os.remove(folder .. "/" .. name)
+    end
+  end
+end
+
+--- The path of a .gz file's content. It is unpacked into the cache folder once, and again if its size or time changes.
+---@param path string
+---@return string
+function unpacked.gzip(path)
+  local folder = unpacked.folder "unpacked"
+  if not folder then error(path .. ": there is no cache folder to unpack it to: set XDG_CACHE_HOME") end
+  local at, prefix = lfs.attributes(path), hash(absolute(path))
+  local ending = path:match "(%.[^./]*)%.gz$" or ""
+  local name = ("%s-%s%s"):format(prefix, hash(("%.0f %.0f"):format(at.size, at.modification)), ending)
+  local target = folder .. "/" .. name
+  if lfs.attributes(target, "mode") == "file" then return target end
+  local part = ("%s.%d.part"):format(target, unistd.getpid())
+  local done, why = unpack_to(path, part)
+  if not done then error(("%s: cannot be unpacked to %s: %s"):format(path, folder, why)) end
+  local moved, problem = os.rename(part, target)           -- ranks that unpack it at once replace equal bytes
+  if not moved then
+    os.remove(part)
+    error(("%s: cannot be unpacked to %s: %s"):format(path, folder, problem))
+  end
+  remove_older(folder, prefix, name)
+  return target
+end
+
+return unpacked
