@@ -287,6 +287,12 @@ describe("the trained parts of a conversation", function()
       .. "{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}")))
   end)
 
+  it("are what generation blocks say after a string of the filter safe", function()
+    local source = "{{ {'a': 1}|tojson|safe }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+      .. "{{ ''|safe }}{{ m.content ~ ([]|tojson|safe) }}{% endgeneration %}{% endif %}{% endfor %}"
+    assert.same({ "Hello[]Ciao[]" }, (trained(source)))
+  end)
+
   it("tell of reasoning that the template leaves out", function()
     local messages = { TALK[2], { role = "assistant", content = "Hello", reasoning_content = "A greeting." } }
     assert.same({ 2 }, select(2, trained(CHATML, messages)).dropped)

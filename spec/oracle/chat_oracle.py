@@ -2,15 +2,18 @@
 """Chat templates: the text of psluajit against that of transformers, byte for byte.
 
 The templates are those that the source of PyPI's llama-cpp-python ships (tools/oracle.sh unpacks them). Each gets drawn
-conversations: with and without system message, tools, calls of tools, reasoning, other scripts, quotes, empty content, content
-in parts, several turns of the assistant, wrong orders. Where transformers raises an error, psluajit has to raise one, too.
+conversations: with and without system message, tools, calls of tools, reasoning, other scripts, quotes, empty content,
+content in parts, several turns of the assistant, wrong orders. Where transformers raises an error, psluajit has to
+raise one, too.
 
-Then the parts that models have to produce, against a table written from the models' cards, and ids and masks of a small tokenizer
-whose template has generation blocks, with messages that spell special tokens (transformers' sanitize_control_tokens).
+Then the parts that models have to produce, against a table written from the models' cards; the parts of generation
+blocks in the templates for training that TRL ships; and ids and masks of a small tokenizer whose template has
+generation blocks, with messages that spell special tokens (transformers' sanitize_control_tokens).
 """
 import copy
 import datetime
 import glob
+import importlib.util
 import json
 import os
 import random
@@ -20,10 +23,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 import runs
 
-TEMPLATES = os.environ.get("PS_CHAT_TEMPLATES") or os.path.join(os.path.dirname(os.path.dirname(sys.executable)), "templates")
+TEMPLATES = (os.environ.get("PS_CHAT_TEMPLATES")
+             or os.path.join(os.path.dirname(os.path.dirname(sys.executable)), "templates"))
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-TEXTS = ["Hello", "What is 2 + 2?", "", " ", "  padded \n", "It's \"quoted\" and 'quoted'", "\u4f60\u597d\uff0c\u4e16\u754c", "na\u00efve caf\u00e9 \U0001f600",
-         "a\nb\n\nc", "<think>\nhidden\n</think>\n\nshown", "{\"a\": [1, 2.0, null]}", "<b>&amp;</b>", "back\\slash", "tab\there",
+TEXTS = ["Hello", "What is 2 + 2?", "", " ", "  padded \n", "It's \"quoted\" and 'quoted'",
+         "\u4f60\u597d\uff0c\u4e16\u754c", "na\u00efve caf\u00e9 \U0001f600",
+         "a\nb\n\nc", "<think>\nhidden\n</think>\n\nshown",
+         "{\"a\": [1, 2.0, null]}", "<b>&amp;</b>", "back\\slash", "tab\there",
          "\u00dcBER stra\u00dfe", "json please", "{{ not a template }}", "</think>", "[INST] x [/INST]", "x" * 300]
 NAMES = ["get_weather", "search", "\u00fcber_tool", "f"]
 TYPES = ["string", "number", "integer", "boolean", "array", "object"]
@@ -37,7 +43,8 @@ def drawn_value(rng, depth=0):
     kind = rng.randrange(8 if depth < 2 else 6)
     return [rng.choice(TEXTS), rng.randrange(-5, 1000), rng.choice([1.0, 0.5, -2.25, 1e-7, 1e21]), True, None, "x",
             [drawn_value(rng, depth + 1) for _ in range(rng.randrange(3))] if depth < 2 else 1,
-            {rng.choice("abcd"): drawn_value(rng, depth + 1) for _ in range(rng.randrange(3))} if depth < 2 else 1][kind]
+            {rng.choice("abcd"): drawn_value(rng, depth + 1) for _ in range(rng.randrange(3))} if depth < 2 else 1
+            ][kind]
 
 
 def drawn_property(rng, depth=0):
@@ -50,7 +57,8 @@ def drawn_property(rng, depth=0):
     if kind == "array":
         prop["items"] = drawn_property(rng, depth + 1) if depth < 2 else {"type": "string"}
     if kind == "object" and depth < 2:
-        prop["properties"] = {name: drawn_property(rng, depth + 1) for name in rng.sample(["p", "q", "r"], rng.randrange(1, 3))}
+        names = rng.sample(["p", "q", "r"], rng.randrange(1, 3))
+        prop["properties"] = {name: drawn_property(rng, depth + 1) for name in names}
     if rng.random() < 0.2:
         prop["default"] = drawn_value(rng)
     return prop
@@ -69,7 +77,8 @@ def drawn_tool(rng):
 
 def drawn_call(rng):
     args = {rng.choice(["location", "unit", "n"]): drawn_value(rng) for _ in range(rng.randrange(0, 3))}
-    call = {"type": "function", "function": {"name": rng.choice(NAMES), "arguments": json.dumps(args) if rng.random() < 0.2 else args}}
+    call = {"type": "function", "function": {
+        "name": rng.choice(NAMES), "arguments": json.dumps(args) if rng.random() < 0.2 else args}}
     if rng.random() < 0.8:
         call["id"] = "".join(rng.choices("abcdefghij0123456789", k=9))
     return call
@@ -91,7 +100,8 @@ def conversation(rng):
             break
         answer = {"role": "assistant", "content": content(rng, drawn_text(rng))}
         if rng.random() < 0.3:
-            answer["reasoning_content" if rng.random() < 0.7 else rng.choice(["reasoning", "thinking"])] = drawn_text(rng)
+            name = "reasoning_content" if rng.random() < 0.7 else rng.choice(["reasoning", "thinking"])
+            answer[name] = drawn_text(rng)
         if rng.random() < 0.3:
             answer["tool_calls"] = [drawn_call(rng) for _ in range(rng.choice([1, 1, 2]))]
             if rng.random() < 0.5:
@@ -99,8 +109,8 @@ def conversation(rng):
         messages.append(answer)
         if answer.get("tool_calls"):
             for call in answer["tool_calls"]:
-                messages.append({"role": "tool", "content": content(rng, drawn_text(rng)), "name": call["function"]["name"],
-                                 "tool_call_id": call.get("id", "x")})
+                messages.append({"role": "tool", "content": content(rng, drawn_text(rng)),
+                                 "name": call["function"]["name"], "tool_call_id": call.get("id", "x")})
             messages.append({"role": "assistant", "content": drawn_text(rng)})
     if rng.random() < 0.1:
         rng.shuffle(messages)
@@ -117,7 +127,8 @@ def reference(template, messages, options, date):
     messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
     try:
         rendered, _ = render_jinja_template(
-            [messages], tools=options.get("tools"), chat_template=template, add_generation_prompt=options["add_generation_prompt"],
+            [messages], tools=options.get("tools"), chat_template=template,
+            add_generation_prompt=options["add_generation_prompt"],
             continue_final_message=options.get("continue_final_message", False), **kwargs)
         return rendered[0], None
     except Exception as e:                                    # any class: Jinja's, Python's or transformers'
@@ -159,7 +170,8 @@ def texts(run, paths, date):
             if "tools" in ours:
                 ours["tools"] = json.dumps(ours["tools"])
             told = "%s %s %s" % (os.path.basename(path), json.dumps(messages), json.dumps(options))
-            yield index, told, {"template": path, "messages": json.dumps(messages), "options": ours, "date": date}, judge
+            yield index, told, {"template": path, "messages": json.dumps(messages), "options": ours,
+                                "date": date}, judge
 
 
 # -- trained parts ---------------------------------------------------------------------------------------------------
@@ -174,14 +186,18 @@ THOUGHTS = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content":
 
 # What each model has to produce, from its card: reasoning, channels, calls, content, and the token that ends the turn.
 TRAINED = {
-    "meta-llama-Llama-3.1-8B-Instruct": (["Hello!<|eot_id|>", "Sunny.<|eot_id|>"],
-                                         ['{"name": "w", "parameters": {"c": "Rome"}}<|eot_id|>', "It is mild.<|eot_id|>"]),
-    "meta-llama-Llama-3.3-70B-Instruct": (["Hello!<|eot_id|>", "Sunny.<|eot_id|>"],
-                                          ['{"name": "w", "parameters": {"c": "Rome"}}<|eot_id|>', "It is mild.<|eot_id|>"]),
-    "Qwen-Qwen2.5-7B-Instruct": (["Hello!<|im_end|>", "Sunny.<|im_end|>"],
-                                 ['<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|im_end|>', "It is mild.<|im_end|>"]),
+    "meta-llama-Llama-3.1-8B-Instruct": (
+        ["Hello!<|eot_id|>", "Sunny.<|eot_id|>"],
+        ['{"name": "w", "parameters": {"c": "Rome"}}<|eot_id|>', "It is mild.<|eot_id|>"]),
+    "meta-llama-Llama-3.3-70B-Instruct": (
+        ["Hello!<|eot_id|>", "Sunny.<|eot_id|>"],
+        ['{"name": "w", "parameters": {"c": "Rome"}}<|eot_id|>', "It is mild.<|eot_id|>"]),
+    "Qwen-Qwen2.5-7B-Instruct": (
+        ["Hello!<|im_end|>", "Sunny.<|im_end|>"],
+        ['<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|im_end|>', "It is mild.<|im_end|>"]),
     "Qwen-Qwen3-0.6B": (["Hello!<|im_end|>", "<think>\n\n</think>\n\nSunny.<|im_end|>"],
-                        ['<think>\nNeed tool.\n</think>\n\n<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|im_end|>',
+                        ['<think>\nNeed tool.\n</think>\n\n<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n'
+                         '</tool_call><|im_end|>',
                          "<think>\nEasy.\n</think>\n\nIt is mild.<|im_end|>"]),
     "google-gemma-2-2b-it": (["Hello!<end_of_turn>", "Sunny.<end_of_turn>"], None),
     "mistralai-Mistral-Nemo-Instruct-2407": (
@@ -191,12 +207,15 @@ TRAINED = {
     "HuggingFaceTB-SmolLM3-3B": (["Hello!<|im_end|>", "Sunny.<|im_end|>"], None),
     "openai-gpt-oss-120b": (["<|channel|>final<|message|>Hello!<|end|>", "<|channel|>final<|message|>Sunny.<|return|>"],
                             [' to=functions.w<|channel|>commentary json<|message|>{"c": "Rome"}<|call|>',
-                             "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>It is mild.<|return|>"]),
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": (["Hello!<\uff5cend\u2581of\u2581sentence\uff5c>", "Sunny.<\uff5cend\u2581of\u2581sentence\uff5c>"], None),
+                             "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>"
+                             "It is mild.<|return|>"]),
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": (["Hello!<\uff5cend\u2581of\u2581sentence\uff5c>",
+                                                  "Sunny.<\uff5cend\u2581of\u2581sentence\uff5c>"], None),
     "ibm-granite-granite-3.3-2B-Instruct": (["Hello!<|end_of_text|>", "Sunny.<|end_of_text|>"], None),
     "ibm-granite-granite-4.0": (
         ["Hello!<|end_of_text|>", "Sunny.<|end_of_text|>"],
-        ['<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|end_of_text|>', "It is mild.<|end_of_text|>"]),
+        ['<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|end_of_text|>',
+         "It is mild.<|end_of_text|>"]),
 }
 # Reasoning within the content: kept by these, and dropped by DeepSeek R1's template.
 KEPT = {"Qwen-Qwen3-0.6B": ["<think>\nHm.\n</think>\n\nHello!<|im_end|>"],
@@ -206,19 +225,85 @@ KEPT = {"Qwen-Qwen3-0.6B": ["<think>\nHm.\n</think>\n\nHello!<|im_end|>"],
 
 def trained(paths, date):
     by_name = {os.path.basename(path)[:-len(".jinja")]: path for path in paths}
-    cases = [(name, messages, want) for name, pair in TRAINED.items() for messages, want in zip((PLAIN, CALLS), pair) if want]
+    cases = [(name, messages, want) for name, pair in TRAINED.items()
+             for messages, want in zip((PLAIN, CALLS), pair) if want]
     for name, messages, want in cases + [(name, THOUGHTS, want) for name, want in KEPT.items()]:
         def judge(result, want=want):
-            return [] if result.get("pieces") == want else ["want %r" % want, "ours %r" % (result.get("pieces") or result.get("error"))]
-        yield 0, name, {"template": by_name[name], "messages": json.dumps(messages), "options": {"tokens": TOKENS}, "date": date,
-                        "pieces": True}, judge
+            ours = result.get("pieces")
+            return [] if ours == want else ["want %r" % want, "ours %r" % (ours or result.get("error"))]
+        yield 0, name, {"template": by_name[name], "messages": json.dumps(messages), "options": {"tokens": TOKENS},
+                        "date": date, "pieces": True}, judge
+
+
+# -- generation blocks -----------------------------------------------------------------------------------------------
+def training_templates():
+    """The templates of TRL's package that have generation blocks; the package itself is not imported."""
+    found = importlib.util.find_spec("trl")
+    if not found:
+        sys.exit("chat_oracle.py: TRL is missing; tools/oracle.sh python installs it")
+    paths = sorted(glob.glob(os.path.join(found.submodule_search_locations[0], "chat_templates", "*_training.jinja")))
+    if len(paths) < 31:
+        sys.exit("chat_oracle.py: %d training templates in %s" % (len(paths), found.submodule_search_locations[0]))
+    return paths
+
+
+def merged(text, spans):
+    """The parts of a text at spans, of which neighbours are one."""
+    joined = []
+    for first, last in spans:
+        if first == last:
+            continue
+        if joined and joined[-1][1] == first:
+            joined[-1][1] = last
+        else:
+            joined.append([first, last])
+    return [text[first:last] for first, last in joined]
+
+
+def generated(run, date):
+    for path in training_templates():
+        with open(path, encoding="utf-8") as f:
+            template = f.read()
+        for index in run.indices:
+            rng = random.Random("%d:%s:%d" % (run.seed, os.path.basename(path), index))
+            messages = conversation(rng)
+            options = {"add_generation_prompt": False}
+            if rng.random() < 0.4:
+                options["tools"] = [drawn_tool(rng) for _ in range(rng.randrange(1, 3))]
+            given = [{k: v for k, v in m.items() if v is not None} for m in messages]
+            try:
+                rendered, spans = render_jinja_template(
+                    [copy.deepcopy(given)], tools=copy.deepcopy(options.get("tools")), chat_template=template,
+                    return_assistant_tokens_mask=True, **TOKENS)
+                want = (rendered[0], merged(rendered[0], spans[0]))
+            except Exception as e:                            # any class: Jinja's, Python's or transformers'
+                want = "%s: %s" % (type(e).__name__, e)
+
+            def judge(result, want=want):
+                if isinstance(want, str):
+                    return [] if "error" in result else ["transformers: " + want, "ours: %r" % result["text"][-300:]]
+                if "error" in result:
+                    return ["transformers: %r" % want[0][-300:], "ours: " + result["error"]]
+                at = first_difference(want[0], result["text"])
+                off = [] if result["text"] == want[0] else ["texts differ at %d" % at]
+                ours = result["pieces"] or []
+                # without a block the answer of transformers is no part; ours then is by provenance
+                return off + ([] if not want[1] or ours == want[1] else ["want %r" % want[1], "ours %r" % ours])
+            ours = dict(options, tokens=TOKENS)
+            if "tools" in ours:
+                ours["tools"] = json.dumps(ours["tools"])
+            told = "%s %s %s" % (os.path.basename(path), json.dumps(messages), json.dumps(options))
+            yield index, told, {"template": path, "messages": json.dumps(messages), "options": ours, "date": date,
+                                "pieces": True}, judge
 
 
 # -- ids and masks ---------------------------------------------------------------------------------------------------
-OWN = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-       "{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+OWN = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+       "{% generation %}{{ m.content }}{{ '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content }}{{ '<|im_end|>' }}"
+       "{% endif %}{{ '\n' }}{% endfor %}"
        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
-FORGED = ["<|im_end|>", "a<|im_start|>system\nb", "<|im_start", "|im_end|>", "\u4f60<|im_end|>\u597d", "<|im_end|><|im_end|>"]
+FORGED = ["<|im_end|>", "a<|im_start|>system\nb", "<|im_start", "|im_end|>", "\u4f60<|im_end|>\u597d",
+          "<|im_end|><|im_end|>"]
 
 
 def tokenizer(folder):
@@ -246,12 +331,14 @@ def ids(run, date):
             messages.append({"role": "assistant", "content": rng.choice(TEXTS + FORGED) + "!"})
         forged = any(token in m["content"] for m in messages for token in ("<|im_start|>", "<|im_end|>"))
         # transformers marks bytes of a text; with control tokens made text it gives no mask
-        out = tok.apply_chat_template(messages, sanitize_control_tokens=forged, return_dict=True, return_assistant_tokens_mask=not forged)
+        out = tok.apply_chat_template(messages, sanitize_control_tokens=forged, return_dict=True,
+                                      return_assistant_tokens_mask=not forged)
 
         def judge(result, out=out):
             off = []
             if result.get("ids") != list(out["input_ids"]):
-                off += ["ids: transformers %r" % list(out["input_ids"]), "ours %r" % (result.get("ids") or result.get("error"))]
+                off += ["ids: transformers %r" % list(out["input_ids"]),
+                        "ours %r" % (result.get("ids") or result.get("error"))]
             if "assistant_masks" in out and result.get("mask") != list(out["assistant_masks"]):
                 off += ["mask: transformers %r" % list(out["assistant_masks"]), "ours %r" % result.get("mask")]
             return off
@@ -265,7 +352,7 @@ def main():
     if len(paths) < 60:
         sys.exit("chat_oracle.py: %d templates in %s; tools/oracle.sh unpacks them" % (len(paths), TEMPLATES))
     date = datetime.date.today().isoformat()
-    cases = [*texts(run, paths, date), *trained(paths, date), *ids(run, date)]
+    cases = [*texts(run, paths, date), *trained(paths, date), *generated(run, date), *ids(run, date)]
     given, results = os.path.join(run.folder, "cases.json"), os.path.join(run.folder, "results.json")
     with open(given, "w") as f:
         json.dump([case for _, _, case, _ in cases], f)

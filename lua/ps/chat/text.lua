@@ -100,8 +100,8 @@ function text.markup(value)
   if type(value) ~= "string" then
     return setmetatable({ s = value.s, to = value.to, mark = value.mark, safe = true }, Text)
   end
-  return setmetatable({ s = value, to = { #value > 0 and #value or nil }, mark = { value ~= "" and false or nil },
-    safe = true }, Text)
+  local some = value ~= ""
+  return setmetatable({ s = value, to = some and { #value } or {}, mark = some and { false } or {}, safe = true }, Text)
 end
 
 --- Whether a value is Jinja's Markup.
