@@ -526,6 +526,22 @@ int ps_gguf_read(const void *g, int64_t at, void *dst, int64_t nbytes);     /* a
 int ps_gguf_lend(void *g, int64_t at, int64_t nbytes, ps_loan *out);        /* a ps_lender, as ps_st_lend */
 void ps_gguf_drop(const ps_gguf *g, int i);                 /* as ps_st_drop */
 
+/* A writer of version 3: declare all tensors in file order, begin, append values to each, commit. PS_ESTATE: a call
+ * out of this order, or a tensor without all of its values. PS_EINVAL: a duplicate name, a shape that the type's
+ * blocks do not divide, or too many values. PS_EUNSUP: a type that cannot be written, or values that are not floats.
+ * PS_ERANGE: a value that the type cannot hold. PS_EIO: the file cannot be written. */
+typedef struct ps_ggufw ps_ggufw;
+int ps_ggufw_new(const char *path, ps_ggufw **out);
+/* type: "F32", "Q4_0", ... The shape is from the outermost dimension on; heads and transposed: as in ps_gguf_layout,
+ * for values that are appended in the order of Hugging Face's files. */
+int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, const int64_t *shape, int64_t heads,
+                 int transposed);
+/* Writes the header. meta: the bytes of all entries of the metadata, as in files. */
+int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
+int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);  /* the next values */
+int ps_ggufw_commit(ps_ggufw *w);                            /* fsync, rename over path, fsync the folder */
+void ps_ggufw_free(ps_ggufw *w);                             /* without commit: removes the temporary file */
+
 /* A thread that writes a file while the script continues. One file at a time. PS_ESTATE: it is at work. PS_ENOMEM: no
  * thread can be started. */
 typedef struct ps_saver ps_saver;

@@ -168,6 +168,139 @@ describe("ps.from_pretrained of a GGUF file", function()
   end)
 end)
 
+describe("model:save_gguf", function()
+  local gguf = require "ps.io.gguf"
+  local path = folder .. "/out.gguf"
+
+  it("writes a file that gives the same numbers, of each architecture, in fp32", function()
+    local scaling = { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
+      original_max_position_embeddings = 8192 }
+    for _, model in ipairs { llama(), llama { tie_word_embeddings = true, attention_bias = true, mlp_bias = true },
+      llama { rope_scaling = { rope_type = "linear", factor = 4 } },
+      llama { rope_scaling = { rope_type = "yarn", factor = 4, original_max_position_embeddings = 16 } },
+      llama { rope_scaling = scaling, rope_theta = 500000, head_dim = 16 },
+      require("models.mistral").new({ vocab_size = 40, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+        num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 64, sliding_window = 4 }):eval(),
+      require("models.qwen2").new({ vocab_size = 40, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+        num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 64 }):eval(),
+      require("models.qwen3").new({ vocab_size = 40, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 2,
+        num_attention_heads = 4, num_key_value_heads = 2, head_dim = 8, max_position_embeddings = 64 }):eval(),
+      require("models.gpt2").new({ vocab_size = 40, n_positions = 64, n_embd = 32, n_layer = 2,
+        n_head = 4 }):eval() } do
+      model:save_gguf(path, { type = "f32" })
+      same_logits(model, ps.from_pretrained(path))
+    end
+    local bert = require("models.bert").new({ vocab_size = 40, hidden_size = 32, intermediate_size = 48,
+      num_hidden_layers = 2, num_attention_heads = 4, max_position_embeddings = 64 }, { task = "base" })
+    bert:eval():save_gguf(path, { type = "f32" })
+    local got = ps.from_pretrained(path, { quiet = true })
+    local ids = (ps.rand { 2, 9 } * 39):to("int32")
+    local function hidden(m) return ps.no_grad(function() return m({ input_ids = ids }).last_hidden_state end) end
+    assert.equal(0, (hidden(bert) - hidden(got)):abs():max():item())
+  end)
+
+  it("chooses types as llama-quantize does", function()
+    local model = require("models.llama").new({ vocab_size = 64, hidden_size = 256, intermediate_size = 288,
+      num_hidden_layers = 8, num_attention_heads = 4, num_key_value_heads = 4, max_position_embeddings = 64 }):eval()
+    local function types(kind)
+      model:save_gguf(path, { type = kind })
+      local file, found = gguf.open(path), {}
+      for _, name in ipairs(file:names()) do found[name] = file:type(name) end
+      file:close()
+      return found
+    end
+    local t = types "q4_k_m"
+    assert.equal("Q6_K", t["output.weight"])
+    assert.equal("Q4_K", t["token_embd.weight"])
+    assert.equal("F32", t["blk.0.attn_norm.weight"])
+    local bits = {}
+    for layer = 0, 7 do bits[layer + 1] = t[("blk.%d.attn_v.weight"):format(layer)] end
+    assert.same({ "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K" }, bits)
+    assert.equal("Q5_0", t["blk.1.ffn_down.weight"])       -- rows of 288: no blocks of 256
+    assert.equal("Q8_0", t["blk.0.ffn_down.weight"])
+    t = types "q4_0"
+    assert.equal("Q6_K", t["output.weight"])
+    assert.equal("Q4_0", t["blk.1.ffn_down.weight"])
+    assert.equal("Q8_0", types("q8_0")["output.weight"])
+    assert.equal("BF16", types("bf16")["token_embd.weight"])
+  end)
+
+  it("keeps values within half a step of each type", function()
+    local model = require("models.llama").new({ vocab_size = 64, hidden_size = 256, intermediate_size = 256,
+      num_hidden_layers = 1, num_attention_heads = 4, num_key_value_heads = 4, max_position_embeddings = 64 }):eval()
+    local name, most = "model.layers.0.mlp.up_proj.weight", { bf16 = 0.005, f16 = 0.0006, q8_0 = 0.005, q6_k = 0.04,
+      q4_k_m = 0.12, q4_0 = 0.14 }
+    local want = model:state_dict()[name]
+    for kind, off in pairs(most) do
+      model:save_gguf(path, { type = kind })
+      local got = ps.from_pretrained(path, { quiet = true }):state_dict()[name]
+      local share = (got - want):abs():max():item() / want:abs():max():item()
+      assert.truthy(share > 0 and share <= off, ("%s: %g"):format(kind, share))
+    end
+  end)
+
+  it("takes the tokenizer along, from a folder and from a file", function()
+    local model = llama { vocab_size = 259 }
+    local source = folder .. "/source"
+    model:save_pretrained(source)
+    local words = {}
+    for byte = 0, 255 do
+      local code = byte
+      local self = byte >= 33 and byte <= 126 or byte >= 161 and byte <= 172 or byte >= 174
+      if not self then
+        code = 256 + (byte <= 32 and byte or byte <= 160 and byte - 127 + 33 or 67)
+      end
+      local utf = code < 128 and string.char(code) or string.char(192 + math.floor(code / 64), 128 + code % 64)
+      words[utf] = byte
+    end
+    words.ab, words["\196\160ab"] = 256, 257
+    local tokenizer = { version = "1.0", added_tokens = { { id = 258, content = "<s>", special = true } },
+      pre_tokenizer = { type = "ByteLevel", add_prefix_space = false, trim_offsets = true, use_regex = true },
+      decoder = { type = "ByteLevel" },
+      model = { type = "BPE", vocab = words, merges = { "a b", "\196\160 ab" } } }
+    lib.write(source .. "/tokenizer.json", require("cjson").encode(tokenizer))
+    lib.write(source .. "/tokenizer_config.json", '{"bos_token": "<s>", "chat_template": "{{ messages[0].content }}"}')
+    local first = ps.from_pretrained(source, { quiet = true })
+    first:save_gguf(path, { type = "f32" })
+    local again = folder .. "/again.gguf"
+    ps.from_pretrained(path):save_gguf(again, { type = "f32" })
+    local text = "ab ab, \226\130\172 x<s>"
+    local want = ps.tokenizer.from_pretrained(source):encode(text)
+    for _, one in ipairs { path, again } do
+      local tok = ps.tokenizer.from_pretrained(one)
+      assert.same(want, tok:encode(text))
+      assert.equal("<s>", tok.bos_token)
+      assert.truthy(tok:has_chat_template())
+      local file = gguf.open(one)
+      assert.equal("gpt-2", (file:meta "tokenizer.ggml.pre"))
+      file:close()
+    end
+  end)
+
+  it("writes an engine's masters, and refuses what the format cannot hold", function()
+    local model = llama()
+    local want = model:state_dict()["model.norm.weight"]:clone():keep()
+    local engine = ps.initialize { quiet = true, model_func = function() return model end,
+      config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }
+    engine:save_gguf(path, { type = "f32" })
+    local got = ps.from_pretrained(path):state_dict()["model.norm.weight"]
+    assert.equal(0, (got - want):abs():max():item())
+    engine:close()
+    local large = llama()
+    ps.no_grad(function() large:state_dict()["lm_head.weight"]:fill_(1e5) end)
+    check.fails(function() large:save_gguf(folder .. "/none.gguf", { type = "f16" }) end, "output.weight", "100000",
+      "F16 cannot hold")
+    assert.equal(nil, require("lfs").attributes(folder .. "/none.gguf"))
+    ps.no_grad(function() large:state_dict()["lm_head.weight"]:fill_(0 / 0) end)
+    check.fails(function() large:save_gguf(folder .. "/none.gguf", { type = "q8_0" }) end, "output.weight",
+      "Q8_0 cannot hold")
+    check.fails(function() large:save_gguf(path, { type = "q3" }) end, "type")
+    check.fails(function()
+      llama({ hidden_act = "relu" }):save_gguf(path)
+    end, "hidden_act = relu")
+  end)
+end)
+
 describe("a tokenizer in a GGUF file", function()
   local function of(meta)
     return ps.tokenizer.from_pretrained(write("t.gguf", lib.file({ { "general.architecture", "string", "llama" },

@@ -162,6 +162,16 @@ function Engine:save_pretrained(folder, options)
   return save(self.module, folder, self.handle, options)
 end
 
+--- Calls the module's save_gguf with the fp32 values. All ranks call it; rank 0 writes.
+---@param path string
+---@param options? {type?: string, name?: string, pre?: string} the options of the module's save_gguf
+function Engine:save_gguf(path, options)
+  self = handle.own(self, "save_gguf")
+  local write = self.module.save_gguf
+  if not write then caller.error "this model has no save_gguf; models of ps.from_pretrained have it" end
+  write(self.module, path, self.handle, options)
+end
+
 --- Calls the module's save_parallelized with the fp32 values. All ranks call it, also between backward and step.
 ---@param folder string|{save_directory: string} also by name among the options
 ---@param options? {merge_checkpoints?: boolean}
@@ -227,6 +237,7 @@ end
 
 -- The methods of the model that scripts may call, by name. The other methods are for files of psluajit.
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
+  "save_gguf",
   "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
 Engine.methods = {}

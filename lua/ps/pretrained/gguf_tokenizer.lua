@@ -87,7 +87,8 @@ local function of_bytes(t, file)
   t.merges = file:get("tokenizer.ggml.merges", "strings", true)
   t.adds_bos = pre.bos or false
   t.description = { model = { type = "BPE", ignore_merges = pre.whole or false },
-    pre_tokenizer = { type = "Sequence", pretokenizers = steps }, decoder = { type = "ByteLevel" } }
+    pre_tokenizer = { type = "Sequence", pretokenizers = steps },
+    decoder = { type = "ByteLevel", add_prefix_space = false, trim_offsets = false, use_regex = false } }
   return t
 end
 
@@ -120,9 +121,12 @@ local function of_words(t, file)
   end
   t.adds_bos, t.adds_sep = true, true
   local unknown = file:get("tokenizer.ggml.unknown_token_id", "whole") or 100
-  local lower = true
-  for i, token in ipairs(t.tokens) do
-    if t.types[i] == NORMAL and token:match "^%u%l+$" then lower = false end
+  local lower = file:get("tokenizer.ggml.normalizer.lowercase", "boolean")
+  if lower == nil then                                     -- older files: a vocabulary with capitals keeps them
+    lower = true
+    for i, token in ipairs(t.tokens) do
+      if t.types[i] == NORMAL and token:match "^%u%l+$" then lower = false end
+    end
   end
   t.description = { model = { type = "WordPiece", unk_token = t.tokens[unknown + 1],
     continuing_subword_prefix = "##", max_input_chars_per_word = 100 },

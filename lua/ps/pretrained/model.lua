@@ -156,6 +156,24 @@ function Model:save_pretrained(path, options, more)
   end, { max_shard_size = options.max_shard_size, source = self.source })
 end
 
+--- Writes the model as a GGUF file for llama.cpp, with the tokenizer and chat template of the folder or file from
+--- which it was loaded (docs/gguf.md). One tensor is in memory at a time. With an engine, these are the fp32 values
+--- (masters), and all ranks call it.
+---@param path string
+---@param options? {type?: string, name?: string, pre?: string}|ps.Engine type: "f32", "f16" (default), "bf16", "q8_0",
+---  "q6_k", "q4_k_m" or "q4_0"; name: general.name, default that of the model's folder; pre: llama.cpp's name of the
+---  rule by which the tokenizer cuts texts; the engine that holds this model passes itself, followed by options
+---@param more? {type?: string, name?: string, pre?: string}
+function Model:save_gguf(path, options, more)
+  local engine
+  path, options, engine = asked(path, options, more)
+  if rawget(self, "adapters_") then
+    error "save_gguf: the model has adapters; merge them into its weights first (tools/merge_adapter.lua)"
+  end
+  check_layout(self, "save_gguf")
+  require("ps.pretrained.gguf_save").save(self, engine, path, options)
+end
+
 --- Like OSLO's: writes the folder of a model that several ranks share, with a file pytorch_model_tp_I_pp_J.bin for each
 --- rank I of tensor parallelism and each stage J; all ranks call it. With an engine, these are the fp32 values
 --- (masters). It may be called between backward and step; gradients are kept.

@@ -1,0 +1,258 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Writes a model as a GGUF file: the names, row orders, types and metadata that llama.cpp's converter gives it, and the
+-- types per tensor of llama-quantize. One tensor is in memory at a time.
+local caller = require "ps.core.caller"
+local agree = require "ps.dist.agree"
+local handle = require "ps.nn.handle"
+local native = require "ps.core.ffi"
+local names = require "ps.pretrained.gguf_names"
+local rope = require "ps.pretrained.rope"
+local save = require "ps.pretrained.save"
+local settings = require "ps.pretrained.settings"
+local vocabulary = require "ps.pretrained.gguf_vocabulary"
+local writing = require "ps.io.gguf_write"
+local floats = require "ps.core.array" "float"
+local error = caller.error
+local C = native.C
+
+local gguf = {}
+
+-- The type of most tensors, and llama.cpp's number of the file's type.
+local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
+  q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
+local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
+local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- for rows that blocks of 256 do not divide
+local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
+
+-- Whether llama-quantize's mixture gives a layer more bits: the first and last eighth, and every third one between.
+local function more_bits(layer, layers)
+  local eighth = math.floor(layers / 8)
+  return layer < eighth or layer >= math.floor(7 * layers / 8) or (layer - eighth) % 3 == 2
+end
+
+-- The type of a tensor in a file of type `kind`. shape: as the file has it.
+local function type_of(kind, name, shape, layer, layers, tied)
+  local base = TYPES[kind][1]
+  if #shape < 2 or name:match "_norm%.weight$" or not name:match "%.weight$" or ALWAYS_F32[name] then return "F32" end
+  local block, row = BLOCK[base], shape[#shape]
+  if not block then return base end
+  if kind ~= "q8_0" then
+    if name == "output.weight" or tied and name == "token_embd.weight" then
+      base = row % block ~= 0 and "Q8_0" or "Q6_K"
+    elseif kind == "q4_k_m" and (name:match "attn_v%.weight$" or name:match "attn_qkv%.weight$"
+      or name:match "ffn_down%.weight$") and more_bits(layer, layers) then
+      base = "Q6_K"
+    end
+  end
+  if row % BLOCK[base] ~= 0 then base = SMALLER[base] or "F16" end
+  if BLOCK[base] and row % BLOCK[base] ~= 0 then base = "F16" end
+  return base
+end
+
+-- A number of parameters as llama.cpp rounds it for general.size_label: 135M, 1.2B.
+local function size_label(n)
+  local scale, suffix = 1e3, "K"
+  if n > 1e12 then scale, suffix = 1e12, "T"
+  elseif n > 1e9 then scale, suffix = 1e9, "B"
+  elseif n > 1e6 then scale, suffix = 1e6, "M"
+  end
+  local whole = ("%.0f"):format(n / scale):gsub("^0+", "")
+  return ("%." .. math.max(2 - #whole, 0) .. "f"):format(n / scale) .. suffix
+end
+
+local function decoder_entries(add, config)
+  local p = rope.parameters("save_gguf", config)
+  local D = config.head_dim or config.hidden_size / config.num_attention_heads
+  add("block_count", "uint32", config.num_hidden_layers)
+  add("context_length", "uint32", config.max_position_embeddings)
+  add("embedding_length", "uint32", config.hidden_size)
+  add("feed_forward_length", "uint32", config.intermediate_size)
+  add("attention.head_count", "uint32", config.num_attention_heads)
+  add("attention.head_count_kv", "uint32", config.num_key_value_heads or config.num_attention_heads)
+  if p.rope_type == "linear" or p.rope_type == "yarn" then
+    add("rope.scaling.type", "string", p.rope_type)
+    add("rope.scaling.factor", "float32", p.factor)
+  end
+  if p.rope_type == "yarn" then
+    if p.attention_factor or p.mscale or p.mscale_all_dim or p.truncate == false then
+      settings.refuse("save_gguf", "attention_factor", tostring(p.attention_factor or p.mscale), "llama.cpp's yarn has "
+        .. "no such setting")
+    end
+    add("rope.scaling.original_context_length", "uint32", p.original_max_position_embeddings)
+    if p.beta_fast then add("rope.scaling.yarn_beta_fast", "float32", p.beta_fast) end
+    if p.beta_slow then add("rope.scaling.yarn_beta_slow", "float32", p.beta_slow) end
+  elseif p.rope_type == "dynamic" then
+    settings.refuse("save_gguf", "rope_type", "dynamic", "llama.cpp has no such rotary embedding")
+  end
+  add("rope.freq_base", "float32", p.rope_theta)
+  add("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps)
+  if config.head_dim then
+    add("attention.key_length", "uint32", D)
+    add("attention.value_length", "uint32", D)
+  end
+  return p, D
+end
+
+-- Factors that divide the frequencies, for the tensor rope_freqs.weight; nil: none.
+local function factors(p, D, config)
+  if p.rope_type == "longrope" then
+    if p.attention_factor ~= 1 then
+      settings.refuse("save_gguf", "attention_factor", p.attention_factor, "llama.cpp has no such setting here")
+    end
+    return p.short_factor
+  end
+  if p.rope_type ~= "llama3" then return nil end
+  local list, plain = {}, rope.frequencies({ rope_type = "default", rope_theta = p.rope_theta }, D, 0, 0)
+  for i, one in ipairs((rope.frequencies(p, D, config.max_position_embeddings, 0))) do list[i] = plain[i] / one end
+  return list
+end
+
+-- The entries of the metadata besides the tokenizer, and the factors of rotary frequencies.
+local function entries_of(model, arch_name, arch, kind, parameters, name)
+  local config, entries = model.config, {}
+  local function general(key, type, value) entries[#entries + 1] = { key, type, value } end
+  local function add(key, type, value) general(arch_name .. "." .. key, type, value) end
+  general("general.architecture", "string", arch_name)
+  general("general.type", "string", "model")
+  general("general.name", "string", name)
+  general("general.size_label", "string", size_label(parameters))
+  local list
+  if arch.model_type == "gpt2" then
+    add("block_count", "uint32", config.n_layer)
+    add("context_length", "uint32", config.n_positions)
+    add("embedding_length", "uint32", config.n_embd)
+    add("feed_forward_length", "uint32", config.n_inner or 4 * config.n_embd)
+    add("attention.head_count", "uint32", config.n_head)
+    add("attention.layer_norm_epsilon", "float32", config.layer_norm_epsilon)
+  elseif arch.model_type == "bert" then
+    add("block_count", "uint32", config.num_hidden_layers)
+    add("context_length", "uint32", config.max_position_embeddings)
+    add("embedding_length", "uint32", config.hidden_size)
+    add("feed_forward_length", "uint32", config.intermediate_size)
+    add("attention.head_count", "uint32", config.num_attention_heads)
+    add("attention.layer_norm_epsilon", "float32", config.layer_norm_eps)
+    add("attention.causal", "bool", false)
+  else
+    local p, D = decoder_entries(add, config)
+    list = factors(p, D, config)
+    if config.sliding_window and model.family.model_type == "mistral" then
+      add("attention.sliding_window", "uint32", config.sliding_window)
+    end
+  end
+  general("general.file_type", "uint32", TYPES[kind][2])
+  if arch_name == "llama" then
+    add("vocab_size", "uint32", config.vocab_size)
+    add("rope.dimension_count", "uint32", config.head_dim or config.hidden_size / config.num_attention_heads)
+  end
+  general("general.quantization_version", "uint32", 2)
+  return entries, list
+end
+
+-- The settings that a model may not have, since a GGUF file cannot say them.
+local function check_model(model, arch)
+  local config, fine = model.config, { llama = "silu", gpt2 = "gelu_new", bert = "gelu" }
+  local key = arch.model_type == "gpt2" and "activation_function" or "hidden_act"
+  local want = fine[arch.model_type] or "silu"
+  local same = { gelu_new = { gelu_pytorch_tanh = true, gelu_fast = true } }
+  if config[key] ~= want and not (same[want] and same[want][config[key]]) and not (want == "silu"
+    and config[key] == "swish") then
+    settings.refuse("save_gguf", key, config[key], ("llama.cpp has only %s in this architecture"):format(want))
+  end
+  if arch.model_type ~= "bert" and not model.generate then
+    settings.refuse("save_gguf", "class", model.class_name, "only language models can be written")
+  end
+  if arch.model_type == "bert" and model.class_name ~= "BertModel" then
+    settings.refuse("save_gguf", "class", model.class_name, "only BertModel can be written")
+  end
+end
+
+-- The entries of save.whole as tensors of the file: {name, type, shape, heads, transposed}, by their own names.
+local function declared(model, arch, entries, kind)
+  local config, list, by_name, parameters = model.config, {}, {}, 0
+  local layers = config.num_hidden_layers or config.n_layer
+  local tied = not (model.lm_head and arch.model_type ~= "bert")
+  for _, entry in ipairs(entries) do
+    local own, rows, layer = names.to_gguf(arch, entry.name)
+    if not own and not (arch.model_type == "bert" and entry.name:match "pooler%.") then
+      error(("save_gguf: GGUF's architecture of %s has no tensor for '%s'"):format(model.class_name, entry.name))
+    end
+    if own then
+      local shape = { unpack(entry.shape) }
+      local one = { name = own, shape = shape, transposed = rows == "swapped" }
+      if rows == "heads" then one.heads = config.num_attention_heads
+      elseif rows == "groups" then one.heads = config.num_key_value_heads or config.num_attention_heads
+      end
+      one.type = type_of(kind, own, one.transposed and { shape[2], shape[1] } or shape, layer, layers, tied)
+      list[#list + 1], by_name[entry.name] = one, one
+      parameters = parameters + entry.numel
+    end
+  end
+  return list, by_name, parameters
+end
+
+-- The name of a model for general.name: that of its folder or file.
+local function name_of(model, path)
+  local source = model.source or path
+  return (source:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""))
+end
+
+local OPTIONS = { type = "string", name = "string", pre = "string" }
+
+--- Writes a model. All ranks call it; an error of one is an error of all and leaves no file.
+---@param model ps.pretrained.Model
+---@param engine ps.Engine? the engine that holds the model
+---@param path string
+---@param options? {type?: string, name?: string, pre?: string} type: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m" or
+---  "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the name in llama.cpp of the
+---  rule by which the tokenizer cuts texts
+function gguf.save(model, engine, path, options)
+  caller.typed(path, "string", "save_gguf: the path")
+  options = caller.options(options, "save_gguf", OPTIONS)
+  local kind = options.type or "f16"
+  caller.one_of(kind, TYPES, "save_gguf: type")
+  local arch_name, arch = names.of_model_type(model.family.model_type)
+  if not arch then
+    settings.refuse("save_gguf", "model_type", model.family.model_type, "there is no architecture of GGUF for it here")
+  end
+  check_model(model, arch)
+  local whole = engine or model
+  local held = handle.of(whole)
+  if held and held.micro > 0 and not held.torn then
+    error("save_gguf writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
+  end
+  local group = save.group_of(whole)
+  agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
+  agree.run(group, function() return save.entries(whole) end)          -- an error here is an error on all ranks
+  local all = save.whole(whole)
+  local list, by_name, parameters = declared(model, arch, all, kind)
+  local meta, stretched = entries_of(model, arch_name, arch, kind, parameters, options.name or name_of(model, path))
+  local plain = #meta
+  agree.run(group, function()
+    for _, one in ipairs(vocabulary.entries(model.source, model.config, options.pre)) do meta[#meta + 1] = one end
+  end)
+  if #meta == plain and not model.quiet and (not group or group:rank() == 0) then
+    io.stderr:write(("save_gguf: %s has no tokenizer, and llama.cpp does not run a file without one\n"):format(
+      model.source or "the model"))
+  end
+  local kept = {}
+  for _, entry in ipairs(all) do if by_name[entry.name] then kept[#kept + 1] = entry end end
+  if stretched then
+    table.insert(list, 1, { name = "rope_freqs.weight", type = "F32", shape = { #stretched } })
+  end
+  local dtypes = {}
+  for _, entry in ipairs(kept) do dtypes[entry.name] = entry.dtype end
+  save.write(path, kept, function()
+    local writer = writing.open(path, meta, list)
+    if stretched then
+      writer:append("rope_freqs.weight", "fp32", floats(#stretched, stretched), #stretched)
+    end
+    local function append(_, name, data, nbytes)
+      local dtype = dtypes[name]
+      local each = tonumber(C.ps_dtype_size(native.dtype_code(dtype)))
+      writer:append(by_name[name].name, dtype, data, tonumber(nbytes) / each)
+    end
+    return { append = append, commit = function() writer:commit() end, close = function() writer:close() end }
+  end, group)
+end
+
+return gguf

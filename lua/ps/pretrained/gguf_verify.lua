@@ -1,0 +1,105 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Compares a GGUF file with the model that it was made from: both run over the same text, and the distributions of the
+-- next token are compared. A certificate says how far they are from each other.
+local caller = require "ps.core.caller"
+local create = require "ps.tensor.create"
+local scope = require "ps.core.scope"
+local F = require "ps.tensor.functional"
+local error = caller.error
+
+local verify = {}
+
+local WINDOW = 256                                         -- tokens that are compared at once
+-- The largest mean KL divergence, and the least share of positions with the same likeliest token, by the largest block
+-- type in the file. They hold for models that were not trained for few bits; a damaged export is far outside of them.
+local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
+  Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
+  Q4_0 = { 0.3, 0.75 } }
+local OTHER = { 0.5, 0.6 }
+
+--- The text that is used if none is given.
+verify.TEXT = [[
+The river rises in the hills to the north of the town, where the rain of the winter months is held by peat and moss. It
+runs south for some forty miles before it meets the sea. For most of that way it is slow and wide, and small boats carry
+grain, timber and wool between the villages on its banks. In the year 1847 a company built a railway along the valley,
+and within ten years most of the boats were gone. The old warehouses still stand. Some of them are homes now, and one
+holds a museum in which visitors can see the tools of the boat builders.
+
+To compute the mean of a list of numbers, add the numbers and divide the sum by how many there are. In Python:
+
+def mean(values):
+    if not values:
+        raise ValueError("the mean of an empty list is not defined")
+    return sum(values) / len(values)
+
+Question: What is the capital of France? Answer: The capital of France is Paris. Question: How many days does a week
+have? Answer: A week has seven days. Question: Which gas do plants take from the air? Answer: Plants take carbon dioxide
+from the air, and with water and the light of the sun they make sugar and oxygen.
+
+"I have been told," she said, "that the letter never arrived." He looked at the table for a while before he answered.
+"It did arrive," he said at last, "but nobody here could read it, and so it was put away with the other papers. I found
+it this morning."
+]]
+
+-- Logits [T, V] of ids in fp32.
+local function log_probabilities(model, ids)
+  local logits = model({ input_ids = ids }).logits
+  return F.log_softmax(logits:reshape(logits:size(1), logits:size(2)):to("fp32"), -1)
+end
+
+---@class ps.gguf.Certificate
+---@field tokens integer positions that were compared
+---@field mean_kl number the mean over positions of KL(reference || file), in nats
+---@field max_kl number
+---@field top1 number the share of positions at which both have the same likeliest token
+---@field perplexity number of the file's model over the text
+---@field reference_perplexity number
+---@field limit_kl number the largest mean_kl that passes
+---@field limit_top1 number the least top1 that passes
+---@field pass boolean
+
+--- Compares two language models over ids of a text.
+---@param model ps.pretrained.Model of the file
+---@param reference ps.pretrained.Model
+---@param ids integer[]
+---@param limits number[] the largest mean KL divergence, the least share of equal likeliest tokens
+---@return ps.gguf.Certificate
+function verify.compare(model, reference, ids, limits)
+  local n, kl, worst, same, nll, nll_reference = 0, 0, 0, 0, 0, 0
+  if #ids < 2 then error("verify: the text has fewer than two tokens") end
+  local config = model.config
+  local window = math.min(WINDOW, config.max_position_embeddings or config.n_positions)
+  for first = 1, #ids - 1, window do
+    local last = math.min(first + window, #ids)
+    local part = {}
+    for i = first, last do part[#part + 1] = ids[i] end
+    scope.scope(scope.no_grad, function()
+      local x = create.tensor({ { unpack(part, 1, #part - 1) } }, { dtype = "int32" })
+      local y = create.tensor({ unpack(part, 2) }, { dtype = "int32" }):reshape(-1, 1)
+      local a, b = log_probabilities(reference, x), log_probabilities(model, x)
+      local each = (a:exp() * (a - b)):sum(-1)
+      n, kl = n + #part - 1, kl + each:sum():item()
+      worst = math.max(worst, each:max():item())
+      same = same + (a:argmax(-1) - b:argmax(-1)):eq(0):to("fp32"):sum():item()
+      nll, nll_reference = nll - b:gather(-1, y):sum():item(), nll_reference - a:gather(-1, y):sum():item()
+    end)
+  end
+  local mean, share = math.max(kl / n, 0), same / n
+  local fine = mean <= limits[1] and share >= limits[2]
+  return { tokens = n, mean_kl = mean, max_kl = worst, top1 = share, perplexity = math.exp(nll / n),
+    reference_perplexity = math.exp(nll_reference / n), limit_kl = limits[1], limit_top1 = limits[2], pass = fine }
+end
+
+--- The limits for a file: those of the type with the widest limits among its tensors.
+---@param file ps.Gguf
+---@return number[]
+function verify.limits(file)
+  local widest = LIMITS.F32
+  for _, name in ipairs(file:names()) do
+    local limits = LIMITS[file:type(name)] or OTHER
+    if limits[1] > widest[1] then widest = limits end
+  end
+  return widest
+end
+
+return verify

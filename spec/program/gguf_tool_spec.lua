@@ -1,0 +1,83 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/gguf.lua: what it prints of a file, conversions in both directions, and certificates.
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local json = require "cjson"
+local paths = require "ps.paths"
+local tokens = require "spec.tokenizer_lib"
+
+local function run(options)
+  local p = assert(io.popen(("'%s' '%s'/tools/gguf.lua %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, options)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
+-- The JSON on the last line of an output, before which notes about a small vocabulary stand.
+local function last_object(out) return json.decode(out:match "([^\n]*)\n$") end
+
+describe("tools/gguf.lua", function()
+  local folder, file
+  setup(function()
+    folder = tokens.gpt2 { { "a", "b" } }
+    file = folder .. "/x.gguf"
+    ps.manual_seed(1)
+    gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
+  end)
+  teardown(function() tokens.remove(folder) end)
+
+  it("converts a folder to a file, and the file to a folder", function()
+    local out, code = run(("convert %s --out %s --type f32 --name Tiny"):format(folder, file))
+    assert.equal(0, code, out)
+    out, code = run(("info %s --json"):format(file))
+    assert.equal(0, code, out)
+    local info, meta, found = json.decode(out), {}, {}
+    for _, one in ipairs(info.metadata) do meta[one.key] = one.value end
+    for _, one in ipairs(info.tensors) do found[one.name] = one end
+    assert.equal("gpt2", meta["general.architecture"])
+    assert.equal("Tiny", meta["general.name"])
+    assert.equal("gpt-2", meta["tokenizer.ggml.pre"])
+    assert.equal(300, #meta["tokenizer.ggml.tokens"])
+    assert.same({ 300, found["token_embd.weight"].shape[2] }, found["token_embd.weight"].shape)
+    assert.equal("F32", found["token_embd.weight"].type)
+    out, code = run(("info %s"):format(file))
+    assert.equal(0, code, out)
+    assert.truthy(out:find("general.architecture", 1, true) and out:find("token_embd.weight", 1, true), out)
+    local back = folder .. "/back"
+    out, code = run(("convert %s --out %s"):format(file, back))
+    assert.equal(0, code, out)
+    local ids = ps.tensor({ { 1, 2, 3, 4 } }, "int32")
+    local function logits(from)
+      return ps.no_grad(function() return ps.from_pretrained(from, { quiet = true })({ input_ids = ids }).logits end)
+    end
+    assert.equal(0, (logits(folder) - logits(back)):abs():max():item())
+    local tok = ps.tokenizer.from_pretrained(back)
+    assert.same(ps.tokenizer.from_pretrained(folder):encode "abba b", tok:encode "abba b")
+  end)
+
+  it("verifies a file against its model, and says when it is another one", function()
+    run(("convert %s --out %s --type q8_0"):format(folder, file))
+    local out, code = run(("verify %s --against %s --json"):format(file, folder))
+    assert.equal(0, code, out)
+    local c = last_object(out)
+    assert.truthy(c.pass and c.same_ids)
+    assert.truthy(c.mean_kl > 0 and c.mean_kl < 1e-3 and c.max_kl >= c.mean_kl, out)
+    assert.truthy(c.top1 > 0.9 and math.abs(c.perplexity / c.reference_perplexity - 1) < 0.01, out)
+    local other = tokens.gpt2 { { "a", "b" } }
+    ps.manual_seed(2)
+    gpt2.new("tiny", { vocab_size = 300, n_positions = 128, initializer_range = 0.5 }):save_pretrained(other)
+    out, code = run(("verify %s --against %s"):format(file, other))
+    assert.equal(2, code, out)
+    assert.truthy(out:find("FAIL", 1, true), out)
+    tokens.remove(other)
+  end)
+
+  it("says what is wrong with a file or an option, in a line", function()
+    local out, code = run(("info %s/config.json"):format(folder))
+    assert.truthy(code == 1 and out:find("not a GGUF file", 1, true), out)
+    out, code = run(("convert %s --out %s/dir --type q8_0"):format(folder, folder))
+    assert.truthy(code == 1 and out:find("--type is for a file", 1, true), out)
+    out, code = run(("quantize %s --out %s --type q9"):format(folder, file))
+    assert.truthy(code == 1 and out:find("q4_k_m", 1, true), out)
+  end)
+end)
