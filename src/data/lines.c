@@ -6,6 +6,7 @@
 #include "io/file.h"
 #include "ps.h"
 #include <stdbool.h>
+#include <stddef.h>
 #include <string.h>
 
 enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
@@ -19,8 +20,15 @@ typedef struct mark {
 typedef struct head {       /* of a file of marks; little-endian, as every machine this runs on */
     char magic[8];
     int64_t nbytes, written, count, nmarks;
-    uint64_t sum;           /* XXH3 of the marks */
+    uint64_t sum;           /* of the fields above and of the marks: sum_of */
 } head;
+
+/* The checksum of a file of marks: XXH3 of the head's other fields and of the marks. */
+static uint64_t sum_of(const head *h, const mark *marks)
+{
+    uint64_t both[2] = { ps_xxh3(h, offsetof(head, sum)), ps_xxh3(marks, h->nmarks * (int64_t)sizeof *marks) };
+    return ps_xxh3(both, sizeof both);
+}
 
 struct ps_lines {
     ps_map map;
@@ -104,7 +112,9 @@ static int read_marks(ps_lines *l, const char *index)
         l->marks = ps_alloc((size_t)h.nmarks * sizeof(mark));
         if (!l->marks) rc = ps_fail_nomem((size_t)h.nmarks * sizeof(mark));
         good = rc >= 0 && ps_map_read(&map, sizeof h, l->marks, h.nmarks * (int64_t)sizeof(mark)) >= 0
-            && ps_xxh3(l->marks, h.nmarks * (int64_t)sizeof(mark)) == h.sum;
+            && sum_of(&h, l->marks) == h.sum;
+    } else if (good) {
+        good = sum_of(&h, NULL) == h.sum;
     }
     if (good) {
         l->count = h.count;
@@ -141,9 +151,9 @@ int ps_lines_save(const ps_lines *l, const char *index)
     PS_NEED(l);
     PS_NEED(index);
     int64_t nbytes = l->nmarks * (int64_t)sizeof(mark);
-    head h = { .nbytes = l->map.nbytes, .written = l->map.written, .count = l->count, .nmarks = l->nmarks,
-               .sum = ps_xxh3(l->marks, nbytes) };
+    head h = { .nbytes = l->map.nbytes, .written = l->map.written, .count = l->count, .nmarks = l->nmarks };
     memcpy(h.magic, MAGIC, sizeof MAGIC);
+    h.sum = sum_of(&h, l->marks);
     ps_tempfile file = PS_TEMPFILE_NONE;
     int rc = ps_tempfile_open(&file, index);
     if (rc >= 0) rc = ps_tempfile_reserve(&file, (int64_t)sizeof h + nbytes);

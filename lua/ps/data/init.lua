@@ -562,7 +562,7 @@ function data.windows(options)
 end
 
 data.table, data.format = tables.open, formats.recognise
-data.conversation, data.prompt = formats.conversation, formats.prompt
+data.conversation, data.prompt, data.ids = formats.conversation, formats.prompt, formats.ids
 
 exact.all(Tokens, "tokens:", true)
 exact.all(Loader, "loader:", true)
