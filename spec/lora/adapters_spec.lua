@@ -380,6 +380,43 @@ describe("an engine with an adapter", function()
   end)
 end)
 
+describe("a frozen weight", function()
+  local F = ps.F
+
+  -- The bytes that the tape keeps of fn's tensors after their headers are gone.
+  local function kept(fn)
+    ps.collect_all()
+    local before = ps.memory("cpu").used
+    local out = fn()
+    ps.collect_all()
+    local nbytes = ps.memory("cpu").used - before - out:nbytes()
+    out:sum():backward()
+    return nbytes
+  end
+
+  it("keeps no activations for its gradient", function()
+    local N, C = 256, 512
+    local first = ps.randn({ C, C }, { requires_grad = true })
+    local x = ps.randn { N, C }
+    for name, layer in pairs {
+      linear = function(h, w) return F.linear(h, w) end,
+      matmul = function(h, w) return h:matmul(w) end,
+      mul = function(h, w) return h * w:narrow(0, 0, N) end,
+    } do
+      for _, frozen in ipairs { false, true } do
+        local w = ps.randn({ C, C }, { requires_grad = not frozen })
+        local nbytes = kept(function() return layer(F.linear(x, first), w) end)
+        local want = frozen and 0 or N * C * 4
+        assert(math.abs(nbytes - want) < 65536, ("%s, frozen %s: %d, not %d"):format(name, tostring(frozen), nbytes,
+          want))
+        assert.equal(frozen, w:grad() == nil)
+        assert(first:grad():abs():sum():item() > 0)
+        first:set_grad(nil)
+      end
+    end
+  end)
+end)
+
 describe("freezing by names", function()
   it("takes patterns over whole parts of names, and prints a table", function()
     local m = made "gpt2"

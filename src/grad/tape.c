@@ -342,6 +342,15 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
+/* Whether a node's rule reads input i. Some inputs are read only for the gradient of another one: a frozen weight needs
+ * no activations. Call it after tape_add_edge for all inputs. */
+static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
+{
+    if (!(keeps >> i & 1)) return false;
+    int other = i < 8 ? row->saved_for[i] : -1;
+    return other < 0 || node->edges[other].node || node->edges[other].leaf;
+}
+
 int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor **out)
 {
     const ps_opinfo *row = ps_op(op);
@@ -354,7 +363,9 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     for (int i = 0; i < n_in; i++) {
         tape_add_edge(node, i, in[i]);
         if (in[i] && !tape_is_later(&node->edges[i])) node->side = false;
-        if (!in[i] || !(keeps >> i & 1)) continue;
+    }
+    for (int i = 0; i < n_in; i++) {
+        if (!in[i] || !reads_input(node, row, keeps, i)) continue;
         if (is_cheap(in[i])) {
             node->saved_in[i].cheap = in[i]->node;
             in[i]->node->refs++;

@@ -29,7 +29,17 @@ static ps_opinfo table[PS_OP_COUNT] = {
 #undef OP
 };
 
-static size_t word(const char *s) { return strcspn(s, " ?*~"); }
+static size_t word(const char *s) { return strcspn(s, " ?*~:"); }
+
+static int input_of(const ps_opinfo *op, const char *p, size_t n)
+{
+    int i = 0;
+    for (const char *q = op->ins; *q; q += strspn(q, " ?*"), i++) {
+        if (word(q) == n && !memcmp(p, q, n)) return i;
+        q += word(q);
+    }
+    return -1;
+}
 
 static void parse(ps_opinfo *op)
 {
@@ -49,13 +59,17 @@ static void parse(ps_opinfo *op)
         op->n_out++;
         p += n;
     }
+    memset(op->saved_for, -1, sizeof op->saved_for);
     for (const char *p = op->saved; *p; p += strspn(p, " ")) {
         bool ahead = *p == '+';
         size_t n = word(p += ahead);
-        int i = 0;
-        for (const char *q = op->ins; *q; q += strspn(q, " ?*"), i++) {
-            if (word(q) == n && !memcmp(p, q, n)) *(ahead ? &op->ahead_in : &op->saved_in) |= 1ull << i;
-            q += word(q);
+        int i = input_of(op, p, n);
+        if (i >= 0) *(ahead ? &op->ahead_in : &op->saved_in) |= 1ull << i;
+        if (p[n] == ':') {
+            size_t other = word(p + n + 1);
+            op->saved_for[i] = (int8_t)input_of(op, p + n + 1, other);
+            p += n + 1 + other;
+            continue;
         }
         i = 0;
         for (const char *q = op->outs; *q; q += strspn(q, " ~"), i++) {

@@ -109,6 +109,7 @@ typedef struct ps_opinfo {
     int n_in, n_out;                          /* n_in -1: any number */
     uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only if the step runs ahead */
     uint32_t saved_out, hidden_out;
+    int8_t saved_for[8];                      /* input i is saved only if this input wants a gradient; -1: always */
     const char *in_name[8];                   /* point into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
 const ps_opinfo *ps_op(int op);               /* op is in range */
