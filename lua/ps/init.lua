@@ -169,7 +169,7 @@ tensor.later(function()
   require "ps.tensor.composed"
 end)
 
-local lazy = { nn = "ps.nn", lora = "ps.lora", autograd = "ps.autograd", optim = "ps.optim",
+local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference", autograd = "ps.autograd", optim = "ps.optim",
   sched = "ps.optim.sched", data = "ps.data", chat = "ps.chat", tokenizer = "ps.tokenizer",
   checkpoints = "ps.checkpoints", train = "ps.train", evaluate = "ps.evaluate", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",

@@ -59,6 +59,10 @@ local CALLS = {
   { "F.attention_packed", "is_causal", "causal", function(o) F.attention_packed(ps.randn { 1, 2, 12 }, 2, o) end },
   { "lora.wrap", "alpa", "alpha", function(o) ps.lora.wrap(model(), o) end },
   { "lora.load", "nam", "name", function(o) ps.lora.load(model(), "/nowhere", o) end },
+  { "preference.wrap", "bta", "beta", function(o) ps.preference.wrap(gpt2.new "tiny", o) end },
+  { "preference.encode", "sq", "seq", function(o) ps.preference.encode({}, {}, o) end },
+  { "preference.batch", "pd", "pad", function(o) ps.preference.batch({}, o) end },
+  { "preference.reference", "pth", "path", function(o) ps.preference.reference(model(), {}, o) end },
   { "lora.merge_folder", "tsk", "task", function(o) ps.lora.merge_folder("a", "b", "c", o) end },
   { "unload_adapter", "mrge", "merge", function(o)
     local net = ps.nn.Sequential(ps.nn.Linear(3, 3))

@@ -1,0 +1,325 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Training on preferences: DPO (Rafailov et al. 2023, "Direct Preference Optimization") and IPO (Azar et al. 2023, "A
+-- General Theoretical Paradigm to Understand Learning from Human Preferences"), with the losses of TRL's DPOTrainer.
+--
+--   ps.preference.wrap(model, { beta = 0.1 })            -- calls of the model now return the loss of pairs
+--   local out = model(ps.preference.batch(pairs))        -- rows: chosen, rejected, chosen, rejected, ...
+--   out.loss:backward()
+--
+-- The log-probability of a row comes from the head's loss of that row, so the logits of all words never exist. The
+-- reference is the model without its adapter, or values that were computed once (preference.reference).
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local tensors = require "ps.tensor"
+local caller = require "ps.core.caller"
+local handle = require "ps.nn.handle"
+local parts = require "ps.nn.parts"
+local serialize = require "ps.io.serialize"
+local losses = require "ps.tensor.functional"
+local adapters_of = require "ps.lora.adapters"
+local lfs = require "lfs"
+local C = native.C
+local error = caller.error
+
+local preference = {}
+
+local IGNORED = -100
+
+-- -- log-probabilities ------------------------------------------------------------------------------------------------
+-- The sum of the log-probabilities of each row's targets, fp32 [rows], from the last part of a causal model: its loss
+-- is the mean over a row's targets.
+local function rows_of(last, carry, batch)
+  local targets, list = batch.targets, {}
+  local counts = targets:ne(IGNORED):to("fp32"):sum(1)                                    -- [rows]
+  for i = 0, targets:size(0) - 1 do
+    local one = {}
+    for key, value in pairs(batch) do one[key] = value end
+    one.targets = targets:narrow(0, i, 1)
+    list[i + 1] = last({ x = carry.x:narrow(0, i, 1) }, one).loss:reshape(1)
+  end
+  return tensors.cat(list, 0):to "fp32" * counts * -1, counts
+end
+
+-- -- the loss ---------------------------------------------------------------------------------------------------------
+local LOSSES = {
+  -- -log sigmoid(beta (chosen - rejected)), with label smoothing as in cDPO
+  sigmoid = function(chosen, rejected, _, how)
+    local z = (chosen - rejected) * how.beta
+    local smooth = how.label_smoothing
+    local loss = losses.softplus(z * -1)
+    return smooth == 0 and loss or loss * (1 - smooth) + losses.softplus(z) * smooth
+  end,
+  -- the squared distance of the difference of means per token from 1 / (2 beta)
+  ipo = function(chosen, rejected, counts, how)
+    local difference = chosen / counts.chosen:clamp(1, math.huge) - rejected / counts.rejected:clamp(1, math.huge)
+    return (difference - 1 / (2 * how.beta)) ^ 2
+  end,
+}
+
+-- Rows 0, 2, 4, ... (first 0) or 1, 3, 5, ... (first 1) of t [2 P].
+local function every_other(t, first) return t:reshape(-1, 2):select(1, first) end
+
+-- The outputs of a batch from the log-probabilities of the policy and of the reference, [2 P] each.
+local function outputs_of(log_probs, counts, reference, how)
+  local ratio = log_probs - reference:to "fp32"
+  local chosen, rejected = every_other(ratio, 0), every_other(ratio, 1)
+  local loss = LOSSES[how.loss_type](chosen, rejected,
+    { chosen = every_other(counts, 0), rejected = every_other(counts, 1) }, how):mean()
+  local won, lost = chosen:detach() * how.beta, rejected:detach() * how.beta
+  return { loss = loss, log_probs = log_probs:detach(), chosen_rewards = won, rejected_rewards = lost,
+    accuracy = won:gt(lost):to("fp32"):mean() }
+end
+
+-- -- the wrapped model ------------------------------------------------------------------------------------------------
+local OPTIONS = { beta = "number", loss_type = "string", label_smoothing = "number" }
+
+local function check_batch(given)
+  if type(given) ~= "table" or given.input_ids == nil or given.labels == nil then
+    error "preference: the model takes a batch by names, with input_ids and labels (ps.preference.batch makes one)"
+  end
+  if given.input_ids:size(0) % 2 ~= 0 then
+    error(("preference: %d rows are no pairs; rows are chosen, rejected, chosen, rejected, ..."):format(
+      given.input_ids:size(0)))
+  end
+end
+
+-- The batch that the model's own batch_of takes, and the reference's values.
+local function split(given)
+  local rest = {}
+  for key, value in pairs(given) do if key ~= "reference" then rest[key] = value end end
+  return rest, given.reference
+end
+
+-- The log-probabilities of the base model for a batch.
+local function of_base(model, run, given)
+  local adapters = adapters_of.of(model)
+  if not adapters or adapters.merged then
+    error("preference: the batch has no reference, and the model has no adapter to switch off: compute the reference "
+      .. "once, before training (ps.preference.reference)")
+  end
+  return scope.no_grad(model.disable_adapter, model, run, given)
+end
+
+--- Makes calls of a causal model return the loss of preferences. The model then takes batches of ps.preference.batch
+--- and returns a table of loss, log_probs [rows], chosen_rewards and rejected_rewards [pairs], and accuracy, the share
+--- of pairs whose chosen reward is higher. If a batch has no reference, the model without its adapter is the reference.
+--- In a pipeline a batch must have one. Generation works as before.
+---@param model ps.nn.Module a model with a causal head, usually with an adapter (ps.lora.wrap)
+---@param options? {beta?: number, loss_type?: "sigmoid"|"ipo", label_smoothing?: number} beta: default 0.1; loss_type:
+---  default "sigmoid", which is DPO
+---@return ps.nn.Module model
+function preference.wrap(model, options)
+  local given = caller.options(options, "preference.wrap", OPTIONS)
+  if handle.of(model) then
+    error "preference.wrap: ps.initialize made this model; wrap the module before, in model_func"
+  end
+  local how = { beta = given.beta or 0.1, loss_type = given.loss_type or "sigmoid",
+    label_smoothing = given.label_smoothing or 0 }
+  caller.one_of(how.loss_type, LOSSES, "preference.wrap: loss_type")
+  if how.beta <= 0 or how.beta ~= how.beta then
+    error(("preference.wrap: beta = %.14g; it must be above 0"):format(how.beta))
+  end
+  if not (how.label_smoothing >= 0 and how.label_smoothing < 0.5) then
+    error(("preference.wrap: label_smoothing = %.14g; it must be in [0, 0.5)"):format(how.label_smoothing))
+  end
+  if type(model.parts) ~= "function" or type(model.head) ~= "function" then
+    error(("preference.wrap: %s is not a causal language model of models/"):format(tostring(model.class_name)))
+  end
+  local parts_of, batch_of = model.parts, model.batch_of
+  rawset(model, "parts", function(self)
+    local list = parts_of(self)
+    local last, n = list[#list], #list
+    list[n] = { name = last.name, modules = last.modules, forward = function(carry, batch)
+      if not batch.pairs then return last.forward(carry, batch) end
+      local log_probs, counts = rows_of(last.forward, carry, batch)
+      if batch.pairs == "rows" then return { log_probs = log_probs } end
+      if batch.reference == nil then
+        error "preference: in a pipeline each batch needs a reference (ps.preference.reference computes it)"
+      end
+      return outputs_of(log_probs, counts, batch.reference, how)
+    end }
+    return list
+  end)
+  rawset(model, "batch_of", function(self, named, ...)
+    if type(named) ~= "table" or named.labels == nil then return batch_of(self, named, ...) end
+    check_batch(named)
+    local rest, reference = split(named)
+    local batch = batch_of(self, rest)
+    batch.pairs, batch.reference = true, reference
+    return batch
+  end)
+  local forward = model.forward
+  rawset(model, "forward", function(self, named, ...)
+    if type(named) ~= "table" or named.labels == nil then return forward(self, named, ...) end
+    local batch, list = self:batch_of(named), self:parts()
+    if batch.reference == nil then
+      batch.reference = of_base(self, function()
+        local rows = {}
+        for key, value in pairs(batch) do rows[key] = value end
+        rows.pairs = "rows"
+        return parts.fold(list, rows).log_probs
+      end)
+    end
+    return parts.fold(list, batch)
+  end)
+  local splits = {}
+  for key, value in pairs(model.split_inputs or {}) do splits[key] = value end
+  splits.reference = "rows"
+  rawset(model, "split_inputs", splits)
+  rawset(model, "count_targets", function(_, named) return type(named) == "table" and named.input_ids:size(0) / 2 end)
+  return model
+end
+
+-- -- batches ----------------------------------------------------------------------------------------------------------
+---@class ps.preference.Pair
+---@field prompt integer[] ids
+---@field chosen integer[] ids after the prompt
+---@field rejected integer[]
+
+local ENCODE = { seq = "whole", date = "string" }
+
+-- The ids of a text or of messages. opens: the header of the model's turn follows.
+local function ids_of(tokenizer, value, opens, date)
+  if type(value) == "string" then return tokenizer:encode(value) end
+  return tokenizer:apply_chat_template(value, { add_generation_prompt = opens, date = date })
+end
+
+local function joined(prompt, answer)
+  if type(prompt) ~= type(answer) then
+    error(("preference.encode: the prompt is a %s and the answer a %s; both are texts, or both lists of messages")
+      :format(type(prompt), type(answer)))
+  end
+  if type(prompt) == "string" then return prompt .. answer end
+  local list = { unpack(prompt) }
+  for _, message in ipairs(answer) do list[#list + 1] = message end
+  return list
+end
+
+-- The messages that two conversations have in common, and the rest of each.
+local function common_prompt(chosen, rejected)
+  local n = 0
+  while chosen[n + 1] and rejected[n + 1] and chosen[n + 1].role == rejected[n + 1].role
+    and chosen[n + 1].content == rejected[n + 1].content do n = n + 1 end
+  return { unpack(chosen, 1, n) }, { unpack(chosen, n + 1) }, { unpack(rejected, n + 1) }
+end
+
+local function cut(list, first, n) return { unpack(list, first, math.min(#list, n)) } end
+
+--- The ids of a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages, or only
+--- chosen and rejected, two conversations that begin alike. An answer begins where the ids of both differ from those of
+--- the prompt. Rows of more than seq ids lose the last ones.
+---@param tokenizer ps.Tokenizer
+---@param row {prompt?: string|table[], chosen: string|table[], rejected: string|table[]}
+---@param options? {seq?: integer, date?: string}
+---@return ps.preference.Pair? pair nil: the prompt alone has seq ids
+function preference.encode(tokenizer, row, options)
+  local given = caller.options(options, "preference.encode", ENCODE)
+  caller.typed(row, "table", "preference.encode: the row")
+  local prompt, chosen, rejected = row.prompt, row.chosen, row.rejected
+  if chosen == nil or rejected == nil then
+    error "preference.encode: a row needs chosen and rejected, and usually prompt"
+  end
+  if prompt == nil and type(chosen) == "table" then prompt, chosen, rejected = common_prompt(chosen, rejected) end
+  prompt = prompt or ""
+  local start = ids_of(tokenizer, prompt, true, given.date)
+  local one = ids_of(tokenizer, joined(prompt, chosen), false, given.date)
+  local other = ids_of(tokenizer, joined(prompt, rejected), false, given.date)
+  local n = 0
+  while start[n + 1] and start[n + 1] == one[n + 1] and start[n + 1] == other[n + 1] do n = n + 1 end
+  local seq = given.seq or math.huge
+  if n >= seq then return nil end
+  local pair = { prompt = cut(start, 1, n), chosen = cut(one, n + 1, seq), rejected = cut(other, n + 1, seq) }
+  if #pair.chosen == 0 or #pair.rejected == 0 then error "preference.encode: an answer of the row has no ids" end
+  return pair
+end
+
+local BATCH = { pad = "whole", reference = "table" }
+
+--- A batch of pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen answer of
+--- pair i, row 2 i + 1 the rejected one.
+---@param list ps.preference.Pair[]
+---@param options? {pad?: integer, reference?: number[][]} pad: default 0; reference: by pair, the log-probabilities of
+---  the chosen and the rejected answer
+---@return table batch
+function preference.batch(list, options)
+  local given = caller.options(options, "preference.batch", BATCH)
+  local rows, longest, reference = {}, 1, given.reference and {}
+  for i, pair in ipairs(list) do
+    for k, answer in ipairs { pair.chosen, pair.rejected } do
+      local row = { ids = { unpack(pair.prompt) }, first = #pair.prompt }
+      for _, id in ipairs(answer) do row.ids[#row.ids + 1] = id end
+      rows[#rows + 1], longest = row, math.max(longest, #row.ids)
+      if reference then reference[#rows] = given.reference[i][k] end
+    end
+  end
+  if #rows == 0 then error "preference.batch: the list of pairs is empty" end
+  local ids, labels, mask = {}, {}, {}
+  for i, row in ipairs(rows) do
+    ids[i], labels[i], mask[i] = {}, {}, {}
+    for t = 1, longest do
+      ids[i][t], mask[i][t] = row.ids[t] or given.pad or 0, row.ids[t] and 1 or 0
+      labels[i][t] = t > row.first and row.ids[t] or IGNORED
+    end
+  end
+  return { input_ids = create.tensor(ids, "int32"), labels = create.tensor(labels, "int32"),
+    attention_mask = create.tensor(mask, "int32"), reference = reference and create.tensor(reference, "fp32") or nil }
+end
+
+-- -- a cache of the reference -----------------------------------------------------------------------------------------
+local REFERENCE = { batch = "whole", pad = "whole", path = "string" }
+
+-- A number that changes with any id of the pairs.
+local function hash_of(list)
+  local texts = {}
+  for i, pair in ipairs(list) do
+    texts[i] = table.concat(pair.prompt, " ") .. "|" .. table.concat(pair.chosen, " ") .. "|"
+      .. table.concat(pair.rejected, " ")
+  end
+  local text = table.concat(texts, "\n")
+  return bit.tohex(C.ps_xxh3(text, #text))
+end
+
+--- The log-probabilities of all pairs under the model as it is now, without its adapter if it has one. Pass them to
+--- ps.preference.batch. They are computed once: with `path` they are written to a safetensors file, and read from it if
+--- it is there. A file of other pairs is an error.
+---@param model ps.nn.Module|ps.Engine after preference.wrap
+---@param list ps.preference.Pair[]
+---@param options? {batch?: integer, pad?: integer, path?: string} batch: pairs per call, default 4
+---@return number[][] reference by pair: {chosen, rejected}
+function preference.reference(model, list, options)
+  local given = caller.options(options, "preference.reference", REFERENCE)
+  local hash, values = hash_of(list), {}
+  local module = handle.module(model)
+  if given.path and lfs.attributes(given.path, "mode") then
+    local state = serialize.load(given.path)
+    if not state["pairs." .. hash] then
+      error(("preference.reference: %s has values of other pairs; remove the file, or name another one"):format(
+        given.path))
+    end
+    return state["pairs." .. hash]:tolist()
+  end
+  local adapters, was = adapters_of.of(module), nil
+  if adapters then
+    was = adapters.active
+    adapters:activate(nil)
+  end
+  local ok, problem = pcall(function()
+    for first = 1, #list, given.batch or 4 do
+      scope.scope(function()
+        local some, zeros = {}, {}
+        for i = first, math.min(#list, first + (given.batch or 4) - 1) do
+          some[#some + 1], zeros[#zeros + 1] = list[i], { 0, 0 }
+        end
+        local out = scope.no_grad(model, preference.batch(some, { pad = given.pad, reference = zeros }))
+        for _, row in ipairs(out.log_probs:reshape(-1, 2):tolist()) do values[#values + 1] = row end
+      end)
+    end
+  end)
+  if adapters then adapters:activate(was) end
+  if not ok then error(problem, 0) end
+  if given.path then serialize.save({ ["pairs." .. hash] = create.tensor(values, "fp32") }, given.path) end
+  return values
+end
+
+return preference
