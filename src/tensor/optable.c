@@ -29,7 +29,7 @@ static ps_opinfo table[PS_OP_COUNT] = {
 #undef OP
 };
 
-static size_t word(const char *s) { return strcspn(s, " ?*~:"); }
+static size_t word(const char *s) { return strcspn(s, " ?*~"); }
 
 static int input_of(const ps_opinfo *op, const char *p, size_t n)
 {
@@ -59,18 +59,11 @@ static void parse(ps_opinfo *op)
         op->n_out++;
         p += n;
     }
-    memset(op->saved_for, -1, sizeof op->saved_for);
     for (const char *p = op->saved; *p; p += strspn(p, " ")) {
         bool ahead = *p == '+';
         size_t n = word(p += ahead);
         int i = input_of(op, p, n);
         if (i >= 0) *(ahead ? &op->ahead_in : &op->saved_in) |= 1ull << i;
-        if (p[n] == ':') {
-            size_t other = word(p + n + 1);
-            op->saved_for[i] = (int8_t)input_of(op, p + n + 1, other);
-            p += n + 1 + other;
-            continue;
-        }
         i = 0;
         for (const char *q = op->outs; *q; q += strspn(q, " ~"), i++) {
             if (word(q) == n && !memcmp(p, q, n)) op->saved_out |= 1u << i;
@@ -80,9 +73,27 @@ static void parse(ps_opinfo *op)
     }
 }
 
+/* Saved inputs (column `saved` of ops.def) that the gradient rule reads only for the gradient of another input. A frozen
+ * weight then keeps no activations. */
+static const struct {
+    int op;
+    const char *input, *other;
+} narrowed[] = {
+    { PS_OP_linear, "x", "w" }, { PS_OP_linear, "w", "x" }, { PS_OP_matmul, "a", "b" }, { PS_OP_matmul, "b", "a" },
+    { PS_OP_mul, "a", "b" },    { PS_OP_mul, "b", "a" },    { PS_OP_mlp, "x", "w1" },   { PS_OP_mlp, "w1", "x" },
+};
+
 static void parse_all(void)
 {
-    for (int i = 0; i < PS_OP_COUNT; i++) parse(&table[i]);
+    for (int i = 0; i < PS_OP_COUNT; i++) {
+        memset(table[i].saved_for, -1, sizeof table[i].saved_for);
+        parse(&table[i]);
+    }
+    for (size_t k = 0; k < sizeof narrowed / sizeof *narrowed; k++) {
+        ps_opinfo *op = &table[narrowed[k].op];
+        int i = input_of(op, narrowed[k].input, strlen(narrowed[k].input));
+        op->saved_for[i] = (int8_t)input_of(op, narrowed[k].other, strlen(narrowed[k].other));
+    }
 }
 
 const ps_opinfo *ps_op(int op)

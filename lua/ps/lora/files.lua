@@ -5,6 +5,7 @@ local native = require "ps.core.ffi"
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
+local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
 local scope = require "ps.core.scope"
 local sharded = require "ps.nn.sharded"
@@ -153,6 +154,15 @@ function files.open(model, adapters, path, other_base, base)
   return file, trained
 end
 
+-- Reads a tensor of the file, as load_state_dict does: on meta (ps.deferred) it is noted for later.
+local function read_into(file, name, tensor)
+  local held = hooks.ask("load", tensor, file, name)
+  local to = held and held.to or tensor
+  if held and held.elsewhere then return end
+  scope.no_grad(sharded.read, file, name, to, tensor)
+  if held then held:loaded(tensor) end
+end
+
 local LOAD = { name = "string", trainable = "boolean", other_base = "boolean", dropout = "number" }
 
 --- Loads an adapter that PEFT or psluajit wrote into a model, and activates it.
@@ -173,7 +183,7 @@ function files.load(model, path, options)
     check_base(rawget(model, "source"), file, path, given.other_base)
     adapters = adapters_of.add(model, name, spec)
     for _, entry in ipairs(plan(model, adapters, name, file, at)) do
-      scope.no_grad(sharded.read, file, entry.from, entry.tensor, entry.tensor)
+      read_into(file, entry.from, entry.tensor)
     end
   end)
   file:close()

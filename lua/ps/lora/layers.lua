@@ -252,7 +252,8 @@ end
 ---@param layer ps.nn.Module
 ---@param name string
 function layers.reset_magnitude(layer, name)
-  if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" then return end
+  local deferred = native.recorder ~= nil                  -- ps.deferred: the values are computed later
+  if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" and not deferred then return end
   local magnitude = layer.lora_magnitude_vector[name].weight
   scope.no_grad(function() magnitude:copy_(norm_of(layer, name)) end)
 end
