@@ -169,8 +169,8 @@ tensor.later(function()
   require "ps.tensor.composed"
 end)
 
-local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference", autograd = "ps.autograd", optim = "ps.optim",
-  sched = "ps.optim.sched", data = "ps.data", chat = "ps.chat", tokenizer = "ps.tokenizer",
+local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference", autograd = "ps.autograd",
+  optim = "ps.optim", sched = "ps.optim.sched", data = "ps.data", chat = "ps.chat", tokenizer = "ps.tokenizer",
   checkpoints = "ps.checkpoints", train = "ps.train", evaluate = "ps.evaluate", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",

@@ -417,6 +417,26 @@ describe("a frozen weight", function()
   end)
 end)
 
+describe("ps.recompute", function()
+  it("keeps tensors of a table among the arguments until backward", function()
+    local w = ps.randn({ 64, 64 }, { requires_grad = true })
+    local x = ps.randn { 512, 64 }
+    local grads = {}
+    for _, again in ipairs { false, true } do
+      ps.manual_seed(4)
+      local y = ps.scope(function()
+        local batch = { cos = ps.randn { 512, 64 } * 2 }
+        local function block(t, given) return (t:matmul(w) * given.cos):tanh() end
+        return again and ps.recompute(block, x, batch) or block(x, batch)
+      end)
+      y:sum():backward()
+      grads[#grads + 1] = w:grad():clone():keep()
+      w:set_grad(nil)
+    end
+    assert.equal(0, (grads[1] - grads[2]):abs():amax():item())
+  end)
+end)
+
 describe("freezing by names", function()
   it("takes patterns over whole parts of names, and prints a table", function()
     local m = made "gpt2"

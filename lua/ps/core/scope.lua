@@ -301,10 +301,14 @@ function M.recompute(fn, ...)
     C.ps_segment_cancel(ctx)
     error(results, 0)
   end
-  local ins, n_in = {}, 0
+  local ins, n_in, inner = {}, 0, {}
   for i = 1, segment.args.n do
-    if is_tensor(segment.args[i]) then ins[n_in], n_in = segment.args[i], n_in + 1 end
+    local value = segment.args[i]
+    if is_tensor(value) then ins[n_in], n_in = value, n_in + 1
+    elseif type(value) == "table" and getmetatable(value) == nil then gather(inner, value, 3) end
   end
+  -- Tensors in plain tables, such as a batch's, outlive the scope that made them, as tensors among the arguments do.
+  for _, t in ipairs(inner) do ins[n_in], n_in = t, n_in + 1 end
   local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
   for i = 1, results.n do
