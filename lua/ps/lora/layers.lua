@@ -18,6 +18,7 @@ local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local init = require "ps.nn.weights"
 local functional = require "ps.tensor.functional"
+local parallel = require "ps.lora.parallel"
 local ops = native.ops
 
 local layers = {}
@@ -38,6 +39,7 @@ local Holder = nn_module.class("LoraTensors")
 ---@field adapters table<string, ps.lora.Adapter>
 ---@field active? string
 ---@field merged? string the adapter that the weight contains
+---@field entries table[] lists of ps.lora.Adapters that name the layer
 
 -- -- tensors ----------------------------------------------------------------------------------------------------------
 local function holder(layer, key)
@@ -104,9 +106,11 @@ local function norm_of(layer, name, A, B)
   return scope.no_grad(scope.scope, function()
     if A == nil then A, B = tensors_of(layer, name) end
     A, B = as(A:detach(), "fp32"), as(B:detach(), "fp32")
-    local scale = layer.lora_.adapters[name].scale
-    local cross = weight_times(layer, A) * 2 + ops.linear(B, ops.linear(A, A, nil, nil, 1), nil, nil, 1) * scale
-    return (squares_of(layer) + (cross * B):sum(1) * scale):sqrt()
+    local scale, sum = layer.lora_.adapters[name].scale, layer.lora_.kind.sum
+    local squares, product, own = squares_of(layer), weight_times(layer, A), ops.linear(A, A, nil, nil, 1)
+    if sum then squares, product, own = sum(squares), sum(product), sum(own) end        -- the ranks share the inputs
+    local cross = product * 2 + ops.linear(B, own, nil, nil, 1) * scale
+    return (squares + (cross * B):sum(1) * scale):sqrt()
   end)
 end
 layers.norm = norm_of
@@ -193,13 +197,19 @@ local function head_loss(self, x, targets, options)
   return functional.lm_loss(x, layers.weight(self), targets, options)
 end
 
+-- -- tensor parallelism ----------------------------------------------------------------------------------------------
+local tools = { acting = acting, tensors = tensors_of, dropped = dropped, factor = factor_of, as = as }
+
+local function cut_into(...) parallel.cut_into(tools, ...) end
+
 -- -- attaching --------------------------------------------------------------------------------------------------------
 local function attach(layer, kind)
-  local state = { kind = kind, base = layer.forward, adapters = {} }
+  local state = { kind = kind, base = layer.forward, adapters = {}, entries = {} }
   rawset(layer, "lora_", state)
   rawset(layer, "forward", kind.table and table_forward or linear_forward)
   if kind.head then rawset(layer, "loss", head_loss) end
   rawset(layer, "weight_now", layers.weight)
+  rawset(layer, "cut_into", cut_into)
 end
 
 local function new_tensors(layer, kind, name, r, how)
@@ -231,6 +241,7 @@ end
 function layers.add(found, name, how)
   local layer, kind = found.module, found.kind
   if not rawget(layer, "lora_") then attach(layer, kind) end
+  table.insert(layer.lora_.entries, found)
   local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
     scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
   new_tensors(layer, kind, name, how.r, how)
@@ -354,7 +365,7 @@ function layers.remove(layer)
     "lora_dropout" } do
     if registry.kind(layer, key) then layer[key] = nil end
   end
-  for _, key in ipairs { "lora_", "forward", "loss", "weight_now" } do rawset(layer, key, nil) end
+  for _, key in ipairs { "lora_", "forward", "loss", "weight_now", "cut_into" } do rawset(layer, key, nil) end
 end
 
 return layers

@@ -12,9 +12,6 @@ local targets = {}
 targets.KINDS = {
   Linear = { out_in = 1 }, Conv1D = { out_in = 0 }, LMHead = { out_in = 1, head = true },
   Embedding = { out_in = 0, table = true },
-  ColumnParallelLinear = { cut = "column" }, RowParallelLinear = { cut = "row" },
-  VocabParallelEmbedding = { out_in = 0, table = true, cut = "vocabulary" },
-  ParallelLMHead = { out_in = 1, head = true, cut = "head" },
 }
 
 --- Whether a module's name equals one of a list, or ends with "." and one of it.

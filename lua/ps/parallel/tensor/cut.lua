@@ -510,6 +510,8 @@ function tensor_parallel.cut(model, how)
       if not new then return end                            -- the module was cut in place
       cut.made[claim.module] = new
       put(claim, new)
+      local cut_into = rawget(claim.module, "cut_into")       -- of a layer with an adapter (ps.lora)
+      if cut_into then cut_into(claim.module, new, kind, claim, cut) end
     end)
   end
   of_kind("words", words)

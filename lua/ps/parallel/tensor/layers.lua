@@ -288,7 +288,10 @@ function Head:init(width, words, options)
 end
 
 -- [ceil(V / t), C]
-local function weight_of(head) return (rawget(head, "tied") or head).weight end
+local function weight_of(head)
+  local tied, now = rawget(head, "tied"), rawget(head, "weight_now")       -- weight_now: with an adapter (ps.lora)
+  return tied and tied.weight or now and now(head) or head.weight
+end
 
 -- [ceil(V / t)], or nil
 local function bias_of(head) return (rawget(head, "biased") or head).bias end
