@@ -60,7 +60,7 @@ local function size_label(n)
   return ("%." .. math.max(2 - #whole, 0) .. "f"):format(n / scale) .. suffix
 end
 
-local function decoder_entries(add, config)
+local function decoder_entries(add, config, is_qwen2)
   local p = rope.parameters("save_gguf", config)
   local D = config.head_dim or config.hidden_size / config.num_attention_heads
   add("block_count", "uint32", config.num_hidden_layers)
@@ -86,7 +86,7 @@ local function decoder_entries(add, config)
   end
   add("rope.freq_base", "float32", p.rope_theta)
   add("attention.layer_norm_rms_epsilon", "float32", config.rms_norm_eps)
-  if config.head_dim then
+  if config.head_dim or not is_qwen2 then                  -- transformers' settings of Qwen 2 have no head_dim
     add("attention.key_length", "uint32", D)
     add("attention.value_length", "uint32", D)
   end
@@ -133,7 +133,7 @@ local function entries_of(model, arch_name, arch, kind, parameters, name)
     add("attention.layer_norm_epsilon", "float32", config.layer_norm_eps)
     add("attention.causal", "bool", false)
   else
-    local p, D = decoder_entries(add, config)
+    local p, D = decoder_entries(add, config, arch_name == "qwen2")
     list = factors(p, D, config)
     if config.sliding_window and model.family.model_type == "mistral" then
       add("attention.sliding_window", "uint32", config.sliding_window)
@@ -190,10 +190,16 @@ local function declared(model, arch, entries, kind)
   return list, by_name, parameters
 end
 
--- The name of a model for general.name: that of its folder or file.
+-- The name of a model for general.name: that of its folder or file, whose words in small letters begin with capitals.
 local function name_of(model, path)
-  local source = model.source or path
-  return (source:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""))
+  local words = {}
+  for word in (model.source or path):gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""):gsub("%-", " "):gmatch "%S+" do
+    if word:lower() == word and word:match "%l" and not word:match "^v?%d" then
+      word = word:gsub("%a+", function(run) return run:sub(1, 1):upper() .. run:sub(2) end)
+    end
+    words[#words + 1] = word
+  end
+  return table.concat(words, " ")
 end
 
 local OPTIONS = { type = "string", name = "string", pre = "string" }
@@ -228,7 +234,14 @@ function gguf.save(model, engine, path, options)
   local meta, stretched = entries_of(model, arch_name, arch, kind, parameters, options.name or name_of(model, path))
   local plain = #meta
   agree.run(group, function()
-    for _, one in ipairs(vocabulary.entries(model.source, model.config, options.pre)) do meta[#meta + 1] = one end
+    local adds
+    for _, one in ipairs(vocabulary.entries(model.source, model.config, options.pre)) do
+      adds = adds or one[1] == "tokenizer.ggml.add_bos_token"
+      meta[#meta + 1] = one
+    end
+    if arch_name == "llama" and #meta > plain and not adds and model.config.vocab_size == 49152 then
+      meta[#meta + 1] = { "tokenizer.ggml.add_bos_token", "bool", false }
+    end
   end)
   if #meta == plain and not model.quiet and (not group or group:rank() == 0) then
     io.stderr:write(("save_gguf: %s has no tokenizer, and llama.cpp does not run a file without one\n"):format(
