@@ -51,7 +51,7 @@ ps.catch_interrupts()
 local function leave_if_interrupted()
   if not ps.any_rank(ps.interrupts() > 0) then return end
   ps.print_rank "interrupted; --resume continues if there is a checkpoint"
-  os.exit(130, true)
+  line.leave(130)
 end
 
 -- A table of at least one conversation, whose rows all have the first one's form.
@@ -149,7 +149,7 @@ local result = try(train.run, { model = model, optimizer = optimizer, sched = sc
   checkpoint = { folder = run, every = math.max(1, math.ceil(steps / 4)), keep = 2, extra = { date = date } } })
 if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
-  os.exit(130, true)
+  line.leave(130)
 end
 ps.catch_interrupts()                                      -- train.run no longer does
 try(reply, "after")

@@ -97,6 +97,26 @@ describe("examples/finetune.lua", function()
     assert.truthy(text:find "^a" and not text:find "psluajit:", text)
   end)
 
+  it("ends on Ctrl-C with a checkpoint, and no rank blames the other", function()
+    for _, at in ipairs { "before:", "step %d+/" } do
+      local p = assert(io.popen(("exec 2>&1; echo $$; OMP_NUM_THREADS=1 exec '%s' '%s/tools/launch.lua' "
+        .. "--nproc-per-node 2 '%s/examples/finetune.lua' --model %s --data %s --out %s/stopped --epochs 100000")
+        :format(paths.exe, paths.root, paths.root, folder, data, folder)))
+      local pid, lines, sent = p:read "*l", {}, false
+      for line in p:lines() do
+        lines[#lines + 1] = line
+        if not sent and line:find(at) then
+          os.execute("kill -INT " .. pid)
+          sent = true
+        end
+      end
+      p:close()
+      local out = table.concat(lines, "\n")
+      assert.truthy(out:find("interrupted; --resume continues", 1, true), out)
+      assert.is_nil(out:find "failed" or out:find "all_", out)
+    end
+  end)
+
   it("refuses data that are no conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))
