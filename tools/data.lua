@@ -43,14 +43,18 @@ local function printable(text)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
+-- Ids and mask of a row, and the numbers of its messages whose reasoning the template leaves out.
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
-  return tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
+  local ids, mask = tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
+  local rendered = tok:chat_template({ tools = tools ~= nil }):trained(messages, { date = args.date, tools = tools,
+    tokens = tok:special_tokens() }, args.train_on)
+  return ids, mask, rendered.dropped
 end
 
 local function shown()
   local tok, rows, form = open()
-  local ids, mask = example(tok, rows, form, args.row)
+  local ids, mask, dropped = example(tok, rows, form, args.row)
   local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
   local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
   local out, at = {}, 1
@@ -68,6 +72,9 @@ local function shown()
   local n = 0
   for _, m in ipairs(mask) do n = n + m end
   print(("row %d (%s): %d tokens, %d of them trained"):format(args.row, rows:place(args.row), #ids, n))
+  if #dropped > 0 then
+    print(("the template leaves out the reasoning of message %s"):format(table.concat(dropped, ", ")))
+  end
   if n == 0 then error("no token is trained: the template writes nothing that the model has to produce", 0) end
 end
 
@@ -75,10 +82,11 @@ local BARS = 40
 
 local function counted()
   local tok, rows, form = open()
-  local lengths, trained, none, longer, total = {}, 0, {}, 0, 0
+  local lengths, trained, none, longer, total, unseen = {}, 0, {}, 0, 0, {}
   for i = 1, #rows do
-    local ids, mask = example(tok, rows, form, i)
+    local ids, mask, dropped = example(tok, rows, form, i)
     local n = 0
+    if #dropped > 0 then unseen[#unseen + 1] = i end
     for _, m in ipairs(mask) do n = n + m end
     if n == 0 then none[#none + 1] = i end
     lengths[i], trained, total = #ids, trained + n, total + #ids
@@ -102,6 +110,10 @@ local function counted()
     print(("%7d to %-7d %7d %s"):format(bin * width, (bin + 1) * width - 1, n, ("#"):rep(math.ceil(n * BARS / most))))
   end
   if args.max_length then print(("%d rows are longer than %d tokens"):format(longer, args.max_length)) end
+  if #unseen > 0 then
+    print(("%d rows have reasoning that the template leaves out; the first is row %d (%s)"):format(#unseen, unseen[1],
+      rows:place(unseen[1])))
+  end
   if #none > 0 then
     error(("%d rows have no trained token; the first is row %d (%s)"):format(#none, none[1], rows:place(none[1])), 0)
   end

@@ -400,6 +400,11 @@ describe("tools/data.lua", function()
     assert.equal(0, code, out)
     assert.truthy(out:find("43 tokens, 5 of them trained", 1, true), out)
     assert.truthy(out:find("1 rows are longer than 21 tokens", 1, true), out)
+    path = file("f.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "a", '
+      .. '"thinking": "b"}]}\n')
+    assert.truthy(run(("show %s %s"):format(model, path)):find("leaves out the reasoning of message 2", 1, true))
+    assert.truthy(run(("stats %s %s"):format(model, path)):find("1 rows have reasoning that the template leaves out", 1,
+      true))
     out, code = run(("show %s %s"):format(model, file("d.jsonl", '{"messages": [{"role": "user", "content": "x"}]}\n')))
     assert.truthy(code ~= 0 and out:find("no token is trained", 1, true), out)
     tokens.remove(model)
