@@ -3,6 +3,7 @@
 --
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --host 6GiB --disk /var/tmp
+--   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --packing
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --resume
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out adapter --lora 16       -- only an adapter is trained
 --   psluajit launch.lua --nproc-per-node 2 finetune.lua --model FOLDER --data chats.jsonl --out tuned
@@ -27,6 +28,7 @@ line.whole(parser:option("--batch", "Conversations per batch, on each process.",
 line.whole(parser:option("--accumulate", "Batches per step.", "1"), 1)
 line.whole(parser:option("--seq", "Most tokens of a conversation; longer ones lose their last tokens. Default: 1024, "
   .. "or fewer if the model has fewer positions."), 1)
+parser:flag("--packing", "Fill rows of --seq tokens with several conversations that do not see each other.")
 line.number(parser:option("--lr", "Highest learning rate. Default: 2e-5, with --lora 2e-4."), 0)
 line.whole(parser:option("--lora", "Train an adapter of this rank over the frozen model, for PEFT (LoRA)."), 1)
 line.number(parser:option("--alpha", "Of the adapter. Default: twice the rank."), 0)
@@ -118,7 +120,8 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
 
 local function loader_of(examples, more)
   return try(ps.data.loader, { table = examples, tokenizer = tok, batch = args.batch, seq = seq, seed = args.seed,
-    date = date, shuffle = more == nil, drop_last = more == nil })
+    date = date, shuffle = more == nil, packing = args.packing and more == nil, pad_to_multiple_of = 16,
+    accumulate = args.accumulate })
 end
 local loader, evaluation = loader_of(rows), loader_of(held_out, true)
 local steps = math.max(1, math.floor(args.epochs * loader.batches / args.accumulate))

@@ -111,8 +111,8 @@ end
 
 local INPUTS = { input_ids = "tensor", attention_mask = "tensor", token_type_ids = "tensor", position_ids = "tensor",
   segment_ids = "tensor" }
-local LABELLED = { labels = "tensor" }
-for name, kind in pairs(INPUTS) do LABELLED[name] = kind end
+local LABELLED, WEIGHTED = { labels = "tensor" }, { labels = "tensor", loss_weights = "tensor" }
+for name, kind in pairs(INPUTS) do LABELLED[name], WEIGHTED[name] = kind, kind end
 local ONE_LABEL = heads.without_segments(LABELLED)
 
 local BODY = { wte = true, wpe = true, h = true, ln_f = true }
@@ -223,7 +223,7 @@ end
 ---@field config table
 local GPT2 = nn.class("GPT2LMHeadModel", Model)
 GPT2.base, GPT2.prefix, GPT2.body = "transformer", "transformer", BODY
-GPT2.inputs = LABELLED
+GPT2.inputs = WEIGHTED
 GPT2.ties = { ["lm_head.weight"] = "transformer.wte.weight" }
 GPT2.tensor_parallel = { ["transformer.ln_f"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
@@ -287,6 +287,7 @@ function GPT2:batch_of(idx, targets)
     heads.same_shapes("gpt2", given, { "labels" })
     local batch = read(self, given, self.transformer)
     if given.labels ~= nil then batch.targets = heads.shifted(given) end
+    batch.target_weights = heads.shifted_weights("gpt2", given)
     return batch
   end
   if not ps.is_tensor(idx) then
@@ -304,6 +305,9 @@ end
 function GPT2:parts()
   local head = self:head()
   return list_parts(self, "head", { self.lm_head or self.transformer.wte }, function(x, batch)
+    if batch.target_weights ~= nil then
+      return { loss = heads.weighted_loss(head(x), batch.targets, batch.target_weights) }
+    end
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
     return { logits = head(x) }                                         -- [B, T, V]
   end)
@@ -313,9 +317,11 @@ end
 --- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
 --- { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids =, segment_ids = } of [B, T] each: returns
 --- { loss = }, or { logits = } without labels. There the targets are the labels shifted by one position. segment_ids, 0
---- for padding: rows hold several sequences, which do not see or predict each other.
+--- for padding: rows hold several sequences, which do not see or predict each other. loss_weights fp32 [B, T]: weights
+--- of labels, by which the loss is a mean.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor}
+---  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor,
+---  loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function GPT2:forward(idx, targets)

@@ -127,8 +127,8 @@ end
 
 -- -- the body -------------------------------------------------------------------------------------------------------
 local INPUTS = { input_ids = "tensor", attention_mask = "tensor", position_ids = "tensor", segment_ids = "tensor" }
-local LABELLED = { labels = "tensor" }
-for name, kind in pairs(INPUTS) do LABELLED[name] = kind end
+local LABELLED, WEIGHTED = { labels = "tensor" }, { labels = "tensor", loss_weights = "tensor" }
+for name, kind in pairs(INPUTS) do LABELLED[name], WEIGHTED[name] = kind, kind end
 local ONE_LABEL = heads.without_segments(LABELLED)
 local BODY = { embed_tokens = true, layers = true, norm = true }
 
@@ -235,7 +235,7 @@ end
 ---@class Llama: ps.pretrained.Model
 ---@field config table
 local CausalLM = nn.class("LlamaCausalLM", Model)
-CausalLM.base, CausalLM.prefix, CausalLM.body, CausalLM.inputs = "model", "model", BODY, LABELLED
+CausalLM.base, CausalLM.prefix, CausalLM.body, CausalLM.inputs = "model", "model", BODY, WEIGHTED
 CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
 CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
@@ -293,6 +293,7 @@ function CausalLM:batch_of(idx, targets)
   local batch = read(self, given)
   batch.targets = heads.targets(self.family.model_type, targets)
   if given.labels ~= nil then batch.targets = heads.shifted(given) end
+  batch.target_weights = heads.shifted_weights(self.family.model_type, given)
   return batch
 end
 
@@ -300,6 +301,9 @@ end
 function CausalLM:parts()
   local head = self:head()
   return list_parts(self, "head", { self.lm_head or self.model.embed_tokens }, function(x, batch)
+    if batch.target_weights ~= nil then
+      return { loss = heads.weighted_loss(head(x), batch.targets, batch.target_weights) }
+    end
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
     return { logits = head(x) }                                         -- [B, T, V]
   end)
@@ -310,9 +314,10 @@ end
 --- { input_ids =, labels =, attention_mask =, position_ids = }: returns { loss = }, or { logits = } without labels.
 --- There the targets are the labels shifted by one position. attention_mask is [B, T], or [B or 1, H or 1, T, T] of
 --- bool or of floats to add to the scores; a mask of 4 dimensions replaces the causal mask. segment_ids int [B, T], 0
---- for padding: rows hold several sequences, which do not see or predict each other.
+--- for padding: rows hold several sequences, which do not see or predict each other. loss_weights fp32 [B, T]: weights
+--- of labels, by which the loss is a mean.
 ---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  position_ids?: ps.Tensor, segment_ids?: ps.Tensor}
+---  position_ids?: ps.Tensor, segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function CausalLM:forward(idx, targets)

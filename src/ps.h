@@ -556,6 +556,9 @@ int ps_saver_busy(ps_saver *s);                             /* 1 while it writes
 int ps_saver_wait(ps_saver *s, double *seconds);
 void ps_saver_free(ps_saver *s);                            /* also waits */
 
+/* A hash of a file's bytes, by XXH3 of blocks. PS_EIO: it cannot be read. */
+int ps_file_hash(const char *path, uint64_t *out);
+
 /* -- text files by line -------------------------------------------------------------------------------------------- */
 /* The rows of a text file: its non-empty lines. A byte order mark at the start and a carriage return at the end of a
  * line are not part of a row. For one thread at a time. */
@@ -677,6 +680,93 @@ typedef struct ps_tok_block {            /* a file that is processed in blocks *
 /* PS_EFORMAT: a line that is not a JSON object with that string; the message has file and line. Else errors of
  * ps_tok_encode. */
 int ps_tok_encode_block(ps_tok *t, ps_tok_block *block, const char *text, int64_t nbytes, ps_tok_ids *out);
+
+/* -- examples: tokenized rows of a table (lua/ps/data/examples.lua) --------------------------------------------------
+ * For one thread at a time, except where it says otherwise. Examples and tokens count from 0. */
+typedef struct ps_examples ps_examples;
+/* Begins a list of examples. path: the file that holds them once they are complete (ps_examples_finish), of which only
+ * the starts are in memory; "": all are in memory. key: [2], names the data that they are made of. wide: 1: examples
+ * have labels or weights of their own (12 bytes per token, not 4). PS_EIO: the file cannot be created. */
+int ps_examples_new(const char *path, const uint64_t *key, int wide, ps_examples **out);
+/* Appends an example. labels: [n], -100 for a token that is not trained; NULL: the ids. weights: [n] of tokens, or
+ * NULL. PS_ENOSPC, PS_EIO: the file cannot be written. PS_ERANGE: an id below 0. */
+int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t n,
+                    double weight);
+int ps_examples_finish(ps_examples *e);      /* none is added any more; writes and maps the file */
+/* Maps a file of ps_examples_finish. PS_EIO: there is none. PS_EFORMAT: it is not complete. PS_ESTATE: it has another
+ * key. */
+int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out);
+int64_t ps_examples_count(const ps_examples *e);
+int64_t ps_examples_tokens(const ps_examples *e);
+uint64_t ps_examples_hash(const ps_examples *e);             /* of all ids, labels and weights */
+/* Copies at most `room` ids and labels of example i; *n is their number. PS_ERANGE: there is no such example. */
+int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *labels, int64_t room, int64_t *n);
+void ps_examples_free(ps_examples *e);
+
+/* Encodes texts to examples by threads, in the order of the texts. The tokenizer and the examples must not be used by
+ * others, or freed, before ps_encoder_free. */
+typedef struct ps_encoder ps_encoder;
+typedef struct ps_encoder_config {
+  const int32_t *special;                /* [n_special] ascending ids that a message's text does not become */
+  const int32_t *prefix, *suffix;        /* ids around a whole text */
+  int64_t n_special, n_prefix, n_suffix;
+  int32_t threads, flags;                /* flags: of ps_tok_encode, for whole texts */
+} ps_encoder_config;
+typedef struct ps_encoder_text {
+  const char *text;                      /* copied by the call */
+  int64_t nbytes;
+  const int64_t *message, *trained;      /* [n][2] half-open ranges of bytes: from messages; that are trained */
+  int64_t n_message, n_trained;
+  int32_t whole;                         /* 1: a text whose tokens are all trained, between prefix and suffix */
+  int32_t need;                          /* 1: at least one token must be trained; 2: and at least one must not */
+  double weight;
+} ps_encoder_text;
+int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *config, ps_encoder **out);
+/* Queues a text. Waits for an earlier one if there are many. PS_EINVAL: an earlier text has no tokens, or `need` does
+ * not hold; also errors of ps_tok_encode and ps_examples_add. */
+int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text);
+int ps_encoder_finish(ps_encoder *c);    /* waits for all texts; errors as of ps_encoder_put */
+int64_t ps_encoder_failed(const ps_encoder *c);              /* the number of the text that failed, or -1 */
+void ps_encoder_free(ps_encoder *c);
+
+/* The rows of an epoch. They depend on the examples and the settings only, not on batches and ranks. */
+typedef struct ps_rows ps_rows;
+enum { PS_LONG_RIGHT, PS_LONG_LEFT, PS_LONG_DROP, PS_LONG_ERROR };   /* which end of a too long example is cut */
+enum { PS_MIX_LEAVE, PS_MIX_REPEAT, PS_MIX_STOP };   /* an exhausted source is left out, begins again, ends the epoch */
+enum { PS_WEIGHTS_TOKEN, PS_WEIGHTS_EXAMPLE };       /* an example's weight: of each target, or shared by its targets */
+typedef struct ps_rows_config {
+  int64_t seq;                           /* most tokens of a row */
+  int64_t window;                        /* examples of the order that are packed or sorted together */
+  int64_t epoch;
+  uint64_t seed;
+  const int64_t *counts;                 /* [n_sources] examples of each source, one source after the other */
+  const double *weights;                 /* [n_sources] above 0 */
+  int32_t n_sources, exhausted;
+  int32_t shuffle, packing, grouping, rule;
+} ps_rows_config;
+typedef struct ps_rows_info {
+  int64_t rows, windows, examples, tokens;     /* examples: that rows hold */
+  int64_t cut, dropped;                  /* examples: that lost tokens; that were left out */
+  int64_t failed;                        /* PS_LONG_ERROR: the example that is too long, else -1 */
+} ps_rows_info;
+/* info is also filled if the call fails. PS_ERANGE: an example is too long (PS_LONG_ERROR). PS_EINVAL: a setting. */
+int ps_rows_new(const ps_examples *e, const ps_rows_config *config, ps_rows_info *info, ps_rows **out);
+int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *within);   /* row may be their number */
+int64_t ps_rows_first(const ps_rows *r, int64_t window);     /* the first row of a window */
+int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n);   /* tokens of the longest of existing rows */
+int64_t ps_rows_examples(const ps_rows *r, int64_t row, int64_t *out, int64_t room);   /* their number */
+typedef struct ps_rows_batch {
+  int32_t *ids, *labels;                 /* [rows, length] each */
+  int32_t *mask;                         /* 1 for tokens, 0 for padding; with packing segments from 1 on */
+  int32_t *positions;                    /* or NULL */
+  float *weights;                        /* of labels, or NULL */
+  int64_t rows, length;
+  int64_t real;                          /* rows after these, or after the last one, are row `filler` of weight 0 */
+  int64_t filler;
+  int32_t pad, by;                       /* pad: id; by: PS_WEIGHTS_* */
+} ps_rows_batch;
+int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *batch);
+void ps_rows_free(ps_rows *r);
 
 /* -- steps of training (base/step.h) ------------------------------------------------------------------------------
  * A step is a table of actions. C returns the action that is due (next), and the caller reports its end (done, or

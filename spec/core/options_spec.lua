@@ -198,12 +198,16 @@ local CALLS = {
   { "ps.data.loader", "shufle", "shuffle", function(o)
     ps.data.loader(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
   end },
+  { "ps.data.mix", "exhaustd", "exhausted", function(o)
+    ps.data.mix({ { ps.data.table { { text = "a" } }, 1 } }, o)
+  end },
   { "ps.data.windows", "drop_last", false, function(o)
     ps.data.windows(with(o, { file = paths.root .. "/README.md", batch = 1, seq = 4 }))
   end },
   { "tokenizer.from_pretrained", "encodin", "encoding", function(o) ps.tokenizer.from_pretrained("/nowhere", o) end },
   { "tokenizer", "paddin", "padding", function(o) tokenizer()("a", o) end },
   { "tokenizer:encode", "add_special_token", "add_special_tokens", function(o) tokenizer():encode("a", o) end },
+  { "tokenizer:render_chat", "train", "train_on", function(o) tokenizer():render_chat({}, o) end },
   { "tokenizer:encode_buffer", "offsets", false, function(o) tokenizer():encode_buffer("a", o) end },
   { "tokenizer:encode_line", "add_special_token", "add_special_tokens", function(o)
     tokenizer():encode_line("a", o)

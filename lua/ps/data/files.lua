@@ -186,11 +186,16 @@ local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", p
 -- The kind of a file, by its ending; nil: it is not read.
 local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
 
---- The rows of a file.
----@param path string
----@param options {text?: string}
----@return ps.data.Node
-function files.open(path, options)
+-- A function that names a file's content for caches.
+local function key_of(path, kind)
+  return function()
+    local hash = ffi.new "uint64_t[1]"
+    check(C.ps_file_hash(path, hash))
+    return kind .. " " .. bit.tohex(hash[0])
+  end
+end
+
+local function opened(path, options)
   local kind = kind_of(path)
   if not kind then
     local hint = UNREAD[path:match "%.([^./]*)$" or ""]
@@ -202,6 +207,16 @@ function files.open(path, options)
   if kind == "json" then return of_json(text, path) end
   if kind == "text" then return files.list({ { text = text } }, path) end
   return csv(path, text, kind == "csv" and "," or "\t")
+end
+
+--- The rows of a file.
+---@param path string
+---@param options {text?: string}
+---@return ps.data.Node
+function files.open(path, options)
+  local node = opened(path, options)
+  node.key = key_of(path, kind_of(path) .. " " .. (options.text or "line"))
+  return node
 end
 
 --- The files of a path: itself, those of a folder that have a known ending, or those that fit a pattern.

@@ -73,6 +73,20 @@ local function names_of(rows, i)
   return table.concat(names, ", ")
 end
 
+--- Checks that row i is in a form.
+---@param rows ps.DataTable
+---@param i integer
+---@param form string that of the first row
+function formats.check(rows, i, form)
+  local own = form_of(fields_of(rows, i))
+  if own == form then return end
+  if own then
+    error(("%s: a row in the form '%s'; the first row is in the form '%s'"):format(rows:place(i), own, form))
+  end
+  error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
+    .. "rejected; instruction, output; text; input_ids)"):format(rows:place(i), names_of(rows, i)))
+end
+
 --- The form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and completion",
 --- "alpaca", "squad", "ids" or "text". All rows must have one form; a row of another is an error with its file and
 --- line.

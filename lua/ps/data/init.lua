@@ -204,33 +204,12 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
--- The number of this rank's rows in the batch at a position of a loader of texts, and the place of the first of them
--- among the texts of the epoch, from 1. A last batch that is not full is shared between the ranks as evenly as
--- possible.
-local function own_rows(self, at)
-  local first = at.batch * self.global_batch
-  local there = math.min(self.global_batch, self.rows.count - first)
-  local from = math.floor(there * self.rank / self.world_size)
-  return math.floor(there * (self.rank + 1) / self.world_size) - from, first + from + 1
-end
-
 -- The next batch of texts; nil at the end of an epoch, after which the next one begins.
 local function give_rows(self)
-  local at = self.at
-  if at.batch >= self.batches then
-    self.at = { epoch = at.epoch + 1, batch = 0 }
-    return nil
-  end
-  if not self.order or self.order.epoch ~= at.epoch then
-    self.order = self.rows:order(self.seed, at.epoch, self.shuffle)
-    self.order.epoch = at.epoch
-  end
-  local n, first = own_rows(self, at)
-  local rng = random.state()
-  rng.sample, rng.op = at.epoch * self.batches * self.global_batch + first - 1, 0
-  local batch = self.rows:batch(self.order, first, n, self.device)
-  given_out[self] = { batch.input_ids, batch.attention_mask, batch.labels }
-  self.at = { epoch = at.epoch, batch = at.batch + 1 }
+  local batch = text_rows.next(self, random.state())
+  if batch == nil then return nil end
+  given_out[self] = {}
+  for _, t in pairs(batch) do table.insert(given_out[self], t) end
   return batch
 end
 
@@ -307,10 +286,13 @@ local function and_also(keys)
 end
 local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", ahead = "whole", rank = "whole",
   world_size = "whole", texts = "table", table = "cdata", tokenizer = "table", padding = "string",
-  drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string" }
+  drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
+  group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
+  loss_weights = "string", cache = "boolean|string" }
 -- Options that only loaders of texts have, and those that only loaders of tables have.
-local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long" }
-local OF_TABLES = { "train_on", "date" }
+local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long", "packing", "group_by_length", "pad_to_multiple_of",
+  "window", "accumulate" }
+local OF_TABLES = { "train_on", "date", "loss_weights", "cache" }
 local WINDOWS = and_also { limit = "whole" }
 
 -- An option that is an int32 in C.
@@ -446,35 +428,32 @@ end
 function Loader:size() return self.batches end
 
 --- The position of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
----@return {epoch: integer, batch: integer}
+---@return {epoch: integer, batch: integer, window?: integer, row?: integer} window and row: of a loader of texts or of
+---  a table, where they decide the position
 function Loader:position()
-  if self.rows then return { epoch = self.at.epoch, batch = self.at.batch } end
+  if self.rows then return text_rows.position(self) end
   check(C.ps_loader_get_position(self.handle, self.at))
   return { epoch = tonumber(self.at.epoch), batch = tonumber(self.at.batch) }
 end
 
 --- Continues at a position that Loader:position returned.
----@param position {epoch: integer, batch: integer}
+---@param position {epoch: integer, batch?: integer, window?: integer, row?: integer}
 function Loader:seek(position)
   caller.typed(position, "table", "loader:seek: the position")
+  if self.rows then
+    text_rows.seek(self, position)
+    return
+  end
   for _, key in ipairs { "epoch", "batch" } do
     if type(position[key]) ~= "cdata" then caller.whole(position[key], "loader:seek: " .. key) end
-  end
-  if self.rows then
-    local epoch, batch = tonumber(position.epoch), tonumber(position.batch)
-    if epoch < 0 or batch < 0 or batch > self.batches then
-      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d batches"):format(batch, epoch,
-        self.batches))
-    end
-    self.at = { epoch = epoch, batch = batch }
-    return
   end
   local at = ffi.new("ps_loader_position", { epoch = position.epoch, batch = position.batch })
   check(C.ps_loader_set_position(self.handle, at))
 end
 
 -- Fields that must be equal for a position to select the same samples.
-local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last" }
+local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last", "window", "packing",
+  "group_by_length", "too_long", "mixture" }
 
 --- The position of all ranks, the same on each. Any number of ranks can resume from it (see load_state_dict).
 ---@return table state `batch` is the global batch
@@ -489,9 +468,11 @@ end
 -- used so far must be a whole number of batches here, since otherwise some would be repeated or skipped.
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
-  if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch) or not tonumber(at.batch) then
+  if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch)
+    or not tonumber(at.batch or at.window) then
     error("this is not the state of a loader: its position or batch is missing")
   end
+  if at.window ~= nil then return at end                   -- rows do not depend on batches
   if state.batch == here then return at end
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
   local given = at.batch * state.batch
@@ -561,7 +542,7 @@ function data.windows(options)
   end
 end
 
-data.table, data.format = tables.open, formats.recognise
+data.table, data.mix, data.format = tables.open, tables.mix, formats.recognise
 data.conversation, data.prompt, data.ids = formats.conversation, formats.prompt, formats.ids
 
 exact.all(Tokens, "tokens:", true)

@@ -4,12 +4,15 @@
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
+local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local files = require "ps.data.files"
 local lists = require "ps.core.lists"
 local permutation = require "ps.data.permutation"
+local bit = require "bit"
 local ffi = require "ffi"
 local error = caller.error
+local C = native.C
 
 local tables = {}
 
@@ -52,6 +55,14 @@ local function joined(parts, name)
   end
   local node = { n = n, name = name }
   for _, part in ipairs(parts) do node.shared = node.shared or part.shared end
+  function node.key()
+    local keys = {}
+    for i, part in ipairs(parts) do
+      keys[i] = part.key and part.key()
+      if not keys[i] then return nil end
+    end
+    return table.concat(keys, " + ")
+  end
   function node.get(i)
     local part, at = find(i)
     return part.get(at)
@@ -130,10 +141,22 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- A view whose row i is row at(i) of another table.
-local function view(node, n, at)
-  return new { n = n, name = node.name, shared = node.shared, get = function(i) return node.get(at(i)) end,
-    text = node.text and function(i) return node.text(at(i)) end, place = function(i) return node.place(at(i)) end }
+-- The node of a table that a view may be made of.
+local function whole(self, what)
+  local node = node_of(self)
+  if node.mix then error(("table:%s of a mixture: call it on the tables before they are mixed"):format(what)) end
+  return node
+end
+
+-- A view whose row i is row at(i) of another table. what: names the view for caches; nil: it has no name.
+local function view(node, n, at, what)
+  local key = node.key and what and function()
+    local own = node.key()
+    return own and own .. " " .. what
+  end
+  return new { n = n, name = node.name, shared = node.shared, key = key or nil,
+    get = function(i) return node.get(at(i)) end, text = node.text and function(i) return node.text(at(i)) end,
+    place = function(i) return node.place(at(i)) end }
 end
 
 --- A table whose rows are fn(row, i) of this one's. fn runs when a row is read, and may change its row. The order of
@@ -142,7 +165,7 @@ end
 ---@return ps.DataTable
 function Table:map(fn)
   caller.callable(fn, "table:map")
-  local node = node_of(self)
+  local node = whole(self, "map")
   return new { n = node.n, name = node.name, place = node.place, get = function(i)
     local row = fn(for_script(node, i), i)
     if type(row) ~= "table" then error(("table:map: the function gave a %s for row %d"):format(type(row), i)) end
@@ -155,7 +178,7 @@ end
 ---@return ps.DataTable
 function Table:filter(fn)
   caller.callable(fn, "table:filter")
-  local node, kept = node_of(self), {}
+  local node, kept = whole(self, "filter"), {}
   for i = 1, node.n do
     local row = node.get(i)
     if fn(node.shared and convert.copied(row) or row, i) then kept[#kept + 1] = i end
@@ -168,25 +191,26 @@ end
 ---@return ps.DataTable
 function Table:shuffle(seed)
   caller.seed(seed, "table:shuffle: the seed")
-  local node = node_of(self)
-  return view(node, node.n, permutation.new(node.n, seed))
+  local node = whole(self, "shuffle")
+  return view(node, node.n, permutation.new(node.n, seed), ("shuffle %s"):format(tostring(seed)))
 end
 
 --- The first n rows, or all if there are fewer.
 ---@param n integer
 ---@return ps.DataTable
 function Table:take(n)
-  local node = node_of(self)
-  return view(node, math.min(caller.whole(n, "table:take: the count", 0), node.n), function(i) return i end)
+  local node = whole(self, "take")
+  n = math.min(caller.whole(n, "table:take: the count", 0), node.n)
+  return view(node, n, function(i) return i end, ("take %d"):format(n))
 end
 
 --- The rows after the first n.
 ---@param n integer
 ---@return ps.DataTable
 function Table:skip(n)
-  local node = node_of(self)
+  local node = whole(self, "skip")
   n = math.min(caller.whole(n, "table:skip: the count", 0), node.n)
-  return view(node, node.n - n, function(i) return i + n end)
+  return view(node, node.n - n, function(i) return i + n end, ("skip %d"):format(n))
 end
 
 --- Two tables: the first rows, as a share of all, and the rest.
@@ -204,12 +228,12 @@ end
 ---@param ... ps.DataTable
 ---@return ps.DataTable
 function Table:concat(...)
-  local parts = { node_of(self) }
+  local parts = { whole(self, "concat") }
   for i = 1, select("#", ...) do
     local other = select(i, ...)
     if not tables.is(other) then error(("table:concat: argument %d is a %s, not a table of examples"):format(i,
       type(other))) end
-    parts[i + 1] = node_of(other)
+    parts[i + 1] = whole(other, "concat")
   end
   return new(joined(parts, parts[1].name))
 end
@@ -218,14 +242,25 @@ end
 ---@param numbers integer[] from 1
 ---@return ps.DataTable
 function Table:select(numbers)
-  local node, kept = node_of(self), {}
+  local node, kept = whole(self, "select"), {}
   for k, i in ipairs(caller.list(numbers, "table:select: the numbers")) do
     caller.whole(i, "table:select: a number", 1)
     if i > node.n then error(("table:select: row %d; the table has %d"):format(i, node.n)) end
     kept[k] = i
   end
-  return view(node, #kept, function(i) return kept[i] end)
+  local listed = table.concat(kept, ",")
+  return view(node, #kept, function(i) return kept[i] end, "select " .. bit.tohex(C.ps_xxh3(listed, #listed)))
 end
+
+--- What the rows are made of, for caches: their files and views. nil: something has no name, such as a function.
+---@return string?
+function Table:key()
+  local node = node_of(self)
+  return node.key and node.key()
+end
+
+-- The tables of ps.data.mix with their weights; nil: it is no mixture.
+function Table:mixture() return node_of(self).mix end
 
 local function checked(node, i)
   if type(i) ~= "number" or i % 1 ~= 0 or i < 1 or i > node.n then
@@ -264,6 +299,40 @@ local handle = ffi.metatype("ps_data_table", {
   __tostring = function(self) return ("Table(%s, %d rows)"):format(node_of(self).name, node_of(self).n) end,
   __gc = function(self) nodes[self.id] = nil end,
 })
+
+--- A table that a loader fills by weights. Rows by number are those of the first table, then of the second, and so on.
+--- A loader takes a row from the table that is due by its weight, each table in an order of its own, so that the shares
+--- hold everywhere in an epoch.
+---@param parts {[1]: ps.DataTable, [2]: number}[] tables with weights above 0, of any sum
+---@param options? {exhausted?: "leave"|"repeat"|"stop"} when a table has no more rows: "leave" (default) takes the rest
+---  from the others, so that each row comes once per epoch; "repeat" begins it again until all have ended once; "stop"
+---  ends the epoch
+---@return ps.DataTable
+function tables.mix(parts, options)
+  options = caller.options(options, "ps.data.mix", { exhausted = "string" })
+  local exhausted = options.exhausted or "leave"
+  caller.one_of(exhausted, { leave = true, ["repeat"] = true, stop = true }, "ps.data.mix: exhausted")
+  local list, mix, shown = {}, { counts = {}, weights = {}, exhausted = exhausted }, {}
+  for i, part in ipairs(caller.list(parts, "ps.data.mix: the tables")) do
+    local rows, weight = caller.typed(part, "table", ("ps.data.mix: entry %d"):format(i))[1], part[2]
+    if not tables.is(rows) then
+      error(("ps.data.mix: entry %d has a %s, not a table of examples: { ps.data.table(path), weight }"):format(i,
+        type(rows)))
+    end
+    if type(weight) ~= "number" or not (weight > 0 and weight < math.huge) then
+      error(("ps.data.mix: entry %d has the weight %s; it must be a number above 0"):format(i, tostring(weight)))
+    end
+    if #rows == 0 then error(("ps.data.mix: entry %d has no rows"):format(i)) end
+    list[i], mix.counts[i], mix.weights[i] = node_of(rows), #rows, weight
+    if list[i].mix then error(("ps.data.mix: entry %d is a mixture: name its tables here"):format(i)) end
+    shown[i] = ("%d x %.17g"):format(#rows, weight)
+  end
+  if #list == 0 then error "ps.data.mix: the list has no tables" end
+  local node = joined(list, ("mixture of %d tables"):format(#list))
+  mix.name = table.concat(shown, ", ") .. ", " .. exhausted
+  node.mix = mix
+  return new(node)
+end
 
 --- Whether a value is a table of examples.
 ---@param value any

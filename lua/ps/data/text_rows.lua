@@ -1,213 +1,200 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of texts or of conversations for ps.data.loader. Each is encoded to ids and labels once, when the loader is
--- made. A batch is some of the rows, padded at their ends to the longest of them, with labels for a causal language
--- model. The order of the rows depends only on the seed and the epoch.
+-- Rows of texts or of a table of examples for ps.data.loader: their order in each epoch, and batches of them. A row is
+-- an example, padded at its end, or several packed examples. Which examples a row has depends on the examples, the
+-- settings and the epoch (src/data/rows.c), not on batches and ranks, so that a position among rows continues with any
+-- number of them.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
+local examples = require "ps.data.examples"
+local tables = require "ps.data.table"
 local ffi = require "ffi"
 local error = caller.error
-local C = native.C
-local int_array, key_array = array "int32_t", array "uint64_t"
-
-local formats = require "ps.data.formats"
-local tables = require "ps.data.table"
-local IGNORED = require("ps.data.batch").IGNORED
+local C, check = native.C, native.check
+local int_array, float_array, count_array, weight_array = array "int32_t", array "float", array "int64_t",
+  array "double"
 
 ---@class ps.TextRows
----@field count integer texts
+---@field count integer examples of the first epoch
 ---@field seq integer most tokens of a row
----@field cut integer number of texts that were longer, and lost their last tokens
----@field dropped integer number of rows left out: longer than seq, or without a trained token after the cut
----@field private ids ffi.cdata* int32_t[], all texts one after the other
----@field private labels ffi.cdata* int32_t[] by id; -100 for a token that is not trained
----@field private starts integer[] where text i begins in `ids`, from 0; the last entry is the end
----@field private masked boolean some labels differ from the ids
+---@field cut integer number of examples that were longer, and lost tokens
+---@field dropped integer number of examples left out: longer than seq, or without a trained token after the cut
+---@field private examples ps.Examples
 ---@field private pad integer
 ---@field private to_seq boolean every row has seq tokens
+---@field private multiple integer rows are padded to a multiple of it
+---@field private weights? "token"|"example" batches have loss_weights
 local Rows = {}
 Rows.__index = Rows
 
 local rows = {}
 
--- Two buffers of the same length that grow: ids and labels.
-local function buffers()
-  local self = { room = 4096, n = 0, ids = int_array(4096), labels = int_array(4096) }
-  function self.reserve(n)
-    if self.n + n <= self.room then return end
-    self.room = math.max(2 * self.room, self.n + n)
-    for _, name in ipairs { "ids", "labels" } do
-      local more = int_array(self.room)
-      ffi.copy(more, self[name], 4 * self.n)
-      self[name] = more
-    end
+local LONG = { cut = C.PS_LONG_RIGHT, right = C.PS_LONG_RIGHT, left = C.PS_LONG_LEFT, drop = C.PS_LONG_DROP,
+  error = C.PS_LONG_ERROR }
+local EXHAUSTED = { leave = C.PS_MIX_LEAVE, ["repeat"] = C.PS_MIX_REPEAT, stop = C.PS_MIX_STOP }
+rows.WINDOW = 4096                       -- examples of the order that are packed or grouped together
+local STEPS = 8                          -- different lengths between a length and its double
+
+-- -- an epoch -------------------------------------------------------------------------------------------------------
+-- Makes the rows of an epoch.
+local function make(self, epoch)
+  local config, info, out = self.config, ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
+  config.epoch = epoch
+  local rc = C.ps_rows_new(self.examples.handle, config, info, out)
+  if rc < 0 and info.failed >= 0 then
+    local n = ffi.new "int64_t[1]"
+    check(C.ps_examples_read(self.examples.handle, info.failed, nil, nil, 0, n))
+    error(("ps.data.loader: %s has %d tokens, more than seq = %d"):format(self.place(tonumber(info.failed) + 1),
+      tonumber(n[0]), self.seq))
   end
-  return self
+  check(rc)
+  return { epoch = epoch, handle = ffi.gc(out[0], C.ps_rows_free), rows = tonumber(info.rows),
+    examples = tonumber(info.examples), tokens = tonumber(info.tokens), cut = tonumber(info.cut),
+    dropped = tonumber(info.dropped) }
 end
 
--- Makes rows of n examples. example(i) returns the ids of example i, their labels (nil: the ids themselves), and a
--- function that returns the example's place for errors. too_long: the treatment of rows of more than seq tokens.
-local function collected(n, example, seq, too_long)
-  local all, starts, cut, dropped, masked = buffers(), { 0 }, 0, 0, false
-  for i = 1, n do
-    local ids, labels, place = example(i)
-    local take, trained = math.min(#ids, seq), labels == nil
-    masked = masked or labels ~= nil
-    if take < #ids and too_long == "error" then
-      error(("ps.data.loader: %s has %d tokens, more than seq = %d"):format(place(), #ids, seq))
-    end
-    for k = 1, labels and take or 0 do trained = trained or labels[k] ~= IGNORED end
-    if take < #ids and (too_long == "drop" or not trained) then dropped = dropped + 1
-    else
-      if take < #ids then cut = cut + 1 end
-      all.reserve(take)
-      for k = 1, take do
-        all.ids[all.n + k - 1], all.labels[all.n + k - 1] = ids[k], labels and labels[k] or ids[k]
-      end
-      all.n = all.n + take
-      starts[#starts + 1] = all.n
-    end
-  end
-  return { count = #starts - 1, seq = seq, cut = cut, dropped = dropped, ids = all.ids, labels = all.labels,
-    starts = starts, masked = masked }
-end
-
-local function finish(self, tokenizer, to_seq)
-  self.pad, self.to_seq = tokenizer.pad_token_id or tokenizer.eos_token_id or 0, to_seq
-  return setmetatable(self, Rows)
-end
-
---- Reads the texts.
----@param texts string[]
----@param tokenizer ps.Tokenizer
----@param seq integer
----@param to_seq boolean pad rows to seq, not to the longest of their batch
----@param too_long "cut"|"drop"|"error"
----@return ps.TextRows
-function rows.read(texts, tokenizer, seq, to_seq, too_long)
-  return finish(collected(#texts, function(i)
-    local text = texts[i]
-    if type(text) ~= "string" then error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text))) end
-    local ids = tokenizer:encode(text)
-    if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens; remove it from the list"):format(i)) end
-    return ids, nil, function() return ("texts[%d]"):format(i) end
-  end, seq, too_long), tokenizer, to_seq)
-end
-
--- Returns labels for ids by a mask: 1 trains an id, 0 does not. At least one id must be trained, and with train_on =
--- "assistant" not all of them.
-local function labels_of(ids, mask, place, train_on)
-  local labels, trained = {}, 0
-  for k, id in ipairs(ids) do
-    labels[k] = mask[k] == 1 and id or IGNORED
-    trained = trained + mask[k]
-  end
-  if trained == 0 or train_on == "assistant" and trained == #ids then
-    error(("ps.data.loader: %s: %s of its %d tokens are trained; `psluajit tools/data.lua show` prints what the model "
-      .. "sees"):format(place, trained == 0 and "none" or "all", #ids))
-  end
-  return labels
-end
-
---- Reads the rows of a table of examples: conversations (encoded by the tokenizer's chat template; the turns that
---- train_on names are trained), texts, or ids with labels.
----@param examples ps.DataTable
----@param tokenizer ps.TextTokenizer
----@param seq integer
----@param to_seq boolean
----@param too_long "cut"|"drop"|"error"
----@param options {train_on?: string|function, date?: string} as in tokenizer:apply_chat_template
----@return ps.TextRows
-function rows.of_table(examples, tokenizer, seq, to_seq, too_long, options)
-  local form, train_on = formats.recognise(examples), options.train_on or "assistant"
-  if form:find "preference" then
-    error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
-  end
-  return finish(collected(#examples, function(i)
-    local function place() return examples:place(i) end
-    if form == "text" then
-      local ids = tokenizer:encode(caller.typed(examples[i].text, "string", place() .. ": text"))
-      if #ids == 0 then error(("ps.data.loader: %s has no tokens"):format(place())) end
-      return ids, nil, place
-    elseif form == "ids" then
-      local ids, labels = formats.ids(examples, i, tokenizer.vocab_size)
-      return ids, labels, place
-    end
-    local messages, tools = formats.conversation(examples, i, form)
-    local ids, mask = tokenizer:apply_chat_template(messages,
-      { train_on = train_on, date = options.date, tools = tools })
-    return ids, labels_of(ids, mask, place(), train_on), place
-  end, seq, too_long), tokenizer, to_seq)
-end
-
---- A hash of all ids and lengths, which is equal for two lists with the same rows.
----@return string
-function Rows:hash()
-  local lengths = int_array(self.count)
-  for i = 1, self.count do lengths[i - 1] = self.starts[i + 1] - self.starts[i] end
-  local nbytes = 4 * self.starts[self.count + 1]
-  local both = key_array(2)
-  both[0] = C.ps_xxh3(self.ids, nbytes)
-  both[1] = C.ps_xxh3(lengths, 4 * self.count)
-  local all = C.ps_xxh3(both, 16)
-  if not self.masked then return bit.tohex(all) end
-  both[0], both[1] = all, C.ps_xxh3(self.labels, nbytes)
-  return bit.tohex(C.ps_xxh3(both, 16))
-end
-
---- The order of the texts in an epoch: their numbers, from 1.
----@param seed integer
+--- The rows of an epoch, which are made at the first call for it.
 ---@param epoch integer
----@param shuffle boolean
----@return integer[]
-function Rows:order(seed, epoch, shuffle)
-  local order, keys, word = {}, {}, key_array(3)
-  for i = 1, self.count do order[i] = i end
-  if not shuffle then return order end
-  word[0], word[1] = seed, epoch
-  for i = 1, self.count do                                   -- each text draws a number, by which the texts are sorted
-    word[2] = i
-    keys[i] = tonumber(bit.rshift(C.ps_xxh3(word, 24), 11))
-  end
-  table.sort(order, function(a, b)
-    if keys[a] ~= keys[b] then return keys[a] < keys[b] end
-    return a < b
-  end)
-  return order
+---@return {rows: integer, examples: integer, tokens: integer, handle: ffi.cdata*}
+function Rows:epoch(epoch)
+  if not self.now or self.now.epoch ~= epoch then self.now = make(self, epoch) end
+  return self.now
 end
 
---- The batch of some texts.
----@param order integer[]
----@param first integer the place of the first text in `order`, from 1
+-- The number of tokens to which rows of `longest` are padded. Lengths repeat: they are multiples, of which few lie
+-- between a length and its double.
+local function padded(self, longest)
+  if self.to_seq then return self.seq end
+  local step = self.multiple
+  if step > 1 then
+    while longest > 2 * STEPS * step do step = 2 * step end
+  end
+  return math.max(1, math.min(math.ceil(longest / step) * step, math.max(self.seq, longest)))
+end
+
+--- The window of a row, and its number there, from 0.
+---@param epoch integer
+---@param row integer
+---@return integer window
+---@return integer within
+function Rows:window(epoch, row)
+  local out = ffi.new "int64_t[2]"
+  check(C.ps_rows_window(self:epoch(epoch).handle, row, out, out + 1))
+  return tonumber(out[0]), tonumber(out[1])
+end
+
+--- The row at a place in a window.
+---@param epoch integer
+---@param window integer
+---@param within integer
+---@return integer row
+function Rows:at(epoch, window, within)
+  local first = C.ps_rows_first(self:epoch(epoch).handle, window)
+  check(first)
+  local row = tonumber(first) + within
+  if row > self.now.rows then
+    error(("loader:seek: there is no row %d of window %d in epoch %d"):format(within, window, epoch))
+  end
+  return row
+end
+
+--- The numbers of the examples in rows first .. first + n - 1 of an epoch, from 1, for tests and reports.
+---@param epoch integer
+---@param first integer from 0
 ---@param n integer
+---@return integer[]
+function Rows:numbers(epoch, first, n)
+  local now, list, room = self:epoch(epoch), {}, count_array(self.seq)
+  for row = first, math.min(first + n, now.rows) - 1 do
+    local k = C.ps_rows_examples(now.handle, row, room, self.seq)
+    check(k)
+    for i = 0, tonumber(k) - 1 do list[#list + 1] = tonumber(room[i]) + 1 end
+  end
+  return list
+end
+
+local function tensor_of(values, n, length, dtype, device)
+  local t = create.empty({ n, length }, { dtype = dtype, device = device })
+  check(C.ps_tensor_write(t, values, 4 * n * length))
+  return t
+end
+
+--- A batch of rows of an epoch.
+---@param epoch integer
+---@param first integer the first row, from 0
+---@param n integer rows of the batch
+---@param from integer rows from here on, `count` of them, have one length: those of a step
+---@param count integer
 ---@param device? string
----@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, labels: ps.Tensor} batch int32 [n, tokens] each
-function Rows:batch(order, first, n, device)
-  local longest = self.to_seq and self.seq or 0
-  for i = first, first + n - 1 do
-    longest = math.max(longest, self.starts[order[i] + 1] - self.starts[order[i]])
-  end
-  local ids, mask, labels = int_array(n * longest), int_array(n * longest), int_array(n * longest)
-  for row = 0, n - 1 do
-    local from = self.starts[order[first + row]]
-    local length, at = self.starts[order[first + row] + 1] - from, row * longest
-    for k = 0, longest - 1 do
-      local is = k < length
-      ids[at + k] = is and self.ids[from + k] or self.pad
-      mask[at + k], labels[at + k] = is and 1 or 0, is and self.labels[from + k] or IGNORED
-    end
-  end
+---@return table<string, ps.Tensor> batch int32 [n, length] each; rows beyond the last one of the epoch have weight 0
+function Rows:batch(epoch, first, n, from, count, device)
+  local now = self:epoch(epoch)
+  local longest = C.ps_rows_longest(now.handle, from, count)
+  check(longest)
+  local length = padded(self, tonumber(longest))
+  local size = n * length
+  local given = ffi.new("ps_rows_batch", { rows = n, length = length, real = n, filler = math.min(from, now.rows - 1),
+    pad = self.pad, by = self.weights == "example" and C.PS_WEIGHTS_EXAMPLE or C.PS_WEIGHTS_TOKEN })
+  local lists = { input_ids = int_array(size), labels = int_array(size) }
+  local mask, positions = int_array(size), self.packing and int_array(size) or nil
+  local weights = self.weights and float_array(size) or nil
+  given.ids, given.labels, given.mask, given.positions, given.weights = lists.input_ids, lists.labels, mask, positions,
+    weights
+  check(C.ps_rows_fill(now.handle, first, given))
+  lists[self.packing and "segment_ids" or "attention_mask"], lists.position_ids = mask, positions
   local batch = {}
-  for name, values in pairs { input_ids = ids, attention_mask = mask, labels = labels } do
-    batch[name] = create.empty({ n, longest }, { dtype = "int32", device = device })
-    native.check(C.ps_tensor_write(batch[name], values, 4 * n * longest))
-  end
+  for name, values in pairs(lists) do batch[name] = tensor_of(values, n, length, "int32", device) end
+  if weights then batch.loss_weights = tensor_of(weights, n, length, "fp32", device) end
   return batch
 end
 
+-- -- options --------------------------------------------------------------------------------------------------------
 -- Options that only a loader of shards takes.
 local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+local WEIGHTS = { token = 1, example = 1 }
+
+local function config_of(self, options, seed, mix)
+  local n = mix and #mix.counts or 1
+  self.counts, self.shares = count_array(n, mix and mix.counts or { self.examples.count }),
+    weight_array(n, mix and mix.weights or { 1 })
+  local long = options.too_long or "cut"
+  caller.one_of(long, LONG, "ps.data.loader: too_long")
+  return ffi.new("ps_rows_config", { seq = options.seq, window = options.window or rows.WINDOW, seed = seed,
+    counts = self.counts, weights = self.shares, n_sources = n, exhausted = EXHAUSTED[mix and mix.exhausted or "leave"],
+    shuffle = options.shuffle ~= false and 1 or 0, packing = options.packing and 1 or 0,
+    grouping = options.group_by_length and 1 or 0, rule = LONG[long] })
+end
+
+local function read(self, options, tokenizer)
+  local weights = options.loss_weights
+  self.weights = weights and (WEIGHTS[weights] and weights or "token") or nil
+  if options.table then
+    if not tables.is(options.table) then error "ps.data.loader: table is what ps.data.table gives" end
+    self.place = function(i) return options.table:place(i) end
+    self.examples = examples.of_table(options.table, tokenizer, { train_on = options.train_on, date = options.date,
+      cache = options.cache, weight_field = weights and not WEIGHTS[weights] and weights or nil })
+  else
+    self.place = function(i) return ("texts[%d]"):format(i) end
+    self.examples = examples.of_texts(caller.list(options.texts, "ps.data.loader: texts"), tokenizer)
+  end
+end
+
+-- Refuses a loader without a whole batch.
+local function check_size(self, options, drop)
+  local n, global, what = self.rows.now.rows, self.global_batch, options.table and "rows" or "texts"
+  local rest = n % global
+  if n < (drop and global or 1) then
+    local hint = self.rows.dropped > 0 and ("; %d of more than seq = %d tokens were left out"):format(
+      self.rows.dropped, options.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
+    error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
+      options.batch, self.world_size, hint))
+  end
+  if not drop and not self.fills and rest > 0 and rest < self.world_size then
+    error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
+      :format(n, what, global, rest, self.world_size))
+  end
+end
 
 --- Sets the fields of a loader of texts or of a table of examples.
 ---@param self table the loader, with global_batch and world_size
@@ -219,36 +206,109 @@ function rows.fill(self, options)
       error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
     end
   end
-  local batch, global = options.batch, self.global_batch
-  caller.whole(batch, "ps.data.loader: batch", 1)
+  caller.whole(options.batch, "ps.data.loader: batch", 1)
   caller.whole(options.seq, "ps.data.loader: seq", 1)
+  for _, name in ipairs { "window", "accumulate", "pad_to_multiple_of" } do
+    caller.whole(options[name] or 1, "ps.data.loader: " .. name, 1)
+  end
   local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
   local pads = { longest = 1, max_length = 2 }
   local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
-  local long = options.too_long or "cut"
-  caller.one_of(long, { cut = true, drop = true, error = true }, "ps.data.loader: too_long")
-  if options.table then
-    if not tables.is(options.table) then error "ps.data.loader: table is what ps.data.table gives" end
-    self.rows = rows.of_table(options.table, tokenizer, options.seq, to_seq, long, options)
-  else
-    local texts = caller.list(options.texts, "ps.data.loader: texts")
-    self.rows = rows.read(texts, tokenizer, options.seq, to_seq, long)
+  if options.packing and options.group_by_length then
+    error "ps.data.loader: packing and group_by_length: give one of the two; packed rows all have seq tokens"
   end
-  local n, what = self.rows.count, options.table and "rows" or "texts"
-  local drop, rest = options.drop_last ~= false, n % global
-  if n < (drop and global or 1) then
-    local hint = self.rows.dropped > 0 and ("; %d of more than seq = %d tokens were left out"):format(
-      self.rows.dropped, options.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
-    error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
-      batch, self.world_size, hint))
-  end
-  if not drop and rest > 0 and rest < self.world_size then
-    error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")
-      :format(n, what, global, rest, self.world_size))
-  end
-  self.texts, self.drop_last, self.at = self.rows:hash(), drop, { epoch = 0, batch = 0 }
-  self.batches = drop and math.floor(n / global) or math.ceil(n / global)
+  local mix = options.table and tables.is(options.table) and options.table:mixture()
+  local own = setmetatable({ seq = options.seq, packing = options.packing or false,
+    to_seq = to_seq or options.packing or false, multiple = options.pad_to_multiple_of or 1,
+    pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0 }, Rows)
+  self.rows = own
+  read(own, options, tokenizer)
+  own.config = config_of(own, options, self.seed, mix)
+  local first = own:epoch(0)
+  own.count, own.cut, own.dropped = first.examples, first.cut, first.dropped
+  own.most = first.examples + first.dropped
+  local drop = options.drop_last
+  if drop == nil then drop = options.table == nil end
+  self.fills = options.table ~= nil
+  check_size(self, options, drop)
+  self.texts, self.drop_last, self.at, self.base = own.examples.hash, drop, { epoch = 0, row = 0 }, 0
+  self.accumulate = options.accumulate or 1
+  self.window, self.packing = options.window or rows.WINDOW, own.packing
+  self.group_by_length = options.group_by_length or false
+  self.too_long, self.loss_weights = options.too_long or "cut", options.loss_weights or false
+  self.mixture = mix and mix.name or false
+  rows.count(self, 0)
   return self
+end
+
+--- Sets loader.batches to the number of batches in an epoch.
+---@param self table the loader
+---@param epoch integer
+function rows.count(self, epoch)
+  local n = self.rows:epoch(epoch).rows / self.global_batch
+  self.batches = self.drop_last and math.floor(n) or math.ceil(n)
+end
+
+-- Rows first .. of the epoch for this rank, and their number. The last batch of texts that is not full is shared
+-- between the ranks as evenly as possible; of a table, it is filled with rows of weight 0.
+local function own_rows(self, row, total)
+  local there = math.min(self.global_batch, total - row)
+  if self.fills or there == self.global_batch then return row + self.rank * self.batch, self.batch end
+  local from = math.floor(there * self.rank / self.world_size)
+  return row + from, math.floor(there * (self.rank + 1) / self.world_size) - from
+end
+
+--- The next batch; nil at the end of an epoch, after which the next one begins.
+---@param self table the loader
+---@param rng table its sample is set
+---@return table<string, ps.Tensor>? batch
+function rows.next(self, rng)
+  local at, total = self.at, self.rows:epoch(self.at.epoch).rows
+  if at.row >= total or self.drop_last and at.row + self.global_batch > total then
+    self.at, self.base = { epoch = at.epoch + 1, row = 0 }, 0
+    rows.count(self, at.epoch + 1)
+    return nil
+  end
+  local step = self.global_batch * self.accumulate
+  local from = at.row - (at.row - self.base) % step
+  local first, n = own_rows(self, at.row, total)
+  local count = self.fills and step or self.global_batch
+  if not self.fills then from, count = first, n end
+  rng.sample, rng.op = at.epoch * self.rows.most + first, 0
+  local batch = self.rows:batch(at.epoch, first, n, from, count, self.device)
+  self.at = { epoch = at.epoch, row = math.min(at.row + self.global_batch, total) }
+  return batch
+end
+
+--- The position of the next batch: the epoch, the window and the row in the window; and the number of the batch.
+---@param self table
+---@return {epoch: integer, window: integer, row: integer, batch: integer}
+function rows.position(self)
+  local at = self.at
+  local window, row = self.rows:window(at.epoch, at.row)
+  return { epoch = at.epoch, window = window, row = row, batch = math.ceil(at.row / self.global_batch) }
+end
+
+--- Goes to a position: a window and a row, or a batch.
+---@param self table
+---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
+function rows.seek(self, position)
+  local epoch = caller.whole(tonumber(position.epoch), "loader:seek: epoch", 0)
+  local row
+  if position.window ~= nil then
+    row = self.rows:at(epoch, caller.whole(tonumber(position.window), "loader:seek: window", 0),
+      caller.whole(tonumber(position.row), "loader:seek: row", 0))
+  else
+    local batch = caller.whole(tonumber(position.batch), "loader:seek: batch", 0)
+    rows.count(self, epoch)
+    if batch > self.batches then
+      error(("loader:seek: there is no batch %d of epoch %d; an epoch has %d batches"):format(batch, epoch,
+        self.batches))
+    end
+    row = math.min(batch * self.global_batch, self.rows:epoch(epoch).rows)
+  end
+  rows.count(self, epoch)
+  self.at, self.base = { epoch = epoch, row = row }, row % (self.global_batch * self.accumulate) ~= 0 and row or 0
 end
 
 return rows

@@ -62,7 +62,9 @@ end
 ---@return table<string, string>
 function heads.without_segments(inputs)
   local rest = {}
-  for name, kind in pairs(inputs) do if name ~= "segment_ids" then rest[name] = kind end end
+  for name, kind in pairs(inputs) do
+    if name ~= "segment_ids" and name ~= "loss_weights" then rest[name] = kind end
+  end
   return rest
 end
 
@@ -245,14 +247,54 @@ function heads.targets(who, targets)
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
---- The number of targets in a named batch: its labels that are not -100, without the first of each row, or segment if
---- there are segment_ids, which no position predicts. Nil for other batches, whose y counts as it is.
+-- The weights of targets, like next_labels; 0 for those that do not count.
+local function next_weights(given)
+  local T = given.labels:size(1)
+  return given.loss_weights:narrow(1, 1, T - 1) * next_labels(given):ne(IGNORED):float()
+end
+
+--- The weights of the targets that heads.shifted returns, from the weights of labels; nil: the batch has none.
+---@param who string
+---@param given {labels: ps.Tensor, loss_weights?: ps.Tensor, segment_ids?: ps.Tensor}
+---@return ps.Tensor? fp32 [B, T]
+function heads.shifted_weights(who, given)
+  local weights = given.loss_weights
+  if weights == nil then return nil end
+  heads.same_shapes(who, given, { "loss_weights" })
+  if given.labels == nil then error(who .. ": loss_weights are weights of labels, and the batch has no labels") end
+  if not weights:is_float() then
+    error(("%s: loss_weights is %s; it must be fp32"):format(who, weights:dtype()))
+  end
+  local B, T = weights:size(0), weights:size(1)
+  local none = create.zeros({ B, math.min(T, 1) }, { device = weights:device() })
+  return T > 1 and tensors.cat({ next_weights(given):float(), none }, 1) or none
+end
+
+--- The mean loss of targets by their weights: the sum of weight times loss, over the sum of the weights. All logits
+--- exist at once.
+---@param logits ps.Tensor [B, T, V]
+---@param targets ps.Tensor int [B, T]
+---@param weights ps.Tensor fp32 [B, T]
+---@return ps.Tensor loss
+function heads.weighted_loss(logits, targets, weights)
+  local n = targets:numel()
+  local sum = scope.no_grad(function() return weights:sum() end)
+  local total = heads.known(sum, function(t) return t:item() end) or n
+  return loss_weight.as(function()
+    local losses = F.cross_entropy(logits:reshape(n, -1), targets:reshape(n), { reduction = "none" })
+    return (losses:float() * weights:reshape(n)):sum() / (total > 0 and total or 1)
+  end, total)
+end
+
+--- The number of targets in a named batch, or the sum of their weights if there are loss_weights: its labels that are
+--- not -100, without the first of each row, or segment if there are segment_ids, which no position predicts. Nil for other batches, whose y counts as it is.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
   local labels = type(given) == "table" and given.labels
   if not scope.is_tensor(labels) or labels:dim() ~= 2 then return nil end
   local T = labels:size(1)
+  if T > 1 and given.loss_weights ~= nil then return next_weights(given):sum():item() end
   return T > 1 and next_labels(given):ne(IGNORED):sum():item() or 0
 end
 

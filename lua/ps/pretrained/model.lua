@@ -37,7 +37,8 @@ local Model = nn_module.class("PretrainedModel")
 -- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
 -- share one row (ps/data/batch.lua). Other inputs go whole into each micro-batch.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
-  end_positions = "rows", segment_ids = "rows", token_type_ids = "rows or one", position_ids = "rows or one" }
+  end_positions = "rows", segment_ids = "rows", loss_weights = "rows",
+  token_type_ids = "rows or one", position_ids = "rows or one" }
 
 -- The names and shapes of all saved tensors, "h.0.attn.c_attn.weight" -> "96, 288"; whole shapes if ranks share a
 -- tensor.

@@ -158,6 +158,18 @@ local function mask_of(bytes, spans)
   return mask
 end
 
+--- A conversation as text by the folder's chat template, with the bytes that come from messages (`message`) and those
+--- that the model has to produce (`spans`).
+---@param messages table|string as for apply_chat_template
+---@param options? {train_on?: string|fun(i: integer, role: string): boolean, date?: string, tools?: table|string}
+---@return ps.chat.Rendered
+function conversations:render_chat(messages, options)
+  options = caller.options(options, "tokenizer:render_chat", { train_on = "string|function", date = "string",
+    tools = "table|string" })
+  return self:chat_template { tools = options.tools ~= nil }:trained(messages, { tools = options.tools,
+    date = options.date, tokens = self:special_tokens() }, options.train_on or "assistant")
+end
+
 local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continue_final_message = "boolean",
   tools = "table|string", documents = "table|string", date = "string", variables = "table", chat_template = "string",
   train_on = "string|function" }

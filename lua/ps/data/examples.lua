@@ -1,0 +1,316 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The examples of a loader: rows of texts, of conversations or of ids, as token ids with labels. Lua reads a row and
+-- runs the chat template; threads encode the text meanwhile (src/data/encode.c). Examples of files go into a cache
+-- file, which the next loader of the same files, tokenizer and options maps.
+local native = require "ps.core.ffi"
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
+local formats = require "ps.data.formats"
+local unpacked = require "ps.data.unpacked"
+local IGNORED = require("ps.data.batch").IGNORED
+local bit = require "bit"
+local cjson = require "cjson"
+local ffi = require "ffi"
+local lfs = require "lfs"
+local error = caller.error
+local C, check = native.C, native.check
+local int_array, key_array, float_array = array "int32_t", array "uint64_t", array "float"
+local span_array = array "int64_t"
+
+local examples = {}
+
+local VERSION = 1                                          -- of what is in a cache file
+local MOST_THREADS = 8
+
+---@class ps.Examples
+---@field handle ffi.cdata*
+---@field count integer
+---@field cached boolean they were read from a cache file
+
+-- -- encoding -------------------------------------------------------------------------------------------------------
+local function free_later(out, free) return ffi.gc(out[0], free) end
+
+local function ids_of(list)
+  local buffer = int_array(math.max(#list, 1))
+  for i, id in ipairs(list) do buffer[i - 1] = id end
+  return buffer
+end
+
+-- The ids around a whole text: those before it, and those after it.
+local function around(tokenizer)
+  local before, after = {}, {}
+  local list = before
+  for _, piece in ipairs(rawget(tokenizer, "around")[1]) do
+    if piece.id then list[#list + 1] = piece.id else list = after end
+  end
+  return before, after
+end
+
+-- Half-open ranges of bytes from 0 of a list of first and last bytes from 1.
+local function spans_of(self, list)
+  local n = list and #list or 0
+  if n == 0 then return nil, 0 end
+  local spans = span_array(2 * n)
+  self.kept[#self.kept + 1] = spans
+  for i, span in ipairs(list) do spans[2 * i - 2], spans[2 * i - 1] = span[1] - 1, span[2] end
+  return spans, n
+end
+
+local Encoder = {}
+Encoder.__index = Encoder
+
+-- An encoder whose texts become examples of `handle`. place(i): where example i is from, for errors.
+local function encoder_of(tokenizer, handle, place)
+  local special, before, after = {}, around(tokenizer)
+  for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
+  table.sort(special)
+  local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- the call copies them
+  local config = ffi.new("ps_encoder_config", { threads = math.max(1, math.min(MOST_THREADS, C.ps_threads())),
+    special = lists[1], n_special = #special, prefix = lists[2], n_prefix = #before, suffix = lists[3],
+    n_suffix = #after, flags = rawget(tokenizer, "splits_special") and C.PS_TOK_PLAIN or 0 })
+  local out = ffi.new("ps_encoder *[1]")
+  check(C.ps_encoder_new(rawget(tokenizer, "handle"), handle, config, out))
+  return setmetatable({ handle = free_later(out, C.ps_encoder_free), text = ffi.new "ps_encoder_text", place = place,
+    kept = {} }, Encoder)
+end
+
+-- Raises the error of a call, with the place of the example that it is about.
+function Encoder:checked(rc)
+  if rc >= 0 then return end
+  local failed = tonumber(C.ps_encoder_failed(self.handle))
+  if failed < 0 then check(rc) end
+  local ok, problem = pcall(check, rc)
+  local hint = ok == false and tostring(problem.message or problem) or ""
+  if hint:find("of its", 1, true) then
+    hint = hint:gsub("%.?%s*$", "") .. "; `psluajit tools/data.lua show` prints what the model sees"
+  end
+  error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), hint))
+end
+
+-- rendered: {text =, message =, spans =} of tokenizer:render_chat; nil spans: a whole text.
+function Encoder:put(rendered, need, weight)
+  local text = self.text
+  self.kept = {}
+  text.text, text.nbytes, text.weight, text.need = rendered.text, #rendered.text, weight, need
+  text.whole = rendered.spans and 0 or 1
+  text.message, text.n_message = spans_of(self, rendered.message)
+  text.trained, text.n_trained = spans_of(self, rendered.spans)
+  self:checked(C.ps_encoder_put(self.handle, text))
+end
+
+function Encoder:finish()
+  self:checked(C.ps_encoder_finish(self.handle))
+  C.ps_encoder_free(ffi.gc(self.handle, nil))
+end
+
+-- -- rows -----------------------------------------------------------------------------------------------------------
+local function weight_of(row, field, place)
+  if not field then return 1 end
+  local weight = row[field]
+  if type(weight) ~= "number" or weight < 0 or weight ~= weight or weight == math.huge then
+    error(("ps.data.loader: %s: the field '%s' is %s; a weight is a number of 0 or more"):format(place, field,
+      weight == nil and "missing" or tostring(weight)))
+  end
+  return weight
+end
+
+local function add(handle, ids, labels, weights, weight)
+  local n = #ids
+  local label_list, weight_list = labels and ids_of(labels) or nil, nil
+  if weights then
+    weight_list = float_array(math.max(n, 1))
+    for i, w in ipairs(weights) do weight_list[i - 1] = w end
+  end
+  check(C.ps_examples_add(handle, ids_of(ids), label_list, weight_list, n, weight))
+end
+
+-- A row of ids: checks and appends it.
+local function add_ids(handle, rows, i, tokenizer, weight)
+  local ids, labels = formats.ids(rows, i, tokenizer.vocab_size)
+  local weights = rows[i].loss_weights
+  if weights == cjson.null then weights = nil end
+  if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
+    error(("%s: %d loss_weights for %d input_ids: give one for each"):format(rows:place(i), #weights, #ids))
+  end
+  for k, w in ipairs(weights or {}) do
+    if type(w) ~= "number" or not (w >= 0 and w < math.huge) then
+      error(("%s: loss_weights[%d] is %s; a weight is a number of 0 or more"):format(rows:place(i), k, tostring(w)))
+    end
+  end
+  add(handle, ids, labels, weights, weight)
+end
+
+-- Labels by a mask of a tokenizer that is not of ps.tokenizer.
+local function labels_of(ids, mask, place, train_on)
+  local labels, trained = {}, 0
+  for k, id in ipairs(ids) do
+    labels[k] = mask[k] == 1 and id or IGNORED
+    trained = trained + mask[k]
+  end
+  if trained == 0 or train_on == "assistant" and trained == #ids then
+    error(("ps.data.loader: %s: %s of its %d tokens are trained; `psluajit tools/data.lua show` prints what the model "
+      .. "sees"):format(place, trained == 0 and "none" or "all", #ids))
+  end
+  return labels
+end
+
+-- Appends the examples of a table. form: of its rows.
+local function fill(handle, rows, tokenizer, form, options)
+  local function place(i) return rows:place(i) end
+  local own = rawget(tokenizer, "handle") ~= nil
+  local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
+  local train_on, field = options.train_on or "assistant", options.weight_field
+  local need = train_on == "assistant" and 2 or 1
+  for i = 1, #rows do
+    formats.check(rows, i, form)
+    local weight = field and weight_of(rows[i], field, place(i)) or 1
+    if form == "ids" then add_ids(handle, rows, i, tokenizer, weight)
+    elseif form == "text" then
+      local text = caller.typed(rows[i].text, "string", place(i) .. ": text")
+      if own then encoder:put({ text = text }, 0, weight)
+      else
+        local ids = tokenizer:encode(text)
+        if #ids == 0 then error(("ps.data.loader: %s has no tokens"):format(place(i))) end
+        add(handle, ids, nil, nil, weight)
+      end
+    else
+      local messages, tools = formats.conversation(rows, i, form)
+      if own then
+        encoder:put(tokenizer:render_chat(messages, { train_on = train_on, date = options.date, tools = tools }), need,
+          weight)
+      else
+        local ids, mask = tokenizer:apply_chat_template(messages,
+          { train_on = train_on, date = options.date, tools = tools })
+        add(handle, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
+      end
+    end
+  end
+  if encoder then encoder:finish() end
+end
+
+-- -- the cache ------------------------------------------------------------------------------------------------------
+local function hash_of(list)
+  local text = table.concat(list, "\0")
+  local key = key_array(2)
+  key[0] = C.ps_xxh3(text, #text)
+  text = text .. "\1"
+  key[1] = C.ps_xxh3(text, #text)
+  return key
+end
+
+-- The hash of a tokenizer's files; nil: it has none.
+local function tokenizer_key(tokenizer)
+  local source = rawget(tokenizer, "source")
+  if not source or rawget(tokenizer, "handle") == nil then return nil end
+  local list, names = {}, {}
+  if lfs.attributes(source, "mode") == "directory" then
+    for name in lfs.dir(source) do
+      if name:find "%.json$" or name:find "%.jinja$" or name:find "%.txt$" or name:find "%.model$" then
+        names[#names + 1] = source .. "/" .. name
+      end
+    end
+    table.sort(names)
+  else names[1] = source end
+  local hash = ffi.new "uint64_t[1]"
+  for _, name in ipairs(names) do
+    if not name:find("safetensors", 1, true) then
+      check(C.ps_file_hash(name, hash))
+      list[#list + 1] = name:match "[^/]*$" .. bit.tohex(hash[0])
+    end
+  end
+  for name, token in pairs(tokenizer:special_tokens()) do list[#list + 1] = name .. "=" .. tostring(token) end
+  table.sort(list)
+  return table.concat(list, " ")
+end
+
+-- What a cache file is made of; nil: something has no name, such as a function.
+local function key_of(rows, tokenizer, form, options)
+  local files, tok = rows:key(), tokenizer_key(tokenizer)
+  if not files or not tok or type(options.train_on) == "function" then return nil end
+  return hash_of { VERSION, files, tok, form, options.train_on or "assistant", options.date or os.date "%Y-%m-%d",
+    options.weight_field or "" }
+end
+
+-- The folder of cache files; nil: there is none. given: a folder of the script's own.
+local function cache_folder(given)
+  if type(given) ~= "string" then return unpacked.folder "examples" end
+  lfs.mkdir(given)
+  return given
+end
+
+-- Maps the cache file; nil: there is none of these data.
+local function mapped(path, key)
+  local out = ffi.new("ps_examples *[1]")
+  if lfs.attributes(path, "mode") ~= "file" or C.ps_examples_open(path, key, out) < 0 then return nil end
+  return free_later(out, C.ps_examples_free)
+end
+
+-- Makes examples by fn(handle), in a file if there is a path. given: the path is in a folder of the script's own, and
+-- it is an error if the file cannot be created there; else the examples are in memory then.
+local function made(path, key, wide, fn, given)
+  local out = ffi.new("ps_examples *[1]")
+  local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
+  if rc < 0 and path ~= "" and not given then rc = C.ps_examples_new("", key, wide and 1 or 0, out) end
+  local ok, problem = pcall(check, rc)
+  if not ok then
+    error("ps.data.loader: the cache folder cannot be written to: " .. tostring(problem.message or problem))
+  end
+  local handle = free_later(out, C.ps_examples_free)
+  fn(handle)
+  check(C.ps_examples_finish(handle))
+  return handle
+end
+
+local function finished(handle, cached)
+  return { handle = handle, count = tonumber(C.ps_examples_count(handle)), cached = cached,
+    hash = bit.tohex(C.ps_examples_hash(handle)) }
+end
+
+--- The examples of a table. They come from the cache if it has them. Ranks that start together each make them; the
+--- last one's file stays, and all have the same bytes.
+---@param rows ps.DataTable
+---@param tokenizer ps.Tokenizer
+---@param options {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a
+---  folder, or false: none
+---@return ps.Examples
+function examples.of_table(rows, tokenizer, options)
+  if #rows == 0 then error "ps.data.loader: the table has no rows" end
+  local form = formats.recognise(rows, { check = 1 })
+  if form:find "preference" then
+    error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
+  end
+  local key = options.cache ~= false and key_of(rows, tokenizer, form, options)
+  local folder = key and cache_folder(options.cache)
+  local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
+  local handle = folder and mapped(path, key)
+  if handle then return finished(handle, true) end
+  return finished(made(path, key or key_array(2), form == "ids", function(new)
+    fill(new, rows, tokenizer, form, options)
+  end, type(options.cache) == "string"), false)
+end
+
+--- The examples of a list of texts.
+---@param texts string[]
+---@param tokenizer ps.Tokenizer
+---@return ps.Examples
+function examples.of_texts(texts, tokenizer)
+  return finished(made("", key_array(2), false, function(handle)
+    local own = rawget(tokenizer, "handle") ~= nil
+    local function place(i) return ("texts[%d]"):format(i) end
+    local encoder = own and encoder_of(tokenizer, handle, place)
+    for i, text in ipairs(texts) do
+      if type(text) ~= "string" then
+        error(("ps.data.loader: texts[%d] is a %s, not a string"):format(i, type(text)))
+      end
+      if own then encoder:put({ text = text }, 0, 1)
+      else
+        local ids = tokenizer:encode(text)
+        if #ids == 0 then error(("ps.data.loader: texts[%d] has no tokens; remove it from the list"):format(i)) end
+        add(handle, ids, nil, nil, 1)
+      end
+    end
+    if encoder then encoder:finish() end
+  end), false)
+end
+
+return examples

@@ -1,0 +1,302 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Texts to examples, by threads: the script's thread puts texts into a ring of jobs, threads encode them, and the
+ * script's thread appends the results in order when it needs the place of the oldest job, or at the end. */
+#include "base/alloc.h"
+#include "base/thread.h"
+#include "data/examples.h"
+#include "data/tok.h"
+#include <string.h>
+
+enum { MOST_ENCODERS = 64, PER_THREAD = 32 };
+enum { FREE, WAITS, DONE };
+
+typedef struct span { int64_t begin, end; } span;      /* bytes of a text, half-open */
+
+typedef struct job {
+    int state;
+    int64_t number;                     /* of the text, from 0 */
+    tok_bytes text;
+    span *message, *trained;            /* [n_message], [n_trained] of `spans` */
+    span *spans;
+    int64_t n_message, n_trained, spans_room;
+    int32_t whole, need;
+    double weight;
+    tok_ints ids, ends, labels;         /* ends: the end of each id's bytes, exclusive */
+    int rc;
+    ps_error_kept error;
+} job;
+
+struct ps_encoder {
+    const ps_tok *tok;
+    ps_examples *examples;
+    int32_t *special, *prefix, *suffix;
+    int64_t n_special, n_prefix, n_suffix;
+    int flags;                          /* of ps_tok_encode, for whole texts */
+    int threads, started, ring;
+    int64_t put, taken, stored;         /* numbers of texts: job i % ring is text i's */
+    int64_t failed;
+    job *jobs;
+    bool stop;
+    pthread_t thread[MOST_ENCODERS];
+    pthread_mutex_t lock;
+    pthread_cond_t waits, done;
+};
+
+/* -- a text to ids ------------------------------------------------------------------------------------------------- */
+static bool is_special(const ps_encoder *c, int32_t id)
+{
+    int64_t low = 0, high = c->n_special;
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (c->special[middle] < id) low = middle + 1;
+        else high = middle;
+    }
+    return low < c->n_special && c->special[low] == id;
+}
+
+/* Whether all bytes of a token come from messages, whose spans are in order. */
+static bool within(const job *j, span token)
+{
+    for (int64_t i = 0; i < j->n_message; i++) {
+        if (j->message[i].begin > token.begin) return false;
+        if (j->message[i].end <= token.begin) continue;
+        if (j->message[i].end >= token.end) return true;
+        token.begin = j->message[i].end;
+    }
+    return false;
+}
+
+/* Appends the ids of bytes begin .. end of the job's text. */
+static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int64_t end, int flags)
+{
+    if (begin >= end) return 0;
+    st->ids.n = st->offsets.n = 0;
+    PS_TRY(tok_encode(c->tok, st, j->text.at + begin, (size_t)(end - begin), flags | PS_TOK_OFFSETS));
+    for (size_t i = 0; i < st->ids.n; i++) {
+        PS_TRY(tok_ints_add(&j->ids, st->ids.at[i]));
+        PS_TRY(tok_ints_add(&j->ends, (int32_t)begin + st->offsets.at[2 * i + 1]));
+    }
+    return 0;
+}
+
+/* Special tokens that a message spells are text: the text between the template's own special tokens is encoded without
+ * any. first: where each id of the whole text begins. */
+static int without_forged(const ps_encoder *c, tok_state *st, job *j)
+{
+    size_t n = st->ids.n;
+    int32_t *ids = ps_alloc((n + 1) * 3 * sizeof *ids), *at = ids + n;
+    if (!ids) return ps_fail_nomem((n + 1) * 3 * sizeof *ids);
+    memcpy(ids, st->ids.at, n * sizeof *ids);
+    memcpy(at, st->offsets.at, 2 * n * sizeof *at);
+    j->ids.n = j->ends.n = 0;
+    int64_t from = 0;
+    int rc = 0;
+    for (size_t i = 0; i < n && rc == 0; i++) {
+        if (!is_special(c, ids[i]) || within(j, (span){ at[2 * i], at[2 * i + 1] })) continue;
+        rc = append(c, st, j, from, at[2 * i], PS_TOK_PLAIN);
+        if (rc == 0) rc = tok_ints_add(&j->ids, ids[i]);
+        if (rc == 0) rc = tok_ints_add(&j->ends, at[2 * i + 1]);
+        from = at[2 * i + 1];
+    }
+    if (rc == 0) rc = append(c, st, j, from, (int64_t)j->text.n, PS_TOK_PLAIN);
+    ps_free(ids);
+    return rc;
+}
+
+/* A token that reaches over the end of a trained part counts if it ends within the part. */
+static int label(job *j)
+{
+    int64_t part = 0, trained = 0;
+    for (size_t i = 0; i < j->ids.n; i++) {
+        int64_t end = j->ends.at[i];
+        while (part < j->n_trained && j->trained[part].end < end) part++;
+        bool counts = part < j->n_trained && end > j->trained[part].begin;
+        trained += counts;
+        PS_TRY(tok_ints_add(&j->labels, counts ? j->ids.at[i] : EXAMPLE_IGNORED));
+    }
+    if (j->need >= 1 && (trained == 0 || (j->need == 2 && trained == (int64_t)j->ids.n)))
+        return ps_fail(PS_EINVAL, "%s of its %lld tokens are trained", trained == 0 ? "none" : "all",
+                       (long long)j->ids.n);
+    return 0;
+}
+
+static int add_all(tok_ints *to, const int32_t *ids, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) PS_TRY(tok_ints_add(to, ids[i]));
+    return 0;
+}
+
+static int encode(const ps_encoder *c, tok_state *st, job *j)
+{
+    j->ids.n = j->ends.n = j->labels.n = 0;
+    if (j->whole) {
+        PS_TRY(add_all(&j->ids, c->prefix, c->n_prefix));
+        st->ids.n = st->offsets.n = 0;
+        PS_TRY(tok_encode(c->tok, st, j->text.at, j->text.n, c->flags));
+        PS_TRY(add_all(&j->ids, st->ids.at, (int64_t)st->ids.n));
+        PS_TRY(add_all(&j->ids, c->suffix, c->n_suffix));
+        return j->ids.n ? 0 : ps_fail(PS_EINVAL, "the text has no tokens");
+    }
+    PS_TRY(append(c, st, j, 0, (int64_t)j->text.n, 0));
+    for (size_t i = 0; i < st->ids.n; i++) {
+        span token = { st->offsets.at[2 * i], st->offsets.at[2 * i + 1] };
+        if (!is_special(c, st->ids.at[i]) || !within(j, token)) continue;
+        PS_TRY(without_forged(c, st, j));
+        break;
+    }
+    return label(j);
+}
+
+/* -- threads ------------------------------------------------------------------------------------------------------- */
+static void run(const ps_encoder *c, tok_state *st, job *j)
+{
+    j->rc = encode(c, st, j);
+    if (j->rc < 0) ps_error_keep(&j->error);             /* the message is this thread's own */
+}
+
+static void *work(void *arg)
+{
+    ps_encoder *c = arg;
+    tok_state st = { 0 };
+    pthread_mutex_lock(&c->lock);
+    for (;;) {
+        while (!c->stop && c->taken == c->put) pthread_cond_wait(&c->waits, &c->lock);
+        if (c->stop) break;
+        job *j = &c->jobs[c->taken++ % c->ring];
+        pthread_mutex_unlock(&c->lock);
+        run(c, &st, j);
+        pthread_mutex_lock(&c->lock);
+        j->state = DONE;
+        if (j->number == c->stored) pthread_cond_signal(&c->done);
+    }
+    pthread_mutex_unlock(&c->lock);
+    tok_state_free(&st);
+    return NULL;
+}
+
+/* Appends the oldest text's example. */
+static int store(ps_encoder *c)
+{
+    job *j = &c->jobs[c->stored % c->ring];
+    pthread_mutex_lock(&c->lock);
+    while (j->state != DONE) pthread_cond_wait(&c->done, &c->lock);
+    j->state = FREE;
+    int64_t number = c->stored++;
+    pthread_mutex_unlock(&c->lock);
+    int rc = j->rc;
+    if (rc < 0) ps_error_again(&j->error);
+    else rc = ps_examples_add(c->examples, j->ids.at, j->whole ? NULL : j->labels.at, NULL, (int64_t)j->ids.n,
+                              j->weight);
+    if (rc < 0) c->failed = number;
+    return rc;
+}
+
+static int copy_ids(const int32_t *ids, int64_t n, int32_t **out, int64_t *n_out)
+{
+    *out = ps_alloc((size_t)(n + 1) * sizeof **out);
+    if (!*out) return ps_fail_nomem((size_t)(n + 1) * sizeof **out);
+    if (n) memcpy(*out, ids, (size_t)n * sizeof **out);
+    *n_out = n;
+    return 0;
+}
+
+int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *config, ps_encoder **out)
+{
+    PS_NEED(tok);
+    PS_NEED(examples);
+    PS_NEED(config);
+    PS_NEED(out);
+    if (config->threads < 1 || config->threads > MOST_ENCODERS)
+        return ps_fail(PS_EINVAL, "%d threads are requested; there can be 1 to %d", config->threads, MOST_ENCODERS);
+    if (!tok->ready) return ps_fail(PS_ESTATE, "the tokenizer is not ready yet (ps_tok_ready)");
+    ps_encoder *c = ps_alloc0(sizeof *c);
+    if (!c) return ps_fail_nomem(sizeof *c);
+    c->tok = tok, c->examples = examples, c->threads = config->threads, c->flags = config->flags, c->failed = -1;
+    c->ring = PER_THREAD * c->threads;
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->waits, NULL);
+    pthread_cond_init(&c->done, NULL);
+    c->jobs = ps_alloc0((size_t)c->ring * sizeof *c->jobs);
+    int rc = c->jobs ? 0 : ps_fail_nomem((size_t)c->ring * sizeof *c->jobs);
+    if (rc == 0) rc = copy_ids(config->special, config->n_special, &c->special, &c->n_special);
+    if (rc == 0) rc = copy_ids(config->prefix, config->n_prefix, &c->prefix, &c->n_prefix);
+    if (rc == 0) rc = copy_ids(config->suffix, config->n_suffix, &c->suffix, &c->n_suffix);
+    for (int i = 0; rc == 0 && i < c->threads; i++)
+        if (ps_thread_start(&c->thread[c->started], work, c) == 0) c->started++;
+    if (rc == 0 && c->started == 0) rc = ps_fail(PS_ENOMEM, "no thread can be started for tokenizing");
+    if (rc < 0) ps_encoder_free(c);
+    else *out = c;
+    return rc;
+}
+
+static int copy_spans(job *j, const ps_encoder_text *t)
+{
+    int64_t n = t->n_message + t->n_trained;
+    if (n > j->spans_room) {
+        span *spans = ps_realloc(j->spans, (size_t)(2 * n) * sizeof *spans);
+        if (!spans) return ps_fail_nomem((size_t)(2 * n) * sizeof *spans);
+        j->spans = spans;
+        j->spans_room = 2 * n;
+    }
+    j->message = j->spans, j->n_message = t->n_message;
+    j->trained = j->spans + t->n_message, j->n_trained = t->n_trained;
+    if (t->n_message) memcpy(j->message, t->message, (size_t)t->n_message * sizeof(span));
+    if (t->n_trained) memcpy(j->trained, t->trained, (size_t)t->n_trained * sizeof(span));
+    return 0;
+}
+
+int ps_encoder_put(ps_encoder *c, const ps_encoder_text *text)
+{
+    PS_NEED(c);
+    PS_NEED(text && text->text);
+    if (text->nbytes > INT32_MAX) return ps_fail(PS_EINVAL, "a text of %lld bytes", (long long)text->nbytes);
+    if (c->put - c->stored == c->ring) PS_TRY(store(c));
+    job *j = &c->jobs[c->put % c->ring];
+    j->text.n = 0;
+    PS_TRY(tok_bytes_more(&j->text, (size_t)text->nbytes + 1));
+    memcpy(j->text.at, text->text, (size_t)text->nbytes);
+    j->text.n = (size_t)text->nbytes;
+    PS_TRY(copy_spans(j, text));
+    j->whole = text->whole, j->need = text->need, j->weight = text->weight, j->number = c->put;
+    pthread_mutex_lock(&c->lock);
+    j->state = WAITS;
+    c->put++;
+    pthread_cond_signal(&c->waits);
+    pthread_mutex_unlock(&c->lock);
+    return 0;
+}
+
+int ps_encoder_finish(ps_encoder *c)
+{
+    PS_NEED(c);
+    while (c->stored < c->put) PS_TRY(store(c));
+    return 0;
+}
+
+int64_t ps_encoder_failed(const ps_encoder *c) { return c ? c->failed : -1; }
+
+void ps_encoder_free(ps_encoder *c)
+{
+    if (!c) return;
+    pthread_mutex_lock(&c->lock);
+    c->stop = true;
+    pthread_cond_broadcast(&c->waits);
+    pthread_mutex_unlock(&c->lock);
+    for (int i = 0; i < c->started; i++) pthread_join(c->thread[i], NULL);
+    for (int i = 0; c->jobs && i < c->ring; i++) {
+        job *j = &c->jobs[i];
+        tok_bytes_free(&j->text);
+        tok_ints_free(&j->ids);
+        tok_ints_free(&j->ends);
+        tok_ints_free(&j->labels);
+        ps_free(j->spans);
+    }
+    pthread_mutex_destroy(&c->lock);
+    pthread_cond_destroy(&c->waits);
+    pthread_cond_destroy(&c->done);
+    ps_free(c->jobs);
+    ps_free(c->special);
+    ps_free(c->prefix);
+    ps_free(c->suffix);
+    ps_free(c);
+}

@@ -1,0 +1,248 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Examples as token ids, one after the other: in memory, or in a file that is written block by block while they are
+ * added, and mapped afterwards. A token is 4 bytes, whose highest bit says that the token is not trained; examples with
+ * labels or weights of their own have 12 bytes per token.
+ *
+ * The file: head, records padded to 8 bytes, starts [count + 1], weights [count]. It takes its name when it is
+ * complete. */
+#include "data/examples.h"
+#include "base/alloc.h"
+#include <string.h>
+
+enum { BLOCK = 3 << 18 };               /* bytes: a multiple of both sizes of a record */
+static const char MAGIC[8] = "PSEXAMP1";
+
+typedef struct head {                   /* little-endian, as every machine this runs on */
+    char magic[8];
+    uint64_t key[2];
+    int64_t count, tokens, wide;
+    uint64_t hash;                      /* of records, starts and weights */
+    uint64_t sum;                       /* XXH3 of the bytes before */
+} head;
+
+static int64_t record_nbytes(const ps_examples *e) { return e->wide ? (int64_t)sizeof(example_wide) : 4; }
+static int64_t padded(int64_t nbytes) { return (nbytes + 7) / 8 * 8; }
+static uint64_t both(uint64_t a, uint64_t b)
+{
+    uint64_t pair[2] = { a, b };
+    return ps_xxh3(pair, sizeof pair);
+}
+
+int ps_examples_new(const char *path, const uint64_t *key, int wide, ps_examples **out)
+{
+    PS_NEED(path);
+    PS_NEED(key);
+    PS_NEED(out);
+    ps_examples *e = ps_alloc0(sizeof *e);
+    if (!e) return ps_fail_nomem(sizeof *e);
+    e->wide = wide != 0;
+    e->file = PS_TEMPFILE_NONE;
+    e->map.fd = -1;
+    memcpy(e->key, key, sizeof e->key);
+    e->block = ps_alloc(BLOCK);
+    int rc = e->block ? 0 : ps_fail_nomem(BLOCK);
+    if (rc == 0 && *path) rc = ps_tempfile_open(&e->file, path);
+    if (rc < 0) ps_examples_free(e);
+    else *out = e;
+    return rc;
+}
+
+/* -- adding -------------------------------------------------------------------------------------------------------- */
+static int to_memory(ps_examples *e)
+{
+    int64_t want = e->stored + e->in_block;
+    if (want > e->memory_room) {
+        int64_t room = e->memory_room ? e->memory_room : BLOCK;
+        while (room < want) room *= 2;
+        uint8_t *memory = ps_realloc(e->memory, (size_t)room);
+        if (!memory) return ps_fail_nomem((size_t)room);
+        e->memory = memory;
+        e->memory_room = room;
+    }
+    memcpy(e->memory + e->stored, e->block, (size_t)e->in_block);
+    return 0;
+}
+
+static int store_block(ps_examples *e)
+{
+    if (e->in_block == 0) return 0;
+    if (e->file.fd < 0) PS_TRY(to_memory(e));
+    else PS_TRY(ps_tempfile_write(&e->file, (int64_t)sizeof(head) + e->stored, e->block, e->in_block));
+    e->hash = both(e->hash, ps_xxh3(e->block, e->in_block));
+    e->stored += e->in_block;
+    e->in_block = 0;
+    return 0;
+}
+
+static int make_room(ps_examples *e)
+{
+    if (e->count < e->room) return 0;
+    int64_t room = e->room ? 2 * e->room : 1024;
+    int64_t *starts = ps_realloc(e->starts, (size_t)(room + 1) * sizeof *starts);
+    if (!starts) return ps_fail_nomem((size_t)(room + 1) * sizeof *starts);
+    e->starts = starts;
+    float *weights = ps_realloc(e->weights, (size_t)room * sizeof *weights);
+    if (!weights) return ps_fail_nomem((size_t)room * sizeof *weights);
+    e->weights = weights;
+    e->room = room;
+    if (e->count == 0) e->starts[0] = 0;
+    return 0;
+}
+
+int ps_examples_add(ps_examples *e, const int32_t *ids, const int32_t *labels, const float *weights, int64_t n,
+                    double weight)
+{
+    PS_NEED(e);
+    PS_NEED(ids || n == 0);
+    if (e->finished) return ps_fail(PS_ESTATE, "examples are complete: none can be added");
+    if (!e->wide && weights) return ps_fail(PS_EINVAL, "weights of tokens need wide examples");
+    PS_TRY(make_room(e));
+    for (int64_t i = 0; i < n; i++) {
+        int32_t label = labels ? labels[i] : ids[i];
+        if (ids[i] < 0) return ps_fail(PS_ERANGE, "token %lld is %d; ids begin with 0", (long long)i, ids[i]);
+        if (!e->wide && label != ids[i] && label != EXAMPLE_IGNORED)
+            return ps_fail(PS_EINVAL, "labels other than ids need wide examples");
+        if (e->in_block == BLOCK) PS_TRY(store_block(e));
+        example_wide wide = { ids[i], label, weights ? weights[i] : 1.0f };
+        uint32_t narrow = (uint32_t)ids[i] | (label == ids[i] ? 0 : EXAMPLE_UNTRAINED);
+        memcpy(e->block + e->in_block, e->wide ? (void *)&wide : (void *)&narrow, (size_t)record_nbytes(e));
+        e->in_block += record_nbytes(e);
+    }
+    e->tokens += n;
+    e->weights[e->count] = (float)weight;
+    e->starts[++e->count] = e->tokens;
+    return 0;
+}
+
+/* -- the file ------------------------------------------------------------------------------------------------------ */
+/* Points into the mapped file, whose head is right. */
+static void point(ps_examples *e)
+{
+    int64_t nbytes = padded(e->tokens * record_nbytes(e));
+    e->records = e->map.bytes + sizeof(head);
+    e->starts = (int64_t *)(uintptr_t)(e->records + nbytes);
+    e->weights = (float *)(e->starts + e->count + 1);
+}
+
+static int64_t file_nbytes(const head *h)
+{
+    int64_t each = h->wide ? (int64_t)sizeof(example_wide) : 4;
+    return (int64_t)sizeof *h + padded(h->tokens * each) + (h->count + 1) * 8 + h->count * 4;
+}
+
+static int write_file(ps_examples *e)
+{
+    head h = { .key = { e->key[0], e->key[1] }, .count = e->count, .tokens = e->tokens, .wide = e->wide,
+               .hash = e->hash };
+    memcpy(h.magic, MAGIC, sizeof MAGIC);
+    h.sum = ps_xxh3(&h, (int64_t)offsetof(head, sum));
+    int64_t at = (int64_t)sizeof h + padded(e->stored);
+    PS_TRY(ps_tempfile_write(&e->file, at, e->starts, (e->count + 1) * 8));
+    PS_TRY(ps_tempfile_write(&e->file, at + (e->count + 1) * 8, e->weights, e->count * 4));
+    PS_TRY(ps_tempfile_write(&e->file, 0, &h, sizeof h));
+    PS_TRY(ps_tempfile_commit(&e->file));
+    PS_TRY(ps_map_open(&e->map, e->file.path));
+    ps_free(e->starts);
+    ps_free(e->weights);
+    point(e);
+    return 0;
+}
+
+int ps_examples_finish(ps_examples *e)
+{
+    PS_NEED(e);
+    if (e->finished) return 0;
+    PS_TRY(make_room(e));
+    PS_TRY(store_block(e));
+    e->hash = both(e->hash, both(ps_xxh3(e->starts, (e->count + 1) * 8), ps_xxh3(e->weights, e->count * 4)));
+    if (e->file.fd >= 0) PS_TRY(write_file(e));
+    else e->records = e->memory;
+    ps_tempfile_close(&e->file);
+    ps_free(e->block);
+    e->block = NULL;
+    e->finished = true;
+    return 0;
+}
+
+int ps_examples_open(const char *path, const uint64_t *key, ps_examples **out)
+{
+    PS_NEED(path);
+    PS_NEED(key);
+    PS_NEED(out);
+    ps_map map;
+    head h;
+    PS_TRY(ps_map_open(&map, path));
+    int rc = 0;
+    if (map.nbytes < (int64_t)sizeof h) rc = ps_fail(PS_EFORMAT, "%s: the file is too short", path);
+    if (rc == 0) rc = ps_map_read(&map, 0, &h, sizeof h);
+    if (rc == 0 && (memcmp(h.magic, MAGIC, sizeof MAGIC) || h.sum != ps_xxh3(&h, (int64_t)offsetof(head, sum)) ||
+                    h.count < 0 || h.tokens < 0 || map.nbytes != file_nbytes(&h)))
+        rc = ps_fail(PS_EFORMAT, "%s: not a complete file of examples", path);
+    if (rc == 0 && memcmp(h.key, key, sizeof h.key)) rc = ps_fail(PS_ESTATE, "%s: examples of other data", path);
+    ps_examples *e = rc == 0 ? ps_alloc0(sizeof *e) : NULL;
+    if (rc == 0 && !e) rc = ps_fail_nomem(sizeof *e);
+    if (rc < 0) {
+        ps_map_close(&map);
+        return rc;
+    }
+    e->map = map;
+    e->file = PS_TEMPFILE_NONE;
+    e->wide = h.wide != 0, e->finished = true, e->count = h.count, e->tokens = h.tokens, e->hash = h.hash;
+    memcpy(e->key, h.key, sizeof e->key);
+    point(e);
+    *out = e;
+    return 0;
+}
+
+int ps_file_hash(const char *path, uint64_t *out)
+{
+    PS_NEED(path);
+    PS_NEED(out);
+    ps_map map;
+    PS_TRY(ps_map_open(&map, path));
+    uint8_t *block = ps_alloc(BLOCK);
+    int rc = block ? 0 : ps_fail_nomem(BLOCK);
+    *out = (uint64_t)map.nbytes;
+    for (int64_t at = 0; at < map.nbytes && rc == 0; at += BLOCK) {
+        int64_t n = map.nbytes - at < BLOCK ? map.nbytes - at : BLOCK;
+        rc = ps_map_read(&map, at, block, n);
+        if (rc == 0) *out = both(*out, ps_xxh3(block, n));
+    }
+    ps_free(block);
+    ps_map_close(&map);
+    return rc;
+}
+
+/* -- reading ------------------------------------------------------------------------------------------------------- */
+int64_t ps_examples_count(const ps_examples *e) { return e ? e->count : 0; }
+int64_t ps_examples_tokens(const ps_examples *e) { return e ? e->tokens : 0; }
+uint64_t ps_examples_hash(const ps_examples *e) { return e ? e->hash : 0; }
+
+int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *labels, int64_t room, int64_t *n)
+{
+    PS_NEED(e);
+    PS_NEED(n);
+    if (!e->finished) return ps_fail(PS_ESTATE, "examples are read when they are complete (ps_examples_finish)");
+    if (i < 0 || i >= e->count)
+        return ps_fail(PS_ERANGE, "there is no example %lld; there are %lld", (long long)i, (long long)e->count);
+    *n = e->starts[i + 1] - e->starts[i];
+    for (int64_t k = 0; k < *n && k < room; k++) {
+        ids[k] = example_id(e, e->starts[i] + k);
+        labels[k] = example_label(e, e->starts[i] + k);
+    }
+    return 0;
+}
+
+void ps_examples_free(ps_examples *e)
+{
+    if (!e) return;
+    ps_tempfile_close(&e->file);
+    if (e->map.bytes) ps_map_close(&e->map);
+    else {
+        ps_free(e->starts);
+        ps_free(e->weights);
+    }
+    ps_free(e->memory);
+    ps_free(e->block);
+    ps_free(e);
+}

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Examples as token ids, as encode.c appends them and rows.c reads them. */
+#ifndef PS_DATA_EXAMPLES_H
+#define PS_DATA_EXAMPLES_H
+#include "base/error.h"
+#include "io/file.h"
+#include "ps.h"
+
+enum { EXAMPLE_IGNORED = -100 };        /* the label of a token that is not trained */
+#define EXAMPLE_UNTRAINED 0x80000000u   /* in a narrow record: the token is not trained */
+
+typedef struct example_wide { int32_t id, label; float weight; } example_wide;
+
+struct ps_examples {
+    bool wide, finished;
+    int64_t count, room, tokens;
+    int64_t *starts;                    /* [room + 1]: the number of tokens before each example */
+    float *weights;                     /* [room]: of examples */
+    const uint8_t *records;             /* of tokens: uint32_t, or example_wide */
+    uint8_t *memory;                    /* [memory_room]: where there is no file */
+    int64_t memory_room;
+    uint8_t *block;                     /* [BLOCK]: records that are not yet in the file or in memory */
+    int64_t in_block, stored;           /* bytes */
+    uint64_t hash, key[2];              /* hash: of complete blocks */
+    ps_tempfile file;
+    ps_map map;
+};
+
+/* Token `at` of all examples. */
+static inline int32_t example_id(const ps_examples *e, int64_t at)
+{
+    if (e->wide) return ((const example_wide *)e->records)[at].id;
+    return (int32_t)(((const uint32_t *)e->records)[at] & ~EXAMPLE_UNTRAINED);
+}
+static inline int32_t example_label(const ps_examples *e, int64_t at)
+{
+    if (e->wide) return ((const example_wide *)e->records)[at].label;
+    uint32_t record = ((const uint32_t *)e->records)[at];
+    return record & EXAMPLE_UNTRAINED ? EXAMPLE_IGNORED : (int32_t)record;
+}
+static inline float example_token_weight(const ps_examples *e, int64_t at)
+{
+    return e->wide ? ((const example_wide *)e->records)[at].weight : 1.0f;
+}
+#endif

@@ -1,0 +1,426 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The rows of an epoch: which examples they hold, in which order. Sources are taken by weights, by stride scheduling
+ * (Waldspurger and Weihl 1995): each source has a time at which its next example is due, 1 / weight apart. Within
+ * windows of the order, examples are packed by best fit, or sorted by length. A row depends on the examples, the
+ * settings and the epoch only, not on batches or ranks. */
+#include "base/alloc.h"
+#include "base/philox.h"
+#include "data/examples.h"
+#include <stdlib.h>
+#include <string.h>
+
+enum { GROUP = 64 };                    /* rows of similar length that stay together when lengths are grouped */
+
+typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from `first` on */
+
+struct ps_rows {
+    const ps_examples *examples;
+    bool packing;
+    int64_t seq, window;
+    int64_t n_items, n_rows, n_windows;
+    item *items;
+    int64_t *row;                       /* [n_rows + 1]: where a row's items begin */
+    int64_t *windows;                   /* [n_windows + 1]: where a window's rows begin */
+    ps_rows_info info;
+};
+
+/* -- order --------------------------------------------------------------------------------------------------------- */
+/* A random number below n, of a stream. */
+static int64_t draw(uint64_t seed, uint64_t stream, int64_t i, int64_t n)
+{
+    ps_philox r = ps_philox4x32(seed, (uint64_t)i, stream);
+    uint64_t x = (uint64_t)r.v[0] << 32 | r.v[1];
+    return (int64_t)((unsigned __int128)x * (uint64_t)n >> 64);
+}
+
+/* Fisher and Yates. */
+static void shuffle(int32_t *order, int64_t n, uint64_t seed, uint64_t stream)
+{
+    for (int64_t i = n - 1; i > 0; i--) {
+        int64_t j = draw(seed, stream, i, i + 1);
+        int32_t kept = order[i];
+        order[i] = order[j], order[j] = kept;
+    }
+}
+
+typedef struct source { int64_t first, n, next, passes; double weight; int32_t *order; } source;
+
+static void begin_pass(const ps_rows_config *c, source *s, int k)
+{
+    for (int64_t i = 0; i < s->n; i++) s->order[i] = (int32_t)(s->first + i);
+    uint64_t stream = (uint64_t)c->epoch << 32 ^ (uint64_t)s->passes << 16 ^ (uint64_t)k;
+    if (c->shuffle) shuffle(s->order, s->n, c->seed, stream);
+    s->next = 0;
+}
+
+/* The source that is due, or -1 if the epoch ends. */
+static int due(const ps_rows_config *c, const source *s, const int64_t *taken)
+{
+    int best = -1;
+    double least = 0;
+    bool all_done = true;
+    for (int k = 0; k < c->n_sources; k++) all_done = all_done && (s[k].passes > 0 || s[k].next == s[k].n);
+    if (all_done) return -1;
+    for (int k = 0; k < c->n_sources; k++) {
+        if (s[k].next == s[k].n && c->exhausted == PS_MIX_LEAVE) continue;
+        double at = ((double)taken[k] + 0.5) / s[k].weight;
+        if (best < 0 || at < least) best = k, least = at;
+    }
+    return best >= 0 && s[best].next == s[best].n && c->exhausted == PS_MIX_STOP ? -1 : best;
+}
+
+typedef struct list { int32_t *at; int64_t n, room; } list;
+
+static int push(list *l, int32_t x)
+{
+    if (l->n == l->room) {
+        int64_t room = l->room ? 2 * l->room : 1024;
+        int32_t *at = ps_realloc(l->at, (size_t)room * sizeof *at);
+        if (!at) return ps_fail_nomem((size_t)room * sizeof *at);
+        l->at = at;
+        l->room = room;
+    }
+    l->at[l->n++] = x;
+    return 0;
+}
+
+static int take_all(const ps_rows_config *c, source *s, int64_t *taken, list *order)
+{
+    for (int k; (k = due(c, s, taken)) >= 0;) {
+        if (s[k].next == s[k].n) {
+            s[k].passes++;
+            begin_pass(c, &s[k], k);
+        }
+        taken[k]++;
+        PS_TRY(push(order, s[k].order[s[k].next++]));
+    }
+    return 0;
+}
+
+/* The examples of the epoch in order. */
+static int order_of(const ps_examples *e, const ps_rows_config *c, list *order)
+{
+    source *s = ps_alloc0((size_t)c->n_sources * sizeof *s);
+    int64_t *taken = ps_alloc0((size_t)c->n_sources * sizeof *taken), first = 0;
+    int32_t *numbers = ps_alloc((size_t)(e->count + 1) * sizeof *numbers);
+    int rc = s && taken && numbers ? 0 : ps_fail_nomem((size_t)(e->count + 1) * sizeof *numbers);
+    for (int k = 0; k < c->n_sources && rc == 0; k++) {
+        s[k].first = first, s[k].n = c->counts[k], s[k].weight = c->weights[k], s[k].order = numbers + first;
+        first += s[k].n;
+        begin_pass(c, &s[k], k);
+    }
+    if (rc == 0) rc = take_all(c, s, taken, order);
+    ps_free(s);
+    ps_free(taken);
+    ps_free(numbers);
+    return rc;
+}
+
+/* -- lengths ------------------------------------------------------------------------------------------------------- */
+/* How many tokens of item `it` a model has to predict: its trained tokens, except the first. */
+static int64_t targets_of(const ps_examples *e, const item *it)
+{
+    int64_t n = 0;
+    int64_t from = e->starts[it->example] + it->first;
+    for (int64_t k = 1; k < it->n; k++) n += example_label(e, from + k) != EXAMPLE_IGNORED;
+    return n;
+}
+
+/* Cuts an example that is too long. *keep: it goes into a row. */
+static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
+{
+    const ps_examples *e = r->examples;
+    int64_t n = e->starts[example + 1] - e->starts[example];
+    *it = (item){ example, 0, n };
+    *keep = true;
+    if (n <= c->seq) return 0;
+    if (c->rule == PS_LONG_ERROR) {
+        r->info.failed = example;
+        return ps_fail(PS_ERANGE, "the example has %lld tokens, more than %lld", (long long)n, (long long)c->seq);
+    }
+    it->n = c->seq;
+    if (c->rule == PS_LONG_LEFT) it->first = n - c->seq;
+    *keep = c->rule != PS_LONG_DROP && targets_of(e, it) > 0;
+    if (*keep) r->info.cut++;
+    else r->info.dropped++;
+    return 0;
+}
+
+/* The items of the epoch, in order. */
+static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
+{
+    r->items = ps_alloc((size_t)(order->n + 1) * sizeof *r->items);
+    if (!r->items) return ps_fail_nomem((size_t)(order->n + 1) * sizeof *r->items);
+    for (int64_t i = 0; i < order->n; i++) {
+        bool keep;
+        PS_TRY(cut(r, c, order->at[i], &r->items[r->n_items], &keep));
+        if (keep) r->info.tokens += r->items[r->n_items++].n;
+    }
+    r->info.examples = r->n_items;
+    return 0;
+}
+
+/* -- packing ------------------------------------------------------------------------------------------------------- */
+typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: with as much room, or -1 */
+
+/* Bins by the room that is left in them: of each room a stack, and a bit that says whether there is one. */
+typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
+
+static void stack_push(bins *b, int32_t i)
+{
+    int64_t left = b->all[i].left;
+    b->all[i].next = b->top[left];
+    b->top[left] = i;
+    b->there[left / 64] |= (uint64_t)1 << left % 64;
+}
+
+/* A bin with the least room of at least n, taken from its stack; -1: there is none. */
+static int32_t stack_pop(bins *b, int64_t n)
+{
+    int64_t word = n / 64, words = b->seq / 64 + 1;
+    uint64_t bits = b->there[word] & ~(uint64_t)0 << n % 64;
+    while (!bits && ++word < words) bits = b->there[word];
+    if (!bits) return -1;
+    int64_t left = word * 64 + __builtin_ctzll(bits);
+    int32_t i = b->top[left];
+    b->top[left] = b->all[i].next;
+    if (b->top[left] < 0) b->there[word] &= ~((uint64_t)1 << left % 64);
+    return i;
+}
+
+typedef struct place { int64_t n, at; int32_t row; } place;          /* an item of a window: length, number, its bin */
+
+static int longer_first(const void *a, const void *b)
+{
+    const place *x = a, *y = b;
+    if (x->n != y->n) return x->n > y->n ? -1 : 1;
+    return x->at < y->at ? -1 : 1;
+}
+static int by_row(const void *a, const void *b)
+{
+    const place *x = a, *y = b;
+    if (x->row != y->row) return x->row < y->row ? -1 : 1;
+    return x->at < y->at ? -1 : 1;
+}
+
+/* Packs the n items of a window: the longest first, each where the least room stays. Rows are in the order of the
+ * earliest of their items, whose order stays. */
+static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item *sorted, int64_t *row)
+{
+    b->n = 0;
+    memset(b->there, 0, (size_t)(b->seq / 64 + 1) * sizeof *b->there);
+    for (int64_t i = 0; i <= b->seq; i++) b->top[i] = -1;
+    for (int64_t i = 0; i < n; i++) places[i] = (place){ items[i].n, i, 0 };
+    qsort(places, (size_t)n, sizeof *places, longer_first);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t at = stack_pop(b, places[i].n);
+        if (at < 0) {
+            at = (int32_t)b->n++;
+            b->all[at] = (bin){ .left = b->seq, .earliest = places[i].at };
+        }
+        places[i].row = at;
+        b->all[at].left -= places[i].n;
+        if (places[i].at < b->all[at].earliest) b->all[at].earliest = places[i].at;
+        stack_push(b, at);
+    }
+    for (int64_t i = 0; i < n; i++) places[i].row = (int32_t)b->all[places[i].row].earliest;
+    qsort(places, (size_t)n, sizeof *places, by_row);
+    int64_t rows = 0;
+    for (int64_t i = 0; i < n; i++) {
+        sorted[i] = items[places[i].at];
+        if (i == 0 || places[i].row != places[i - 1].row) row[rows++] = i;
+    }
+    memcpy(items, sorted, (size_t)n * sizeof *items);
+    return rows;
+}
+
+/* Sorts the items of a window by length and shuffles groups of them. */
+static void group_window(const ps_rows_config *c, item *items, int64_t n, int64_t window, place *places, item *sorted)
+{
+    int64_t groups = (n + GROUP - 1) / GROUP, to = 0;
+    for (int64_t i = 0; i < n; i++) places[i] = (place){ items[i].n, i, 0 };
+    qsort(places, (size_t)n, sizeof *places, longer_first);
+    for (int64_t g = 0; g < groups; g++) places[g].row = (int32_t)g;
+    for (int64_t g = groups - 1; g > 0 && c->shuffle; g--) {
+        int64_t j = draw(c->seed, (uint64_t)c->epoch << 32 ^ (uint64_t)(window + 1) << 8 ^ 0xff, g, g + 1);
+        int32_t kept = places[g].row;
+        places[g].row = places[j].row, places[j].row = kept;
+    }
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t i = (int64_t)places[g].row * GROUP; i < n && i < ((int64_t)places[g].row + 1) * GROUP; i++)
+            sorted[to++] = items[places[i].at];
+    memcpy(items, sorted, (size_t)n * sizeof *items);
+}
+
+static int arrange(ps_rows *r, const ps_rows_config *c)
+{
+    int64_t W = c->window, windows = (r->n_items + W - 1) / W, most = r->n_items < W ? r->n_items : W;
+    bins b = { .seq = c->seq };
+    place *places = ps_alloc((size_t)(most + 1) * sizeof *places);
+    item *sorted = ps_alloc((size_t)(most + 1) * sizeof *sorted);
+    b.all = ps_alloc((size_t)(most + 1) * sizeof *b.all);
+    b.top = ps_alloc((size_t)(c->seq + 1) * sizeof *b.top);
+    b.there = ps_alloc((size_t)(c->seq / 64 + 1) * sizeof *b.there);
+    r->row = ps_alloc((size_t)(r->n_items + 1) * sizeof *r->row);
+    r->windows = ps_alloc((size_t)(windows + 1) * sizeof *r->windows);
+    bool there = places && sorted && b.all && b.top && b.there && r->row && r->windows;
+    for (int64_t w = 0; there && w < windows; w++) {
+        int64_t first = w * W, n = r->n_items - first < W ? r->n_items - first : W, rows = n;
+        r->windows[w] = r->n_rows;
+        if (c->packing) rows = pack_window(&b, r->items + first, n, places, sorted, r->row + r->n_rows);
+        else if (c->grouping) group_window(c, r->items + first, n, w, places, sorted);
+        for (int64_t i = 0; i < rows; i++) r->row[r->n_rows + i] = first + (c->packing ? r->row[r->n_rows + i] : i);
+        r->n_rows += rows;
+    }
+    if (there) r->row[r->n_rows] = r->n_items, r->windows[windows] = r->n_rows, r->n_windows = windows;
+    ps_free(places);
+    ps_free(sorted);
+    ps_free(b.all);
+    ps_free(b.top);
+    ps_free(b.there);
+    return there ? 0 : ps_fail_nomem((size_t)r->n_items * sizeof *r->row);
+}
+
+static int check(const ps_examples *e, const ps_rows_config *c)
+{
+    int64_t all = 0;
+    if (!e->finished) return ps_fail(PS_ESTATE, "examples are read when they are complete (ps_examples_finish)");
+    if (c->seq < 1 || c->seq > INT32_MAX) return ps_fail(PS_EINVAL, "rows of %lld tokens", (long long)c->seq);
+    if (c->window < 1 || c->window > INT32_MAX) return ps_fail(PS_EINVAL, "a window of %lld", (long long)c->window);
+    if (e->count > INT32_MAX) return ps_fail(PS_EUNSUP, "%lld examples: at most 2^31 - 1", (long long)e->count);
+    if (c->n_sources < 1) return ps_fail(PS_EINVAL, "%d sources", c->n_sources);
+    for (int k = 0; k < c->n_sources; k++) {
+        if (!(c->weights[k] > 0) || c->counts[k] < 0)
+            return ps_fail(PS_EINVAL, "source %d has weight %g and %lld examples", k, c->weights[k],
+                           (long long)c->counts[k]);
+        all += c->counts[k];
+    }
+    if (all == e->count) return 0;
+    return ps_fail(PS_EINVAL, "the sources have %lld examples, not %lld", (long long)all, (long long)e->count);
+}
+
+int ps_rows_new(const ps_examples *e, const ps_rows_config *c, ps_rows_info *info, ps_rows **out)
+{
+    PS_NEED(e);
+    PS_NEED(c);
+    PS_NEED(info);
+    PS_NEED(out);
+    PS_TRY(check(e, c));
+    ps_rows *r = ps_alloc0(sizeof *r);
+    if (!r) return ps_fail_nomem(sizeof *r);
+    list order = { 0 };
+    r->examples = e, r->packing = c->packing != 0, r->seq = c->seq, r->window = c->window, r->info.failed = -1;
+    int rc = order_of(e, c, &order);
+    if (rc == 0) rc = cut_all(r, c, &order);
+    if (rc == 0) rc = arrange(r, c);
+    ps_free(order.at);
+    r->info.rows = r->n_rows, r->info.windows = r->n_windows;
+    *info = r->info;
+    if (rc < 0) ps_rows_free(r);
+    else *out = r;
+    return rc;
+}
+
+/* -- rows ---------------------------------------------------------------------------------------------------------- */
+int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *within)
+{
+    PS_NEED(r);
+    PS_NEED(window && within);
+    if (row < 0 || row > r->n_rows)
+        return ps_fail(PS_ERANGE, "there is no row %lld; there are %lld", (long long)row, (long long)r->n_rows);
+    int64_t low = 0, high = r->n_windows;
+    while (low < high) {                             /* the last window that begins at this row or before it */
+        int64_t middle = (low + high + 1) / 2;
+        if (r->windows[middle] <= row) low = middle;
+        else high = middle - 1;
+    }
+    *window = low;
+    *within = row - r->windows[low];
+    return 0;
+}
+
+int64_t ps_rows_first(const ps_rows *r, int64_t window)
+{
+    if (!r || window < 0 || window > r->n_windows) return ps_fail(PS_ERANGE, "window %lld", (long long)window);
+    return r->windows[window];
+}
+
+static int64_t length(const ps_rows *r, int64_t row)
+{
+    int64_t n = 0;
+    for (int64_t i = r->row[row]; i < r->row[row + 1]; i++) n += r->items[i].n;
+    return n;
+}
+
+int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
+{
+    int64_t most = 0;
+    if (!r || first < 0 || n < 0) return ps_fail(PS_EINVAL, "rows %lld and %lld", (long long)first, (long long)n);
+    for (int64_t i = first; i < first + n && i < r->n_rows; i++) {
+        int64_t own = length(r, i);
+        most = own > most ? own : most;
+    }
+    return most;
+}
+
+/* One item into a row of a batch from `at` on. filler: of weight 0. */
+static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, int by, const ps_rows_batch *b,
+                     int64_t at, bool packed)
+{
+    int64_t from = e->starts[it->example] + it->first;
+    double share = e->weights[it->example];
+    if (b->weights && by == PS_WEIGHTS_EXAMPLE) {
+        int64_t targets = targets_of(e, it);
+        share = targets > 0 ? share / (double)targets : 0;
+    }
+    for (int64_t k = 0; k < it->n; k++) {
+        bool trained = !filler && !(packed && k == 0);
+        b->ids[at + k] = example_id(e, from + k);
+        b->labels[at + k] = trained ? example_label(e, from + k) : EXAMPLE_IGNORED;
+        b->mask[at + k] = packed ? segment : 1;
+        if (b->positions) b->positions[at + k] = (int32_t)k;
+        if (b->weights) b->weights[at + k] = trained ? (float)(share * example_token_weight(e, from + k)) : 0;
+    }
+}
+
+int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *b)
+{
+    PS_NEED(r);
+    PS_NEED(b && b->ids && b->labels && b->mask);
+    if (first < 0 || b->filler < 0 || b->filler >= r->n_rows)
+        return ps_fail(PS_ERANGE, "there are no rows %lld and %lld; there are %lld", (long long)first,
+                       (long long)b->filler, (long long)r->n_rows);
+    for (int64_t i = 0; i < b->rows; i++) {
+        bool filler = first + i >= r->n_rows || i >= b->real;
+        int64_t row = filler ? b->filler : first + i, at = i * b->length;
+        if (length(r, row) > b->length)
+            return ps_fail(PS_EINVAL, "row %lld has %lld tokens, the batch %lld", (long long)row,
+                           (long long)length(r, row), (long long)b->length);
+        int32_t segment = 0;
+        for (int64_t k = r->row[row]; k < r->row[row + 1]; at += r->items[k++].n)
+            put_item(r->examples, &r->items[k], ++segment, filler, b->by, b, at, r->packing);
+        for (; at < (i + 1) * b->length; at++) {
+            b->ids[at] = b->pad, b->labels[at] = EXAMPLE_IGNORED, b->mask[at] = 0;
+            if (b->positions) b->positions[at] = 0;
+            if (b->weights) b->weights[at] = 0;
+        }
+    }
+    return 0;
+}
+
+int64_t ps_rows_examples(const ps_rows *r, int64_t row, int64_t *out, int64_t room)
+{
+    if (!r || row < 0 || row >= r->n_rows) return ps_fail(PS_ERANGE, "there is no row %lld", (long long)row);
+    int64_t n = r->row[row + 1] - r->row[row];
+    for (int64_t k = 0; k < n && k < room; k++) out[k] = r->items[r->row[row] + k].example;
+    return n;
+}
+
+void ps_rows_free(ps_rows *r)
+{
+    if (!r) return;
+    ps_free(r->items);
+    ps_free(r->row);
+    ps_free(r->windows);
+    ps_free(r);
+}
