@@ -366,7 +366,7 @@ describe("the cache of examples", function()
     assert.is_true(cached(again))
     assert.equal(first.texts, again.texts)
     for batch in first do assert.equal(check.bytes(batch.labels), check.bytes(again:next().labels)) end
-    assert.is_true(cached(open { seq = 8, packing = true, seed = 9 }))      -- rows are made of the same examples
+    assert.is_true(cached(open { seq = 32, packing = true, seed = 9 }))      -- rows are made of the same examples
     for _, more in ipairs { { train_on = "all" }, { date = "2026-01-02" },
       { table = ps.data.table(file):take(30) } } do
       local one = open(more)

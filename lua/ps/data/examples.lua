@@ -155,11 +155,11 @@ local function labels_of(ids, mask, place, train_on)
 end
 
 -- Appends the examples of a table. form: of its rows.
-local function fill(handle, rows, tokenizer, form, options)
+local function fill(handle, rows, tokenizer, form, given)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
-  local train_on, field = options.train_on or "assistant", options.weight_field
+  local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
   for i = 1, #rows do
     formats.check(rows, i, form)
@@ -176,11 +176,11 @@ local function fill(handle, rows, tokenizer, form, options)
     else
       local messages, tools = formats.conversation(rows, i, form)
       if own then
-        encoder:put(tokenizer:render_chat(messages, { train_on = train_on, date = options.date, tools = tools }), need,
+        encoder:put(tokenizer:render_chat(messages, { train_on = train_on, date = given.date, tools = tools }), need,
           weight)
       else
         local ids, mask = tokenizer:apply_chat_template(messages,
-          { train_on = train_on, date = options.date, tools = tools })
+          { train_on = train_on, date = given.date, tools = tools })
         add(handle, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
       end
     end
@@ -224,11 +224,11 @@ local function tokenizer_key(tokenizer)
 end
 
 -- What a cache file is made of; nil: something has no name, such as a function.
-local function key_of(rows, tokenizer, form, options)
+local function key_of(rows, tokenizer, form, given)
   local files, tok = rows:key(), tokenizer_key(tokenizer)
-  if not files or not tok or type(options.train_on) == "function" then return nil end
-  return hash_of { VERSION, files, tok, form, options.train_on or "assistant", options.date or os.date "%Y-%m-%d",
-    options.weight_field or "" }
+  if not files or not tok or type(given.train_on) == "function" then return nil end
+  return hash_of { VERSION, files, tok, form, given.train_on or "assistant", given.date or os.date "%Y-%m-%d",
+    given.weight_field or "" }
 end
 
 -- The folder of cache files; nil: there is none. given: a folder of the script's own.
@@ -270,23 +270,23 @@ end
 --- last one's file stays, and all have the same bytes.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
----@param options {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a
+---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a
 ---  folder, or false: none
 ---@return ps.Examples
-function examples.of_table(rows, tokenizer, options)
+function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error "ps.data.loader: the table has no rows" end
   local form = formats.recognise(rows, { check = 1 })
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
   end
-  local key = options.cache ~= false and key_of(rows, tokenizer, form, options)
-  local folder = key and cache_folder(options.cache)
+  local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
+  local folder = key and cache_folder(given.cache)
   local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
   local handle = folder and mapped(path, key)
   if handle then return finished(handle, true) end
   return finished(made(path, key or key_array(2), form == "ids", function(new)
-    fill(new, rows, tokenizer, form, options)
-  end, type(options.cache) == "string"), false)
+    fill(new, rows, tokenizer, form, given)
+  end, type(given.cache) == "string"), false)
 end
 
 --- The examples of a list of texts.

@@ -195,14 +195,14 @@ local function key_of(path, kind)
   end
 end
 
-local function opened(path, options)
+local function opened(path, given)
   local kind = kind_of(path)
   if not kind then
     local hint = UNREAD[path:match "%.([^./]*)$" or ""]
     error(("%s: not a kind of file that ps.data.table reads (%s)%s"):format(path, READ, hint and "; " .. hint or ""))
   end
   local source = path:find "%.gz$" and unpacked.gzip(path) or path
-  if kind == "lines" or kind == "text" and options.text ~= "file" then return of_lines(source, kind, path) end
+  if kind == "lines" or kind == "text" and given.text ~= "file" then return of_lines(source, kind, path) end
   local text = require("ps.core.bom")(whole_file(source))
   if kind == "json" then return of_json(text, path) end
   if kind == "text" then return files.list({ { text = text } }, path) end

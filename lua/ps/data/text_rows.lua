@@ -154,41 +154,41 @@ end
 local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
 local WEIGHTS = { token = 1, example = 1 }
 
-local function config_of(self, options, seed, mix)
+local function config_of(self, given, seed, mix)
   local n = mix and #mix.counts or 1
   self.counts, self.shares = count_array(n, mix and mix.counts or { self.examples.count }),
     weight_array(n, mix and mix.weights or { 1 })
-  local long = options.too_long or "cut"
+  local long = given.too_long or "cut"
   caller.one_of(long, LONG, "ps.data.loader: too_long")
-  return ffi.new("ps_rows_config", { seq = options.seq, window = options.window or rows.WINDOW, seed = seed,
+  return ffi.new("ps_rows_config", { seq = given.seq, window = given.window or rows.WINDOW, seed = seed,
     counts = self.counts, weights = self.shares, n_sources = n, exhausted = EXHAUSTED[mix and mix.exhausted or "leave"],
-    shuffle = options.shuffle ~= false and 1 or 0, packing = options.packing and 1 or 0,
-    grouping = options.group_by_length and 1 or 0, rule = LONG[long] })
+    shuffle = given.shuffle ~= false and 1 or 0, packing = given.packing and 1 or 0,
+    grouping = given.group_by_length and 1 or 0, rule = LONG[long] })
 end
 
-local function read(self, options, tokenizer)
-  local weights = options.loss_weights
+local function read(self, given, tokenizer)
+  local weights = given.loss_weights
   self.weights = weights and (WEIGHTS[weights] and weights or "token") or nil
-  if options.table then
-    if not tables.is(options.table) then error "ps.data.loader: table is what ps.data.table gives" end
-    self.place = function(i) return options.table:place(i) end
-    self.examples = examples.of_table(options.table, tokenizer, { train_on = options.train_on, date = options.date,
-      cache = options.cache, weight_field = weights and not WEIGHTS[weights] and weights or nil })
+  if given.table then
+    if not tables.is(given.table) then error "ps.data.loader: table is what ps.data.table gives" end
+    self.place = function(i) return given.table:place(i) end
+    self.examples = examples.of_table(given.table, tokenizer, { train_on = given.train_on, date = given.date,
+      cache = given.cache, weight_field = weights and not WEIGHTS[weights] and weights or nil })
   else
     self.place = function(i) return ("texts[%d]"):format(i) end
-    self.examples = examples.of_texts(caller.list(options.texts, "ps.data.loader: texts"), tokenizer)
+    self.examples = examples.of_texts(caller.list(given.texts, "ps.data.loader: texts"), tokenizer)
   end
 end
 
 -- Refuses a loader without a whole batch.
-local function check_size(self, options, drop)
-  local n, global, what = self.rows.now.rows, self.global_batch, options.table and "rows" or "texts"
+local function check_size(self, given, drop)
+  local n, global, what = self.rows.now.rows, self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
   if n < (drop and global or 1) then
     local hint = self.rows.dropped > 0 and ("; %d of more than seq = %d tokens were left out"):format(
-      self.rows.dropped, options.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
+      self.rows.dropped, given.seq) or n > 0 and "; drop_last = false gives a smaller one" or ""
     error(("ps.data.loader: %d %s are fewer than a batch of %d (%d on each of %d ranks)%s"):format(n, what, global,
-      options.batch, self.world_size, hint))
+      given.batch, self.world_size, hint))
   end
   if not drop and not self.fills and rest > 0 and rest < self.world_size then
     error(("ps.data.loader: %d %s in batches of %d leave %d, too few for %d ranks: drop_last = true leaves them out")

@@ -287,7 +287,8 @@ function heads.weighted_loss(logits, targets, weights)
 end
 
 --- The number of targets in a named batch, or the sum of their weights if there are loss_weights: its labels that are
---- not -100, without the first of each row, or segment if there are segment_ids, which no position predicts. Nil for other batches, whose y counts as it is.
+--- not -100, without the first of each row, or segment if there are segment_ids, which no position predicts. Nil for
+--- other batches, whose y counts as it is.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)

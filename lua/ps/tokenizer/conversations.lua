@@ -158,14 +158,15 @@ local function mask_of(bytes, spans)
   return mask
 end
 
+local RENDER = { train_on = "string|function", date = "string", tools = "table|string" }
+
 --- A conversation as text by the folder's chat template, with the bytes that come from messages (`message`) and those
 --- that the model has to produce (`spans`).
 ---@param messages table|string as for apply_chat_template
 ---@param options? {train_on?: string|fun(i: integer, role: string): boolean, date?: string, tools?: table|string}
 ---@return ps.chat.Rendered
 function conversations:render_chat(messages, options)
-  options = caller.options(options, "tokenizer:render_chat", { train_on = "string|function", date = "string",
-    tools = "table|string" })
+  options = caller.options(options, "tokenizer:render_chat", RENDER)
   return self:chat_template { tools = options.tools ~= nil }:trained(messages, { tools = options.tools,
     date = options.date, tokens = self:special_tokens() }, options.train_on or "assistant")
 end

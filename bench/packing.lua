@@ -1,0 +1,126 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- psluajit bench/packing.lua FOLDER [--steps N] [--batch N] [--seq N] [--preset NAME] [--loader]: measures packing and
+-- the loader of a table, with the tokenizer and the chat template of a folder, on drawn conversations of natural
+-- lengths (log-normal, median about 90 tokens).
+-- It trains a model of 110 M parameters on padded batches (grouped by length) and on packed ones in turn, and prints
+-- the tokens trained per second, the share of padding, and packed over padded times (1 - that share), which should be
+-- at least 0.95. Then it prints the processor time of the loader per step, in a first epoch (templates, tokenizing,
+-- cache) and in a second one (from the cache), as a share of the step's. --loader: only the loader, with
+-- --step-seconds as the step's processor time.
+local ps = require "ps"
+local line = require "ps.core.command_line"
+
+local parser = require "argparse" ("bench/packing.lua", "Measures packing and the loader of a table.")
+parser:argument("folder", "a folder with a tokenizer and a chat template")
+line.whole(parser:option("--steps", "steps of each kind", "3"), 1)
+line.whole(parser:option("--batch", "rows per batch", "4"), 1)
+line.whole(parser:option("--seq", "most tokens of a row", "512"), 1)
+line.whole(parser:option("--conversations", "examples", "4000"), 1)
+parser:option("--preset", "of Llama's family", "llama-110m")
+parser:flag("--loader", "the loader alone")
+line.number(parser:option("--step-seconds", "with --loader: processor time of a step"), 0)
+local args = parser:parse()
+
+local WORDS, TEXT = {}, [[
+  the of and to in a is that for it as was with be by on not he his but at are this have from or had an they
+  which one you were all her she there would their we him been has when who will no more if out so up said what its
+  about than into them can only other time new some could these two may first then do any like my now over such our man
+  me even most made after also did many off before must well back through years where much your way down should because
+  long each just state those people too little world good very make year still own see work men day get here between
+  both life being under never know same another while last might us great old against since go come right used take
+  three]]
+for word in TEXT:gmatch "%S+" do WORDS[#WORDS + 1] = word end
+
+local function normal() return math.sqrt(-2 * math.log(1 - math.random())) * math.cos(2 * math.pi * math.random()) end
+
+local function words(n)
+  local list = {}
+  for i = 1, n do list[i] = WORDS[math.random(#WORDS)] end
+  return table.concat(list, " ")
+end
+
+local function write(path, n)
+  math.randomseed(1)
+  local f = assert(io.open(path, "wb"))
+  for _ = 1, n do
+    local length = math.max(4, math.min(args.seq - 60, math.floor(math.exp(4.2 + 0.8 * normal()))))
+    f:write(('{"messages":[{"role":"user","content":"%s"},{"role":"assistant","content":"%s"}]}\n'):format(
+      words(math.ceil(length / 3)), words(length - math.ceil(length / 3))))
+  end
+  f:close()
+end
+
+local folder = os.tmpname()
+os.remove(folder)
+require("lfs").mkdir(folder)
+local path = folder .. "/chats.jsonl"
+write(path, args.conversations)
+local tok = ps.tokenizer.from_pretrained(args.folder)
+
+local function loader(more)
+  local options = { table = ps.data.table(path), tokenizer = tok, batch = args.batch, seq = args.seq, seed = 1,
+    pad_to_multiple_of = 16, cache = folder .. "/cache", date = "2026-01-01" }
+  for key, value in pairs(more) do options[key] = value end
+  return ps.data.loader(options)
+end
+
+-- Processor seconds and tokens of an epoch of a loader, with its making.
+local function epoch(more)
+  local from = os.clock()
+  local one = loader(more)
+  local made, batches = os.clock(), 0
+  for _ in one do batches = batches + 1 end
+  local ended = os.clock()
+  return { made = made - from, turns = ended - made, batches = batches, per_batch = (ended - from) / batches }
+end
+
+local function loader_cost(step)
+  local first, second = epoch { packing = true }, epoch { packing = true }
+  for i, e in ipairs { first, second } do
+    print(("loader, %s epoch: %.1f ms of processor time per step (%d steps; %.2f s before the first one)%s"):format(
+      i == 1 and "first" or "second", 1000 * e.per_batch, e.batches, e.made,
+      step and (": %.3f %% of the step's %.2f s"):format(100 * e.per_batch / step, step) or ""))
+  end
+end
+
+if args.loader then
+  loader_cost(args.step_seconds)
+  os.execute(("rm -r '%s'"):format(folder))
+  os.exit(0)
+end
+
+local model = require("models.llama").new(args.preset, { vocab_size = tok.vocab_size }):train()
+local optimizer = ps.optim.AdamW(model, { lr = 1e-4 })
+
+-- One step: its processor seconds, trained tokens and share of padding.
+local function train(one)
+  local batch, clock = one:next(), os.clock()
+  local mask = batch.segment_ids or batch.attention_mask
+  local used = mask:ne(0):sum():item()
+  optimizer:zero_grad()
+  model(batch).loss:backward()
+  optimizer:step()
+  return os.clock() - clock, used, mask:numel()
+end
+
+local padded, packed = loader { group_by_length = true }, loader { packing = true }
+train(packed)                                              -- plans and kernels are made
+local sums = { padded = { 0, 0, 0 }, packed = { 0, 0, 0 } }
+for _ = 1, args.steps do
+  for name, one in pairs { padded = padded, packed = packed } do
+    local seconds, tokens, places = train(one)
+    local sum = sums[name]
+    sum[1], sum[2], sum[3] = sum[1] + seconds, sum[2] + tokens, sum[3] + places
+  end
+end
+local function rate(name) return sums[name][2] / sums[name][1] end
+local function padding(name) return 1 - sums[name][2] / sums[name][3] end
+for _, name in ipairs { "padded", "packed" } do
+  print(("%s: %.1f tokens trained per second of processor time, %.1f %% padding"):format(name, rate(name),
+    100 * padding(name)))
+end
+local ratio, possible = rate "packed" / rate "padded", 1 / (1 - padding "padded")
+print(("packed over padded: %.3f, of %.3f without padding: %.3f (to reach: 0.95)"):format(ratio, possible,
+  ratio / possible))
+loader_cost(sums.packed[1] / args.steps)
+os.execute(("rm -r '%s'"):format(folder))
