@@ -413,6 +413,26 @@ describe("the cache of examples", function()
     end
   end)
 
+  it("names the file that a full disk cannot hold, and leaves nothing of it", function()
+    write(3000)
+    local script = os.tmpname()
+    local f = assert(io.open(script, "wb"))
+    f:write(([[
+      local ps = require "ps"
+      print(pcall(ps.data.loader, { table = ps.data.table(%q), tokenizer = ps.tokenizer.from_pretrained(%q), batch = 2,
+        seq = 64, cache = %q }))
+    ]]):format(file, folder, folder .. "/full"))
+    f:close()
+    local p = assert(io.popen(("cd / && ulimit -f 100; '%s' %s 2>&1"):format(require("ps.paths").exe, script)))
+    local out = p:read "*a"
+    p:close()
+    os.remove(script)
+    for _, words in ipairs { "false", "the cache of tokens: cannot write " .. folder .. "/full/", "cache = false" } do
+      assert.truthy(out:find(words, 1, true), out)
+    end
+    for name in lfs.dir(folder .. "/full") do assert.truthy(name == "." or name == "..", name) end
+  end)
+
   it("names the folder that cannot be written to", function()
     write(3)
     fails(function() open { cache = "/proc/nothing" } end, "the cache folder cannot be written to", "/proc/nothing")

@@ -153,6 +153,6 @@ describe("examples/finetune.lua", function()
     out, code = run(("--data %s --out %s --epochs 2 --batch 8 --resume"):format(data, to))
     os.remove(jinja)
     assert.equal(0, code, out)
-    assert.equal(10, #losses(to))
+    assert.equal(12, #losses(to))                          -- 42 rows are 5 batches of 8, and one that is filled
   end)
 end)

@@ -56,6 +56,13 @@ local function spans_of(self, list)
   return spans, n
 end
 
+-- Raises the error of a cache file that cannot be written.
+local function unwritable(problem)
+  if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
+  error(("ps.data.loader: the cache of tokens: %s; free space, name another folder (cache = \"folder\"), or keep "
+    .. "tokens in memory (cache = false)"):format((tostring(problem.message or problem):gsub("%.?%s*$", ""))))
+end
+
 local Encoder = {}
 Encoder.__index = Encoder
 
@@ -81,6 +88,7 @@ function Encoder:checked(rc)
   if failed < 0 then check(rc) end
   local ok, problem = pcall(check, rc)
   local hint = ok == false and tostring(problem.message or problem) or ""
+  unwritable(problem)
   if hint:find("of its", 1, true) then
     hint = hint:gsub("%.?%s*$", "") .. "; `psluajit tools/data.lua show` prints what the model sees"
   end
@@ -223,7 +231,7 @@ local function tokenizer_key(tokenizer)
   return table.concat(list, " ")
 end
 
--- What a cache file is made of; nil: something has no name, such as a function.
+-- The name of the data of a cache file; nil: something has no name, such as a function.
 local function key_of(rows, tokenizer, form, given)
   local files, tok = rows:key(), tokenizer_key(tokenizer)
   if not files or not tok or type(given.train_on) == "function" then return nil end
@@ -257,7 +265,11 @@ local function made(path, key, wide, fn, given)
   end
   local handle = free_later(out, C.ps_examples_free)
   fn(handle)
-  check(C.ps_examples_finish(handle))
+  ok, problem = pcall(check, C.ps_examples_finish(handle))
+  if not ok then
+    unwritable(problem)
+    error(problem, 0)
+  end
   return handle
 end
 

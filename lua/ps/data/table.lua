@@ -252,7 +252,7 @@ function Table:select(numbers)
   return view(node, #kept, function(i) return kept[i] end, "select " .. bit.tohex(C.ps_xxh3(listed, #listed)))
 end
 
---- What the rows are made of, for caches: their files and views. nil: something has no name, such as a function.
+--- The name of the rows' content, for caches: their files and views. nil: something has no name, such as a function.
 ---@return string?
 function Table:key()
   local node = node_of(self)

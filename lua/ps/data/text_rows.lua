@@ -227,6 +227,10 @@ function rows.fill(self, options)
   local first = own:epoch(0)
   own.count, own.cut, own.dropped = first.examples, first.cut, first.dropped
   own.most = first.examples + first.dropped
+  if own.cut + own.dropped > 0 and self.rank == 0 then
+    io.stderr:write(("psluajit: ps.data.loader: of %d examples, %d have more than %d tokens and are cut, %d are left "
+      .. "out\n"):format(own.most, own.cut, options.seq, own.dropped))
+  end
   local drop = options.drop_last
   if drop == nil then drop = options.table == nil end
   self.fills = options.table ~= nil
