@@ -117,6 +117,42 @@ describe("examples/finetune.lua", function()
     end
   end)
 
+  it("resumes an adapter from a checkpoint that has only what is trained", function()
+    local one, two = folder .. "/whole", folder .. "/parts"
+    local words = ("--data %s --batch 8 --lr 1e-2 --lora 4 --dora"):format(data)
+    local out, code = run(words .. " --epochs 4 --out " .. one)
+    assert.equal(0, code, out)
+    for _, ranks in ipairs { false, 2 } do
+      os.execute(("rm -rf %s; cp -r %s %s"):format(two, one, two))
+      local each = ranks and words:gsub("%-%-batch 8", "--batch 4") or words
+      local newest = ps.checkpoints.info(two .. "/run")
+      -- Back to the first checkpoint that is kept.
+      local names = io.popen(("ls -d %s/run/step-*"):format(two)):read "*a"
+      local first = names:match "(step%-%d+[^\n]*)"
+      check.write(two .. "/run/latest", first .. "\n")
+      assert(ps.checkpoints.info(two .. "/run").step < newest.step)
+      out, code = run(each .. " --epochs 4 --resume --out " .. two, ranks or nil)
+      assert.equal(0, code, out)
+      local a, b = ps.safetensors.open(one .. "/adapter_model.safetensors"),
+        ps.safetensors.open(two .. "/adapter_model.safetensors")
+      for _, name in ipairs(a:names()) do
+        local far = (a:tensor(name) - b:tensor(name)):abs():amax():item()
+        assert(far <= (ranks and 1e-3 or 0), ("%s: %.3g"):format(name, far))
+      end
+      a:close()
+      b:close()
+    end
+    local file = ps.safetensors.open(ps.checkpoints.info(one .. "/run").file)
+    for _, name in ipairs(file:names()) do assert.truthy(name:find "lora_", name) end
+    file:close()
+    os.execute(("cp %s/model.safetensors %s/model.kept"):format(folder, folder))
+    ps.manual_seed(77)
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 64 }):save_pretrained(folder)
+    out, code = run(words .. " --epochs 5 --resume --out " .. one)
+    assert.truthy(code == 1 and out:find("fingerprint", 1, true), out)
+    os.execute(("mv %s/model.kept %s/model.safetensors"):format(folder, folder))
+  end)
+
   it("refuses data that are no conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))

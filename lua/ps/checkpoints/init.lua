@@ -92,11 +92,21 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
+-- The base model of a model with adapters (ps.lora), whose frozen values are not saved; nil: all values are saved.
+local function base_of(model)
+  local adapters = rawget(handle.module(model), "adapters_")
+  return adapters and adapters:frozen_base()
+end
+
 -- The state on this rank: tensors by name, and the rest as a table.
 local function gather(parts, step)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
-  for name, tensor in pairs(parts.model:state_dict()) do tensors[name] = tensor end
+  local base = base_of(parts.model)
+  if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
+  for name, tensor in pairs(parts.model:state_dict()) do
+    if not (base and base.names[name]) then tensors[name] = tensor end
+  end
   if parts.optimizer then
     local saved = parts.optimizer:state_dict(parts.model)
     for name, tensor in pairs(saved.tensors) do tensors[PREFIX .. name] = tensor end
@@ -123,7 +133,10 @@ local function names_of(model)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
   if not (stages or are_owned(model) or sharded.of(model)) then return nil end
-  for name in handle.module(model):named_parameters() do names[#names + 1] = name end
+  local base = base_of(model)
+  for name in handle.module(model):named_parameters() do
+    if not (base and base.names[name]) then names[#names + 1] = name end
+  end
   return names
 end
 

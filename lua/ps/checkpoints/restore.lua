@@ -247,13 +247,32 @@ local function own_rng(opened, group)
   return all[1]
 end
 
+-- A checkpoint of a model with adapters (ps.lora) may have only the values that are trained. The others are those of a
+-- folder, which the model must have been loaded from. Returns a function that tells whether a name is one of those.
+local function of_base(opened, model)
+  local saved = opened.state.base
+  if not saved then return nil end
+  local adapters = rawget(handle.module(model), "adapters_")
+  local has = adapters and adapters:frozen_base()
+  if not has then
+    error(("%s has only the trained values of a model whose other weights are those of %s; load that model and wrap it "
+      .. "(ps.lora.wrap) before"):format(opened.path, saved.path), 0)
+  end
+  if has.fingerprint ~= saved.fingerprint then
+    error(("%s was saved over the weights of %s (fingerprint %s), but the model has those of %s (%s)"):format(
+      opened.path, saved.path, saved.fingerprint, has.path, has.fingerprint), 0)
+  end
+  return function(name) return has.names[name] end
+end
+
 local function check(opened, parts, with)
   local state = opened.state
   if not parts.scaler and not state.scaler then with.scaler = nil end  -- saved without a scale: it starts anew
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end
-  parts.model:load_state_dict(model_view(opened.tensors, handle.of(parts.model) ~= nil), { check_only = true })
+  parts.model:load_state_dict(model_view(opened.tensors, handle.of(parts.model) ~= nil), { check_only = true,
+    elsewhere = of_base(opened, parts.model) })
 end
 
 local function apply(opened, parts, with, group)
@@ -264,7 +283,8 @@ local function apply(opened, parts, with, group)
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
-  parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil))
+  parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil),
+    { elsewhere = of_base(opened, parts.model) })
   random_state.set(own_rng(opened, group))
 end
 

@@ -326,6 +326,22 @@ local function save_merged(adapters, model, path, options)
   end })
 end
 
+--- The base model, for a checkpoint that has only the values that are trained; nil: the model did not come from a
+--- folder of safetensors files, or is merged, so a checkpoint needs all its values.
+---@return {path: string, fingerprint: string, names: table<string, boolean>}? base names: the frozen parameters that
+---  the folder has
+function adapters_of.Adapters:frozen_base()
+  local path = rawget(self.model, "source")
+  local fingerprint = not self.merged and files.fingerprint(path)
+  if not fingerprint then return nil end
+  local lacks, names = {}, {}
+  for _, name in ipairs((self.model.loaded or {}).missing or {}) do lacks[name] = true end
+  for name, p in self.model:named_parameters() do
+    if is_base(name) and not p:needs_grad() and not lacks[name] then names[name] = true end
+  end
+  return { path = path, fingerprint = fingerprint, names = names }
+end
+
 --- Implements save_pretrained of a wrapped model.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
