@@ -3,6 +3,7 @@
 --   psluajit tools/gguf.lua info FILE [--json]                          its metadata and tensors
 --   psluajit tools/gguf.lua convert DIR|FILE --out FILE --type q8_0     a Hugging Face folder or a file to a file
 --   psluajit tools/gguf.lua convert FILE --out DIR                      a file to a Hugging Face folder
+--   psluajit tools/gguf.lua convert ... --out FILE --verify             then verify, and note the result in the file
 --   psluajit tools/gguf.lua quantize FILE --out FILE --type q4_k_m      a file with other types
 --   psluajit tools/gguf.lua verify FILE --against DIR|FILE [--text FILE] [--json]
 -- verify runs both models over a text and compares the distributions of the next token. The exit code is 1 when
@@ -30,6 +31,7 @@ for name, text in pairs { convert = "Writes a model in another format or type.",
   command:option("--type", "type of most tensors: " .. TYPES)
   command:option("--name", "the model's name in the file")
   command:option("--pre", "llama.cpp's name of the rule by which the tokenizer cuts texts")
+  command:flag("--verify", "compare the file with the model, and note the result in its metadata")
 end
 local compared = parser:command("verify", "Compares a file with the model that it was made from.")
 compared:argument("file", "a GGUF file")
@@ -131,10 +133,16 @@ end
 local function run_convert()
   local model = ps.from_pretrained(args.model, { dtype = "auto", mmap = "auto", quiet = true })
   if not gguf.is_path(args.out) then
+    if args.verify then error("--verify is for a file, --out NAME.gguf", 0) end
     if args.type then error("--type is for a file, --out NAME.gguf", 0) end
     return model:save_pretrained(args.out)
   end
-  model:save_gguf(args.out, { type = args.type, name = args.name, pre = args.pre })
+  model:save_gguf(args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify })
+  if not args.verify then return end
+  local c = certificate(args.out, args.model, verify.TEXT)
+  verify.note(args.out, c)
+  print_certificate(c)
+  if not c.pass then os.exit(2) end
 end
 
 local RUN = { info = run_info, verify = run_verify, convert = run_convert, quantize = run_convert }

@@ -63,6 +63,13 @@ describe("tools/gguf.lua", function()
     assert.truthy(c.pass and c.same_ids)
     assert.truthy(c.mean_kl > 0 and c.mean_kl < 1e-3 and c.max_kl >= c.mean_kl, out)
     assert.truthy(c.top1 > 0.9 and math.abs(c.perplexity / c.reference_perplexity - 1) < 0.01, out)
+    out, code = run(("quantize %s --out %s --type q8_0 --verify"):format(folder, file))
+    assert.truthy(code == 0 and out:find("pass", 1, true), out)
+    local noted = {}
+    for _, one in ipairs(json.decode((run(("info %s --json"):format(file)))).metadata) do noted[one.key] = one.value end
+    assert.equal(true, noted["psluajit.verify.pass"])
+    assert.equal(c.tokens, noted["psluajit.verify.tokens"])
+    assert.truthy(math.abs(noted["psluajit.verify.mean_kl"] - c.mean_kl) < 1e-9)
     local other = tokens.gpt2 { { "a", "b" } }
     ps.manual_seed(2)
     gpt2.new("tiny", { vocab_size = 300, n_positions = 128, initializer_range = 0.5 }):save_pretrained(other)

@@ -236,6 +236,9 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
         return ps_fail(PS_EFORMAT, "%s: tensor '%s' has %lld rows, which are not %lld heads of an even number of rows",
                        g->map.path, gguf_shown(t->name, shown), t->ndim ? (long long)t->shape[0] : 1ll,
                        (long long)heads);
+    if (heads && t->ndim == 1 && t->type->block > 1)
+        return ps_fail(PS_EFORMAT, "%s: tensor '%s' is a vector in blocks (%s), whose elements cannot be read in "
+                       "another order", g->map.path, gguf_shown(t->name, shown), t->type->name);
     if (transposed && t->ndim != 2)
         return ps_fail(PS_EFORMAT, "%s: tensor '%s' has %d dimensions; a matrix has 2", g->map.path,
                        gguf_shown(t->name, shown), t->ndim);

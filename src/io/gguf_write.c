@@ -90,7 +90,8 @@ int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, cons
     if (row % one.t.type->block)
         return ps_fail(PS_EINVAL, "%s: tensor '%s' has rows of %lld values, and %s has blocks of %d", w->path, shown,
                        (long long)row, type, one.t.type->block);
-    if (heads && (ndim < 1 || one.t.shape[0] % heads || one.t.shape[0] / heads % 2))
+    bool fits = ndim >= 1 && heads && one.t.shape[0] % heads == 0 && one.t.shape[0] / heads % 2 == 0;
+    if (heads && (!fits || (ndim == 1 && one.t.type->block > 1)))
         return ps_fail(PS_EINVAL, "%s: tensor '%s' has no %lld heads of an even number of rows", w->path, shown,
                        (long long)heads);
     one.t.nbytes = one.numel / one.t.type->block * one.t.type->bytes;

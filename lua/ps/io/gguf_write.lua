@@ -55,6 +55,27 @@ function writing.entries(entries)
   return table.concat(parts)
 end
 
+--- Replaces the value of an entry in a file, in its place. The entry must be there, with a number of the same type.
+---@param path string
+---@param entry ps.gguf.Entry
+function writing.replace(path, entry)
+  local whole, key = writing.entries { entry }, bytes_of("string", entry[1]) .. packed("uint32", NUMBERS[entry[2]])
+  local file, why = io.open(path, "r+b")
+  if not file then error("cannot change a GGUF file: " .. why) end
+  local at, text, base = nil, "", 0
+  while not at do
+    local piece = file:read(2 ^ 20)
+    if not piece then break end
+    text = text .. piece
+    at = text:find(key, 1, true)
+    if not at and #text > #key then text, base = text:sub(-#key), base + #text - #key end
+  end
+  local fine = at and entry[2] ~= "string" and type(entry[3]) ~= "table" and file:seek("set", base + at - 1)
+    and file:write(whole)
+  file:close()
+  if not fine then error(("%s: it has no entry %s of type %s that can be changed"):format(path, entry[1], entry[2])) end
+end
+
 ---@class ps.gguf.Declared a tensor that will be written
 ---@field name string in the file
 ---@field type string "F32", "Q4_0", ...

@@ -9,6 +9,7 @@ local names = require "ps.pretrained.gguf_names"
 local rope = require "ps.pretrained.rope"
 local save = require "ps.pretrained.save"
 local settings = require "ps.pretrained.settings"
+local verify = require "ps.pretrained.gguf_verify"
 local vocabulary = require "ps.pretrained.gguf_vocabulary"
 local writing = require "ps.io.gguf_write"
 local floats = require "ps.core.array" "float"
@@ -202,15 +203,16 @@ local function name_of(model, path)
   return table.concat(words, " ")
 end
 
-local OPTIONS = { type = "string", name = "string", pre = "string" }
+local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
 
 --- Writes a model. All ranks call it; an error of one is an error of all and leaves no file.
 ---@param model ps.pretrained.Model
 ---@param engine ps.Engine? the engine that holds the model
 ---@param path string
----@param options? {type?: string, name?: string, pre?: string} type: "f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m" or
----  "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the name in llama.cpp of the
----  rule by which the tokenizer cuts texts
+---@param options? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16",
+---  "q8_0", "q4_0", "q4_k_m" or "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the
+---  name in llama.cpp of the rule by which the tokenizer cuts texts; certified: reserves entries psluajit.verify.* of
+---  the metadata for a certificate (ps/pretrained/gguf_verify.lua)
 function gguf.save(model, engine, path, options)
   caller.typed(path, "string", "save_gguf: the path")
   options = caller.options(options, "save_gguf", OPTIONS)
@@ -243,7 +245,9 @@ function gguf.save(model, engine, path, options)
       meta[#meta + 1] = { "tokenizer.ggml.add_bos_token", "bool", false }
     end
   end)
-  if #meta == plain and not model.quiet and (not group or group:rank() == 0) then
+  local found = #meta > plain
+  for _, one in ipairs(options.certified and verify.entries() or {}) do meta[#meta + 1] = one end
+  if not found and not model.quiet and (not group or group:rank() == 0) then
     io.stderr:write(("save_gguf: %s has no tokenizer, and llama.cpp does not run a file without one\n"):format(
       model.source or "the model"))
   end

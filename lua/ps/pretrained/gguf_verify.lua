@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local F = require "ps.tensor.functional"
+local writing = require "ps.io.gguf_write"
 local error = caller.error
 
 local verify = {}
@@ -88,6 +89,28 @@ function verify.compare(model, reference, ids, limits)
   local fine = mean <= limits[1] and share >= limits[2]
   return { tokens = n, mean_kl = mean, max_kl = worst, top1 = share, perplexity = math.exp(nll / n),
     reference_perplexity = math.exp(nll_reference / n), limit_kl = limits[1], limit_top1 = limits[2], pass = fine }
+end
+
+local KEY = "psluajit.verify."
+-- The numbers of a certificate in a file's metadata, and their types.
+local NOTED = { { "tokens", "uint32" }, { "mean_kl", "float32" }, { "max_kl", "float32" }, { "top1", "float32" },
+  { "perplexity", "float32" }, { "reference_perplexity", "float32" }, { "pass", "bool" } }
+
+--- Entries of the metadata for a certificate that is not there yet: no tokens, and it does not pass.
+---@return ps.gguf.Entry[]
+function verify.entries()
+  local entries = {}
+  for i, one in ipairs(NOTED) do entries[i] = { KEY .. one[1], one[2], one[2] ~= "bool" and 0 } end
+  return entries
+end
+
+--- Writes a certificate into the entries that a file has for it. Nothing else in the file changes.
+---@param path string
+---@param certificate ps.gguf.Certificate
+function verify.note(path, certificate)
+  for _, one in ipairs(NOTED) do
+    writing.replace(path, { KEY .. one[1], one[2], certificate[one[1]] })
+  end
 end
 
 --- The limits for a file: those of the type with the widest limits among its tensors.
