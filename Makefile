@@ -7,7 +7,7 @@ DATA ?=
 OUT ?= out/train
 
 .PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
-  install clean bench c-tests-sanitized asan tsan fuzz
+  pictures install clean bench c-tests-sanitized asan tsan fuzz
 
 all: build
 
@@ -88,6 +88,10 @@ cuda: setup
 # Trains a small GPT-2 on the text of the package fortunes, or on DATA=my.txt, for about two minutes, or for STEPS=n.
 train: build
 	@$(RUN) examples/train_gpt2.lua --out $(OUT) $(if $(DATA),--data $(DATA)) $(if $(STEPS),--steps $(STEPS),--minutes 2)
+
+# Draws the pictures of the guides anew.
+pictures: build
+	@$(RUN) tools/pictures.lua
 
 install: build
 	@cmake --install $(BUILD)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What README.md, docs/memory.md, docs/config.md and docs/zero.md say that no other spec sees: figures that follow from
--- a formula, and what a setting changes.
+-- What docs/reliability.md, docs/memory.md, docs/config.md and docs/zero.md say that no other spec sees: figures that
+-- follow from a formula, and what a setting changes.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -148,7 +148,7 @@ describe("documents that messages point to", function()
     p:close()
     assert.truthy(n > 3, n)
     local cmake = check.read(root .. "/CMakeLists.txt")                 -- an installed tree has none
-    if cmake then assert.truthy(cmake:find("install(DIRECTORY lua models examples tools docs ", 1, true)) end
+    if cmake then assert.truthy(cmake:find("install(DIRECTORY lua models examples tools templates docs ", 1, true)) end
   end)
 end)
 
@@ -210,7 +210,7 @@ describe("docs/config.md, what differs from DeepSpeed", function()
   end)
 end)
 
-describe("README, all logits never exist", function()
+describe("docs/reliability.md, all logits never exist", function()
   it("where the loss is lm_loss: it takes a panel of them", function()
     local N, V = 4096, 16384
     local x, w = ps.randn({ N, 8 }, { requires_grad = true }), ps.randn({ V, 8 }, { requires_grad = true })

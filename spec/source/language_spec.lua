@@ -7,7 +7,7 @@ local paths = require "ps.paths"
 local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md", "docs/pipeline.md",
   "docs/tensor_parallel.md", "docs/distributed.md", "docs/checkpoints.md", "docs/pretrained.md", "docs/models.md",
   "docs/conversations.md", "docs/data.md", "docs/adapters.md", "docs/evaluation.md", "docs/planning.md",
-  "docs/inspecting.md", "docs/tensors.md",
+  "docs/inspecting.md", "docs/tensors.md", "docs/benchmarks.md", "docs/reliability.md",
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
   "docs/config.md", "docs/gguf.md", "spec/README.md" }
 local FOLDERS = {

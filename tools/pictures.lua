@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Draws the pictures of the guides anew (`make pictures`), as SVG, in a folder, by default docs/pictures:
+--   memory.svg   host memory over a step of a model whose state is larger than its budget
+--   chunks.svg   where each chunk of the same step is
+local argparse = require "argparse"
+local draw = require "ps.profile.draw"
+local gpt2 = require "models.gpt2"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local ps = require "ps"
+local read = require "ps.profile.read"
+
+local parser = argparse("tools/pictures.lua", "Draws the pictures of the guides.")
+parser:argument("folder", "where to write them", paths.root .. "/docs/pictures")
+local args = parser:parse()
+lfs.mkdir(args.folder)
+
+-- A GPT-2 of 3.6 million parameters: 55.7 MiB of state, in 48 MiB of memory and a file.
+ps.manual_seed(1)
+local profile, disk = os.tmpname(), os.tmpname()
+os.remove(disk)
+assert(lfs.mkdir(disk))
+local model, optimizer = ps.initialize {
+  config = {
+    optimizer = { type = "AdamW", params = { lr = 1e-4 } },
+    memory = { host = "48MiB", disk = { path = disk, limit = "400MiB" } },
+    chunk_size = 262144,
+  },
+  model_func = function()
+    return gpt2.new({ vocab_size = 256, n_positions = 128, n_layer = 8, n_head = 4, n_embd = 192 }, { dropout = 0 })
+  end,
+}
+local x = ps.randint(0, 256, { 4, 128 }, { dtype = "int32" })
+
+local function step()
+  optimizer:zero_grad()
+  model:backward(model(x, x))
+  optimizer:step()
+end
+
+for _ = 1, 2 do step() end                                 -- the plan of the second step knows the first one's course
+ps.profiler.start()
+for _ = 1, 2 do step() end
+ps.profiler.save(profile)
+model:close()
+
+local figures = read.file(profile)
+read.drop_warmup(figures)
+draw.memory(figures, read.tier(figures, "CPU"), args.folder .. "/memory.svg")
+draw.access(figures, args.folder .. "/chunks.svg")
+os.remove(profile)
+os.execute(("rm -r '%s'"):format(disk))
+print(("wrote memory.svg and chunks.svg into %s"):format(args.folder))
