@@ -7,7 +7,7 @@ DATA ?=
 OUT ?= out/train
 
 .PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
-  pictures install clean bench c-tests-sanitized asan tsan fuzz
+  pictures deb install clean bench c-tests-sanitized asan tsan fuzz
 
 all: build
 
@@ -92,6 +92,10 @@ train: build
 # Draws the pictures of the guides anew.
 pictures: build
 	@$(RUN) tools/pictures.lua
+
+# Debian packages in out/: psluajit, and the CUDA plug-in if it was built.
+deb: build
+	@tools/deb.sh $(BUILD) out
 
 install: build
 	@cmake --install $(BUILD)

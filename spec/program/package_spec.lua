@@ -1,0 +1,111 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Debian packages (tools/deb.sh): the tree runs where it is unpacked, each tool has a manual page and completions made
+-- from its own options, and the package names what it depends on. tools/deb_root.sh tries it in a bare Debian root.
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local check = require "spec.check_lib"
+
+local build = paths.exe:match "^(.*)/"
+local folder, root
+
+local function sh(command)
+  local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
+  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+  p:close()
+  return text, tonumber(code)
+end
+
+local function good(command)
+  local text, code = sh(command)
+  assert.equal(0, code, command .. "\n" .. text)
+  return text
+end
+
+-- Tools that `psluajit tools` lists.
+local function tools()
+  local list = {}
+  for _, tool in ipairs(require("ps.prompt.scripts").list "tools") do
+    if not tool.own then list[#list + 1] = tool.name end
+  end
+  return list
+end
+
+describe("a Debian package", function()
+  for _, program in ipairs { "dpkg-deb", "dpkg-shlibdeps", "cmake" } do
+    if os.execute("command -v " .. program .. " >/dev/null 2>&1") ~= 0 then
+      return pending(program .. " is not installed")
+    end
+  end
+  if not lfs.attributes(build .. "/cmake_install.cmake") then return pending "this is no build folder" end
+
+  local package
+  setup(function()
+    folder = os.tmpname()
+    os.remove(folder)
+    assert(lfs.mkdir(folder))
+    local text = good(("DEB_COMPRESSION=gzip sh '%s/tools/deb.sh' '%s' '%s'"):format(paths.root, build, folder))
+    package = text:match "([^\n]*/psluajit_[^\n]*%.deb)"
+    root = folder .. "/root"
+    good(("dpkg-deb -x '%s' '%s'"):format(package, root))
+  end)
+  teardown(function() os.execute(("rm -rf '%s'"):format(folder)) end)
+
+  it("runs where it is unpacked", function()
+    local program = ("cd / && env -u LUA_PATH '%s/usr/bin/psluajit' "):format(root)
+    assert.matches("^psluajit %d", good(program .. "--version"))
+    assert.equal("true\t" .. root .. "/usr/share/psluajit\t6\n", good(program
+      .. [[-e 'local p, ps = require "ps.paths", require "ps" print(p.installed, p.root, ps.ones({ 2, 3 }):sum():item())']]))
+    assert.matches("\nchat +%u", "\n" .. good(program .. "tools"))
+    good(("%s new ranks '%s/project'"):format(program, folder))
+    assert.truthy(lfs.attributes(folder .. "/project/train.lua"))
+  end)
+
+  it("has a manual page for each tool, with the options of the tool's --help", function()
+    local n = 0
+    for _, name in ipairs(tools()) do
+      local page = good(("zcat '%s/usr/share/man/man1/psluajit-%s.1.gz'"):format(root, name)):gsub("\\%-", "-")
+      assert.matches("^%.TH PSLUAJIT%-", page)
+      for option in good(("'%s' %s --help"):format(paths.exe, name)):gmatch "\n +[^\n]-(%-%-[%l][%w-]*)" do
+        n = n + 1
+        assert.matches(option, page, 1, true)
+      end
+    end
+    assert.is_true(n > 50, n)
+    local page = good(("zcat '%s/usr/share/man/man1/psluajit.1.gz'"):format(root)):gsub("\\%-", "-")
+    for option in good("'" .. paths.exe .. "' --help"):gmatch "\n  (%-%-?[%w-]+)" do
+      assert.matches(option, page, 1, true)
+    end
+    if os.execute "command -v man >/dev/null 2>&1" == 0 then
+      assert.equal("", (good(("LC_ALL=C.UTF-8 man --warnings -l '%s'/usr/share/man/man1/*.gz >/dev/null"):format(root))))
+    end
+  end)
+
+  it("completes tools and their options in bash", function()
+    local file = root .. "/usr/share/bash-completion/completions/psluajit"
+    local function completed(...)
+      local words, n = {}, select("#", ...)
+      for i = 1, n do words[i] = ("'%s'"):format((select(i, ...))) end
+      local script = 'cd / && . "%s" && COMP_WORDS=(psluajit %s) COMP_CWORD=%d && _psluajit && echo "${COMPREPLY[*]}"'
+      return good(("bash -c '%s'"):format(script:format(file, table.concat(words, " "):gsub("'", "\""), n)))
+    end
+    assert.equal("generate\n", completed "gene")
+    assert.equal("finetune finetune_bert\n", completed "finet")
+    assert.equal("--max-new\n", completed("generate", "--max-n"))
+    assert.equal("--nproc-per-node\n", completed("launch", "--npr"))
+  end)
+
+  it("names what it depends on, and has all files by root, below /usr", function()
+    local fields = good("dpkg-deb -f '" .. package .. "'")
+    for _, name in ipairs { "libluajit-5.1-2", "libdnnl2", "libsodium23", "lua-argparse", "lua-cjson", "lua-filesystem",
+      "lua-posix" } do
+      assert.matches("Depends: [^\n]*" .. name:gsub("%p", "%%%0"), fields)
+    end
+    for line in good("dpkg-deb -c '" .. package .. "'"):gmatch "[^\n]+" do
+      assert.matches("root/root", line, 1, true)
+      assert.is_true(line:find " %./$" ~= nil or line:find " %./usr/" ~= nil, line)
+    end
+    assert.equal("", good(("find '%s' -newermt now -o -perm /022 ! -type l"):format(root)))
+    assert.matches("Changes", good(("zcat '%s/usr/share/doc/psluajit/changelog.gz' | head -1"):format(root)))
+    assert.equal(check.read(paths.root .. "/LICENSE"), check.read(root .. "/usr/share/doc/psluajit/copyright"))
+  end)
+end)

@@ -1,0 +1,69 @@
+#!/bin/sh
+# SPDX-License-Identifier: BSD-3-Clause
+# Builds Debian packages from a build folder:
+#   tools/deb.sh BUILD OUT
+# psluajit_VERSION_ARCH.deb has what `cmake --install` has: the program, the Lua tree, manual pages and completions. If
+# BUILD has the CUDA plug-in, psluajit-cuda_VERSION_ARCH.deb has it. That package depends on no package that Debian
+# lacks: the program itself says which library of CUDA is missing.
+set -eu
+build=$1
+out=$2
+source=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+version=$("$build/psluajit" -v | sed 's/^psluajit \([^ ]*\).*/\1/')
+arch=$(dpkg --print-architecture)
+SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git -C "$source" log -1 --format=%ct 2>/dev/null || date +%s)}
+export SOURCE_DATE_EPOCH
+
+# The libraries that a program links, as Debian's packages.
+libraries() {
+  mkdir -p "$work/shlibs/debian"
+  printf 'Source: psluajit\n\nPackage: psluajit\nArchitecture: any\n' >"$work/shlibs/debian/control"
+  (cd "$work/shlibs" && dpkg-shlibdeps -O -e"$1" 2>"$work/shlibs.log" || { cat "$work/shlibs.log" >&2; exit 1; }) |
+    sed -n 's/^shlibs:Depends=//p'
+}
+
+# Writes DEBIAN/control and packs a tree: NAME TREE FIELDS.
+pack() {
+  mkdir -p "$2/DEBIAN" "$2/usr/share/doc/$1"
+  cp "$source/LICENSE" "$2/usr/share/doc/$1/copyright"
+  gzip -9n <"$source/CHANGELOG.md" >"$2/usr/share/doc/$1/changelog.gz"
+  {
+    printf 'Package: %s\nVersion: %s\nArchitecture: %s\nSection: science\nPriority: optional\n' "$1" "$version" "$arch"
+    printf 'Maintainer: psluajit maintainers <maintainers@psluajit.invalid>\nInstalled-Size: %s\n' \
+      "$(du -sk "$2" | cut -f1)"
+    printf '%s\n' "$3"
+  } >"$2/DEBIAN/control"
+  (cd "$2" && find usr -type f -print0 | LC_ALL=C sort -z | xargs -0 md5sum >DEBIAN/md5sums)
+  find "$2" -newermt "@$SOURCE_DATE_EPOCH" -exec touch -h -d "@$SOURCE_DATE_EPOCH" {} +
+  dpkg-deb --root-owner-group -Z"${DEB_COMPRESSION:-xz}" --build "$2" "$out/$1_${version}_$arch.deb" >/dev/null
+  echo "$out/$1_${version}_$arch.deb"
+}
+
+mkdir -p "$out"
+DESTDIR=$work/psluajit cmake --install "$build" --prefix /usr --strip >"$work/install.log" ||
+  { cat "$work/install.log" >&2; exit 1; }
+chmod -R u+w,go-w,a+rX "$work/psluajit"
+gzip -9n "$work"/psluajit/usr/share/man/man1/*.1
+
+plugin=$(find "$work/psluajit" -name libps_cuda.so)
+if [ -n "$plugin" ]; then
+  path=${plugin#"$work/psluajit/"}
+  mkdir -p "$work/cuda/$(dirname "$path")"
+  mv "$plugin" "$work/cuda/$path"
+  pack psluajit-cuda "$work/cuda" "Depends: psluajit (= $version)
+Description: NVIDIA GPUs for psluajit
+ The plug-in by which psluajit computes on NVIDIA GPUs. It loads the driver and CUDA's libraries at run time, wherever
+ they were installed from, and names what is missing."
+fi
+
+pack psluajit "$work/psluajit" "Depends: $(libraries "$work/psluajit/usr/bin/psluajit"), lua-argparse, lua-cjson, \
+lua-filesystem, lua-posix
+Recommends: gnuplot-nox, lua-http
+Suggests: fortunes
+Description: training engine for transformers, scripted in Lua
+ psluajit trains and fine-tunes transformers (GPT-2, BERT, RoBERTa, Llama, Mistral, Qwen2, Qwen3, and models of one's
+ own) on CPUs, in one process or many. A model may be several times larger than memory: parameters, gradients and
+ optimizer state move between memory and a disk by a plan. The package has the program, its Lua library, models,
+ examples, tools and guides."
