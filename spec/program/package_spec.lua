@@ -53,8 +53,9 @@ describe("a Debian package", function()
   it("runs where it is unpacked", function()
     local program = ("cd / && env -u LUA_PATH '%s/usr/bin/psluajit' "):format(root)
     assert.matches("^psluajit %d", good(program .. "--version"))
-    assert.equal("true\t" .. root .. "/usr/share/psluajit\t6\n", good(program
-      .. [[-e 'local p, ps = require "ps.paths", require "ps" print(p.installed, p.root, ps.ones({ 2, 3 }):sum():item())']]))
+    local script = [[-e 'local p, ps = require "ps.paths", require "ps"
+      print(p.installed, p.root, ps.ones({ 2, 3 }):sum():item())']]
+    assert.equal("true\t" .. root .. "/usr/share/psluajit\t6\n", good(program .. script))
     assert.matches("\nchat +%u", "\n" .. good(program .. "tools"))
     good(("%s new ranks '%s/project'"):format(program, folder))
     assert.truthy(lfs.attributes(folder .. "/project/train.lua"))
@@ -76,7 +77,8 @@ describe("a Debian package", function()
       assert.matches(option, page, 1, true)
     end
     if os.execute "command -v man >/dev/null 2>&1" == 0 then
-      assert.equal("", (good(("LC_ALL=C.UTF-8 man --warnings -l '%s'/usr/share/man/man1/*.gz >/dev/null"):format(root))))
+      local command = "LC_ALL=C.UTF-8 man --warnings -l '%s'/usr/share/man/man1/*.gz >/dev/null"
+      assert.equal("", (good(command:format(root))))
     end
   end)
 
