@@ -134,17 +134,19 @@ if start >= steps then
   os.exit(0, true)
 end
 
--- Prints the model's own last reply in the first held-out conversation, by greedy decoding.
+-- Prints the model's own last reply in the first held-out conversation, by greedy decoding; before training also the
+-- conversation up to there.
 local function reply(when)
   local messages, tools = ps.data.prompt(held_out, 1)
   local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools })
   local room = math.min(48, most - #ids)
   if room < 1 then return ps.print_rank(when .. ": no sample, since the first held-out prompt is too long") end
+  if when == "before" then ps.print_rank((tok:decode(ids):gsub("\n$", ""))) end
   local out = model:generate({ ids }, room, { temperature = 0, tokenizer = tok })[1]
   ps.print_rank(("%s:\n  %s"):format(when, tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true })))
   leave_if_interrupted()
 end
-ps.print_rank(tostring(loader))
+ps.print_rank(("%s\n%d held-out rows; of the first:"):format(tostring(loader), #held_out))
 try(reply, "before")
 local result = try(train.run, { model = model, optimizer = optimizer, sched = schedule, loader = loader, steps = steps,
   start = start, log = run .. "/log.csv", eval = { every = math.max(1, math.ceil(steps / 8)),
