@@ -7,7 +7,7 @@
 -- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
 -- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
 -- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
--- DIR/trained, a folder that loads again.
+-- DIR/trained, a folder that loads again. DIR may also be a GGUF file; the other files are then next to it.
 -- --adapter ADIR: with the adapter in a folder of PEFT's. --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]:
 -- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; those
 -- that are not there start from the seed. LIST: names with commas between them, default all-linear. Then only the
@@ -86,10 +86,11 @@ end
 
 local function run(args)
   local folder, steps = args.folder, args.train
+  local home = folder:match "%.gguf$" and (folder:match "^(.*)/[^/]*$" or ".") or folder
   local model = ps.from_pretrained(folder, { dtype = "fp32", quiet = true, unpad = args.unpad,
     mmap = args.mmap and "auto" })
   model:eval()
-  local batch, given = inputs_of(folder .. "/inputs.safetensors")
+  local batch, given = inputs_of(home .. "/inputs.safetensors")
   local adapted, out = adapt(model, args, given), {}
   check_names(model, batch)
   for name, t in pairs(ps.no_grad(model, part(batch, false))) do out[name] = t end
@@ -103,9 +104,9 @@ local function run(args)
   if steps then
     if not has_labels(batch) then error("--train needs labels in inputs.safetensors", 0) end
     out.losses = train(model, batch, steps)
-    model:save_pretrained(folder .. (adapted and "/adapter" or "/trained"))
+    model:save_pretrained(home .. (adapted and "/adapter" or "/trained"))
   end
-  ps.safetensors.save(folder .. "/outputs.safetensors", out)
+  ps.safetensors.save(home .. "/outputs.safetensors", out)
 end
 
 local parser = require "argparse" ("bench/hf.lua", "Runs a folder of Hugging Face's on inputs.safetensors in it.")

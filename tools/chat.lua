@@ -13,7 +13,8 @@ local utf8 = require "ps.core.utf8"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
-parser:argument("folder", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
+parser:argument("folder", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, "
+  .. "or a GGUF file")
 parser:flag("--plain", "use no chat template, but --user and --model")
 parser:option("--user", "text before a line, without a template", "User: ")
 parser:option("--model", "text before a reply, without a template", "Assistant:")

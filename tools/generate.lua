@@ -14,7 +14,8 @@ local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/generate.lua", "Continues a text with a model.")
-parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
+parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, "
+  .. "or a GGUF file")
 parser:option("--start", "the text to continue, or FILE:PATH", "")
 parser:flag("--chat", "reply to the text as to a user's message, by the folder's chat template")
 parser:option("--system", "with --chat: the system message")

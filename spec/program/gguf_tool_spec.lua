@@ -16,13 +16,21 @@ end
 -- The JSON on the last line of an output, before which notes about a small vocabulary stand.
 local function last_object(out) return json.decode(out:match "([^\n]*)\n$") end
 
+-- Runs another program of the tree.
+local function other(program, options)
+  local p = assert(io.popen(("'%s' '%s/%s' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, program, options)))
+  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
+  p:close()
+  return out, tonumber(code)
+end
+
 describe("tools/gguf.lua", function()
   local folder, file
   setup(function()
     folder = tokens.gpt2 { { "a", "b" } }
     file = folder .. "/x.gguf"
     ps.manual_seed(1)
-    gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 128 }):save_pretrained(folder)
   end)
   teardown(function() tokens.remove(folder) end)
 
@@ -37,8 +45,8 @@ describe("tools/gguf.lua", function()
     assert.equal("gpt2", meta["general.architecture"])
     assert.equal("Tiny", meta["general.name"])
     assert.equal("gpt-2", meta["tokenizer.ggml.pre"])
-    assert.equal(300, #meta["tokenizer.ggml.tokens"])
-    assert.same({ 300, found["token_embd.weight"].shape[2] }, found["token_embd.weight"].shape)
+    assert.equal(258, #meta["tokenizer.ggml.tokens"])
+    assert.same({ 258, found["token_embd.weight"].shape[2] }, found["token_embd.weight"].shape)
     assert.equal("F32", found["token_embd.weight"].type)
     out, code = run(("info %s"):format(file))
     assert.equal(0, code, out)
@@ -70,13 +78,34 @@ describe("tools/gguf.lua", function()
     assert.equal(true, noted["psluajit.verify.pass"])
     assert.equal(c.tokens, noted["psluajit.verify.tokens"])
     assert.truthy(math.abs(noted["psluajit.verify.mean_kl"] - c.mean_kl) < 1e-9)
-    local other = tokens.gpt2 { { "a", "b" } }
+    local stranger = tokens.gpt2 { { "a", "b" } }
     ps.manual_seed(2)
-    gpt2.new("tiny", { vocab_size = 300, n_positions = 128, initializer_range = 0.5 }):save_pretrained(other)
-    out, code = run(("verify %s --against %s"):format(file, other))
+    gpt2.new("tiny", { vocab_size = 258, n_positions = 128, initializer_range = 0.5 }):save_pretrained(stranger)
+    out, code = run(("verify %s --against %s"):format(file, stranger))
     assert.equal(2, code, out)
     assert.truthy(out:find("FAIL", 1, true), out)
-    tokens.remove(other)
+    tokens.remove(stranger)
+  end)
+
+  it("writes files that other programs take as they take a folder", function()
+    run(("convert %s --out %s --type f32"):format(folder, file))
+    local ids = (ps.rand { 2, 5 } * 257):to("int32")
+    ps.safetensors.save(folder .. "/inputs.safetensors", { input_ids = ids })
+    local said = {}
+    for _, from in ipairs { folder, file } do
+      local out, code = other("bench/hf.lua", from)
+      assert.equal(0, code, out)
+      said[#said + 1] = ps.load(folder .. "/outputs.safetensors").logits
+      out, code = other("bench/generate.lua", from .. " --ids '1 2 3' --max-new 5")
+      assert.equal(0, code, out)
+      said[from] = out:match "1 2 3[%d ]*"
+      out, code = other("tools/generate.lua", from .. " --start ab --max-new 4 --temperature 0")
+      assert.equal(0, code, out)
+      said[from .. "text"] = out:match "([^\n]*)\n$"
+    end
+    assert.equal(0, (said[1] - said[2]):abs():max():item())
+    assert.truthy(said[file] and said[file] == said[folder])
+    assert.equal(said[folder .. "text"], said[file .. "text"])
   end)
 
   it("says what is wrong with a file or an option, in a line", function()
