@@ -1,10 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit spec/oracle/gguf_cases.lua JOB.json: reads what gguf_oracle.py wrote. A case has `file` and `out`: the
 -- metadata goes to out .. ".json", each value as text, and the tensors to out .. ".safetensors". A case with `texts`
--- has its tokenizer's ids of each text in out .. ".json". What fails is written to out .. ".error".
+-- has its tokenizer's ids of each text in out .. ".json". A case with `types` is written to `file`. What fails is
+-- written to out .. ".error".
 local ps = require "ps"
 local gguf = require "ps.io.gguf"
 local json = require "cjson"
+local floats = require "ps.core.array" "float"
+local native = require "ps.core.ffi"
+local writing = require "ps.io.gguf_write"
 
 local function write(path, text)
   local f = assert(io.open(path, "wb"))
@@ -41,10 +45,28 @@ local function encode(case)
   write(case.out .. ".json", json.encode(all))
 end
 
+-- Writes fp32 tensors of a safetensors file in other types, and drawn metadata.
+local function convert(case)
+  local tensors, list, entries = ps.load(case.tensors), {}, {}
+  for name, kind in pairs(case.types) do
+    list[#list + 1] = { name = name, type = kind, shape = tensors[name]:shape() }
+  end
+  for i, one in ipairs(case.meta) do entries[i] = { one.key, one.kind, one.value } end
+  local writer = writing.open(case.file, entries, list)
+  for _, one in ipairs(list) do
+    local t = tensors[one.name]:contiguous()
+    local data = floats(t:numel())
+    native.check(native.C.ps_tensor_read(t, data, t:nbytes()))
+    writer:append(one.name, "fp32", data, t:numel())
+  end
+  writer:commit()
+  writer:close()
+end
+
 local f = assert(io.open(arg[1], "rb"))
 local job = json.decode(f:read("*a"))
 f:close()
 for _, case in ipairs(job) do
-  local ok, problem = pcall(case.texts and encode or read, case)
+  local ok, problem = pcall(case.types and convert or case.texts and encode or read, case)
   if not ok then write(case.out .. ".error", tostring(problem)) end
 end

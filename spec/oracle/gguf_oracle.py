@@ -3,7 +3,8 @@
 
 The package writes drawn metadata of every type, and tensors of every type that psluajit reads, whose blocks are random
 bytes: scales are then also infinite, NaN, denormal and negative. Metadata, and the values of the package's dequantize,
-must be equal, bit for bit (a NaN equals any NaN). A type that psluajit lacks must be refused by its name.
+must be equal, bit for bit (a NaN equals any NaN). A type that psluajit lacks must be refused by its name. What psluajit
+writes of drawn values must have the bytes of the package's quantize.
 
 The vocabularies are those that the source of PyPI's llama-cpp-python ships with texts and their ids (tools/oracle.sh
 unpacks them). Each must give these ids, or be one of REFUSED, whose tokenizer psluajit refuses by name.
@@ -16,6 +17,7 @@ import sys
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as T, GGUFValueType as V
+from safetensors.numpy import save_file
 
 import runs
 
@@ -29,6 +31,8 @@ END = "\n__ggml_vocab_test__\n"
 PLAIN = {T.F32: np.float32, T.F16: np.float16, T.F64: np.float64, T.I32: np.int32, T.I64: np.int64}
 BLOCKS = [T.BF16, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K,
           T.IQ4_NL, T.IQ4_XS, T.MXFP4]
+# Types of which the package makes the bytes of ggml's own quantisers. spec/io/gguf_spec.lua has those of the others.
+WRITTEN = [T.F32, T.F16, T.BF16, T.Q8_0]
 LACKED = [T.IQ2_XXS, T.IQ3_S, T.TQ1_0, T.IQ1_M]
 TEXTS = ["", "a", "ключ", "two\nlines", "\U0001F600", "<|im_end|>", "x" * 300]
 INTEGERS = {V.UINT8: (0, 2**8 - 1), V.INT8: (-2**7, 2**7 - 1), V.UINT16: (0, 2**16 - 1), V.INT16: (-2**15, 2**15 - 1),
@@ -150,6 +154,44 @@ def drawn(run):
     return job, want
 
 
+def to_write(run):
+    """Drawn values, among them zeros and tiny ones, for psluajit to write in each type of WRITTEN."""
+    job = []
+    for index in run.indices[:40]:
+        rng = run.random(index + 1000000)
+        numpy_rng, types, tensors, meta = np.random.default_rng(rng.getrandbits(62)), {}, {}, []
+        for i, kind in enumerate(WRITTEN):
+            shape = [rng.randint(1, 4), 32 * rng.randint(1, 5)]
+            values = (numpy_rng.standard_normal(shape) * 10.0 ** rng.randint(-6, 3)).astype(np.float32)
+            values[0] *= rng.choice([0, 1, 1, 1e-30])
+            values[-1] = np.abs(values[-1]) if rng.random() < 0.3 else values[-1]
+            types["t%d" % i], tensors["t%d" % i] = kind.name, values
+        for i in range(rng.randrange(0, 6)):
+            kind = rng.choice([V.UINT8, V.INT16, V.UINT32, V.INT32, V.BOOL, V.STRING, V.FLOAT32])
+            meta.append({"key": "drawn.%d" % i, "kind": NAMES[kind], "value": drawn_value(rng, kind)})
+        path = os.path.join(run.folder, "write-%d" % index)
+        save_file(tensors, path + ".safetensors")
+        job.append({"file": path + ".gguf", "out": path, "tensors": path + ".safetensors", "types": types,
+                    "meta": meta})
+    return job
+
+
+def judge_written(case):
+    if os.path.exists(case["out"] + ".error"):
+        return [open(case["out"] + ".error").read()]
+    off, reader, tensors = [], gguf.GGUFReader(case["file"]), load_bits(case["tensors"])
+    for one in case["meta"]:
+        found = reader.fields[one["key"]].contents()
+        if found != one["value"]:
+            off.append("metadata: %r here, %r drawn" % (found, one["value"]))
+    for one in reader.tensors:
+        kind = T[case["types"][one.name]]
+        want = gguf.quants.quantize(tensors[one.name], kind)
+        if one.tensor_type != kind or one.data.tobytes() != want.tobytes():
+            off.append("tensor %s, %s: other bytes than the package's" % (one.name, kind.name))
+    return off
+
+
 def refused_types(run):
     job = []
     for kind in LACKED:
@@ -196,10 +238,10 @@ def judge_vocabulary(case):
 def main():
     run = runs.Run("gguf", cases=150)
     job, want = drawn(run)
-    lacked, words = refused_types(run), vocabularies(run)
+    lacked, words, written = refused_types(run), vocabularies(run), to_write(run)
     path = os.path.join(run.folder, "job.json")
     with open(path, "w") as f:
-        json.dump(job + lacked + words, f)
+        json.dump(job + lacked + words + written, f)
     run.psluajit("gguf_cases.lua", path)
     for index, (case, meta, values) in want.items():
         run.judged(index, judge(case, meta, values), "%d entries, tensors %s" % (len(meta), list(values)))
@@ -207,6 +249,8 @@ def main():
         name, error = os.path.basename(case["out"]), case["out"] + ".error"
         said = open(error).read() if os.path.exists(error) else "no error"
         run.judged(0, [] if name in said and "not supported" in said else [said], "type " + name)
+    for case in written:
+        run.judged(0, judge_written(case), "written: %s" % case["types"])
     for case in words:
         run.judged(0, judge_vocabulary(case), "vocabulary " + case["name"])
     run.end()
