@@ -390,7 +390,7 @@ local INNER = {
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
   ["lua/ps/tensor/create.lua"] = "bare dtype_of device_of empty M.full",
-  ["lua/ps/data/init.lua"] = "shards_of range_of small", ["lua/ps/data/text_rows.lua"] = "rows.of_table rows.fill",
+  ["lua/ps/data/init.lua"] = "shards_of range_of small", ["lua/ps/data/text_rows.lua"] = "rows.fill",
   ["lua/ps/data/table.lua"] = "of_file", ["lua/ps/chat/json.lua"] = "*",
   ["lua/ps/chat/init.lua"] = "variables_of generation_prompt",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",

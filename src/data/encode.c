@@ -80,7 +80,7 @@ static int append(const ps_encoder *c, tok_state *st, job *j, int64_t begin, int
 }
 
 /* Special tokens that a message spells are text: the text between the template's own special tokens is encoded without
- * any. first: where each id of the whole text begins. */
+ * any. st has the ids and offsets of the whole text. */
 static int without_forged(const ps_encoder *c, tok_state *st, job *j)
 {
     size_t n = st->ids.n;
@@ -115,8 +115,8 @@ static int label(job *j)
         PS_TRY(tok_ints_add(&j->labels, counts ? j->ids.at[i] : EXAMPLE_IGNORED));
     }
     if (j->need >= 1 && (trained == 0 || (j->need == 2 && trained == (int64_t)j->ids.n)))
-        return ps_fail(PS_EINVAL, "%s of its %lld tokens are trained", trained == 0 ? "none" : "all",
-                       (long long)j->ids.n);
+        return ps_fail(PS_EINVAL, "%s of its %lld tokens are trained; `psluajit tools/data.lua show` prints what the "
+                       "model sees", trained == 0 ? "none" : "all", (long long)j->ids.n);
     return 0;
 }
 

@@ -60,7 +60,7 @@ end
 local function unwritable(problem)
   if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
   error(("ps.data.loader: the cache of tokens: %s; free space, name another folder (cache = \"folder\"), or keep "
-    .. "tokens in memory (cache = false)"):format((tostring(problem.message or problem):gsub("%.?%s*$", ""))))
+    .. "tokens in memory (cache = false)"):format(tostring(problem)))
 end
 
 local Encoder = {}
@@ -86,13 +86,9 @@ function Encoder:checked(rc)
   if rc >= 0 then return end
   local failed = tonumber(C.ps_encoder_failed(self.handle))
   if failed < 0 then check(rc) end
-  local ok, problem = pcall(check, rc)
-  local hint = ok == false and tostring(problem.message or problem) or ""
+  local _, problem = pcall(check, rc)
   unwritable(problem)
-  if hint:find("of its", 1, true) then
-    hint = hint:gsub("%.?%s*$", "") .. "; `psluajit tools/data.lua show` prints what the model sees"
-  end
-  error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), hint))
+  error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
 -- rendered: {text =, message =, spans =} of tokenizer:render_chat; nil spans: a whole text.
@@ -261,7 +257,7 @@ local function made(path, key, wide, fn, given)
   if rc < 0 and path ~= "" and not given then rc = C.ps_examples_new("", key, wide and 1 or 0, out) end
   local ok, problem = pcall(check, rc)
   if not ok then
-    error("ps.data.loader: the cache folder cannot be written to: " .. tostring(problem.message or problem))
+    error("ps.data.loader: the cache folder cannot be written to: " .. tostring(problem))
   end
   local handle = free_later(out, C.ps_examples_free)
   fn(handle)
