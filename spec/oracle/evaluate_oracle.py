@@ -110,7 +110,12 @@ def perplexity(lm, texts, result):
 def choices(lm, questions, result):
     requests = [Instance(request_type="loglikelihood", doc=q, arguments=(q["query"], " " + c), idx=0)
                 for q in questions for c in q["choices"]]
-    sums, off, hits = iter(lm.loglikelihood(requests, disable_tqdm=True)), [], [0, 0]
+    try:
+        sums, off, hits = iter(lm.loglikelihood(requests, disable_tqdm=True)), [], [0, 0]
+    except AssertionError:                                    # a choice is longer than a window: lm-eval says no more
+        return [] if "continuation has" in result.get("error", "") else ["a choice is too long; ours %r" % result]
+    if "error" in result:
+        return [result["error"]]
     for q, sample in zip(questions, result["samples"]):
         of = numpy.array([next(sums)[0] for _ in q["choices"]])
         off += ["sum: lm-eval %r, ours %r: %r" % (x, y, q) for x, y in zip(of, sample["loglikelihoods"])
