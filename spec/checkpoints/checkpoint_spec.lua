@@ -372,3 +372,32 @@ describe("a save that fails", function()
     end)
   end
 end)
+
+describe("tensors of the script", function()
+  for _, form in ipairs { "file", "folder" } do
+    it("are saved with the rest, and read back into the script's: " .. form, function()
+      local run = new()
+      local average, count = ps.randn { 3, 4 }, ps.tensor({ 7 }, { dtype = "int64" })
+      local want = average:tolist()
+      run.tensors = { ["average.weight"] = average, count = count }
+      checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, tensors = run.tensors, step = 1,
+        shards = form == "folder" })
+      average:zero_()
+      count:zero_()
+      checkpoints.load(folder, run)
+      assert.same(want, average:tolist())
+      assert.equal(7, count:item())
+      local before = values(run)
+      run.tensors = { ["average.weight"] = ps.zeros { 4, 3 } }
+      fails(function() checkpoints.load(folder, run) end, "'average.weight' is [3, 4] in the checkpoint, [4, 3]")
+      run.tensors = { other = count }
+      fails(function() checkpoints.load(folder, run) end, "this checkpoint has no tensor 'other' of the script")
+      assert.equal(before, values(run))
+      run.tensors = nil
+      checkpoints.load(folder, run)                          -- they may stay unread
+      run.tensors = { "x" }
+      fails(function() checkpoints.save(folder, run) end, "tensors has 1 = a string; it takes tensors by name")
+      run.tensors = nil
+    end)
+  end
+end)

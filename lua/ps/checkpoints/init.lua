@@ -28,6 +28,7 @@ local random_state = require "ps.dist.random_state"
 local restore = require "ps.checkpoints.restore"
 local safetensors = require "ps.io.safetensors"
 local hooks = require "ps.core.hooks"
+local scope = require "ps.core.scope"
 local rank_files = require "ps.checkpoints.rank_files"
 local time = require "posix.time"
 local error = caller.error
@@ -44,7 +45,7 @@ local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 -- The keys of save and load: parts, which have a state, and options. One table can be passed to both calls.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
-  shards = "boolean", verify = "boolean", fallback = "boolean" }
+  shards = "boolean", verify = "boolean", fallback = "boolean", tensors = "table" }
 for _, part in ipairs(PARTS) do OPTIONS[part] = "table" end
 
 local function check_parts(call, path, parts)
@@ -63,6 +64,11 @@ local function check_parts(call, path, parts)
   for _, part in ipairs(PARTS) do
     if parts[part] and not parts[part][method] then refuse("%s is a table without %s", part, method) end
   end
+  for name, tensor in pairs(parts.tensors or {}) do
+    if type(name) ~= "string" or not scope.is_tensor(tensor) then
+      refuse("tensors has %s = a %s; it takes tensors by name", tostring(name), type(tensor))
+    end
+  end
   if parts.step and parts.step < 0 then refuse("step is %d; it must be at least 0", parts.step) end
   local ok, why = pcall(encode, parts.extra, "extra")
   if parts.extra ~= nil and not ok then refuse("extra has a value that JSON cannot hold: %s", tostring(why)) end
@@ -76,6 +82,8 @@ end
 ---@field scaler? ps.LossScaler default: the engine's
 ---@field step? integer default: the optimizer's
 ---@field extra? table any value that JSON can hold
+---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average, which
+---  all ranks have alike: rank 0 saves them; load writes into the tensors given
 ---@field keep? integer in a folder: number of newest checkpoints to keep (default 2)
 ---@field async? boolean save returns once the state is copied to host memory
 ---@field quiet? boolean no message about the memory that async takes
@@ -107,6 +115,8 @@ local function gather(parts, step)
   for name, tensor in pairs(parts.model:state_dict()) do
     if not (base and base.names[name]) then tensors[name] = tensor end
   end
+  local own = {}
+  for name, tensor in pairs(parts.tensors or {}) do own[restore.SCRIPT .. name] = tensor end
   if parts.optimizer then
     local saved = parts.optimizer:state_dict(parts.model)
     for name, tensor in pairs(saved.tensors) do tensors[PREFIX .. name] = tensor end
@@ -115,7 +125,7 @@ local function gather(parts, step)
   for _, part in ipairs { "sched", "loader", "scaler" } do
     if with[part] then state[part] = with[part]:state_dict() end
   end
-  return tensors, state
+  return tensors, state, own
 end
 
 -- Whether each parameter has one owner, so that state_dict returns only this rank's.
@@ -240,17 +250,24 @@ end
 
 local function write(job, parts)
   if job.form == "file" and job.rank > 0 then return end
-  local tensors, state = gather(parts, job.step)
+  local tensors, state, own = gather(parts, job.step)
   local metadata
   if job.form == "shards" then
     local updates = state.optimizer and state.optimizer.t
-    tensors, job.expected = share(job, tensors, parts.model)
+    local expected
+    tensors, expected = share(job, tensors, parts.model)
+    job.expected = { unpack(expected) }
+    for name, tensor in pairs(own) do
+      job.expected[#job.expected + 1] = name
+      if job.rank == 0 then tensors[name] = tensor end
+    end
     if state.optimizer then state.optimizer.t = nil end
     for name in pairs(job.pieces or {}) do if not tensors[name] then job.pieces[name] = nil end end
     metadata = rank_files.metadata { save = job.save, step = job.step, rank = job.rank, world_size = job.size,
       rng = state.rng, updates = updates, pieces = job.pieces and next(job.pieces) and job.pieces or nil }
     job.state = encode(state)
   else
+    for name, tensor in pairs(own) do tensors[name] = tensor end
     metadata = { format = "pt", psluajit = encode(state), psluajit_run = job.folder and job.run or nil }
   end
   if job.async then

@@ -11,10 +11,14 @@ local mesh = require "ps.dist.mesh"
 local random_state = require "ps.dist.random_state"
 local safetensors = require "ps.io.safetensors"
 local rank_files = require "ps.checkpoints.rank_files"
+local rectangles = require "ps.core.rectangles"
 
 local restore = {}
 
 local PREFIX = "optimizer."
+-- The prefix of tensors of the script. No parameter has such a name.
+local SCRIPT = "script:"
+restore.SCRIPT = SCRIPT
 
 -- -- opening --------------------------------------------------------------------------------------------------------
 ---@class ps.checkpoints.Opened
@@ -203,7 +207,7 @@ local function model_view(file, for_engine)
   function view.names()
     local names = {}
     for _, name in ipairs(file:names()) do
-      if name:sub(1, #PREFIX) ~= PREFIX then names[#names + 1] = name end
+      if name:sub(1, #PREFIX) ~= PREFIX and name:sub(1, #SCRIPT) ~= SCRIPT then names[#names + 1] = name end
     end
     return names
   end
@@ -271,6 +275,14 @@ local function check(opened, parts, with)
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end
+  for name, tensor in pairs(parts.tensors or {}) do
+    local there = opened.tensors:has(SCRIPT .. name) and opened.tensors:shape(SCRIPT .. name)
+    if not there then error(("%s: this checkpoint has no tensor '%s' of the script"):format(opened.path, name), 0) end
+    if not rectangles.same(there, tensor:shape()) then
+      error(("%s: tensor '%s' is [%s] in the checkpoint, [%s] in the script"):format(opened.path, name,
+        table.concat(there, ", "), table.concat(tensor:shape(), ", ")), 0)
+    end
+  end
   parts.model:load_state_dict(model_view(opened.tensors, handle.of(parts.model) ~= nil), { check_only = true,
     elsewhere = of_base(opened, parts.model) })
 end
@@ -285,6 +297,7 @@ local function apply(opened, parts, with, group)
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil),
     { elsewhere = of_base(opened, parts.model) })
+  for name, tensor in pairs(parts.tensors or {}) do tensors:read_into(SCRIPT .. name, tensor) end
   random_state.set(own_rng(opened, group))
 end
 

@@ -52,7 +52,8 @@ local function missing_of(entries, elsewhere)
 end
 
 --- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one for each distinct tensor, and the
---- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source.
+--- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source;
+--- `again` is the second.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]
@@ -69,8 +70,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
     if of_file then return of_file[name] end
     return shard.of(state[name])
   end
-  registry.walk(self, function(name, tensor, kind)
-    if kind == "module" then return end
+  registry.walk(self, function(name, tensor, kind, owner, key)
+    if kind == "module" or not registry.is_persistent(owner, key) then return end
     known[name] = true
     local at = registry.address(tensor)
     local entry = by_address[at]
@@ -80,6 +81,7 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
       entries[#entries + 1] = entry
     end
     if not source[name] then return end
+    if entry.from then entry.again = entry.again or name end
     entry.from = entry.from or name
     local has = shape_of(name)
     sharded.check_rank(shard_of(name), tensor, name)

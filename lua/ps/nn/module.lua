@@ -254,15 +254,20 @@ function Module:param(name, tensor)
   return tensor
 end
 
+local BUFFER = { persistent = "boolean" }
+
 --- Registers `tensor` as a buffer: saved and moved with the module, never trained.
 ---@param name string
 ---@param tensor ps.Tensor
+---@param options? {persistent?: boolean} persistent = false: the buffer is in no state_dict and no file, as in PyTorch
 ---@return ps.Tensor
-function Module:buffer(name, tensor)
+function Module:buffer(name, tensor, options)
+  options = caller.options(options, "module:buffer", BUFFER)
   named(name, "buffer")
   if not is_tensor(tensor) then error(("module:buffer: '%s' is a %s, not a tensor"):format(name, type(tensor))) end
   tensor:keep()
   register(self, name, "buffer", tensor)
+  registry.set_persistent(self, name, options.persistent ~= false)
   return tensor
 end
 
@@ -475,11 +480,15 @@ function Module:to(target, ...)
   return self
 end
 
---- Name -> tensor of all parameters and buffers (references, not copies; a tied tensor once).
+--- Name -> tensor of all parameters and persistent buffers (references, not copies; a tied tensor once).
 ---@return table<string, ps.Tensor>
 function Module:state_dict()
-  local state = {}
-  for _, entry in ipairs(tensors_of(self)) do state[entry.name] = entry.tensor end
+  check_owned(self)
+  local state, seen = {}, {}
+  walk(self, function(name, tensor, kind, owner, key)
+    if kind == "module" or seen[address(tensor)] or not registry.is_persistent(owner, key) then return end
+    seen[address(tensor)], state[name] = true, tensor
+  end)
   return state
 end
 
@@ -525,6 +534,13 @@ function Module:load_state_dict(state, options)
   end
   for _, entry in ipairs(file and entries or {}) do
     if entry.from then file:check(entry.from) end
+  end
+  for _, entry in ipairs(file and {} or entries) do
+    local first, again = entry.from and state[entry.from], entry.again and state[entry.again]
+    if first ~= nil and again ~= nil and not rawequal(first, again) and not first:equal(again) then
+      error(("load_state_dict: '%s' and '%s' are one tied parameter, but the state has unlike values for them; remove "
+        .. "one of the two, or untie the model"):format(entry.from, entry.again))
+    end
   end
   if options.check_only then return { missing = missing, unexpected = unexpected } end
   for _, entry in ipairs(entries) do

@@ -17,6 +17,7 @@ local registry = {}
 ---@field _names any[] registered names, in order
 ---@field _kind table<any, string> "module", "param" or "buffer"
 ---@field _fields table<any, any>
+---@field _transient? table<any, true> names of buffers that are in no state
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
@@ -157,6 +158,29 @@ function registry.tensors(module)
     repeat key, value = next(module._fields, key) until key == nil or is_tensor(value)
     return key, value, module._kind[key]
   end
+end
+
+--- Notes whether a buffer is part of the module's state.
+---@param module ps.nn.Registered
+---@param key any
+---@param is_part boolean
+function registry.set_persistent(module, key, is_part)
+  local list = rawget(module, "_transient")
+  if is_part and not list then return end
+  if not list then
+    list = {}
+    rawset(module, "_transient", list)
+  end
+  list[key] = not is_part or nil
+end
+
+--- Whether a member is part of the module's state.
+---@param module ps.nn.Registered
+---@param key any
+---@return boolean
+function registry.is_persistent(module, key)
+  local list = rawget(module, "_transient")
+  return not (list and list[key] and module._kind[key] == "buffer")
 end
 
 --- The kind of a registered name: "module", "param", "buffer"; nil: it is not registered.
