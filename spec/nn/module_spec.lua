@@ -99,19 +99,19 @@ end)
 
 describe("a module's state", function()
   it("leaves out buffers with persistent = false", function()
-    local Net = nn.class "Net"
-    function Net:init()
+    local Made = nn.class "Made"
+    function Made:init()
       self.fc = nn.Linear(2, 2)
       self:buffer("kept", ps.ones { 2 })
       self:buffer("made", ps.ones { 3 }, { persistent = false })
     end
-    local net, names = Net(), {}
-    for name in net:named_buffers() do names[#names + 1] = name end
-    assert.same({ "kept", "made" }, names)
+    local net, list = Made(), {}
+    for name in net:named_buffers() do list[#list + 1] = name end
+    assert.same({ "kept", "made" }, list)
     local state = net:state_dict()
     assert.is_nil(state.made)
     assert.truthy(state.kept)
-    Net():load_state_dict(state)
+    Made():load_state_dict(state)
     state.made = ps.zeros { 3 }
     assert.truthy(tostring(select(2, pcall(net.load_state_dict, net, state))):find("1 unexpected: made", 1, true))
     net:buffer("made", ps.ones { 3 })                        -- registered anew: a part of the state
@@ -121,20 +121,20 @@ describe("a module's state", function()
   end)
 
   it("may have both names of a tied weight, with one value", function()
-    local Net = nn.class "Net"
-    function Net:init()
+    local Tied = nn.class "Tied"
+    function Tied:init()
       self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, { bias = false })
       self.head.weight = self.embed.weight
     end
-    local net, w = Net(), ps.randn { 3, 2 }
+    local net, w = Tied(), ps.randn { 3, 2 }
     net:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w:clone() }
     net:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w }
     net:load_state_dict { ["head.weight"] = w }
     assert.same(w:tolist(), net.embed.weight:tolist())
     local ok, why = pcall(net.load_state_dict, net, { ["embed.weight"] = w, ["head.weight"] = w + 1 })
     assert.falsy(ok)
-    assert.truthy(tostring(why):find("'embed.weight' and 'head.weight' are one tied parameter, but the state has unlike "
-      .. "values", 1, true), tostring(why))
+    assert.truthy(tostring(why):find("'embed.weight' and 'head.weight' are one tied parameter, but the state has "
+      .. "unlike values", 1, true), tostring(why))
     assert.same(w:tolist(), net.embed.weight:tolist())
   end)
 end)

@@ -542,6 +542,7 @@ function data.windows(options)
   end
 end
 
+data.iterate = require("ps.data.iterator").of
 data.table, data.mix, data.format = tables.open, tables.mix, formats.recognise
 data.conversation, data.prompt, data.ids = formats.conversation, formats.prompt, formats.ids
 
