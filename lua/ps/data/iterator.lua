@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes a loader of a Lua iterator: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
--- epoch. The loader counts the batches that it has returned, so that its position can be saved. Loading a position makes
--- the iterator of that epoch and drops the batches before the position.
+-- epoch. The loader counts the batches that it has returned, so that its position can be saved. Loading a position
+-- makes the iterator of that epoch and drops the batches before the position.
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local error = caller.error
