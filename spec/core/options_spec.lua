@@ -269,7 +269,7 @@ local CALLS = {
   { "ps.init_distributed", "rendevous", "rendezvous", function(o) ps.init_distributed(o) end },
   { "config.read", "world_sise", "world_size", function(o) require("ps.config").read({}, o) end },
   { "ps.data.iterate", "seek", "seeks", function(o) ps.data.iterate(print, o) end, source = "CALL" },
-  { "module:buffer", "persist", "persistent", function(o) model():buffer("seen", ps.ones { 1 }, o) end },
+  { "module:buffer", "persistant", "persistent", function(o) model():buffer("seen", ps.ones { 1 }, o) end },
   { "ps.initialize", "param_group", "param_groups", function(o)
     ps.initialize(with(o, { model_func = model, config = {} }))
   end },
