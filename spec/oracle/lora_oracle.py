@@ -66,7 +66,7 @@ def draw_case(rng, index):
             if rng.random() < 0.6:
                 options["task_type"] = "SEQ_CLS" if "Sequence" in name else "TOKEN_CLS" if "Token" in name \
                     else "QUESTION_ANS"
-        if rng.random() < 0.15:
+        if rng.random() < 0.15 and not name.endswith("Model"):      # PEFT finds no numbers without a prefix
             options["layers_to_transform"] = [0]
             if not isinstance(options["target_modules"], list):
                 options["target_modules"] = linear
