@@ -31,6 +31,7 @@ whole(parser:option("--max-new", "tokens of an answer at most", "32"), 1)
 parser:flag("--plain", "a question is text, not a user's message by the chat template")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:option("--device", "where the model is")
+parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 parser:flag("--json", "print the result as JSON")
 parser:option("--samples", "write the result of each row to this file, as JSON lines")
 local args = parser:parse()
@@ -53,6 +54,7 @@ local function main()
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, quiet = true, mmap = "auto" })
+  if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
   local bar
   local result = ps.evaluate.run(model, tok, { data = rows, task = args.task, max_length = args.max_length,

@@ -95,6 +95,14 @@ describe("examples/finetune.lua", function()
     local text = talk:read "*a"
     talk:close()
     assert.truthy(text:find "^a" and not text:find "psluajit:", text)
+    local function perplexity(more)
+      local measured = io.popen(("'%s' '%s/tools/evaluate.lua' %s --data %s --limit 8 %s 2>&1"):format(paths.exe,
+        paths.root, folder, data, more))
+      local result = measured:read "*a"
+      measured:close()
+      return assert(tonumber(result:match "token_perplexity +([%d.e+]+)"), result)
+    end
+    assert(perplexity("--adapter " .. one) < 0.9 * perplexity "")
   end)
 
   it("ends on Ctrl-C with a checkpoint, and no rank blames the other", function()
