@@ -75,7 +75,8 @@ local function epoch(more)
 end
 
 local function loader_cost(step)
-  local first, second = epoch { packing = true }, epoch { packing = true }
+  local cache = folder .. "/of-the-loader"                   -- empty: training has filled the other one
+  local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
   for i, e in ipairs { first, second } do
     print(("loader, %s epoch: %.1f ms of processor time per step (%d steps; %.2f s before the first one)%s"):format(
       i == 1 and "first" or "second", 1000 * e.per_batch, e.batches, e.made,
