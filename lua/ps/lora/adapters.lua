@@ -110,8 +110,7 @@ local function add(model, name, spec)
   for _, entry in ipairs(found) do
     layers.add(entry, name, { r = targets.pattern_value(spec.rank_pattern, entry.name, spec.r),
       alpha = targets.pattern_value(spec.alpha_pattern, entry.name, spec.alpha), dropout = spec.dropout,
-      use_rslora = spec.use_rslora, use_dora = spec.use_dora, init = spec.init,
-      device = spec.device })
+      use_rslora = spec.use_rslora, use_dora = spec.use_dora, init = spec.init })
     if not known[entry.module] then self.layers[#self.layers + 1] = entry end
   end
   for _, entry in ipairs(list) do

@@ -3,6 +3,7 @@
 -- adapter. The name of a tensor is "base_model.model." and its name in the model without the adapter's own name.
 local native = require "ps.core.ffi"
 local agree = require "ps.dist.agree"
+local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local handle = require "ps.nn.handle"
 local hooks = require "ps.core.hooks"
@@ -47,6 +48,7 @@ function files.fingerprint(path)
       local first = math.floor(math.max(0, n - SAMPLE) / 2)
       lines[#lines + 1] = ("%s %s [%s] %s"):format(tensor, tostring((file:dtype(tensor))),
         rectangles.text(file:shape(tensor)), ffi.string(data + first, math.min(n, SAMPLE)))
+      C.ps_st_drop(file.st, i - 1)                          -- the pages around the sample
     end
     file:close()
   end
@@ -123,27 +125,25 @@ local function check_base(base, file, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Opens an adapter for a model without data: reads the adapter's own tensors, which have memory of their own.
+--- Opens an adapter for a model without data.
 ---@param model ps.nn.Module
 ---@param adapters ps.lora.Adapters
 ---@param path string the adapter's folder
 ---@param other_base? boolean
 ---@param base string the folder of the base model
 ---@return table file close it after the last use of `trained`
----@return table<string, fun(): ps.Tensor> trained by name in the model: functions that read the values of parameters
----  of the base model that the adapter has trained
+---@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file: by PEFT's name without
+---  its prefix, and parameters of the base model that the adapter has trained by name in the model
 function files.open(model, adapters, path, other_base, base)
   local file, at = open_weights(path)
   local trained = {}
   local ok, problem = pcall(function()
     check_base(base, file, path, other_base)
     for _, entry in ipairs(plan(model, adapters, "default", file, at)) do
-      if entry.tensor:device() == "meta" then
-        trained[(own_name(entry.from):gsub("%.base_layer%.", "."))] = function()
-          return file:tensor(entry.from)
-        end
-      else
-        scope.no_grad(sharded.read, file, entry.from, entry.tensor, entry.tensor)
+      trained[(own_name(entry.from):gsub("%.base_layer%.", "."))] = function()
+        local made = create.empty(file:shape(entry.from), { dtype = file:dtype(entry.from), device = "cpu" })
+        file:read_into(entry.from, made)
+        return made
       end
     end
   end)

@@ -71,7 +71,7 @@ end
 local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
 
 -- -- the norm of DoRA -------------------------------------------------------------------------------------------------
-local BLOCK = 2 ^ 22                                       -- elements of the weight that are squared at a time
+local BLOCK = 2 ^ 21                                       -- elements of the weight that are squared at a time
 
 -- The sum of squares of the weight's row for each output, fp32 [O]. It is computed in each forward, so that all steps
 -- of an engine use the same chunks at the same places.
@@ -216,7 +216,7 @@ local function new_tensors(layer, kind, name, r, how)
   local inputs, outputs = sizes(layer, kind)
   local weight = layer.weight
   local dtype = weight:dtype() == "fp64" and "fp64" or "fp32"
-  local where = { dtype = dtype, device = how.device or weight:device() }
+  local where = { dtype = dtype, device = weight:device() }
   local function filled(shape, fill)
     local t = create.empty(shape, where)
     if how.init == false then return init.normal_(t, 0, 1 / r) end
@@ -254,7 +254,7 @@ function layers.add(found, name, how)
   layer.lora_.adapters[name] = adapter
   if how.use_dora then
     put(layer, "lora_magnitude_vector", name, create.zeros({ select(2, sizes(layer, kind)) },
-      { dtype = "fp32", device = how.device or layer.weight:device() }))
+      { dtype = "fp32", device = layer.weight:device() }))
     layers.reset_magnitude(layer, name)
   end
 end
@@ -280,7 +280,7 @@ end
 function layers.blocks(weight, by_row, parts, sign, fn)
   local rows, width = weight:size(0), weight:size(1)
   local A, B = as(parts.A:detach(), "fp32"), as(parts.B:detach(), "fp32") * parts.scale
-  local step = math.max(1, math.floor(BLOCK / width))
+  local step = math.max(1, math.floor(BLOCK / 2 / width))
   for first = 0, rows - 1, step do
     scope.scope(function()
       local n = math.min(step, rows - first)

@@ -12,38 +12,73 @@ local files_of = require "ps.pretrained.files"
 local folder = require "ps.pretrained.folder"
 local layers = require "ps.lora.layers"
 local lora_files = require "ps.lora.files"
+local pieces = require "ps.io.pieces"
 local pretrained = require "ps.pretrained"
 local save = require "ps.pretrained.save"
 local weights = require "ps.pretrained.weights"
 local lfs = require "lfs"
 local error = caller.error
 
--- The base model without data, and the adapter with its values.
+-- The base model and the adapter, both without data.
 local function skeleton(base, adapter, options)
   local spec = config.read(adapter)
   local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
-  spec.device = "cpu"
   return model, adapters_of.add(model, "default", spec)
 end
 
--- Reads a tensor of the base model, the part of it that an entry has.
-local function reader(state, name)
+-- Functions that read a tensor of the base model: whole, and part by part.
+local function readers(state, name)
+  local shape, dtype = state:shape(name), state:dtype(name)
+  local where = { dtype = dtype, device = "cpu" }
   return function()
-    local made = create.empty(state:shape(name), { dtype = state:dtype(name), device = "cpu" })
+    local made = create.empty(shape, where)
     state:read_into(name, made)
     return made
+  end, function(put)
+    rectangles.each(shape, pieces.elements(dtype), function(offset, size)
+      scope.scope(function()
+        local part = create.empty(size, where)
+        state:read_part(name, part, offset)
+        put(part)
+      end)
+    end)
   end
 end
 
--- The weight of a layer with the adapter, made when it is written.
-local function merged(layer, read)
+-- The modules and keys of an adapter's tensors in a layer, and their names in its file.
+local function places(entry)
+  local layer, list = entry.module, {}
+  local function put(key, suffix)
+    if not registry.kind(layer, key) then return end
+    local holder = layer[key]
+    if entry.kind.table and suffix == "" and key ~= "lora_magnitude_vector" then
+      list[#list + 1] = { holder, "default", entry.name .. "." .. key }
+    else
+      list[#list + 1] = { holder.default, "weight", entry.name .. "." .. key .. suffix }
+    end
+  end
+  put("lora_A", ".weight")
+  put("lora_B", ".weight")
+  put("lora_embedding_A", "")
+  put("lora_embedding_B", "")
+  put("lora_magnitude_vector", "")
+  return list
+end
+
+-- The weight of a layer with the adapter, made when it is written. The layer has data only meanwhile.
+local function merged(entry, read, trained)
   return function()
-    local meta = layer.weight
+    local layer, meta, list = entry.module, entry.module.weight, places(entry)
     local weight = read()
+    for _, at in ipairs(list) do
+      at[4] = at[1][at[2]]
+      registry.put(at[1], at[2], trained[at[3]]())
+    end
     registry.put(layer, "weight", weight)
     local ok, problem = pcall(layers.merge, layer)
-    layer.lora_.merged = nil
+    layer.lora_.merged, layer.lora_.factor = nil, nil
     registry.put(layer, "weight", meta)
+    for _, at in ipairs(list) do registry.put(at[1], at[2], at[4]) end
     if not ok then error(problem, 0) end
     return weight
   end
@@ -73,18 +108,18 @@ end
 -- The tensors to write, and for each tensor of the base model the function that reads it.
 local function entries_of(adapters, state, trained)
   local layer_of, entries, read_of = {}, {}, {}
-  for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry.module end
+  for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry end
   for _, name in ipairs(state.names()) do
     local dtype, other = state:dtype(name)
     if not dtype then error(("%s has type %s, which is not supported"):format(name, tostring(other)), 0) end
-    local read = reader(state, name)
-    read_of[name] = read
-    local tensor = trained[name] or layer_of[name] and merged(layer_of[name], read) or read
+    local whole, parts = readers(state, name)
+    read_of[name] = parts
+    local tensor = trained[name] or layer_of[name] and merged(layer_of[name], whole, trained) or parts
     entries[#entries + 1] = { name = name, shape = state:shape(name), dtype = dtype, owner = 0, tensor = tensor,
       numel = rectangles.numel(state:shape(name)) }
   end
   for name, tensor in pairs(trained) do                    -- such as a head that the base model's files lack
-    if not state:has(name) then
+    if not state:has(name) and not name:find "%.lora_" then
       local made = tensor()
       entries[#entries + 1] = { name = name, shape = made:shape(), dtype = made:dtype(), owner = 0, tensor = tensor,
         numel = made:numel() }

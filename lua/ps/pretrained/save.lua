@@ -162,9 +162,12 @@ local function exchange(entries, buffers, group, writer)
     if not ok then problem = why end
   end
   local function append(entry, tensor)
+    local function put(t)
+      pieces.read(t, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+    end
     try(scope.scope, function()
-      if type(tensor) == "function" then tensor = tensor() end
-      pieces.read(tensor, bytes, function(data, nbytes) writer:append(entry.name, data, nbytes) end)
+      if type(tensor) == "function" then tensor = tensor(put) end
+      if tensor ~= nil then put(tensor) end
     end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
@@ -365,7 +368,7 @@ end
 ---@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]} the most
 ---  bytes per file (a tensor is not split), default 50 GB; source: the folder from which the model was loaded, whose
 ---  tokenizer and generation settings are copied; entries: changes the list of tensors to write, where `tensor` may be
----  a function that makes the tensor when it is written
+---  a function that makes the tensor when it is written, or calls its argument with one part after the other
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
