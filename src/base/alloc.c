@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * malloc behind a counter (see alloc.h). The counter is atomic because loader threads allocate too. */
+ * malloc with a counter of requests (see alloc.h). The counter is atomic because loader threads allocate too. */
 #include "base/alloc.h"
 #include "base/grow.h"
 #include "ps_test.h"

@@ -9,7 +9,7 @@
 
 void *ps_alloc(size_t nbytes);                  /* uninitialised; NULL on failure */
 void *ps_alloc0(size_t nbytes);                 /* zeroed */
-void *ps_realloc(void *p, size_t nbytes);       /* on failure NULL, p stays valid */
+void *ps_realloc(void *p, size_t nbytes);       /* on failure NULL; p stays valid */
 void ps_free(void *p);
 char *ps_strdup(const char *s);
 /* True when a test asked for this request to fail. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The thread's last error. Owns one fixed buffer per thread, so that reporting can never fail for memory. */
+ * The last error of each thread. Each thread has one fixed buffer, so that reporting an error needs no memory. */
 #include "base/error.h"
 #include <stdarg.h>
 #include <stdio.h>

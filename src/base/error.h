@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * One error per thread: code, message, detail, the file:line that raised it, and the op that was running. Every
- * function of the engine returns 0 or a negative PS_E* code (ps.h); the message is stored here, once. */
+ * Each thread has one error: its code, message and detail, the file:line that raised it, and the op that was running.
+ * Every function of the engine returns 0 or a negative PS_E* code (ps.h); the message is stored here, once. */
 #ifndef PS_BASE_ERROR_H
 #define PS_BASE_ERROR_H
 #include "ps.h"
@@ -13,29 +13,29 @@ int ps_fail_at(int code, const char *file, int line, const char *fmt, ...) __att
 /* No room for `wanted` bytes: only `left` bytes are free. tier: -1 if the memory does not belong to a tier. */
 #define ps_fail_room(code, sub, tier, wanted, left, ...) \
     (ps_fail(code, __VA_ARGS__), ps_error_set_room(sub, tier, wanted, left))
-/* Rank `rank` is to blame. */
+/* Rank `rank` caused the error. */
 #define ps_fail_rank(code, rank, ...) (ps_fail(code, __VA_ARGS__), ps_error_set_rank(rank))
-/* Each adds to the thread's last error, and returns its code. */
+/* Each function adds to the thread's last error, and returns its code. */
 int ps_error_set_sub(int sub);
 int ps_error_set_room(int sub, int tier, int64_t wanted, int64_t left);
 int ps_error_set_rank(int rank);
 int ps_error_set_stripes(int rank, int stripe, int other_rank, int other_stripe);
-int ps_error_set_detail(const ps_error_detail *detail);     /* for an error that is raised again */
-/* An error that is raised again later, or on another thread, with all its details. */
+int ps_error_set_detail(const ps_error_detail *detail);     /* for an error that will be raised again */
+/* Raises an error again, later or on another thread, with all its details. */
 typedef struct ps_error_kept {
     int code;                     /* 0: none */
     char message[1024], where[128];
-    const char *op;               /* the one that was running, or NULL */
+    const char *op;               /* the op that was running, or NULL */
     ps_error_detail detail;
 } ps_error_kept;
 void ps_error_keep(ps_error_kept *out);             /* this thread's last error */
 int ps_error_again(const ps_error_kept *error);     /* makes it this thread's last error; returns its code */
 /* Out of memory for `nbytes` of engine bookkeeping (not tensor bytes, whose message names the tier). */
 #define ps_fail_nomem(nbytes) ps_fail(PS_ENOMEM, "no memory for %zu bytes of bookkeeping", (size_t)(nbytes))
-/* Names the op in errors raised until it is set again; NULL for none. `name` must outlive its use. */
+/* Errors that are raised from now on name this op. NULL: they name none. `name` must outlive its use. */
 void ps_error_set_op(const char *name);
 const char *ps_error_running(void);                 /* that op, or NULL */
-/* Prepends text to the message of the last error ("loading FILE: "); its code and place stay. */
+/* Prepends text to the message of the last error ("loading FILE: "). The error's code and place stay. */
 void ps_error_prefix(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 
 /* Propagates a failure. */

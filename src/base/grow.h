@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A growable array is a pointer and a capacity (in elements, of any integer type), both kept by its owner. They start
- * as NULL and 0; ps_free frees the array. */
+ * A growable array is a pointer and a capacity in elements (of any integer type). Its owner keeps both. They start as
+ * NULL and 0. ps_free frees the array. */
 #ifndef PS_BASE_GROW_H
 #define PS_BASE_GROW_H
 #include "base/alloc.h"
 #include "base/error.h"
 
-/* Gives the array room for `wanted` elements, and at least doubles it, so that n appends move O(n) elements.
- * 0, or PS_ENOMEM: the array is as it was. */
+/* Gives the array room for `wanted` elements, and at least doubles it, so that n appends move O(n) elements. Returns 0,
+ * or PS_ENOMEM with the array unchanged. */
 #define ps_grow(array, capacity, wanted) \
     (ps_try_grow(array, capacity, wanted) ? 0 : ps_fail_nomem((size_t)(wanted) * sizeof *(array)))
 
-/* The same for an array that its owner can do without: false instead of an error. */
+/* The same for an array that its owner does not need: returns false instead of raising an error. */
 #define ps_try_grow(array, capacity, wanted) __extension__({ \
     int64_t ps_wanted_ = (int64_t)(wanted), ps_capacity_ = (int64_t)(capacity); \
     void *ps_array_ = NULL; \
@@ -22,6 +22,6 @@
     ps_has_ || ps_array_; })
 
 /* For the macros. Reallocates the array to at least `wanted` elements of `size` bytes, and sets *capacity to the new
- * number of elements. NULL: no memory, or `wanted` is more than `most`. */
+ * number of elements. Returns NULL if there is no memory, or if `wanted` is more than `most`. */
 void *ps_alloc_grown(void *array, size_t size, int64_t *capacity, int64_t wanted, int64_t most);
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The one hash of content: XXH3 with 64 bits. */
+ * The only hash of contents: XXH3 with 64 bits. */
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 #include "ps.h"

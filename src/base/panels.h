@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The panels of rows by which the loss of logits [N, V] is computed, on a processor (cpu/lm_loss.c) and by ranks that
- * each have a part of the vocabulary (tensor_parallel/loss.c). Panels depend on shapes only. */
+ * The loss of logits [N, V] is computed in panels of rows: on a processor (cpu/lm_loss.c), and by ranks that each have
+ * a part of the vocabulary (tensor_parallel/loss.c). Panels depend on shapes only. */
 #ifndef PS_BASE_PANELS_H
 #define PS_BASE_PANELS_H
 #include <stdint.h>
 
-/* Rows of a panel; the last one may have fewer. V: words, at least 1. */
+/* The number of rows of a panel; the last panel may have fewer. V: number of words, at least 1. */
 static inline int64_t ps_panel_rows(int64_t N, int64_t V)
 {
-    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* of logits (bf16: 32 MiB); rows */
+    enum { NUMEL = 16 << 20, LEAST = 128, MOST = 1024 };       /* bytes of logits (32 MiB in bf16); number of rows */
     int64_t rows = NUMEL / V;
     rows = rows < LEAST ? LEAST : rows > MOST ? MOST : rows;
     if (rows >= N) return N;
-    int64_t panels = (N + rows - 1) / rows;                    /* of nearly equal size */
+    int64_t panels = (N + rows - 1) / rows;                    /* panels of nearly equal size */
     rows = ((N + panels - 1) / panels + 15) / 16 * 16;
     return rows < N ? rows : N;
 }

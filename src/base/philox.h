@@ -5,7 +5,7 @@
 #define PS_BASE_PHILOX_H
 #include <stdint.h>
 
-#ifdef __CUDACC__                    /* kernels draw the same numbers */
+#ifdef __CUDACC__                    /* so that kernels draw the same numbers */
 #define PS_PHILOX_INLINE static __host__ __device__ inline
 #else
 #define PS_PHILOX_INLINE static inline

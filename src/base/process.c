@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Queries of a script about its process: time, memory, interrupts, the terminal. The signal handler only counts and, on
- * the second signal, restores the signal's default action, so it is safe wherever it interrupts the program. */
+ * Functions by which a script asks about its process: time, memory, interrupts, the terminal. The signal handler only
+ * counts and, on the second signal, restores the signal's default action, so it is safe wherever it interrupts the
+ * program. */
 #define _GNU_SOURCE
 #include "base/error.h"
 #include <errno.h>
@@ -22,7 +23,7 @@ double ps_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* From /proc: getrusage would also count the program before exec, a shell or another interpreter. */
+/* Read from /proc, because getrusage would also count the program before exec (a shell or another interpreter). */
 int64_t ps_rss_peak(void)
 {
     char text[4096];
@@ -47,12 +48,13 @@ static atomic_int count;                    /* lock-free, so a handler may touch
 
 static void on_signal(int sig)
 {
-    /* A terminal that goes away sends SIGHUP more than once: that is one interrupt, which ends nothing by itself. */
+    /* A terminal that disconnects sends SIGHUP more than once. All of them count as one interrupt, which does not end
+     * the process by itself. */
     if (sig == SIGHUP && atomic_load(&count) > 0) return;
     if (atomic_fetch_add(&count, 1) == 0) return;
     struct sigaction fallback = { .sa_handler = SIG_DFL };
     sigaction(sig, &fallback, NULL);
-    raise(sig);                             /* blocked in here: it ends the process on return */
+    raise(sig);                             /* the signal is blocked here: it ends the process on return */
 }
 
 int ps_interrupts_install(void)
@@ -64,7 +66,7 @@ int ps_interrupts_install(void)
     for (int i = 0; i < N_SIGNALS; i++) {
         if (sigaction(signals[i], NULL, &before[i]) < 0)
             return ps_fail(PS_EINVAL, "cannot read the handler of signal %d: %s", signals[i], strerror(errno));
-        /* A shell lets background jobs ignore Ctrl-C, nohup lets them ignore SIGHUP: keep that. */
+        /* A shell makes background jobs ignore Ctrl-C, and nohup makes them ignore SIGHUP. Keep that. */
         if (before[i].sa_handler != SIG_IGN) sigaction(signals[i], &action, NULL);
     }
     installed = true;

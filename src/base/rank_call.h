@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 typedef struct ps_rank_call {
-    int32_t group;                         /* number in the context */
+    int32_t group;                         /* its number in the context */
     int32_t op, dtype, root, place;        /* as in the header of a call (comm/group.h) */
     int32_t unused;                        /* 0: calls are compared byte by byte */
     int64_t nbytes;

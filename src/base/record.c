@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ring of events. A writer takes a number, fills the place of that number and writes the number last, so that a
- * reader can detect a place that is being overwritten. */
+ * The ring of events. A writer reserves a number, fills the place of that number and stores the number last. A reader
+ * can therefore detect a place that is being overwritten. */
 #include "base/record.h"
 #include <signal.h>
 #include <string.h>
@@ -14,7 +14,8 @@ atomic_bool ps_record_flag, ps_flops_flag, ps_record_silent;
 int64_t ps_flops_sum;
 int32_t ps_record_run;
 
-/* A thread that began to write before a restart may still be writing: a ring that is too small is kept, not freed. */
+/* A thread that began to write before a restart may still be writing, so a ring that is too small is kept, not
+ * freed. */
 typedef struct ring {
     struct ring *smaller;
     int64_t room;                              /* capacity in events */
@@ -23,11 +24,11 @@ typedef struct ring {
 static _Atomic(ring *) current;
 static _Atomic int64_t capacity, taken, started_ns;
 static ps_record_total totals[PS_OP_COUNT];    /* of the script's thread, the one that runs ops */
-static bool wanted, paused;                    /* started and not stopped; a script is paused */
+static bool wanted, paused;                    /* recording was started and not stopped; a script is paused */
 static int counting;                           /* number of users that count FLOPs */
 static _Atomic int32_t steps;
 static _Atomic int64_t skew_ns;                /* added by a test */
-/* Per thread, since the threads of one process may be ranks. Set in the thread that runs a step. */
+/* One per thread, since the threads of one process may be ranks. Set in the thread that runs a step. */
 static _Thread_local bool dry;                 /* a dry run is under way */
 static _Thread_local struct { int64_t began; bool open, planned; } step;
 static _Thread_local struct { int64_t began; ps_action is; } action;
@@ -57,7 +58,7 @@ static void switch_flags(void)
 int ps_record_start(int64_t events)
 {
     if (events < 1 || events > PS_RECORD_MOST)
-        return ps_fail(PS_EINVAL, "a record of %lld events; it holds 1 to %d", (long long)events, PS_RECORD_MOST);
+        return ps_fail(PS_EINVAL, "a record of %lld events; it must have 1 to %d", (long long)events, PS_RECORD_MOST);
     ps_record_stop();
     ring *r = atomic_load(&current);
     if (!r || r->room < events) {
@@ -68,7 +69,7 @@ int ps_record_start(int64_t events)
         larger->room = events;
         atomic_store(&current, r = larger);
     }
-    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* touches its pages before the first event */
+    memset(r->events, 0, (size_t)events * sizeof *r->events);    /* touches the ring's pages before the first event */
     memset(totals, 0, sizeof totals);
     for (int32_t i = 0; i < depth && i < DEEPEST; i++) modules[i].began = 0;
     step.began = action.began = 0;
@@ -147,7 +148,7 @@ int64_t ps_record_count(int64_t *dropped)
 int ps_record_get(int64_t i, ps_record_event *out)
 {
     int64_t dropped, n = ps_record_count(&dropped);
-    if (i < 0 || i >= n) return ps_fail(PS_ERANGE, "event %lld of %lld", (long long)i, (long long)n);
+    if (i < 0 || i >= n) return ps_fail(PS_ERANGE, "no event %lld: the record has %lld", (long long)i, (long long)n);
     const ps_record_event *at = &atomic_load(&current)->events[(dropped + i) % atomic_load(&capacity)];
     if (__atomic_load_n(&at->number, __ATOMIC_ACQUIRE) != dropped + i + 1) return 1;
     *out = *at;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The record of a run: events of ops, modules, actions of a step, copies, disk, collectives, waits, chunks and bytes of
- * tiers. The process has one ring, which all threads write; the oldest events are overwritten, and counted. While the
- * record is off, a writer pays for one predicted branch. ps.h declares the event; docs/profiling.md shows its uses.
+ * tiers. The process has one ring, which all threads write. The oldest events are overwritten, and the ring counts
+ * them. While the record is off, a call costs one predicted branch. ps.h declares the event; docs/profiling.md shows
+ * its uses.
  *
  * The module and the action under way are tracked even while the record is off, since memory errors name them. */
 #ifndef PS_BASE_RECORD_H
@@ -11,7 +12,7 @@
 #include <stdint.h>
 #include "ps.h"
 
-/* The step, module and action that run now. Written by the script's thread, read by all threads. */
+/* The step, module and action that run now. The script's thread writes them, and all threads read them. */
 typedef struct ps_record_place {
     _Atomic int32_t step, module;
     _Atomic uint8_t action;                /* PS_ACT_* */
@@ -19,22 +20,24 @@ typedef struct ps_record_place {
 } ps_record_place;
 extern ps_record_place ps_record_at;
 extern atomic_bool ps_record_flag, ps_flops_flag;
-extern atomic_bool ps_record_silent;       /* a dry run is under way, or a script is paused: nothing counts */
-extern int64_t ps_flops_sum;               /* of the script's thread, which runs the ops */
-extern int32_t ps_record_run;              /* counts starts; after a start, writers of changes record everything once */
+extern atomic_bool ps_record_silent;       /* a dry run is under way, or a script is paused: nothing is counted */
+extern int64_t ps_flops_sum;               /* FLOPs of the script's thread, which runs the ops */
+extern int32_t ps_record_run;              /* number of starts; after a start, code that records only changes records
+                                            * everything once */
 
 static inline bool ps_record_on(void)
 {
     return __builtin_expect(atomic_load_explicit(&ps_record_flag, memory_order_relaxed), 0);
 }
-/* The begin of an interval: the time, or 0 while the record is off. An interval that began before the record was
- * switched on is not recorded. */
+/* Returns the begin of an interval: the time, or 0 while the record is off. An interval that began before the record
+ * was switched on is not recorded. */
 static inline int64_t ps_record_begin(void) { return ps_record_on() ? ps_record_clock() : 0; }
-/* Puts an event into the ring, with the current step, action and module, unless it began before the record. end_ns 0:
- * now. Any thread. */
+/* Puts an event into the ring, with the current step, action and module. Does nothing if the event began before the
+ * record. end_ns 0: now. Any thread may call it. */
 void ps_record_put(ps_record_event e);
-/* For work whose times are known only later: note sets the event's step, action and module to the current ones;
- * put_late puts it into the ring with its own times, even if the record has been stopped since. Script's thread. */
+/* For work whose times are known only later. note sets the event's step, action and module to the current ones.
+ * put_late puts the event into the ring with the event's own times, even if the record has been stopped since. Only the
+ * script's thread calls them. */
 void ps_record_note(ps_record_event *e);
 void ps_record_put_late(ps_record_event e);
 /* Ends the interval that began at e.begin_ns, unless that is 0. */
@@ -44,10 +47,10 @@ static inline void ps_record_end(ps_record_event e)
 }
 /* on: the script is paused; nothing is recorded or counted until it resumes. */
 void ps_record_pause(bool on);
-/* A step begins: later events have its number, until it ends. dry: nothing is recorded during the step. */
+/* A step begins. Later events have its number, until it ends. dry: nothing is recorded during the step. */
 void ps_record_step_begin(bool dry, bool planned);
 void ps_record_step_end(void);
-/* An action begins; kind PS_ACT_NONE: it has ended. */
+/* An action begins. PS_ACT_NONE as kind: the action has ended. */
 void ps_record_action(ps_action action);
 /* Sets the action of later events, without an event for the action itself: an update within a backward. Returns the
  * previous action. */

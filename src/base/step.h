@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The training step under way, as every layer sees it: its actions, the action that runs now, and whether ops compute.
- * The context has a const pointer to it; only engine/step.c writes it (spec/source/layers_spec.lua). State of a step
- * that only one layer needs (a chunk's moves, a stripe's uses, the walk's heap) belongs to that layer. */
+ * The training step under way, as every layer sees it. It has the step's actions, the action that runs now, and whether
+ * ops compute. The context has a const pointer to it; only engine/step.c writes it (spec/source/layers_spec.lua). State
+ * of a step that only one layer needs (a chunk's moves, a stripe's uses, the walk's heap) belongs to that layer. */
 #ifndef PS_BASE_STEP_H
 #define PS_BASE_STEP_H
 #include <stdbool.h>
@@ -14,31 +14,34 @@ struct ps_engine;
 /* A virtual stage in the table of a step. */
 typedef struct step_vstage {
     int32_t last;                 /* place of its last BACKWARD or WEIGHT */
-    int32_t next, put_off, in_flight;   /* while the table is checked: the next INPUT to look at, INPUTs without a
-                                         * WEIGHT yet, and forwards without a backward yet */
+    int32_t next, put_off, in_flight;   /* used while the table is checked: the next INPUT to look at, the number of
+                                         * INPUTs without a WEIGHT so far, and the number of forwards without a backward
+                                         * so far */
 } step_vstage;
 
 struct ps_step {
     ps_step_state is;             /* the state that scripts can read */
-    struct ps_mem *dry;           /* during a dry run: the memory in which its tensors get addresses (ops do everything
-                                   * except compute); else NULL */
-    int32_t pass;                 /* raised by each action of the table: tells reads of this action from earlier reads.
-                                   * An action that is performed again keeps its pass */
+    struct ps_mem *dry;           /* during a dry run (in which ops do everything except compute): the memory in which
+                                   * its tensors get addresses; else NULL */
+    int32_t pass;                 /* incremented by each action of the table, to distinguish reads of this action from
+                                   * earlier reads. An action that is performed again keeps its pass */
     ps_action *actions;           /* [n_actions] the table */
     int32_t n_actions, capacity;
     int32_t cursor;               /* place of the action that is due */
     int32_t at;                   /* place of the action under way, or of the last one; -1: none yet */
     step_vstage *stages;           /* [n_vstages] */
     int32_t n_vstages, stages_capacity;
-    int32_t *first_walk;          /* [n_actions] of micro-batch i: the place of its first BACKWARD or INPUT, or -1 */
+    int32_t *first_walk;          /* [n_actions] entry i: the place of the first BACKWARD or INPUT of micro-batch i, or
+                                   * -1 */
     int32_t first_walk_capacity;
-    int32_t collected;            /* micro-batches done before Lua's last collection (ps_step_collects) */
-    bool measures;                /* the table has a norm */
+    int32_t collected;            /* number of micro-batches that were done at Lua's last collection
+                                   * (ps_step_collects) */
+    bool measures;                /* the table has an action for the norm */
     bool ahead;                   /* several micro-batches of a virtual stage are in flight, or weight gradients are put
-                                   * off: gradients of tables are not kept from forward to backward */
+                                   * off. Gradients of tables are then not kept from forward to backward */
     bool noted;                   /* the uses of the step are recorded as a trace */
     bool suspended;               /* the script is paused: ops that run now are not part of the step */
-    ps_action_how how;            /* of the action under way, or of the last one */
+    ps_action_how how;            /* how the action under way, or the last action, is performed */
     uint32_t first_op;            /* number of the next dropout when the step began */
     uint32_t forward_op;          /* number of the next dropout when the forward under way began. An abandoned forward
                                    * uses up no numbers: they are reset to this one */
@@ -48,7 +51,8 @@ struct ps_step {
     struct ps_engine *engine;     /* the engine of this step, or NULL: plain memory */
 };
 
-/* The action under way is the last backward of its virtual stage, or the reduction after it: gradients are final. */
+/* True if the action under way is the last backward of its virtual stage, or the reduction after it: gradients are
+ * final. */
 static inline bool ps_step_is_last(const ps_step *s)
 {
     int kind = s->is.now.kind;
@@ -56,7 +60,7 @@ static inline bool ps_step_is_last(const ps_step *s)
            s->at >= s->stages[s->is.now.vstage].last;
 }
 
-/* A later action of the step adds to gradients, or reduces them. */
+/* True if a later action of the step adds to gradients or reduces them. */
 static inline bool ps_step_adds_later(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -66,8 +70,8 @@ static inline bool ps_step_adds_later(const ps_step *s)
     return false;
 }
 
-/* Ops that could compute gradients of tables together with their outputs, long before they are needed, leave this
- * computation to backward. */
+/* Some ops could compute gradients of tables together with their outputs, long before the gradients are needed. True:
+ * they leave this computation to backward. */
 static inline bool ps_step_runs_ahead(const ps_step *s)
 {
     return s->ahead && (s->is.now.kind == PS_ACT_FORWARD || s->is.now.kind == PS_ACT_INPUT);

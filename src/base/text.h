@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Makes untrusted text (from files, from peers) safe to print: it may contain anything, such as terminal escapes. */
+ * Makes untrusted text (from files or from peers) safe to print. Such text may contain terminal escapes, for
+ * example. */
 #ifndef PS_BASE_TEXT_H
 #define PS_BASE_TEXT_H
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-/* The length in bytes of the UTF-8 character at s [n]; 0: n is 0, or the bytes are not valid UTF-8. */
+/* Returns the length in bytes of the UTF-8 character at s [n]. Returns 0 if n is 0 or the bytes are not valid UTF-8. */
 int ps_utf8(const uint8_t *s, size_t n);
-/* The length of the byte order mark at s: 3, or 0 if there is none. */
+/* Returns the length of the byte order mark at s: 3, or 0 if there is none. */
 static inline size_t ps_bom(const uint8_t *s, int64_t n) { return n >= 3 && !memcmp(s, "\xef\xbb\xbf", 3) ? 3 : 0; }
 /* Copies `from` to `to` [room]. Control characters and bytes that are not valid UTF-8 become '?'; a text that is too
  * long is cut and ends with "...". room: at least 8. `from` and `to` may be the same. Returns `to`. */

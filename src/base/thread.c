@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How threads start (thread.h). */
+ * Starts threads (thread.h). */
 #include "base/thread.h"
 #include <errno.h>
 #include <signal.h>
@@ -10,7 +10,8 @@ int ps_thread_start(pthread_t *out, void *(*run)(void *), void *arg)
     sigset_t all, before;
     if (ps_alloc_should_fail()) return EAGAIN;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a new thread has the mask of the thread that starts it */
+    pthread_sigmask(SIG_SETMASK, &all, &before);         /* a new thread inherits the signal mask of the thread that
+                                                          * starts it */
     int failed = pthread_create(out, NULL, run, arg);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return failed;

@@ -48,8 +48,9 @@ int ps_chunk_text(const ps_chunks *cs, const chunk *c, char *buf, size_t size)
 }
 
 /* -- states -------------------------------------------------------------------------------------------------------- */
-/* Legal changes: the row is the state before, the bit the state after. A tensor in FREE has no contents, one in COMPUTE
- * is pinned, one in HOLD waits. AFTER_FWD and AFTER_BWD wait, too, and were used last in a forward or a backward. */
+/* The legal changes of state: the row is the old state, and each bit a possible new state. FREE: the tensor has no
+ * contents. COMPUTE: the tensor is pinned. HOLD: the tensor waits for its next use. AFTER_FWD and AFTER_BWD: the same,
+ * and its last use was in a forward or a backward. */
 static const uint8_t legal[PS_TS_COUNT] = {
     [PS_TS_FREE] = 1 << PS_TS_COMPUTE | 1 << PS_TS_HOLD,
     [PS_TS_COMPUTE] = 1 << PS_TS_HOLD | 1 << PS_TS_HOLD_AFTER_FWD | 1 << PS_TS_HOLD_AFTER_BWD | 1 << PS_TS_FREE,
@@ -81,7 +82,8 @@ void ps_chunks_pass(ps_chunks *cs)
 {
     int kind = cs->step->is.now.kind;
     if (kind != PS_ACT_FORWARD && kind != PS_ACT_NONE) return;
-    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward: uses of the last one no longer count */
+    for (int32_t i = 0; i < cs->n_chunks; i++) {         /* a new forward begins: uses in the last one no longer
+                                                          * count */
         chunk *c = &cs->chunks[i];
         for (int32_t k = 0; k < c->n_members; k++)
             if (c->members[k]->state == PS_TS_HOLD_AFTER_FWD || c->members[k]->state == PS_TS_HOLD_AFTER_BWD)
@@ -97,7 +99,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     c->valid = (uint8_t)(1u << t);
 }
 
-/* Tests: chunks that may move do so at random, and the chunk that is asked for changes its address. */
+/* For tests: chunks that may move do so at random, and the requested chunk changes its address. */
 static int stress(ps_chunks *cs, chunk *c, int t)
 {
     if (c->pins > 0 || c->transfer || c->valid == 0) return 0;
@@ -116,10 +118,12 @@ static int stress(ps_chunks *cs, chunk *c, int t)
     return bring(cs, c, t);
 }
 
-/* Every pin calls this: c lies on tier t at *out until its unpin. contents: the caller needs the contents, too. */
+/* Every pin calls this function. Afterwards c lies on tier t at *out until its unpin. contents: the caller also needs
+ * the contents. */
 static int chunk_pin(ps_chunks *cs, chunk *c, int t, unsigned access, bool contents, char **out)
 {
-    if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was asked for on a device that holds none of them");
+    if (t < 0) return ps_fail(PS_EINVAL, "a parameter in chunks was requested on a device that is not a tier of its "
+                                         "engine");
     note_use(cs, c, t, access & PS_WRITE);
     if (cs->step->dry) {
         *out = (char *)((uintptr_t)1 << 60);                 /* nothing reads there; only offsets from it matter */
@@ -151,7 +155,7 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
 {
     ps_chunks *cs = (ps_chunks *)keeper;
     member *m = s->block;
-    if (!m) { *out = NULL; s->pins++; return 0; }             /* a tensor of no elements has no bytes */
+    if (!m) { *out = NULL; s->pins++; return 0; }             /* a tensor without elements has no bytes */
     chunk *c = chunk_at(cs, m->chunk);
     char *base;
     int rc = chunk_pin(cs, c, tier_of(cs, device), access, true, &base);
@@ -164,8 +168,8 @@ static int chunks_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acc
     *out = base + m->offset;
     if (cs->step->dry) return 0;
     s->pins++;
-    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* its state describes the step */
-    set_state(c, m, PS_TS_COMPUTE);                          /* legal from every state */
+    if (cs->step->suspended && m->state != PS_TS_FREE) return 0;     /* the states of tensors describe the step */
+    set_state(c, m, PS_TS_COMPUTE);                          /* every state may change to this one */
     return 0;
 }
 
@@ -233,8 +237,8 @@ void ps_chunks_tick(ps_chunks *cs)
 }
 
 /* -- what is not in chunks ---------------------------------------------------------------------------------------- */
-/* Bounds the arena of tier t by the part of the budget that chunks do not use; by at least 1 byte, since 0 would mean
- * no bound. */
+/* Bounds the arena of tier t by the part of the budget that chunks do not use. The bound is at least 1 byte, since 0
+ * would mean no bound. */
 static void limit_arena(ps_chunks *cs, int t)
 {
     tier *at = &cs->tiers[t];
@@ -320,7 +324,7 @@ static int chunks_set_limit(ps_mem *mem, int device, int64_t nbytes)
     ps_chunks *cs = (ps_chunks *)mem;
     int t = tier_of(cs, device);
     if (t < 0) return cs->plain->table->set_limit(cs->plain, device, nbytes);
-    return ps_fail(PS_ESTATE, "chunks have the budget of this device; set memory.%s where they are made",
+    return ps_fail(PS_ESTATE, "the budget of this device is that of its chunks; set memory.%s where the engine is made",
                    cs->tiers[t].name);
 }
 
@@ -336,7 +340,8 @@ static void chunks_reset_peak(ps_mem *mem, int device)
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id)
 {
     if (nbytes <= 0 || nbytes % PS_DISK_ALIGN)
-        return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it takes multiples of %d", (long long)nbytes, PS_DISK_ALIGN);
+        return ps_fail(PS_EINVAL, "a chunk of %lld bytes; it must be a positive multiple of %d",
+                       (long long)nbytes, PS_DISK_ALIGN);
     int32_t at = cs->first_dead;
     while (at < cs->n_chunks && !cs->chunks[at].dead) at++;
     int32_t back = cs->capacity, held = cs->capacity;    /* all three have room for `capacity` chunks */
@@ -353,7 +358,7 @@ int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64
 
 static void chunk_bury(ps_chunks *cs, chunk *c)
 {
-    while (c->transfer) transfers_poll(cs, true, c);      /* errors do not matter here: each call ends a copy */
+    while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors: each call completes a copy */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
     c->extent = -1;
@@ -379,7 +384,7 @@ static int32_t members_before(const chunk *c, int64_t offset)
     return low;
 }
 
-/* c has room for the pointer (check_place). */
+/* The member's chunk has room for one more pointer (check_place ensured it). */
 static void member_link(chunk *c, member *m)
 {
     int32_t at = members_before(c, m->offset);
@@ -465,7 +470,9 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     int host = cs->tiers[tier_of(cs, cs->config.host)].device;
     bool from_chunk = ps_storage_is_of(s, &cs->base);
     void *src, *dst;
-    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* zeros stay zeros */
+    if (from_chunk && chunk_at(cs, ((member *)s->block)->chunk)->valid == 0) return 0;   /* the storage had no contents
+                                                                                          * (zeros), and its new place
+                                                                                          * has none either */
     int from_device = from_chunk ? host : s->device;
     PS_TRY(chunks_pin(&cs->base.keeper, to, host, PS_WRITE, &dst));
     int rc = ps_storage_pin(s, from_device, PS_READ, &src);
@@ -590,7 +597,7 @@ void ps_chunks_close(ps_chunks *cs)
     if (!cs) return;
     cs->closing = true;
     step_off(cs);
-    while (cs->transfers) transfers_poll(cs, true, NULL);        /* errors no longer matter: all is given up */
+    while (cs->transfers) transfers_poll(cs, true, NULL);        /* ignores errors, since everything is freed now */
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         chunk *c = &cs->chunks[i];
         while (c->n_members > 0) {
@@ -643,11 +650,12 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
     const ps_chunk_config *c = config;
     if (c->device < 0 || c->device >= n_devices || c->host < 0 || c->host >= n_devices ||
         !devices[c->host]->is_host || devices[c->host]->no_data || devices[c->device]->no_data)
-        return ps_fail(PS_EINVAL, "chunks need a device that computes and one of host memory");
+        return ps_fail(PS_EINVAL, "chunks need a device that computes and a device of host memory");
     if (c->device != c->host && !devices[c->device]->copy_start && !devices[c->device]->is_host)
-        return ps_fail(PS_EUNSUP, "device %s cannot copy beside its work", devices[c->device]->name);
+        return ps_fail(PS_EUNSUP, "device %s cannot copy while it computes", devices[c->device]->name);
     for (int t = 0; t < PS_TIERS; t++)
-        if (c->budget[t] < 0) return ps_fail(PS_EINVAL, "a budget of %lld bytes", (long long)c->budget[t]);
+        if (c->budget[t] < 0) return ps_fail(PS_EINVAL, "a budget of %lld bytes; it must not be negative",
+                                             (long long)c->budget[t]);
     if (!ps_policy_row(c->policy)) return ps_fail(PS_EINVAL, "no such policy: %d", c->policy);
     ps_chunks *cs = ps_alloc0(sizeof *cs);
     if (!cs) return ps_fail_nomem(sizeof *cs);
@@ -670,7 +678,8 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         }
         add_tier(cs, "disk", NULL, -1, c->budget[2]);
     }
-    for (int t = 0; t < cs->n_tiers; t++)                 /* of other tensors budgets count only what is in use */
+    for (int t = 0; t < cs->n_tiers; t++)                 /* budgets count only those bytes of other tensors that are in
+                                                           * use */
         if (!is_disk(cs, t) && cs->tiers[t].budget) plain->table->trim(plain, cs->tiers[t].device, true);
     *out = cs;
     return 0;

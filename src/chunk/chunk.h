@@ -17,8 +17,8 @@
 
 typedef struct ps_chunks ps_chunks;
 
-/* States of a tensor in a chunk. A chunk's own state is the first of COMPUTE, HOLD, HOLD_AFTER_FWD, HOLD_AFTER_BWD,
- * FREE that one of its tensors is in. */
+/* States of a tensor in a chunk. The state of a chunk is the first in the list COMPUTE, HOLD, HOLD_AFTER_FWD,
+ * HOLD_AFTER_BWD, FREE that one of its tensors has. */
 enum { PS_TS_FREE, PS_TS_COMPUTE, PS_TS_HOLD, PS_TS_HOLD_AFTER_FWD, PS_TS_HOLD_AFTER_BWD, PS_TS_COUNT };
 
 typedef struct ps_trace {
@@ -26,13 +26,14 @@ typedef struct ps_trace {
     int32_t n_uses, capacity, n_moments;
     int64_t other_peak[PS_TIERS];             /* peak bytes of other tensors on each tier */
     int64_t *spare;                           /* [n_moments][PS_TIERS] bytes by which other tensors stay below
-                                               * other_peak, from a moment's op to the op of the next moment; the last
-                                               * moment lasts to the first one of the next step; NULL: not known */
+                                               * other_peak, from a moment's op to the op of the next moment. The last
+                                               * moment lasts until the first moment of the next step. NULL: not
+                                               * known */
     int32_t spare_capacity;                   /* capacity of `spare`, in numbers */
     int64_t other_base[PS_TIERS];             /* bytes of other tensors when the trace began */
 } ps_trace;
 
-/* `step`: the step under way, read at each call. During a dry run pins only record uses. */
+/* `step`: the step under way, which each call reads. During a dry run pins only record uses. */
 int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices, ps_mem *plain,
                   const ps_chunk_config *config, const char *disk_folder, ps_chunks **out);
 ps_mem *ps_chunks_mem(ps_chunks *cs);
@@ -44,7 +45,7 @@ void ps_chunks_trim(ps_chunks *cs);           /* frees memory that is kept for r
 /* Makes a chunk of `nbytes` (a multiple of 4096) without contents, which reads as zeros. Its memory is allocated by the
  * first pin. */
 int ps_chunk_new(ps_chunks *cs, int kind, int group, int index, int dtype, int64_t nbytes, int32_t *id);
-/* Makes a storage of `nbytes` at `offset` (a multiple of 256) in a chunk; the name (may be NULL) is copied. */
+/* Makes a storage of `nbytes` at `offset` (a multiple of 256) in a chunk. Copies the name, which may be NULL. */
 int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);
 /* Undoes ps_chunk_storage_new before the storage was used; the chunk stays. */
@@ -53,10 +54,10 @@ void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
 int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name);
 int ps_chunk_count(const ps_chunks *cs);
 void ps_chunk_get(const ps_chunks *cs, int32_t chunk, ps_chunk_info *out);
-const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /* "" if it has none */
+const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /* "" if the storage has no name */
 int ps_tier_count(const ps_chunks *cs);
 void ps_tier_get(ps_chunks *cs, int tier, ps_tier_info *out);
-int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* its chunk, or -1 */
+int32_t ps_storage_chunk(const ps_chunks *cs, const ps_storage *s);            /* the storage's chunk, or -1 */
 /* Transfers the place of s in its chunk to `to`, which is overwritten; s then has no bytes. */
 void ps_chunk_storage_hand_on(ps_storage *s, ps_storage *to);
 /* Pins a whole chunk for work that runs concurrently with ops: the chunk is in use at every moment until the unpin.
@@ -68,7 +69,7 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-void ps_chunks_pass(ps_chunks *cs);       /* a pass began */
+void ps_chunks_pass(ps_chunks *cs);       /* a pass began => a new pass began */
 /* Begins to record uses, from moment 0. The trace that ps_chunks_trace_end returns is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
@@ -78,14 +79,14 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs);
  * their peak. PS_ENOMEM: a moment of the trace does not fit; the message names the tensor, chunk and tier. */
 int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace);
 void ps_chunks_step_end(ps_chunks *cs);
-/* The plan of a step like `trace` when such steps repeat; the plan is not performed. */
+/* Makes the plan of a step like `trace` that repeats. The plan is not performed. */
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out);
 void ps_chunks_stats(const ps_chunks *cs, ps_engine_stats *out);
 ps_disk *ps_chunks_disk(ps_chunks *cs);       /* or NULL */
 /* The script is paused: pins are not part of the step, and tiers have a reserve beyond their budgets (schedule.c). */
 void ps_chunks_suspend(ps_chunks *cs);
 /* The script resumes: afterwards chunks and other tensors are within the budgets again. PS_ENOMEM: there is no room on
- * lower tiers. Errors of copies. */
+ * lower tiers. Also returns the errors of copies. */
 int ps_chunks_resume(ps_chunks *cs);
 /* Waits for all copies under way. */
 int ps_chunks_settle(ps_chunks *cs);

@@ -40,8 +40,8 @@
 #include <unistd.h>
 
 enum { PIECE = 4 << 20, DEPTH = 32, MOST_THREADS = 64, FALLBACK_THREADS = 4 };
-/* An attempt that moves nothing is repeated at most MOST_TRIES times: at first immediately, from QUICK_TRIES on every
- * millisecond. */
+/* An attempt that moves no bytes is repeated at most MOST_TRIES times. The first QUICK_TRIES attempts follow each other
+ * immediately, the others after one millisecond each. */
 enum { MOST_TRIES = 1000, QUICK_TRIES = 8 };
 enum { READ, WRITE };
 
@@ -51,32 +51,34 @@ typedef struct cause {
     int err;
     bool ring;
     int way;                    /* READ or WRITE */
-    int64_t offset, nbytes;     /* of the piece */
+    int64_t offset, nbytes;     /* offset in the piece */
 } cause;
 
 struct ps_disk_job {
     int way;
-    int64_t offset, nbytes;     /* in the file */
-    int64_t began_ns;           /* in the record of events, or 0 */
+    int64_t offset, nbytes;     /* offset in the file */
+    int64_t began_ns;           /* begin of its event in the record, or 0 */
     uint8_t *mem;
     /* (lock) */
-    int64_t cut, moved;         /* bytes cut into pieces; bytes transferred */
-    int pieces;                 /* that threads work on */
-    bool done, failed, inherited;   /* inherited: never begun, since an earlier job failed, whose cause this has */
+    int64_t cut, moved;         /* bytes that were cut into pieces; bytes that were transferred */
+    int pieces;                 /* number of pieces that threads work on */
+    bool done, failed, inherited;   /* inherited: the job never began, since an earlier job failed; `cause` is that
+                                     * job's */
     cause cause;
-    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next that waits for the same job */
-    ps_disk_job *next;                      /* in a line of jobs that may begin */
-    ps_disk_job *newer, *older;             /* in the list of jobs that were not waited for yet */
+    ps_disk_job *dependents, *sibling;      /* jobs that wait for this one; the next job that waits for the same job as
+                                             * this one */
+    ps_disk_job *next;                      /* the job is in a line of jobs that may begin */
+    ps_disk_job *newer, *older;             /* the list of jobs that nobody has waited for yet */
 };
 
 typedef struct piece {
     ps_disk_job *job;           /* NULL: no piece */
     uint8_t *mem;
-    int64_t offset, left;       /* the part that is not moved yet */
-    int64_t len;                /* of this attempt */
-    int64_t forced;             /* result that a test asked for in place of a transfer, or 0 */
+    int64_t offset, left;       /* the part of the piece that has not been moved yet */
+    int64_t len;                /* bytes of this attempt */
+    int64_t forced;             /* a result that a test requested in place of a transfer, or 0 */
     double began;
-    int tries;                  /* attempts since the last progress */
+    int tries;                  /* number of attempts since the last progress */
     struct iovec iov;
 } piece;
 
@@ -89,8 +91,8 @@ struct ps_disk {
     int64_t capacity;
     bool direct, uring;
     /* Only the caller's thread uses these. Free space is sorted by offset, and no two pieces of it touch. Between n
-     * extents lie at most n + 1 free pieces. So the array grows when an extent is given out, and giving one back needs
-     * no memory. */
+     * extents lie at most n + 1 free pieces. So the array grows when an extent is allocated, and freeing an extent
+     * needs no memory. */
     extent *free_space;
     int n_free, n_given, room;
     int64_t used;
@@ -100,20 +102,21 @@ struct ps_disk {
     bool has_lock;
     pthread_t threads[MOST_THREADS];
     int n_threads;
-    struct io_uring ring;       /* only its thread uses it */
+    struct io_uring ring;       /* only the ring's thread uses it */
     /* (lock) */
     bool stop;
     cause dead;                 /* dead.ring: the ring's thread gave up */
-    line lines[2];              /* by READ, WRITE */
-    int turn;                   /* READ or WRITE: the line that is asked first */
+    line lines[2];              /* lines of jobs, by READ and WRITE */
+    int turn;                   /* READ or WRITE: the line from which the next piece is taken first */
     ps_disk_job *jobs;          /* newest first */
-    int under_way;              /* jobs without an end */
+    int under_way;              /* number of jobs that have not ended */
     int64_t bytes[2];
     double busy_s, busy_since;
 };
 
 /* -- faults that tests ask for ----------------------------------------------------------------------------------- */
-/* As in base/alloc.c: `until_failure` counts attempts down; they fail while it goes from 0 down to -failures + 1. */
+/* Works as in base/alloc.c: `until_failure` counts attempts down, and they fail while it is between 0 and -failures +
+ * 1. */
 static atomic_llong until_failure = -1, failures, slow_ns;
 static atomic_int failure_code;
 
@@ -153,7 +156,7 @@ static void enqueue(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->work);
 }
 
-/* (lock) The job has ended. Jobs that waited for it may begin; where it failed, they fail and end, too. */
+/* (lock) The job has ended. Jobs that waited for it may begin. If it failed, they also fail and end. */
 static void end_job(ps_disk *d, ps_disk_job *job)
 {
     job->next = NULL;
@@ -180,7 +183,7 @@ static void end_job(ps_disk *d, ps_disk_job *job)
     pthread_cond_broadcast(&d->ended);
 }
 
-/* (lock) The next piece of the next job; false when there is none or the disk is being closed. */
+/* (lock) Returns the next piece of the next job. False: there is none, or the disk is being closed. */
 static bool take_piece(ps_disk *d, piece *p)
 {
     line *l = &d->lines[d->turn];
@@ -216,11 +219,12 @@ static void fail_job(ps_disk *d, ps_disk_job *job, cause why)
     if (job->failed) return;
     job->failed = true;
     job->cause = why;
-    if (l->first == job) l->first = job->next;      /* a job with a piece out is the first of its line, or in none */
+    if (l->first == job) l->first = job->next;      /* a job with a piece at a thread is the first job of its line, or
+                                                     * in no line */
 }
 
-/* Accounts for an attempt that came back with `res`: bytes, or a negative errno. True: the rest of the piece is to be
- * tried again. Only whole blocks count, since a direct transfer cannot go on in the middle of a block. */
+/* Accounts for an attempt that ended with `res`: bytes, or a negative errno. True: the rest of the piece must be tried
+ * again. Only whole blocks count, since a direct transfer cannot continue in the middle of a block. */
 static bool end_piece(ps_disk *d, piece *p, int64_t res)
 {
     ps_disk_job *job = p->job;
@@ -245,7 +249,7 @@ static bool end_piece(ps_disk *d, piece *p, int64_t res)
     return again;
 }
 
-/* The thread cannot go on: every job ends here. */
+/* The thread cannot continue, so it ends every job. */
 static void give_up(ps_disk *d, int err)
 {
     pthread_mutex_lock(&d->lock);
@@ -255,7 +259,7 @@ static void give_up(ps_disk *d, int err)
         if (job->done) continue;
         job->failed = true;
         job->cause = d->dead;
-        job->dependents = NULL;         /* d->jobs has them, too */
+        job->dependents = NULL;         /* the list d->jobs also has them */
         end_job(d, job);
     }
     pthread_mutex_unlock(&d->lock);
@@ -299,8 +303,8 @@ static void send_piece(ps_disk *d, piece *p)
     io_uring_sqe_set_data(sqe, p);
 }
 
-/* Takes the requests that the ring has brought back and returns their number. *polled: set where one was the eventfd's.
- * Without `resend` the rest of a piece is dropped. */
+/* Handles the requests that the ring has completed, and returns their number. Sets *polled if one of them was the
+ * eventfd's. If `resend` is false, drops the rest of a piece. */
 static int reap(ps_disk *d, bool resend, bool *polled)
 {
     struct io_uring_cqe *cqe;
@@ -321,9 +325,9 @@ static int reap(ps_disk *d, bool resend, bool *polled)
     return n;
 }
 
-/* The kernel refuses the ring. Requests that the kernel accepted before may still write to buffers, so they get two
- * seconds to complete. Requests that are unsent in the ring never complete. One of the unsent may be that of the
- * eventfd, which is not a piece: so the wait ends at `held < unsent`. */
+/* The kernel rejects the ring. Requests that the kernel accepted before may still write to buffers, so they get two
+ * seconds to complete. Requests that are unsent in the ring never complete. One of the unsent requests may be the
+ * eventfd's, which is not a piece. So the wait also ends if `held < unsent`. */
 static void lose_ring(ps_disk *d, piece *pieces, int err)
 {
     bool polled;
@@ -415,7 +419,7 @@ static int start(ps_disk *d, int threads)
 }
 
 /* -- the file ---------------------------------------------------------------------------------------------------- */
-/* A file that no folder lists. If the file system cannot make such a file, the file has a name until unlink. */
+/* Makes a file that no folder lists. If the file system cannot make such a file, the file has a name until unlink. */
 static int open_nameless(const char *folder, int flags)
 {
     flags |= O_RDWR | O_CLOEXEC;
@@ -461,17 +465,18 @@ static int make_file(ps_disk *d)
     struct statvfs room;
     struct statfs kind;
     struct rlimit most;
-    if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0) return fail_file(d, "cannot look at", errno);
+    if (statvfs(d->folder, &room) < 0 || statfs(d->folder, &kind) < 0) return fail_file(d, "cannot read the free space "
+                                                                                           "of", errno);
     int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
     if (d->capacity > bytes_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
-                            "disk tier: %lld bytes wanted in %s, where %lld are free; lower memory.disk's limit, "
-                            "free some space or name another folder", (long long)d->capacity, d->folder,
+                            "disk tier: %lld bytes are wanted in %s, but only %lld are free; lower memory.disk's "
+                            "limit, free some space or name another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
     /* Beyond this limit the kernel sends SIGXFSZ, which ends the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
-        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may make files of %lld bytes "
-                       "(ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
+        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes are wanted in %s, but this process may only make files of "
+                                  "%lld bytes (ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
                        (long long)most.rlim_cur);
     d->fd = open_nameless(d->folder, O_DIRECT);
     d->direct = d->fd >= 0;
@@ -485,18 +490,20 @@ static int make_file(ps_disk *d)
     do rc = fallocate(d->fd, 0, 0, d->capacity);
     while (rc < 0 && errno == EINTR);
     if (rc < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
-        ps_log(PS_LOG_WARN, "disk tier: the file system of %s cannot set space aside; a write will fail if others fill "
+        ps_log(PS_LOG_WARN, "disk tier: the file system of %s cannot reserve space; a write fails if other programs "
+                            "fill "
                "the disk", d->folder);
         rc = ftruncate(d->fd, d->capacity);
     }
-    if (rc < 0) return fail_file(d, "cannot set space aside in", errno);
+    if (rc < 0) return fail_file(d, "cannot reserve space in", errno);
     if (d->direct && !direct_works(d->fd)) {
         int flags = fcntl(d->fd, F_GETFL);
         if (flags < 0 || fcntl(d->fd, F_SETFL, flags & ~O_DIRECT) < 0) return fail_file(d, "cannot use", errno);
         d->direct = false;
     }
     if (!d->direct)
-        ps_log(PS_LOG_WARN, "disk tier: no direct transfers in %s; its bytes go through the page cache", d->folder);
+        ps_log(PS_LOG_WARN, "disk tier: %s does not support direct transfers (O_DIRECT); they pass the page cache",
+               d->folder);
     return 0;
 }
 
@@ -525,7 +532,8 @@ static int open_parts(ps_disk *d, const char *folder, int threads)
 static int check_range(const char *what, int64_t value)
 {
     if (value > 0 && value % PS_DISK_ALIGN == 0) return 0;
-    return ps_fail(PS_EINVAL, "disk tier: %s of %lld bytes; it is a positive multiple of %d", what, (long long)value,
+    return ps_fail(PS_EINVAL, "disk tier: %s of %lld bytes; it must be a positive multiple of %d",
+                   what, (long long)value,
                    PS_DISK_ALIGN);
 }
 
@@ -540,7 +548,7 @@ static int disk_new(int64_t nbytes, ps_disk **out)
     return 0;
 }
 
-/* Returns d in *out, or closes it if rc is an error. */
+/* Returns d in *out. If rc is an error, closes d instead. */
 static int opened(ps_disk *d, int rc, ps_disk **out)
 {
     if (rc < 0) ps_disk_close(d);
@@ -552,7 +560,7 @@ int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out)
 {
     ps_disk *d;
     *out = NULL;
-    if (!folder || !*folder) return ps_fail(PS_EINVAL, "disk tier: no folder; set memory.disk's path");
+    if (!folder || !*folder) return ps_fail(PS_EINVAL, "disk tier: no folder is set; set memory.disk's path");
     PS_TRY(disk_new(nbytes, &d));
     return opened(d, open_parts(d, folder, threads), out);
 }
@@ -605,7 +613,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
         if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
     if (i == d->n_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, nbytes, largest,
-                            "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
+                            "disk tier in %s: %lld bytes are wanted in one piece; of %lld bytes %lld are free, in %d "
                             "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
                             (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
     PS_TRY(ps_grow(d->free_space, d->room, d->n_given + 2));
@@ -621,12 +629,13 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
 
 void ps_disk_extent_free(ps_disk *d, int64_t offset, int64_t nbytes)
 {
-    int i = 0;                  /* the first free piece after the extent */
+    int i = 0;                  /* the first free piece that lies after the extent */
     while (i < d->n_free && d->free_space[i].offset <= offset) i++;
     extent *before = i ? &d->free_space[i - 1] : NULL, *after = i < d->n_free ? &d->free_space[i] : NULL;
     if (offset < 0 || nbytes <= 0 || offset > d->capacity - nbytes || !d->n_given || d->n_free == d->room
         || (before && before->offset + before->nbytes > offset) || (after && offset + nbytes > after->offset)) {
-        ps_log(PS_LOG_ERROR, "disk tier: %lld bytes at %lld were given back, but are no extent", (long long)nbytes,
+        ps_log(PS_LOG_ERROR, "disk tier: %lld bytes at %lld are to be freed, but they are not an extent",
+               (long long)nbytes,
                (long long)offset);
         return;
     }
@@ -652,7 +661,8 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
     if (why->ring)
         return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
     bool full = why->err == ENOSPC || why->err == EDQUOT;
-    const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "nothing was taken";
+    const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "
+                                                                                                   "written";
     return ps_fail(full ? PS_ENOSPC : PS_EIO, "disk tier in %s: %s%s %lld bytes at offset %lld failed: %s (errno %d); "
                    "%s, or name another folder in memory.disk", d->folder, before,
                    why->way == READ ? "reading" : "writing", (long long)why->nbytes, (long long)why->offset, text,
@@ -665,10 +675,10 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
     *out = NULL;
     PS_TRY(check_range(way == READ ? "a read" : "a write", nbytes));
     if (offset < 0 || offset % PS_DISK_ALIGN || !mem || (uintptr_t)mem % PS_DISK_ALIGN)
-        return ps_fail(PS_EINVAL, "disk tier: offset %lld and address %p of a transfer; both are multiples of %d",
+        return ps_fail(PS_EINVAL, "disk tier: a transfer at offset %lld, address %p; both must be multiples of %d",
                        (long long)offset, (void *)mem, PS_DISK_ALIGN);
     if (nbytes > d->capacity || offset > d->capacity - nbytes)
-        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld lie beyond its %lld bytes", d->folder,
+        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld end after its %lld bytes", d->folder,
                        (long long)nbytes, (long long)offset, (long long)d->capacity);
     ps_disk_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);
@@ -738,14 +748,14 @@ void ps_disk_get_info(ps_disk *d, ps_disk_info *out)
 /* -- the disk's own rate ----------------------------------------------------------------------------------------- */
 enum { PROBE_THREADS = 8, PROBE_PIECE = 4 << 20 };
 
-/* PROBE_THREADS transfers at once, from front to back. They are not jobs, since the rate of jobs is compared with
- * them. */
+/* Runs PROBE_THREADS transfers at once, from the front of the space to its end. They are not jobs, since the rate of
+ * jobs is compared with theirs. */
 typedef struct probe {
     int fd, way;
     int64_t offset, nbytes;
     uint8_t *buffers;           /* [PROBE_THREADS][PROBE_PIECE] */
     atomic_llong next;
-    atomic_int buffer, err;     /* err: errno of the first failure, -1 for a file that ended early */
+    atomic_int buffer, err;     /* err: errno of the first failure, or -1 if the file ended early */
 } probe;
 
 static void *probe_thread(void *arg)
@@ -792,13 +802,13 @@ int ps_disk_probe(ps_disk *d, int64_t nbytes, double *read_bytes_per_s, double *
     int under_way = d->under_way;
     pthread_mutex_unlock(&d->lock);
     if (under_way)
-        return ps_fail(PS_ESTATE, "disk tier: its rate cannot be measured with %d jobs under way", under_way);
+        return ps_fail(PS_ESTATE, "disk tier: cannot measure the disk's rate while %d jobs are under way", under_way);
     probe p = { .fd = d->fd, .nbytes = nbytes };
     size_t size = (size_t)PROBE_THREADS * PROBE_PIECE;
     uint8_t *block = ps_alloc(size + PROBE_PIECE);
     if (!block) return ps_fail_nomem(size + PROBE_PIECE);
-    /* The buffers lie in huge pages, as tensors do: with small pages the disk gets many more addresses, which can halve
-     * its rate. They are filled, so that no page fault is measured and the disk cannot skip zeros. */
+    /* The buffers use huge pages, as tensors do. With small pages the disk gets many more addresses, which can halve
+     * its rate. The buffers are filled, so that no page faults are measured and the disk cannot skip zeros. */
     p.buffers = block + (-(uintptr_t)block & (PROBE_PIECE - 1));
     madvise(p.buffers, size, MADV_HUGEPAGE);
     memset(p.buffers, 0x5a, size);

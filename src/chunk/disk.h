@@ -13,39 +13,40 @@ typedef struct ps_disk ps_disk;
 typedef struct ps_disk_job ps_disk_job;
 
 typedef struct ps_disk_info {
-    int64_t capacity, used;           /* bytes reserved in the file; bytes allocated as extents */
+    int64_t capacity, used;           /* bytes that are reserved in the file; bytes that are allocated as extents */
     int64_t bytes_read, bytes_written;
-    double busy_s;                    /* seconds with a job under way */
+    double busy_s;                    /* seconds in which a job was under way */
     bool uring, direct;               /* io_uring in use; O_DIRECT in use (else through the page cache) */
 } ps_disk_info;
 
 /* Opens a file of `nbytes` in `folder` and reserves its space. The messages of PS_EIO and PS_ENOSPC name the folder,
- * the bytes wanted and the bytes free. threads > 0: that many plain threads instead of io_uring. */
+ * the bytes wanted and the bytes free. threads > 0: uses this number of plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
-/* A pretended disk: it allocates extents, and must not be asked for a transfer. */
+/* Opens a pretended disk. It allocates extents, but cannot transfer bytes. */
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);
-/* Waits for the transfers that have begun, drops the others, and frees all jobs. */
+/* Waits for the transfers that have begun, drops those that have not, and frees all jobs. */
 void ps_disk_close(ps_disk *disk);
-/* Allocates space in the file, first fit. PS_ENOSPC says how much is free and in how many pieces. */
+/* Allocates space in the file, first fit. The message of PS_ENOSPC has the bytes that are free and the number of free
+ * pieces. */
 int ps_disk_extent_new(ps_disk *disk, int64_t nbytes, int64_t *offset);
-/* Frees a whole extent. */
+/* Frees an extent, as a whole. */
 void ps_disk_extent_free(ps_disk *disk, int64_t offset, int64_t nbytes);
 /* Begins a job: the transfer of `nbytes` between memory and the file. The job starts when job `after` (or NULL) has
- * ended, and fails if `after` failed. Jobs that no `after` connects may run in any order and at once. The buffer must
- * stay valid until the job has been waited for. */
+ * ended, and fails if `after` failed. Jobs that are not connected by `after` may run in any order, also at the same
+ * time. The buffer must stay valid until the job has been waited for. */
 int ps_disk_read(ps_disk *disk, int64_t offset, void *dst, int64_t nbytes, ps_disk_job *after, ps_disk_job **out);
 int ps_disk_write(ps_disk *disk, int64_t offset, const void *src, int64_t nbytes, ps_disk_job *after,
                   ps_disk_job **out);
-/* 1: ended, and the job is freed; 0: still under way (only when block is false); negative: failed, and the job is
- * freed. A job named as `after` may be freed first. */
+/* 1: the job has ended and is freed. 0: it is still under way (only if block is false). Negative: it failed and is
+ * freed. A job that another one names as `after` may be freed first. */
 int ps_disk_wait(ps_disk *disk, ps_disk_job *job, bool block);
 void ps_disk_get_info(ps_disk *disk, ps_disk_info *out);
 /* Measures the rate of the disk itself: writes, then reads `nbytes` of free space in large pieces from front to back,
  * many at once. These transfers are not jobs, and ps_disk_info does not count them. PS_ESTATE: jobs are under way. */
 int ps_disk_probe(ps_disk *disk, int64_t nbytes, double *read_bytes_per_s, double *write_bytes_per_s);
-/* Tests: attempts nth to nth + count - 1 to move a piece, counted from now, return error `code` (an errno) or, if code
- * is 0, half of their bytes. nth -1 switches it off. */
+/* For tests: attempts nth to nth + count - 1 to move a piece, counted from now, return the error `code` (an errno). If
+ * code is 0, they move half of their bytes. nth -1 switches this off. */
 void ps_test_fail_io(int64_t nth, int64_t count, int code);
-/* Tests: every attempt to move a piece takes at least `seconds`; 0 switches it off. */
+/* For tests: every attempt to move a piece takes at least `seconds`. 0 switches this off. */
 void ps_test_slow_io(double seconds);
 #endif

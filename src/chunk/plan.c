@@ -14,7 +14,7 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level; [0] is the same for all rounds, [1] is made anew in each round */
+    ps_stream stream[PS_TIERS - 1];     /* by level. [0] is the same in all rounds, [1] is made anew in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
     uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid, before: as ps_plan_chunk.valid */
@@ -24,10 +24,11 @@ typedef struct planner {
 static int check_input(const ps_plan_input *in)
 {
     if (in->n_tiers < 1 || in->n_tiers > PS_TIERS)
-        return ps_fail(PS_EINVAL, "a plan over %d tiers; 1 to %d are possible", in->n_tiers, PS_TIERS);
-    if (!ps_policy_row(in->policy)) return ps_fail(PS_EINVAL, "no eviction policy has number %d", in->policy);
+        return ps_fail(PS_EINVAL, "a plan over %d tiers; there may be 1 to %d", in->n_tiers, PS_TIERS);
+    if (!ps_policy_row(in->policy)) return ps_fail(PS_EINVAL, "there is no eviction policy with number %d", in->policy);
     if (in->n_chunks < 0 || in->n_uses < 0 || in->n_moments < 0 || in->n_moments > INT32_MAX / 4)
-        return ps_fail(PS_EINVAL, "%d chunks, %d uses, %d moments", in->n_chunks, in->n_uses, in->n_moments);
+        return ps_fail(PS_EINVAL, "a plan of %d chunks, %d uses and %d moments; none of these may be negative",
+                       in->n_chunks, in->n_uses, in->n_moments);
     for (int32_t c = 0; c < in->n_chunks; c++)
         if (in->chunks[c].nbytes < 0 || in->chunks[c].valid >> in->n_tiers)
             return ps_fail(PS_EINVAL, "chunk %d has %lld bytes, valid on tiers 0x%x; there are %d tiers", c,
@@ -53,7 +54,7 @@ static int stream_new(ps_stream *s, int32_t room, int32_t n_chunks)
     return (s->events = ps_alloc(want)) ? 0 : ps_fail_nomem(want);
 }
 
-/* The events of tier 0: the uses. */
+/* Makes the events of tier 0: the uses. */
 static int stream_of_uses(planner *p)
 {
     const ps_plan_input *in = p->in;
@@ -70,7 +71,7 @@ static int stream_of_uses(planner *p)
 }
 
 /* -- the second level's stream ------------------------------------------------------------------------------------ */
-/* Appends the moves of level 0 that may begin before the uses of `moment`, from number *next on. */
+/* Appends the moves of level 0 that may begin before the uses of `moment`, starting at number *next. */
 static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t moment, int32_t *group)
 {
     static const int kinds[] = { [PS_MOVE_FETCH] = EV_SOURCE, [PS_MOVE_EVICT] = EV_DEST, [PS_MOVE_DROP] = EV_GONE };
@@ -82,8 +83,8 @@ static void add_moves(const planner *p, ps_stream *s, int32_t *next, int32_t mom
     }
 }
 
-/* The events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may begin
- * before the moment come first, then the copies that writes make stale, then the uses, which need their chunks
+/* Makes the events of tier 1: uses there, writes on tier 0, and the moves of level 0. In one moment the moves that may
+ * begin before the moment come first, then the copies that writes make stale, then the uses, which need their chunks
  * together, then the contents that end with uses on tier 0. */
 static int stream_of_moves(planner *p)
 {
@@ -136,7 +137,8 @@ static void fill_at(planner *p, int l)
     }
 }
 
-/* Simulates one step from p->valid with the tunings set, on the first `levels` levels; p->valid becomes its end. */
+/* Simulates one step from p->valid with the tunings set, on the first `levels` levels. Stores the state at the end of
+ * the step in p->valid. */
 static int run_round(planner *p, int levels)
 {
     const ps_plan_input *in = p->in;
@@ -145,7 +147,8 @@ static int run_round(planner *p, int levels)
         fill_at(p, l);
         if (l == 1) {
             PS_TRY(stream_of_moves(p));
-            fill_at(p, l);                                /* again, as stream_of_moves has cleared AT_BLANK marks */
+            fill_at(p, l);                                /* repeated, since stream_of_moves has cleared AT_BLANK
+                                                           * marks */
         }
         level->tuning = &p->policy->tunings[p->tuning[l]];
         PS_TRY(ps_level_run(level));
@@ -184,7 +187,7 @@ static int run_rounds(planner *p, int levels, int rounds)
     return 0;
 }
 
-/* Bytes moved by the steady step with tunings t0 and t1. */
+/* Returns the bytes that the repeating step moves with tunings t0 and t1. */
 static int try_tunings(planner *p, int levels, int t0, int t1, int64_t *bytes)
 {
     p->tuning[0] = t0;
@@ -250,8 +253,8 @@ static int planner_open(planner *p, const ps_plan_input *in)
     return stream_of_uses(p);
 }
 
-/* The use that could not be served, by a level's bad event. The event may be a move of level 0: then the use that this
- * move serves. */
+/* Returns the use that cannot be served, from the event of a level that failed. The event may be a move of level 0:
+ * then it is the use that this move serves. */
 static int32_t bad_use_of(const planner *p)
 {
     for (int l = p->levels - 1; l >= 0; l--) {
@@ -265,7 +268,7 @@ static int32_t bad_use_of(const planner *p)
     return -1;
 }
 
-/* With one tier nothing moves: each chunk that is used has contents there afterwards. */
+/* With one tier there are no moves. Each chunk that is used has contents there afterwards. */
 static void run_flat(planner *p)
 {
     for (int32_t i = 0; i < p->in->n_uses; i++) p->valid[p->in->uses[i].chunk] = 1;

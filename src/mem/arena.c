@@ -3,8 +3,9 @@
  * allocator for real-time systems", ECRTS 2004). Finding a free block takes constant time, and free neighbours merge at
  * once. Regions are reused and not returned mid-run, because page faults would cost a third of a training step. The
  * arena tracks which pages of a region are backed by memory. Under memory pressure the pages of free blocks are
- * returned to the system, wherever they lie: holes cost addresses, never budget. Block records lie outside the regions,
- * so that a region may be memory that the CPU cannot access. Owned by a memory manager; one thread. */
+ * returned to the system, wherever they lie: holes use up addresses but no budget. Block records lie outside the
+ * regions, so that a region may be memory that the CPU cannot access. A memory manager owns the arena, and one thread
+ * uses it. */
 #include "mem/mem.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -15,19 +16,21 @@
 enum {
     GRAIN_LOG2 = 8, GRAIN = 1 << GRAIN_LOG2,      /* sizes and addresses are multiples of 256 bytes */
     SECOND_LOG2 = 4, SECOND = 1 << SECOND_LOG2,   /* 16 classes between powers of two */
-    FIRST = 48,                                   /* powers of two: more than the largest tensor (2^56 bytes) needs */
+    FIRST = 48,                                   /* number of powers of two, enough for more than the largest tensor
+                                                   * (2^56 bytes) */
 };
 #define REGION_BYTES ((size_t)1 << 30)            /* address space; costs memory only when touched */
 #define HUGE_BYTES ((size_t)2 << 20)              /* sizes of regions are multiples of it */
-#define PAGE_BYTES ((size_t)4096)                 /* if the backend sets no page size */
-#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages; pages of very large regions are larger */
+#define PAGE_BYTES ((size_t)4096)                 /* used if the backend sets no page size */
+#define MAP_PAGES ((size_t)1 << 22)               /* a region has fewer pages than this; pages of very large regions are
+                                                   * larger */
 #define CHECK_BYTES ((int64_t)64 << 20)           /* growth after which the system is asked again for its free memory */
 
 typedef struct region {
     struct region *next;
     char *base;
     size_t size, page;                            /* bytes; a page is the smallest unit that can be returned */
-    uint64_t *pages;                              /* a bit for each page: 1 from its first use or commit on */
+    uint64_t *pages;                              /* one bit per page: 1 from the page's first use or commit */
     ps_block *first;                              /* at base; never changes */
 } region;
 
@@ -41,7 +44,7 @@ struct ps_block {
     ps_holder by;                                 /* its user; nbytes is not set here */
 };
 
-/* The largest blocks that are in use at one moment. */
+/* The largest blocks that were in use at one moment. */
 typedef struct holders {
     int n;
     int64_t used;
@@ -54,17 +57,17 @@ struct ps_arena {
     uint64_t first_map;
     uint32_t second_map[FIRST];
     ps_block *bins[FIRST][SECOND];
-    ps_block *spare;                              /* records to reuse */
+    ps_block *spare;                              /* records that can be reused */
     int64_t growth;                               /* bytes of new memory since the system was last asked */
-    int64_t held, hold_limit;                     /* bytes of pages that are memory, and their bound (0: none) */
-    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; peak */
+    int64_t held, hold_limit;                     /* bytes of pages that are memory, and the limit for them (0: none) */
+    int64_t busy, busy_peak;                      /* bytes of pages with a block in use, which a trim keeps; its peak */
     ps_memory_info info;
-    bool rose;                                    /* more is in use than in `peak`: the next free updates it */
+    bool rose;                                    /* more is in use than at `peak`: the next free updates the peak */
     holders peak, refused;
 };
 
-/* AddressSanitizer checks regions of host memory: free memory, and the end of a block beyond the requested bytes, must
- * not be accessed. */
+/* AddressSanitizer checks regions of host memory: free memory must not be accessed, nor the end of a block beyond the
+ * bytes that were requested. */
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 static bool seen(const ps_arena *arena) { return arena->be->is_host && !arena->be->no_data; }
@@ -84,8 +87,8 @@ static void allow(const ps_arena *arena, const char *p, size_t n) {}
 void *ps_block_address(const ps_block *block) { return block->address; }
 ps_memory_info *ps_arena_info(ps_arena *arena) { return &arena->info; }
 
-/* The class of a size: `first` stands for the power of two below it, in grains, and `second` for the sixteenth of that
- * power above it. Sizes below 16 grains have first 0 and a class each. */
+/* The class of a size. `first` is the power of two below the size, in grains. `second` is the sixteenth of the interval
+ * above that power. Sizes below 16 grains have first 0, and each has a class of its own. */
 static void class_of(size_t size, int *first, int *second)
 {
     size_t grains = size >> GRAIN_LOG2;
@@ -136,7 +139,7 @@ static void record_free(ps_arena *arena, ps_block *b)
     arena->spare = b;
 }
 
-/* A free block of at least `size`, removed from its list; NULL when no region has one. */
+/* Returns a free block of at least `size` and removes it from its list. Returns NULL if no region has one. */
 static ps_block *take(ps_arena *arena, size_t size)
 {
     int f, s;
@@ -172,7 +175,8 @@ static bool commits(const ps_arena *arena) { return arena->be->region_commit != 
 
 static bool is_set(const region *r, size_t page) { return r->pages[page / 64] >> page % 64 & 1; }
 
-/* The first page in [from, end) that is backed by memory (set) or is not (not set); `end` if there is no such page. */
+/* Returns the first page in [from, end) that is backed by memory (set) or is not (not set). Returns `end` if there is
+ * none. */
 static size_t find_page(const region *r, size_t from, size_t end, bool set)
 {
     size_t p = from;
@@ -183,7 +187,7 @@ static size_t find_page(const region *r, size_t from, size_t end, bool set)
     return p < end ? p : end;
 }
 
-/* The next run of such pages: returns its first page, or `end`, and sets *after to the page after the run. */
+/* Returns the first page of the next run of such pages, or `end`. Sets *after to the page after the run. */
 static size_t next_run(const region *r, size_t from, size_t end, bool set, size_t *after)
 {
     size_t first = find_page(r, from, end, set);
@@ -205,7 +209,7 @@ static void mark(ps_arena *arena, region *r, size_t from, size_t end, bool set)
     if (commits(arena)) arena->info.reserved += set ? nbytes : -nbytes;
 }
 
-/* Returns to the system those pages of [from, end) that are backed by memory. True: there were some. */
+/* Returns to the system those pages of [from, end) that are backed by memory. Returns true if there were any. */
 static bool discard(ps_arena *arena, region *r, size_t from, size_t end)
 {
     bool any = false;
@@ -309,7 +313,8 @@ static int grow(ps_arena *arena, size_t size)
     }
     size_t least = (size + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     size_t got = least > REGION_BYTES ? least : REGION_BYTES;
-    if (commits(arena)) {                            /* one region for all of the device, so that no block is cut off */
+    if (commits(arena)) {                            /* one region for the whole device, so that no block ends at a
+                                                      * region's border */
         int64_t available = arena->be->bytes_available(arena->be);
         if (available > (int64_t)got) got = ((size_t)available + HUGE_BYTES - 1) / HUGE_BYTES * HUGE_BYTES;
     }
@@ -353,7 +358,8 @@ static int make_memory(ps_arena *arena, region *r, size_t from, size_t end)
     ps_backend *be = arena->be;
     for (size_t after, first = next_run(r, from, end, false, &after); first < end;
          first = next_run(r, after, end, false, &after)) {
-        size_t nbytes = (after - first) * r->page;   /* on failure earlier runs stay committed and counted */
+        size_t nbytes = (after - first) * r->page;   /* on failure the runs before this one stay committed and
+                                                      * counted */
         if (commits(arena)) PS_TRY(be->region_commit(be, r->base + first * r->page, nbytes));
         mark(arena, r, first, after, true);
     }
@@ -384,8 +390,8 @@ static int extend(ps_arena *arena, const ps_block *b, size_t size)
     return rc;
 }
 
-/* Bytes of b's pages on which no other block in use lies. Free neighbours are merged, so the nearest block in use on
- * each side is the neighbour or the block next to it. */
+/* Returns the bytes of those of b's pages on which no other block in use lies. Free neighbours are merged, so the
+ * nearest block in use on each side is the neighbour or the block next to it. */
 static int64_t own_pages(const ps_block *b)
 {
     const region *r = b->region;
@@ -467,7 +473,7 @@ static int alloc(ps_arena *arena, int64_t nbytes, ps_block **out)
         list_add(arena, b);
         return rc < 0 ? rc : ps_fail_nomem(sizeof *rest);
     }
-    if (rest) {                                      /* the low part is given out, the high part stays free */
+    if (rest) {                                      /* the low part is allocated, the high part stays free */
         *rest = (ps_block){ .address = b->address + size, .size = b->size - size, .region = b->region, .left = b,
                             .right = b->right };
         if (rest->right) rest->right->left = rest;
@@ -535,7 +541,7 @@ int ps_arena_new(ps_backend *be, ps_arena **out)
 void ps_arena_delete(ps_arena *arena)
 {
     if (!arena) return;
-    while (arena->regions) {                         /* all blocks are free by now: each is a whole region */
+    while (arena->regions) {                         /* all blocks are free now: each is a whole region */
         region *r = arena->regions;
         arena->regions = r->next;
         region_drop(arena, r);

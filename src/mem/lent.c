@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The keeper of a storage whose bytes belong to a lender, such as those of a mapped file. A pin asks the lender whether
- * the bytes are unchanged. No budget counts them. Called by tensor/. */
+ * the bytes are unchanged. No budget counts them. tensor/ calls it. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
 
 typedef struct lent {
     ps_keeper keeper;             /* must be the first field; keeps one storage */
-    ps_keeper *before;            /* the storage's previous keeper, restored when the loan ends */
+    ps_keeper *before;            /* the storage's previous keeper, restored at the end of the loan */
     ps_loan loan;
 } lent;
 
@@ -39,7 +39,7 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
 {
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
-    ps_storage_free(s);           /* an older loan restores the keeper before it */
+    ps_storage_free(s);           /* an older loan has its own previous keeper and restores that one */
     *l = (lent){ { &lent_keeper }, s->keeper, *loan };
     s->keeper = &l->keeper;
     s->block = l;

@@ -13,20 +13,20 @@ typedef struct ps_scope ps_scope;
 
 enum { PS_READ = 1, PS_WRITE = 2 };
 
-/* Bytes on a device. Bytes exist while `block` is set. Dropped bytes never return. The notes of a layer above are in
- * the struct named after that layer, and only that layer writes them (spec/source/layers_spec.lua). */
+/* Bytes on a device. The bytes exist while `block` is set. Bytes that were dropped do not come back. Each layer above
+ * has notes in the struct that is named after it, and only that layer writes them (spec/source/layers_spec.lua). */
 struct ps_storage {
     ps_keeper *keeper;
     void *block;                /* the keeper's record; NULL: no bytes (dropped, or nbytes is 0) */
     int64_t nbytes;
     int32_t device, pins;
     int32_t refs;               /* number of tensor headers */
-    int32_t holds;              /* owners that need the bytes even after a scope dropped the storage: tensors that the
-                                 * tape saved, gradients in transit */
-    uint32_t version;           /* counts writes after creation; the tape compares it */
+    int32_t holds;              /* number of owners that need the bytes even after a scope dropped the storage: tensors
+                                 * that the tape saved, gradients in transit */
+    uint32_t version;           /* number of writes after creation; the tape compares it */
     struct {
-        bool dropped : 1;       /* a scope ended, so the last unhold frees the bytes */
-        bool kept : 1;          /* no scope drops them */
+        bool dropped : 1;       /* a scope has ended, so the last unhold frees the bytes */
+        bool kept : 1;          /* scopes never drop the bytes */
         bool written : 1;       /* on a pretended device: a script wrote the bytes, so they have contents */
     } bytes;
     struct {
@@ -34,41 +34,41 @@ struct ps_storage {
         bool watched;           /* a parameter: recompute segments record that they read it */
     } engine;
     struct {
-        bool fetched;           /* came back from the host before backward because an op used it: it is not sent away
+        bool fetched;           /* an op needed it before backward, so it came back from the host: it is not sent there
                                  * again */
     } offload;
     struct {
-        int64_t walk;           /* the walk that `waits` belongs to */
-        int32_t waits;          /* a parameter: nodes that read it and that the walk has not passed yet */
-        uint32_t later : 31;    /* number of headers with PS_T_LATER. They own nothing, but weight gradients that were
-                                 * put off will read the bytes, so nothing may overwrite them */
-        uint32_t trained : 1;   /* a tensor over it once required gradients: a paused script must not write it */
+        int64_t walk;           /* the walk to which `waits` belongs */
+        int32_t waits;          /* of a parameter: number of nodes that read it and that the walk has not visited yet */
+        uint32_t later : 31;    /* number of headers with PS_T_LATER. These headers own nothing, but weight gradients
+                                 * that were put off will read the bytes, so no op may overwrite them */
+        uint32_t trained : 1;   /* a tensor with these bytes once required gradients: a paused script must not write
+                                 * them */
     } tape;
     struct {
         struct ps_replay *of;   /* the dry run of a pipeline that made it (tensor/replay.h); or NULL */
-        int64_t number;         /* its number among the storages of `of` */
-        int32_t noted;          /* its place in `of`, or -1 */
-        bool scripted;          /* a script may have had a header of it */
+        int64_t number;         /* its number among the storages of that dry run */
+        int32_t noted;          /* its place in that dry run, or -1 */
+        bool scripted;          /* a script may have had a header of the storage */
     } replay;
     struct {
         ps_scope *of;           /* the scope that will drop the storage, or NULL */
         ps_storage *prev, *next;
-        bool unscoped;          /* it counts in unscoped_nbytes of `of`, which is the root scope */
+        bool unscoped;          /* the storage counts in unscoped_nbytes of that scope, which is the root scope */
     } scope;
 };
 
 /* A parameter moves from storage `old` to `s`. */
 static inline void ps_storage_follow(ps_storage *s, const ps_storage *old) { s->engine.watched = old->engine.watched; }
 
-/* The keeper of a storage holds its bytes at present: plain memory, a chunk, a shard, or the host while activations are
- * offloaded. */
+/* The keeper of a storage is the object that holds its bytes at present: plain memory, a chunk, a shard, or the host
+ * while activations are offloaded. */
 typedef struct ps_keeper_table {
     const char *name;
     void (*free)(ps_keeper *keeper, ps_storage *s);        /* clears s->block; never while pinned */
     /* The bytes stay at *out, an address of `device`, until unpin. They also stay valid for all work that was queued on
-     * the compute stream of `device` before the unpin: that memory gets other contents only after this work
-     * (backend.h). After a failure nothing is pinned. Only storages in chunks can be pinned on a device other than
-     * s->device. */
+     * the compute stream of `device` before the unpin: the memory is reused only after this work (backend.h). After a
+     * failure nothing is pinned. Only storages in chunks can be pinned on a device other than s->device. */
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) for ps_tensor_note_line */
@@ -86,17 +86,19 @@ typedef struct ps_mem_table {
     int (*info)(ps_mem *mem, int device, ps_memory_info *out);
     int (*set_limit)(ps_mem *mem, int device, int64_t nbytes);
     void (*reset_peak)(ps_mem *mem, int device);
-    int64_t (*held)(ps_mem *mem, int device);              /* (optional) bytes taken from the system, in use or not */
-    /* (optional) Bytes that a trim with holes would keep. *peak, unless NULL: the largest such number since the last
-     * call that asked for the peak. */
+    int64_t (*held)(ps_mem *mem, int device);              /* (optional) number of bytes obtained from the system, in
+                                                            * use or not */
+    /* (optional) Returns the number of bytes that a trim with holes would keep. If `peak` is not NULL, sets it to the
+     * largest such number since the last call that asked for the peak. */
     int64_t (*busy)(ps_mem *mem, int device, int64_t *peak);
-    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) bounds `held`; 0: no limit */
+    void (*set_hold_limit)(ps_mem *mem, int device, int64_t nbytes);    /* (optional) sets the limit of `held`; 0: no
+                                                                         * limit */
     /* (optional) Returns unused bytes to the system: those after the last used byte and, with `holes`, also those
      * between used bytes. The system maps these pages again when they are next touched. */
     void (*trim)(ps_mem *mem, int device, bool holes);
     /* (plain memory only) ps_memory_holders. */
     int (*holders)(ps_mem *mem, int device, int when, ps_holder *out, int64_t *used);
-    /* (plain memory only) Another manager that shares the budget of this device was refused memory. */
+    /* (plain memory only) Called after another manager that shares this device's budget found no memory. */
     void (*refused)(ps_mem *mem, int device);
     void (*close)(ps_mem *mem);
 } ps_mem_table;
@@ -106,7 +108,7 @@ struct ps_mem {
     const ps_mem_table *table;
 };
 
-/* Pin and unpin through the storage's present keeper. A pin may move the storage to another keeper. */
+/* Pins and unpins through the storage's present keeper. A pin may move the storage to another keeper. */
 static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, void **out)
 {
     return s->keeper->table->pin(s->keeper, s, device, access, out);
@@ -117,17 +119,17 @@ static inline void ps_storage_free(ps_storage *s)
 {
     if (s->block) s->keeper->table->free(s->keeper, s);
 }
-/* Whether `mem`, which may be NULL, is the keeper of s. */
+/* True if `mem`, which may be NULL, is the keeper of s. */
 static inline bool ps_storage_is_of(const ps_storage *s, const ps_mem *mem) { return mem && s->keeper == &mem->keeper; }
 
 /* plain.c: every storage stays where it was allocated, in one arena per device. The reference path. */
 int ps_mem_plain_new(int n_devices, ps_backend *const *devices, ps_mem **out);
 int ps_mem_plain_add(ps_mem *mem, ps_backend *device);      /* adds a device after the others */
 void ps_mem_plain_undo(ps_mem *mem);                        /* removes the last device, which must be unused */
-bool ps_storage_is_plain(const ps_storage *s);              /* its keeper is memory of plain.c */
+bool ps_storage_is_plain(const ps_storage *s);              /* the bytes get plain.c as their keeper */
 
-/* lent.c: a storage whose bytes belong to a lender. ps_storage_lend frees the storage's own bytes; the storage then
- * owns the loan until its bytes are freed. */
+/* lent.c: storages whose bytes belong to a lender. ps_storage_lend frees the storage's own bytes; the storage then owns
+ * the loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
 
@@ -143,7 +145,7 @@ int64_t ps_arena_held(const ps_arena *arena);
 int64_t ps_arena_busy(ps_arena *arena, int64_t *peak);      /* as ps_mem_table.busy */
 void ps_arena_set_hold_limit(ps_arena *arena, int64_t nbytes);
 /* Returns to the system unused regions, the unused ends of the other regions and, with `holes`, all whole pages that
- * are not in use. True: something was returned. */
+ * are not in use. Returns true if it returned anything. */
 bool ps_arena_trim(ps_arena *arena, bool holes);
 void *ps_block_address(const ps_block *block);
 void ps_block_note(ps_block *block, int32_t line, bool scratch);

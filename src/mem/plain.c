@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device.
- * A pin returns the address and is counted; nothing moves. */
+ * The reference memory manager: every storage stays on its device from creation to the end, in one arena per device. A
+ * pin returns the address and counts itself. No bytes move. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "mem/mem.h"
@@ -10,7 +10,7 @@ enum { MAX_DEVICES = 8 };
 typedef struct plain {
     ps_mem base;
     int n_devices;
-    int refused;                  /* the device that last refused memory, or -1 */
+    int refused;                  /* the device that last found no memory, or -1 */
     ps_arena *arenas[MAX_DEVICES];
 } plain;
 
@@ -122,7 +122,7 @@ static int plain_holders(ps_mem *mem, int device, int when, ps_holder *out, int6
         device = p->refused;
     }
     if (device < 0 || device >= p->n_devices || when < PS_HOLD_NOW || when > PS_HOLD_FAILED)
-        return ps_fail(PS_EINVAL, "no such device, %d, or moment, %d", device, when);
+        return ps_fail(PS_EINVAL, "there is no device %d, or no moment %d", device, when);
     return ps_arena_holders(p->arenas[device], when, out, used);
 }
 
