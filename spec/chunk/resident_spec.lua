@@ -160,7 +160,7 @@ describe("a model that neither the device nor the host holds", function()
     refused({ device = 0.45 * s + MIB, host = 0.5 * s + 512 * KIB }, nil, "the step does not fit", "memory.device")
     refused({ device = 0.75 * s + MIB, host = 0.5 * s + 512 * KIB },
       { device = "sim", zero_optimization = { stage = 0, offload_optimizer = { device = "cpu", ratio = 1 } } },
-      "all chunks are", "tier host has room for", "offload_optimizer.ratio")
+      "all chunks have", "tier host has room for", "offload_optimizer.ratio")
   end)
 end)
 

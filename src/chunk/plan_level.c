@@ -12,28 +12,31 @@
 #include "base/grow.h"
 #include "chunk/plan_level.h"
 
-/* A heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy, which are
- * evicted first. The tops of the other heaps are compared by weight. */
+/* A heap of candidates for each WEIGH_* of policy.h, and one for candidates whose eviction costs no copy. Candidates of
+ * the last heap are evicted first. The tops of the other heaps are compared by weight. */
 enum { CLASS_FREE = WEIGH_COUNT, CLASS_COUNT };
 /* Room is made early only for uses that lie at most REACH times the read-ahead depth ahead, in bytes used by then.
- * Making room sooner gains nothing, and chunks would have to leave that are needed before. */
+ * Making room sooner gains nothing, and would evict chunks that are needed before. */
 enum { REACH = 3 };
 
 typedef struct track {
-    double key, last, taken;      /* rank while a candidate; places of its last event and of its arrival */
+    double key, last, taken;      /* its rank while it is a candidate; the places of its last event and of its
+                                   * arrival */
     int64_t nbytes;
     int32_t next;                 /* its next event beyond the take cursor (as ps_stream.next) */
-    int32_t group;                /* of its last taken event, or -1 */
+    int32_t group;                /* its last taken event, or -1 */
     int32_t slot;                 /* place in its heap; -1: not a candidate */
-    int32_t free_from;            /* moment from which it may leave */
-    int32_t below_from;           /* moment from which the copy below may be read */
-    int32_t fetched, written;     /* number + 1 of the move that brought it here, in this level's list (fetched) or in
-                                   * that of the level above (written); 0: none */
-    int32_t above;                /* number + 1 of the last move above that read or wrote it here, or 0 */
+    int32_t free_from;            /* the moment from which it may leave */
+    int32_t below_from;           /* the moment from which the copy below may be read */
+    int32_t fetched, written;     /* number + 1 of the move that brought the chunk here: fetched, in this level's list;
+                                   * written, in the list of the level above. 0: none */
+    int32_t above;                /* number + 1 of the last move of the level above that read or wrote the chunk here,
+                                   * or 0 */
     int32_t class;
 } track;
 
-/* Space taken for one chunk: bytes of this and all earlier takings; the moment at which its use is over. */
+/* Space that is taken for one chunk: the bytes of this chunk and of all chunks before it, and the moment at which its
+ * use is over. */
 typedef struct taking { int64_t until; int32_t over; } taking;
 
 typedef struct run {
@@ -42,11 +45,12 @@ typedef struct run {
     track *tracks;
     int32_t *heap[CLASS_COUNT], size[CLASS_COUNT];
     int32_t *picked;
-    uint8_t *took;                /* [events of two rounds] 1: the event took space for its chunk */
+    uint8_t *took;                /* [events of two rounds] 1: space was taken for the event's chunk */
     taking *takings;
     int32_t n_takings, oldest;
-    int32_t take, use;            /* the cursors: an event; a group */
-    int64_t used, leaving, waiting;   /* bytes of chunks here; of candidates; of space taken for uses still ahead */
+    int32_t take, use;            /* the cursors: the next event; the next group */
+    int64_t used, leaving, waiting;   /* bytes of chunks on this tier; of candidates; of space that is taken for later
+                                       * uses */
     int32_t last_free;            /* number + 1 of the last move that frees space, or 0 */
     double now;                   /* the place of the use cursor */
 } run;
@@ -108,7 +112,7 @@ static void candidate_remove(run *r, int32_t chunk)
     heap_down(r, k, r->tracks[moved].slot);
 }
 
-/* The class of a chunk by its coming events, were it to leave now. *next: the event that will want it back here. */
+/* The class of a chunk if it left now, by its coming events. *next: the event that will need it here again. */
 static int classify(const run *r, int32_t chunk, int32_t *next)
 {
     uint8_t at = r->l->at[chunk];
@@ -116,7 +120,7 @@ static int classify(const run *r, int32_t chunk, int32_t *next)
     bool lone = !(at & AT_BELOW);
     for (; e >= 0; e = after(r, e)) {
         int kind = event_at(r, e)->kind;
-        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the chunk has to leave anyway */
+        if (lone ? kind == EV_DOWN : kind == EV_DOWN_WRITE) break;      /* the chunk must leave anyway */
         if (!lone && (kind == EV_DOWN || kind == EV_GONE)) continue;    /* the copy below serves these events */
         break;
     }
@@ -140,7 +144,7 @@ static void make_candidate(run *r, int32_t chunk)
     candidate_add(r, chunk);
 }
 
-/* The candidate that should leave first, or -1. */
+/* Returns the candidate that should leave first, or -1. */
 static int32_t best(const run *r)
 {
     if (r->size[CLASS_FREE] > 0) return r->heap[CLASS_FREE][0];
@@ -183,7 +187,7 @@ static int emit(run *r, int kind, int32_t chunk, int32_t from, int32_t need, int
     return 0;
 }
 
-/* Emits the move by which a chunk leaves; the caller has removed it from the candidates. */
+/* Emits the move by which a chunk leaves. The caller has removed the chunk from the candidates. */
 static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
 {
     track *t = &r->tracks[chunk];
@@ -194,14 +198,14 @@ static int leave(run *r, int32_t chunk, int32_t need, int32_t event)
     return emit(r, ends ? PS_MOVE_DROP : PS_MOVE_EVICT, chunk, t->free_from < need ? t->free_from : need, need, event);
 }
 
-/* Bytes that the tier has for chunks at a moment. */
+/* The bytes that the tier has for chunks at a moment. */
 static int64_t limit_at(const ps_level *l, int32_t moment)
 {
     return l->capacity + (l->extra && moment < l->n_moments ? l->extra[moment] : 0);
 }
 
-/* Makes room for `nbytes` more within `limit`: 1 made, 0 not possible now. Chunks are chosen by rank; then those that
- * turn out not to be needed for the room stay. */
+/* Makes room for `nbytes` more within `limit`. Returns 1 if there is room, 0 if that is not possible now. Chunks are
+ * chosen by rank. Those that turn out not to be needed for the room stay. */
 static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_t event)
 {
     int64_t room = limit - r->used;
@@ -226,8 +230,8 @@ static int make_room(run *r, int64_t nbytes, int64_t limit, int32_t need, int32_
     return 1;
 }
 
-/* The first moment at which a fetch may take its space: from then on the chunks that were fetched before it and not
- * used yet leave room for it within `ahead`. */
+/* The first moment at which a fetch may take its space. From this moment on, the chunks that were fetched before it and
+ * are not used yet leave room for it within `ahead`. */
 static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
 {
     int64_t total = (r->n_takings ? r->takings[r->n_takings - 1].until : 0) + nbytes;
@@ -238,8 +242,8 @@ static int32_t fetch_from(run *r, int64_t nbytes, int32_t moment)
     return over < moment ? over : moment;
 }
 
-/* Takes space for the chunk of event i, and its contents when `fetch`: 1 done, 0 not now. must: the use cursor is at
- * the event's group, so neither `ahead` nor REACH bounds it. */
+/* Takes space for the chunk of event i and, if `fetch` is set, fetches its contents. Returns 1 if done, 0 if that is
+ * not possible now. must: the use cursor is at the event's group, so neither `ahead` nor REACH limits it. */
 static int take_space(run *r, int32_t i, bool fetch, bool must)
 {
     const ps_event *e = event_at(r, i);
@@ -269,7 +273,7 @@ static int take_space(run *r, int32_t i, bool fetch, bool must)
 }
 
 /* -- events ------------------------------------------------------------------------------------------------------- */
-/* The chunk of a use is here, but the move that brought it may have been meant for later. */
+/* The chunk of a use is here, but the move that brought it may have been planned for a later moment. */
 static void hurry(run *r, const ps_event *e)
 {
     const track *t = &r->tracks[e->chunk];
@@ -288,7 +292,7 @@ static int use_here(run *r, int32_t i, const ps_event *e, bool must)
         if (rc <= 0) return rc;
         if (blank) *at = AT_HERE;
     }
-    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents take the same space */
+    if (*at & AT_ENDED) *at = AT_HERE;                    /* other contents use the same space */
     if (e->kind == EV_WRITE) *at &= (uint8_t)~AT_BELOW;
     r->tracks[e->chunk].free_from = e->moment + 1;
     return 1;
@@ -308,7 +312,7 @@ static int use_below(run *r, int32_t i, const ps_event *e)
     return 1;
 }
 
-/* A move of the level above, or a write or an end of contents there. */
+/* Handles a move of the level above, or a write or an end of contents there. */
 static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -345,7 +349,7 @@ static int serve_above(run *r, int32_t i, const ps_event *e, bool must)
     return 1;
 }
 
-/* The contents end with an event that has been taken. */
+/* Handles contents that end with an event that has been taken. */
 static void note_end(run *r, const ps_event *e)
 {
     uint8_t *at = &r->l->at[e->chunk];
@@ -353,14 +357,14 @@ static void note_end(run *r, const ps_event *e)
     r->tracks[e->chunk].free_from = e->moment + 1;
 }
 
-/* Takes event i: 1 done, 0 not now. */
+/* Takes event i. Returns 1 if done, 0 if that is not possible now. */
 static int take_event(run *r, int32_t i, bool must)
 {
     const ps_event *e = event_at(r, i);
     track *t = &r->tracks[e->chunk];
     uint8_t both = AT_HERE | AT_BELOW;
     if (e->kind == EV_DOWN && (r->l->at[e->chunk] & both) == both && !e->ends && !(r->l->at[e->chunk] & AT_ENDED)) {
-        t->next = r->s->next[i];                          /* read from the copy below: nothing changes here */
+        t->next = r->s->next[i];                          /* the copy below is read: nothing changes on this tier */
         return 1;
     }
     candidate_remove(r, e->chunk);
@@ -374,7 +378,7 @@ static int take_event(run *r, int32_t i, bool must)
     return 1;
 }
 
-/* Takes event i of the next round: fetches its chunk early where that is possible, and changes nothing else. */
+/* Takes event i of the next round: fetches its chunk early if that is possible, and changes nothing else. */
 static int take_beyond(run *r, int32_t i)
 {
     const ps_event *e = event_at(r, i);
@@ -383,13 +387,13 @@ static int take_beyond(run *r, int32_t i)
     if (!(at & (AT_HERE | AT_BELOW)) || (at & AT_ENDED)) return 0;
     if (e->kind == EV_SOURCE && (at & AT_ABOVE)) return 0;
     candidate_remove(r, e->chunk);
-    r->tracks[e->chunk].group = INT32_MAX;                /* stays to the end */
+    r->tracks[e->chunk].group = INT32_MAX;                /* the chunk stays to the end */
     if (at & AT_HERE) return 1;
     return take_space(r, i, true, false);
 }
 
-/* Called when the uses of the group at the use cursor are over. Stops counting its space as waiting, allows its chunks
- * to be evicted, and evicts those whose contents have ended at once. */
+/* Called when the uses of the group at the use cursor are over. The space of the group no longer counts as waiting, and
+ * its chunks may be evicted. Chunks whose contents have ended are evicted at once. */
 static int pass_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++) {
@@ -399,7 +403,7 @@ static int pass_group(run *r, int32_t first, int32_t end)
         if (r->took[i]) r->waiting -= t->nbytes;
         if (t->group != r->use || t->slot >= 0 || !(*at & AT_HERE)) continue;
         if (*at & AT_ENDED) {
-            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* extra room ends */
+            int32_t need = r->used > r->l->capacity ? t->free_from : 2 * r->l->n_moments;      /* the extra room ends */
             PS_TRY(emit(r, PS_MOVE_DROP, chunk, t->free_from, need, i));
             *at = AT_BLANK;
         } else {
@@ -420,7 +424,7 @@ static int fail_group(run *r, int32_t i)
         if (r->s->events[j].kind <= EV_WRITE) wanted += r->tracks[r->s->events[j].chunk].nbytes;
     r->l->bad_event = i;
     return ps_fail_room(PS_ENOMEM, PS_SUB_OP_CHUNKS, r->l->tier, wanted, limit_at(r->l, e->moment),
-                        "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has %lld for them; "
+                        "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has room for %lld; "
                         "raise its budget or use smaller chunks",
                         e->need, (long long)wanted, r->l->tier, (long long)limit_at(r->l, e->moment));
 }
@@ -457,15 +461,15 @@ static int begin(run *r)
     return i < s->n ? fail_group(r, i) : 0;
 }
 
-/* The moment of the events [first, end) has extra room, which holds chunks until its op has run. So its chunks that are
- * here stay. */
+/* The moment of the events [first, end) has extra room, which holds chunks until the moment's op has run. So those of
+ * its chunks that are here stay. */
 static void keep_group(run *r, int32_t first, int32_t end)
 {
     for (int32_t i = first; i < end; i++)
         if (r->s->events[i].kind <= EV_WRITE) candidate_remove(r, r->s->events[i].chunk);
 }
 
-/* Chunks leave the extra room of a moment before the next moment. */
+/* Moves chunks out of the extra room of a moment before the next moment. */
 static int end_extra(run *r, int32_t moment, int32_t event)
 {
     if (limit_at(r->l, moment) <= r->l->capacity || r->used <= r->l->capacity || moment + 1 >= r->l->n_moments)
@@ -500,8 +504,8 @@ static int walk(run *r)
     return 0;
 }
 
-/* Moves are performed in order. So each move gets a `from` that is not earlier than those of the moves before it, and a
- * `need` that is not later than those of the moves after it. */
+/* Moves are performed in order. Each move therefore gets a `from` that is not earlier than those of the moves before
+ * it, and a `need` that is not later than those of the moves after it. */
 static void smooth(ps_level *l)
 {
     for (int32_t i = l->n_moves - 2; i >= 0; i--)

@@ -7,34 +7,36 @@
 #include "chunk/plan.h"
 #include "chunk/policy.h"
 
-/* An event of a chunk, from the point of view of the level's upper tier ("here"). */
+/* An event of a chunk, as seen from the level's upper tier ("here"). */
 typedef enum ps_event_kind {
-    EV_READ, EV_WRITE,            /* a use here */
-    EV_DOWN, EV_DOWN_WRITE,       /* a use below: the contents must be there; a write makes the copy here stale */
+    EV_READ, EV_WRITE,            /* a use on this tier */
+    EV_DOWN, EV_DOWN_WRITE,       /* a use on the tier below: the contents must be there. A write makes the copy here
+                                   * stale */
     EV_SOURCE,                    /* the level above fetches: the contents must be here */
     EV_DEST,                      /* the level above writes down: room must be here; the contents are new */
-    EV_STALE,                     /* a write on the tier above, or a first use there: copies here and below are stale */
+    EV_STALE,                     /* a write on the tier above, or a first use there: the copies here and below are
+                                   * stale */
     EV_GONE,                      /* the level above drops its copy; the only valid copy is then here */
     EV_END,                       /* the contents ended with a use on the tier above */
 } ps_event_kind;
 
 typedef struct ps_event {
     int32_t chunk;
-    int32_t moment;               /* when it may happen: uses of earlier moments are over */
+    int32_t moment;               /* the earliest moment for it: uses of earlier moments are over */
     int32_t need;                 /* the moment that waits for it */
-    int32_t ref;                  /* number of the use, or of the move in the level above */
-    int32_t group;                /* chunks of one group must be here together; counts up without gaps */
+    int32_t ref;                  /* number of the use, or number of the move in the level above */
+    int32_t group;                /* all chunks of a group must be here together; group numbers have no gaps */
     int16_t kind;
-    int16_t ends;                 /* a use whose contents end with it */
+    int16_t ends;                 /* a use with which its contents end */
 } ps_event;
 
 typedef struct ps_stream {
     ps_event *events;
     int32_t n, n_chunks;
-    int32_t *next;                /* [n] next event of the same chunk; n + i: event i of the next round; -1: none */
-    int32_t *first, *last;        /* [n_chunks] of each chunk, or -1 */
-    double *when;                 /* [n] an event's place: the number of events before it plus the bytes of their
-                                   * chunks; uses of a chunk by consecutive groups count its bytes once */
+    int32_t *next;                /* [n] the next event of the same chunk; n + i: event i of the next round; -1: none */
+    int32_t *first, *last;        /* [n_chunks] the first event of each chunk, or -1 */
+    double *when;                 /* [n] an event's place: the number of earlier events plus the bytes of their chunks.
+                                   * Uses of a chunk in consecutive groups count its bytes once */
     double total;                 /* the place after the last event */
 } ps_stream;
 
@@ -47,13 +49,14 @@ typedef struct ps_level {
     int tier, cyclic;
     int32_t n_moments;
     int64_t capacity, ahead;
-    const int64_t *extra;         /* [n_moments] as ps_plan_input.extra, or NULL */
+    const int64_t *extra;         /* [n_moments] ps_plan_input.extra, or NULL */
     const ps_plan_chunk *chunks;
     const ps_stream *stream;
     const ps_policy *policy;
     const ps_tuning *tuning;
-    struct ps_level *above;       /* the level whose moves the events refer to, or NULL */
-    uint8_t *at;                  /* [n_chunks] AT_* before the step; ps_level_run replaces them by those after it */
+    struct ps_level *above;       /* the level to whose moves the events refer, or NULL */
+    uint8_t *at;                  /* [n_chunks] AT_* before the step. ps_level_run replaces them by the values after the
+                                   * step */
     /* made */
     ps_move *moves;
     int32_t *serves;              /* [n_moves] the event that each move serves */
@@ -62,7 +65,8 @@ typedef struct ps_level {
     int32_t bad_event;            /* an event of a group that does not fit, or -1 */
 } ps_level;
 
-int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);  /* fills all but events, n, n_chunks */
+int ps_stream_link(ps_stream *s, const ps_plan_chunk *chunks, int cyclic);  /* fills all fields except events, n,
+                                                                             * n_chunks */
 void ps_stream_clear(ps_stream *s);
 int ps_level_run(ps_level *l);
 void ps_level_clear(ps_level *l);

@@ -10,17 +10,17 @@
  * two. */
 typedef struct ps_victim { double next, last, taken; } ps_victim;
 
-/* The copies that the eviction of a chunk costs: only its fetch (CLEAN); also a copy down (DIRTY); or a copy down
- * later, since the tier above has the same contents (TWIN). */
+/* The copies that the eviction of a chunk costs. CLEAN: only its fetch. DIRTY: also a copy down. TWIN: also a copy down
+ * later, since the tier above has the same contents. */
 enum { WEIGH_CLEAN, WEIGH_DIRTY, WEIGH_TWIN, WEIGH_COUNT };
 typedef struct ps_tuning { double weight[WEIGH_COUNT]; } ps_tuning;
 
 typedef struct ps_policy {
     const char *name;
     double (*rank)(const ps_victim *v);    /* the chunk with the highest rank is evicted first */
-    const ps_tuning *tunings;              /* a plan is made with each, and the cheapest is used */
+    const ps_tuning *tunings;              /* a plan is made with each tuning, and the cheapest plan is used */
     int n_tunings;
 } ps_policy;
 
-const ps_policy *ps_policy_row(int policy);       /* NULL: there is none */
+const ps_policy *ps_policy_row(int policy);       /* NULL: there is no such policy */
 #endif

@@ -9,17 +9,18 @@
 #include "base/error.h"
 #include "chunk/impl.h"
 
-/* Number of chunks of the largest size for which the last tier keeps extra room: a reader on the host needs residents
- * there for a moment, and two chunks that swap places need the room of a third. */
+/* Number of chunks of the largest size for which the last tier keeps extra room. A reader on the host needs residents
+ * there for a moment. Two chunks that swap places need the room of a third. */
 enum { SPARE = 2 };
 
 typedef struct candidate {
     int32_t chunk;
-    int32_t uses;                 /* in the trace; INT32_MAX: used below tier 0 */
+    int32_t uses;                 /* number of uses in the trace; INT32_MAX: used below tier 0 */
     bool resident;
 } candidate;
 
-/* Present residents stay residents. Next are the chunks with the most uses, which would else be copied most. */
+/* Present residents stay residents. After them, those chunks become residents that have the most uses, since they would
+ * be copied most often. */
 static int by_worth(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
@@ -28,7 +29,7 @@ static int by_worth(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : 1;
 }
 
-/* Bytes that the last tier's chunks may take in a step like `trace`; INT64_MAX: without bound. */
+/* The bytes that chunks may have on the last tier in a step like `trace`. INT64_MAX: no limit. */
 static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
 {
     int last = cs->n_tiers - 1;
@@ -39,7 +40,8 @@ static int64_t last_tier_room(ps_chunks *cs, const ps_trace *trace)
         return info.capacity;
     }
     if (budget == 0) return INT64_MAX;
-    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that other tensors no longer use goes back first */
+    if (tier_other(cs, last) > trace->other_peak[last])    /* memory that other tensors no longer use is returned to the
+                                                            * system first */
         cs->plain->table->trim(cs->plain, cs->tiers[last].device, true);
     int64_t other = other_in_step(cs, trace, last);
     return budget > other ? budget - other : 0;
@@ -49,9 +51,9 @@ static int fail_homeless(ps_chunks *cs, int64_t chunks, int64_t room, int64_t wa
 {
     const char *last = cs->tiers[cs->n_tiers - 1].name, *first = cs->tiers[0].name;
     return ps_fail_room(PS_ENOMEM, PS_SUB_HOMELESS, 0, wanted, can_stay,
-                        "the step does not fit: all chunks are %s, tier %s has room for %s of them, and to stay on "
-                        "tier %s for whole steps, as the others would have to, only %s are fit, which are used nowhere "
-                        "else; raise memory.%s%s, or let more of the updates run on the device "
+                        "the step does not fit: all chunks have %s, and tier %s has room for %s of them; the others "
+                        "would have to stay on tier %s for whole steps, but only %s of chunks can, as they are used "
+                        "nowhere else; raise memory.%s%s, or let more of the updates run on the device "
                         "(zero_optimization.offload_optimizer.ratio, client.mem_tracer.margin_use_ratio)",
                         bytes_text(chunks).s, last, bytes_text(room).s, first, bytes_text(can_stay).s, last_key(cs),
                         cs->disk ? "" : ", set memory.disk");
@@ -103,13 +105,14 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
 int residents_make(ps_chunks *cs, const uint8_t *resident)
 {
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].resident = resident[i] != 0;
-    for (int pass = 0; pass < 2; pass++)                  /* first those on tier 0 already: they take no room there */
+    for (int pass = 0; pass < 2; pass++)                  /* begins with those on tier 0: they need no room there */
         for (int32_t i = 0; i < cs->n_chunks; i++) {
             chunk *c = chunk_at(cs, i);
             if (!c->resident || c->valid == 0 || c->pins > 0 || (pass == 0 && !has_copy(c, 0))) continue;
             int64_t fetched = cs->stats.unplanned;
             PS_TRY(bring(cs, c, 0));
-            cs->stats.unplanned = fetched;                /* they come once, not in each step: not counted */
+            cs->stats.unplanned = fetched;                /* residents come up once, not in each step, so these copies
+                                                           * are not counted */
             for (int t = 1; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
             c->valid = 1;
         }

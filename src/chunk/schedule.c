@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Steps: records uses, plans from a trace, performs a plan. A plan is never required for correctness: a move that does
- * not fit the present places of chunks is skipped, and a pin that the plan did not serve fetches its chunk by
- * itself. */
+ * Steps: records the uses of chunks, makes a plan from a trace, and performs the plan. A plan is never required for
+ * correctness: a move that does not fit the present places of chunks is skipped, and a pin that the plan did not serve
+ * fetches its chunk by itself. */
 #include <string.h>
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
 #include "chunk/impl.h"
 
-/* If other tensors make room for an op, plans leave them a margin in addition to their peak: OTHER_PAGES pages and the
- * peak / OTHER_SHARE, the latter at most OTHER_MOST bytes. A real arena is fragmented differently from that of a dry
- * run, so other tensors may use more memory than the trace says. */
+/* If other tensors make room for an op, plans leave them a margin in addition to their peak. The margin is OTHER_PAGES
+ * pages plus the peak / OTHER_SHARE, where the second term is at most OTHER_MOST bytes. A real arena is fragmented
+ * differently from that of a dry run, so other tensors may use more memory than the trace says. */
 enum { OTHER_PAGES = 2, OTHER_SHARE = 16, OTHER_MOST = 1 << 20 };
 
 /* -- noting ------------------------------------------------------------------------------------------------------- */
-static void stop_noting(ps_chunks *cs)                       /* without a trace pins still fetch their chunks */
+static void stop_noting(ps_chunks *cs)                       /* without a trace, pins still fetch their chunks */
 {
     cs->noting = false;
     cs->record.n_uses = 0;
@@ -37,7 +37,7 @@ static void record_use(ps_chunks *cs, chunk *c, int t, bool write)
                                      .action = (int8_t)cs->step->is.now.kind };
 }
 
-/* The moment that ran is over: records the bytes of other tensors in it. */
+/* The present moment is over: records the bytes of other tensors in it. */
 static void note_others(ps_chunks *cs)
 {
     ps_trace *r = &cs->record;
@@ -55,7 +55,7 @@ static void note_others(ps_chunks *cs)
     }
 }
 
-/* Takes the bytes that the moment's op needs beyond the capacity for chunks from the room of other tensors. */
+/* Uses room of other tensors for those bytes of the moment's op that exceed the capacity for chunks. */
 static void plan_others(ps_chunks *cs)
 {
     const ps_trace *e = cs->expected;
@@ -117,7 +117,8 @@ const ps_trace *ps_chunks_trace_end(ps_chunks *cs)
     for (int t = 0; t < cs->n_tiers && r->n_uses > 0; t++) {
         if (is_disk(cs, t)) continue;
         int64_t *last = &r->spare[(r->n_moments - 1) * PS_TIERS + t];
-        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* it lasts into the next step's beginning */
+        if (*last < cs->before_step[t]) *last = cs->before_step[t];      /* the last moment lasts into the beginning of
+                                                                          * the next step */
         if (cs->step->dry) r->other_peak[t] = cs->step->dry->table->held(cs->step->dry, cs->tiers[t].device);
         for (int32_t m = 0; m < r->n_moments; m++) {
             int64_t *at = &r->spare[m * PS_TIERS + t];
@@ -141,13 +142,13 @@ typedef struct request {
     ps_plan_input in;
     ps_plan_chunk *chunks;        /* [n_chunks] */
     uint8_t *resident;            /* [n_chunks] 1: not part of the plan */
-    ps_use *uses;                 /* [n_uses] uses of the trace except those of residents */
-    int32_t *number;              /* [n_uses] the number in the trace of each of `uses` */
+    ps_use *uses;                 /* [n_uses] the uses of the trace without those of residents */
+    int32_t *number;              /* [n_uses] the number of each of `uses` in the trace */
     int64_t resident_nbytes;
     int64_t *extra[PS_TIERS];     /* as ps_plan_input.extra */
     int64_t margin[PS_TIERS];     /* if `extra` is set: bytes left to other tensors in addition to their peak */
-    int64_t wanted, left;         /* if an op has no room in addition to other tensors' peak: bytes of the widest op's
-                                   * chunks on the first such tier, and that tier's capacity for chunks; else 0 */
+    int64_t wanted, left;         /* if an op has no room in addition to other tensors' peak: the bytes of the largest
+                                   * op's chunks on the first such tier, and that tier's capacity for chunks; else 0 */
     int32_t short_tier;           /* that tier */
 } request;
 
@@ -180,9 +181,9 @@ static int request_open(ps_chunks *cs, const ps_trace *trace, request *r)
     return rc;
 }
 
-/* Bytes left to other tensors on tier t in addition to their peak when they make room for ops. 0: they cannot make
- * room, since the trace does not have their bytes by moment, the backend cannot return free memory between them, or the
- * capacity is smaller than the margin. */
+/* The bytes left to other tensors on tier t in addition to their peak if they make room for ops. 0: they cannot make
+ * room. Either the trace does not have their bytes by moment, or the backend cannot return free memory between them, or
+ * the capacity is smaller than the margin. */
 static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int64_t capacity)
 {
     const ps_backend *be = cs->tiers[t].be;
@@ -193,7 +194,7 @@ static int64_t margin_of(const ps_chunks *cs, const ps_trace *trace, int t, int6
     return margin <= capacity ? margin : 0;
 }
 
-/* The most bytes of chunks that one op needs on tier t. */
+/* The largest number of bytes of chunks that one op needs on tier t. */
 static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 {
     int64_t need = 0, most = 0;
@@ -207,8 +208,8 @@ static int64_t widest_op(const ps_chunks *cs, const request *r, int t)
 }
 
 /* An op whose chunks on tier t do not fit in addition to the peak of other tensors gets memory that these tensors do
- * not use at that moment. The arena must return that memory and map it again later, which costs time. So nothing is
- * taken if there is room without it. */
+ * not use at that moment. The arena must return that memory and map it again later, which costs time. So the op gets
+ * such memory only if there is no other room. */
 static int fill_extra(ps_chunks *cs, const ps_trace *trace, request *r, int t)
 {
     int64_t need = widest_op(cs, r, t), capacity = r->in.capacity[t];
@@ -258,9 +259,11 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
         if (cs->config.ahead[t]) {
             ahead = cs->config.ahead[t];
         } else if (t + 1 < cs->n_tiers && !is_disk(cs, t + 1)) {
-            ahead = r->in.capacity[t] / 2;   /* forward wants the chunks in half of backward's time: fetches bunch up */
+            ahead = r->in.capacity[t] / 2;   /* forward needs the chunks in half of backward's time, so fetches come
+                                              * close together */
         } else {
-            int64_t sets = n > 0 ? total / n * 6 : 0;    /* six chunks of mean size: two sets of what Adam fetches */
+            int64_t sets = n > 0 ? total / n * 6 : 0;    /* the bytes of six chunks of mean size: two sets of the chunks
+                                                          * that Adam fetches */
             if (ahead > sets) ahead = sets;
         }
         r->in.ahead[t] = cs->config.prefetch ? ahead : 0;
@@ -269,10 +272,12 @@ static int fill_request(ps_chunks *cs, const ps_trace *trace, request *r)
     return 0;
 }
 
-/* The sub-code of an error about an op whose chunks have no room. With residents, smaller chunks help more often. */
+/* The sub-code of the error about an op whose chunks have no room. With residents it differs, because smaller chunks
+ * then help more often. */
 static int op_sub(const request *r) { return r->resident_nbytes > 0 ? PS_SUB_OP_BESIDE_RESIDENTS : PS_SUB_OP_CHUNKS; }
 
-/* The error if the tier of a use has room for its op, but the tier below has none for chunks that move through it. */
+/* The error of a use whose tier has room for its op, while the tier below has no room for chunks that move through
+ * it. */
 static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, const ps_use *u)
 {
     int t = u->tier + 1;
@@ -282,14 +287,14 @@ static int below_failed(ps_chunks *cs, const ps_trace *trace, const request *r, 
     char text[160];
     ps_chunk_text(cs, c, text, sizeof text);
     return ps_fail_room(PS_ENOMEM, op_sub(r), t, left + c->nbytes, left,
-                        "the step does not fit: at moment %d %s, of %s, moves between tiers, and tier %s has no room "
-                        "on the way: the budget of %s leaves %s for chunks beside the %s of other tensors; raise "
-                        "memory.%s", u->moment, text, bytes_text(c->nbytes).s, cs->tiers[t].name,
+                        "the step does not fit: at moment %d %s (%s) moves between tiers, and tier %s has no room "
+                        "for it: of the budget of %s, %s are left for chunks in addition to the %s of other tensors; "
+                        "raise memory.%s", u->moment, text, bytes_text(c->nbytes).s, cs->tiers[t].name,
                         bytes_text(cs->tiers[t].budget).s, bytes_text(left).s, bytes_text(other).s, cs->tiers[t].name);
 }
 
-/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the number in the request of the use
- * that the planner could not serve. */
+/* Raises the planner's error with the names of tensors, chunks and tiers. bad: the number, in the planner's input, of
+ * the use that it could not serve. */
 static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, int32_t bad)
 {
     if (bad < 0 || bad >= r->in.n_uses) return PS_ENOMEM;
@@ -305,7 +310,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
     if (r->margin[u->tier] > 0) {
         int64_t spare = trace->spare[u->moment * PS_TIERS + u->tier];
         other += r->margin[u->tier];
-        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk on its way has no room */
+        if (at->budget - other - stay + spare < wanted) other -= spare;      /* else a chunk has no room on its way */
     }
     int64_t left = at->budget - other - stay;
     char text[160], besides[120] = "";
@@ -321,7 +326,7 @@ static int plan_failed(ps_chunks *cs, const ps_trace *trace, const request *r, i
                         at->name, stay > 0 ? " or memory." : "", stay > 0 ? last_key(cs) : "");
 }
 
-/* Rejects residents, which no plan moves, that do not fit in addition to other tensors. */
+/* Rejects residents that do not fit in addition to other tensors. Plans do not move residents. */
 static int check_residents(ps_chunks *cs, const ps_trace *trace, const request *r)
 {
     const tier *at = &cs->tiers[0];
@@ -353,7 +358,7 @@ void step_off(ps_chunks *cs)
     for (int32_t i = 0; i < cs->n_chunks; i++) cs->chunks[i].next_in_trace = cs->chunks[i].first_in_trace = -1;
 }
 
-/* Links each use with the chunk's next one. */
+/* Links each use with the next use of the same chunk. */
 static int link_uses(ps_chunks *cs, const ps_trace *trace)
 {
     PS_TRY(ps_grow(cs->next_use, cs->next_use_capacity, trace->n_uses));
@@ -374,7 +379,7 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
     return true;
 }
 
-/* Refuses a step whose chunks and other tensors are more than all budgets together. */
+/* Rejects a step whose chunks and other tensors exceed all budgets together. */
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
@@ -405,15 +410,15 @@ static int leave_room(ps_chunks *cs, const ps_trace *trace)
     return ps_chunks_settle(cs);
 }
 
-/* Rejects a step whose other tensors do not fit on a tier. Checked last, since the plan's error has more details if
- * chunks are the reason. */
+/* Rejects a step whose other tensors do not fit on a tier. This check is the last, since the plan's error has more
+ * details if chunks are the reason. */
 static int check_others(ps_chunks *cs, const ps_trace *trace)
 {
     for (int t = 0; t < cs->n_tiers; t++) {
         const tier *at = &cs->tiers[t];
         if (is_disk(cs, t) || at->budget == 0 || trace->other_peak[t] <= at->budget) continue;
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, trace->other_peak[t], at->budget,
-                            "the step does not fit: beside chunks it takes %s on tier %s, whose budget is %s; raise "
+                            "the step does not fit: without chunks it needs %s on tier %s, whose budget is %s; raise "
                             "memory.%s, or use a smaller batch or recompute",
                             bytes_text(trace->other_peak[t]).s, at->name, bytes_text(at->budget).s, at->name);
     }
@@ -424,7 +429,7 @@ int ps_chunks_step_begin(ps_chunks *cs, const ps_trace *trace)
 {
     step_off(cs);
     if (!trace || trace->n_uses == 0) return 0;
-    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
+    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
     PS_TRY(ps_chunks_settle(cs));
     PS_TRY(check_total(cs, trace));
     PS_TRY(link_uses(cs, trace));
@@ -455,8 +460,9 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
-    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is of chunks that are gone");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* no level below, whose plan would find too little room */
+    if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* tier 1 has no tier below, so its plan would find too
+                                                             * little room */
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
@@ -537,7 +543,7 @@ int ps_chunks_resume(ps_chunks *cs)
 }
 
 /* -- carrying out ------------------------------------------------------------------------------------------------- */
-/* 0: begun, or not needed; 1: not now. */
+/* Returns 0 if the move has begun or is not needed, 1 if it cannot begin now. */
 static int begin_move(ps_chunks *cs, const ps_move *m)
 {
     chunk *c = chunk_at(cs, m->chunk);
@@ -547,21 +553,22 @@ static int begin_move(ps_chunks *cs, const ps_move *m)
     switch (m->kind) {
     case PS_MOVE_FETCH:
         if (has_copy(c, t)) return 0;
-        if (c->valid == 0) return 0;                     /* no contents yet: the pin makes them */
+        if (c->valid == 0) return 0;                     /* the chunk has no contents yet: the pin makes them */
         if (has_copy(c, t + 1)) return begin_fetch(cs, c, t);
-        return m->need <= cs->now ? 0 : 1;               /* not on tier t + 1 yet; once due, left to the pin */
+        return m->need <= cs->now ? 0 : 1;               /* the chunk is not on tier t + 1 yet. If the move is due, the
+                                                          * pin does it */
     case PS_MOVE_EVICT:
         return !c->slot[t] || c->pins > 0 ? 0 : begin_evict(cs, c, t);
     case PS_MOVE_DROP:
         if (!c->slot[t] || c->tier_pins[t] > 0) return 0;
         if (!has_copy(c, t) || (c->valid & ~(1u << t))) slot_drop(cs, c, t);
-        else return begin_evict(cs, c, t);               /* the last valid copy: it is moved down instead */
+        else return begin_evict(cs, c, t);               /* the last valid copy is moved down instead */
         return 0;
     }
     return 0;
 }
 
-/* Begins moves of level l until one may not begin yet. */
+/* Begins moves of level l until one of them may not begin yet. */
 static int advance_level(ps_chunks *cs, int l, bool *moved)
 {
     const ps_plan *p = &cs->plan;
@@ -598,17 +605,17 @@ int advance(ps_chunks *cs)
             PS_TRY(transfers_poll(cs, true, NULL));
             continue;
         }
-        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit the tiers now: go on without */
+        for (int l = 0; l < PS_TIERS - 1; l++)           /* the plan does not fit the tiers now: continues without it */
             cs->cursor[l] = cs->plan.n_moves[l];
     }
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
-/* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up when its use there is near. Two moves are worth making sooner if there is
- * room. A chunk that was used above and is used below next moves down at once, instead of together with all others. A
- * chunk that was updated below for the last time in this step moves back up while no other chunk is moving up. Without
- * that the next step would begin with all these copies. */
+/* -- ahead of the plan ---------------------------------------------------------------------------------------------- A
+ * plan covers one step and moves a chunk up when its use there is near. If there is room, it pays to make two kinds of
+ * moves sooner. A chunk that was used above and is used below next moves down at once, instead of together with all
+ * others. A chunk that was updated below for the last time in this step moves back up while no other chunk is moving
+ * up. Without that the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;
@@ -616,7 +623,7 @@ static void leave_early(ps_chunks *cs, chunk *c, int t)
     if (tier_room(cs, t + 1) >= cs->tiers[t].used) begin_evict(cs, c, t);      /* on failure the plan moves c later */
 }
 
-/* Bytes that stay free on tier 0 to the end of the plan, if only the plan's moves happen. */
+/* The bytes on tier 0 that stay free to the end of the plan if no moves except the plan's happen. */
 static int64_t room_to_stay(ps_chunks *cs)
 {
     int64_t room = tier_room(cs, 0), least;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The chunk manager's memory: slots on each tier, copies between neighbouring tiers, making room. Invariants: A chunk
- * has at most one copy under way. Slots given out and memory kept for reuse never exceed a tier's budget less its other
- * tensors. A request that fails may have moved chunks, but each still has its contents on some tier. */
+ * The memory of the chunk manager: allocates slots on each tier, copies between neighbouring tiers, and makes room.
+ * Invariants: A chunk has at most one copy under way. Allocated slots and memory kept for reuse never exceed a tier's
+ * budget minus its other tensors. A request that fails may have moved chunks, but each still has its contents on some
+ * tier. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,7 +55,7 @@ void record_tiers(ps_chunks *cs)
     }
 }
 
-/* c got memory on tier t, gave it up, or was copied there. */
+/* Called after c got memory on tier t, freed it, or was copied there. */
 static void record_chunk(ps_chunks *cs, const chunk *c, int what, int from, int t)
 {
     if (!ps_record_on()) return;
@@ -142,7 +143,7 @@ void cache_forget(ps_chunks *cs, int64_t nbytes)
             region_free(&cs->tiers[t], p, nbytes);
 }
 
-/* Lets the plain manager return its unused memory if that makes room for `nbytes`. */
+/* If that makes room for `nbytes`, lets the plain manager return its unused memory. */
 static bool trim(ps_chunks *cs, int t, int64_t nbytes)
 {
     const tier *at = &cs->tiers[t];
@@ -154,8 +155,8 @@ static bool trim(ps_chunks *cs, int t, int64_t nbytes)
     return tier_room(cs, t) >= nbytes;
 }
 
-/* Whether c can give up its extent of the disk's file: the contents there are stale or, with `redundant`, a tier above
- * has them, too. */
+/* True if c's extent in the disk's file can be freed: the contents there are stale or, with `redundant`, a tier above
+ * also has them. */
 static bool can_give_extent(const chunk *c, int disk, bool redundant)
 {
     if (c->dead || c->extent < 0 || c->transfer) return false;
@@ -182,9 +183,9 @@ static int extent_take(ps_chunks *cs, chunk *c)
 
 enum { SPARE_NBYTES = 64 << 20, GRANT_NBYTES = SPARE_NBYTES / 4 };
 
-/* Whether the system has this much memory for tier t, and on the host some to spare. A query of the host takes longer
- * than the allocation of a small slot, so one query serves many slots, which together use at most a part of the spare
- * memory. */
+/* True if the system has this much memory for tier t and, on the host, some more to spare. A query of the host takes
+ * longer than the allocation of a small slot. So one query serves many slots, which together use at most a part of the
+ * spare memory. */
 static bool system_has(tier *at, int64_t nbytes)
 {
     if (!at->be->is_host) return at->be->bytes_available(at->be) >= nbytes;
@@ -242,13 +243,13 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
-/* Starts the copy that x describes, after copy `after` (or NULL). c has memory on both tiers already. */
+/* Starts the copy x, after copy `after` (or NULL). c already has memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
     chunk *c = chunk_at(cs, x->chunk);
     int t = x->level;
     void *above = c->slot[t];
-    if (cs->tiers[t].be->pretends) return 0;                 /* ended: there are no bytes to move */
+    if (cs->tiers[t].be->pretends) return 0;                 /* already complete: there are no bytes to move */
     if (is_disk(cs, t + 1)) {
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
         return ps_disk_write(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
@@ -338,7 +339,8 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     c->transfer = NULL;
     if (heir) heir->transfer->behind = false;
     if (rc < 0) {
-        if (heir) heir->slot[t] = NULL;                   /* the memory stays c's; the heir's copy fails, too */
+        if (heir) heir->slot[t] = NULL;                   /* the memory stays that of the chunk that moves down; the
+                                                           * heir's copy fails, too */
         if (x->up) slot_drop(cs, c, t);
         else if (!is_disk(cs, t + 1)) slot_drop(cs, c, t + 1);
         return;
@@ -349,7 +351,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     } else {
         c->valid |= (uint8_t)(1u << (t + 1));
         cs->tiers[t].bytes_down += c->nbytes;
-        if (heir) {                                       /* the heir has the memory now; `used` counts it as before */
+        if (heir) {                                       /* the heir now has the memory; `used` counts it as before */
             c->slot[t] = NULL;
             c->valid &= (uint8_t)~(1u << t);
         } else if (c->tier_pins[t] == 0 && !(c->resident && t == 0)) {
@@ -360,7 +362,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* what the device itself says, where it does */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* the device's own message, if it has one */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }
@@ -370,7 +372,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
     int result = 0;
     for (transfer **at = &cs->transfers; *at;) {
         transfer *x = *at;
-        bool before = only && x->heir == only->id;        /* the copy down before the fetch of `only` */
+        bool before = only && x->heir == only->id;        /* the copy down that comes before the fetch of `only` */
         bool wait = block && (!only || x->chunk == only->id || before);
         double began = wait ? ps_now() : 0;
         int64_t wait_ns = wait ? ps_record_begin() : 0;
@@ -418,14 +420,14 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
     if (c) ps_chunk_text(cs, c, text, sizeof text);
     if (at->budget == 0)
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, 0,
-                            "%s%s: %s wanted on tier %s, but this machine has no more memory (%s in chunks); "
+                            "%s%s: %s wanted on tier %s, but this machine has no more memory (chunks have %s); "
                             "set memory.%s and memory.disk so that chunks can move out",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->used).s, at->name);
-    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine lacks memory, the budget has room */
+    if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine lacks memory, although the budget has room */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
-                            "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but there are only %s "
-                            "left %s%s; free some there, or set memory.%s lower, so that chunks move out before that",
+                            "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but the machine has only "
+                            "%s left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
                             at->be->is_host ? ps_host_limited_by() : "on the device",
@@ -442,9 +444,9 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
         snprintf(idle, sizeof idle, ", of which %s are free and cannot be given back while tensors made earlier lie "
                  "among them", bytes_text(other - info.used).s);
     return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, left,
-                        "%s%s: %s wanted on tier %s, %s free of its budget of %s (chunks %s, of which in use %s; other "
-                        "tensors %s%s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a smaller "
-                        "chunk_size", c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
+                        "%s%s: %s wanted on tier %s, but only %s of its budget of %s are free (chunks %s, of which %s "
+                        "in use; other tensors %s%s)%s; raise memory.%s%s%s%s, or use a smaller batch, recompute or a "
+                        "smaller chunk_size", c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                         bytes_text(left > 0 ? left : 0).s, bytes_text(at->budget).s, bytes_text(at->used).s,
                         bytes_text(pinned).s, bytes_text(other).s, idle, below, at->name,
                         last ? ", set memory.disk" : below[0] ? " or memory." : "",
@@ -455,8 +457,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
 /* A moment after all known uses, small enough that a double still resolves halves (pick adds 0.5). */
 static const int64_t NO_USE_KNOWN = 1000000000000000;
 
-/* The policy's rank of a chunk now, without a plan; the highest is evicted first. Among chunks whose next use is
- * unknown the least recently used one counts as the one that is needed last. */
+/* The policy's rank of a chunk if there is no plan; the chunk with the highest rank is evicted first. Among chunks
+ * whose next use is unknown, the least recently used one counts as the one whose use is last. */
 static double rank_of(ps_chunks *cs, const chunk *c)
 {
     int64_t next = next_use_of(cs, c);
@@ -470,23 +472,23 @@ static bool movable(const ps_chunks *cs, const chunk *c, int t, const chunk *kee
     return !c->dead && c != keep && c->slot[t] && c->pins == 0 && !c->transfer && !(c->resident && t == 0);
 }
 
-/* Whether tier t is a last tier of host memory: a chunk that leaves it can only go up. */
+/* True if tier t is the last tier and is host memory: a chunk that leaves it can only move up. */
 static bool only_up(const ps_chunks *cs, int t) { return t > 0 && t + 1 == cs->n_tiers && !is_disk(cs, t); }
 
-/* Whether c's copy on tier t can be dropped at once, because tier t - 1 has one. */
+/* True if c's copy on tier t can be dropped at once, because tier t - 1 also has one. */
 static bool doubled(const chunk *c, int t, const chunk *keep)
 {
     return !c->dead && c != keep && c->slot[t] && c->tier_pins[t] == 0 && !c->transfer && has_copy(c, t - 1);
 }
 
-/* Whether c can leave tier t without a copy down: a tier below has its contents, or its slot on t has none. */
+/* True if c can leave tier t without a copy down: a tier below has its contents, or its slot on t has no contents. */
 static bool has_lower(const ps_chunks *cs, const chunk *c, int t)
 {
     for (int lower = t + 1; lower < cs->n_tiers; lower++) if (has_copy(c, lower)) return true;
     return !has_copy(c, t);
 }
 
-/* Whether `nbytes` can be freed on tier t at all. Counts the chunks that could move on, tier by tier. */
+/* True if `nbytes` can be freed on tier t at all. Counts the chunks that could move to other tiers, tier by tier. */
 static bool can_free(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     int64_t room = tier_room(cs, t), down = 0;
@@ -532,7 +534,7 @@ static chunk *pick(ps_chunks *cs, int t, const chunk *keep)
     return best;
 }
 
-/* Bytes that copies under way will free on tier t. */
+/* The bytes that copies under way will free on tier t. */
 static int64_t coming(const ps_chunks *cs, int t)
 {
     int64_t sum = 0;
@@ -541,8 +543,8 @@ static int64_t coming(const ps_chunks *cs, int t)
     return sum;
 }
 
-/* Makes room on the last tier t. First drops copies that tier t - 1 also has, those of residents before others. Then
- * moves chunks up by the policy's rank, as far as there is room above. */
+/* Makes room on the last tier t. First drops copies that tier t - 1 also has, and among them those of residents first.
+ * Then moves chunks up in the order of the policy's rank, as far as there is room above. */
 static int yield_up(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
 {
     for (int others = 0; others < 2; others++)
@@ -576,7 +578,8 @@ int make_room(ps_chunks *cs, int t, int64_t nbytes, const chunk *keep)
     PS_TRY(transfers_poll(cs, false, NULL));
     while (tier_room(cs, t) < nbytes && cs->transfers) PS_TRY(transfers_poll(cs, true, NULL));
     if (tier_room(cs, t) < nbytes && !is_disk(cs, t) && tier_other(cs, t) > cs->tiers[t].planned_other)
-        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* memory that other tensors no longer use */
+        cs->plain->table->trim(cs->plain, cs->tiers[t].device, true);   /* returns memory that other tensors no longer
+                                                                         * use */
     if (tier_room(cs, t) >= nbytes) return 0;
     if (!can_free(cs, t, nbytes, keep)) return fail_no_room(cs, t, keep, nbytes);
     if (only_up(cs, t)) PS_TRY(yield_up(cs, t, nbytes, keep));
@@ -607,7 +610,7 @@ static int take_or_make(ps_chunks *cs, chunk *c, int t)
     return rc == 1 ? fail_no_room(cs, t, c, c->nbytes) : rc;
 }
 
-/* Fills a slot with zeros. The host may not be able to touch the slot's memory. */
+/* Fills a slot with zeros. The host may be unable to access the slot's memory. */
 static int clear_slot(const tier *at, char *p, int64_t nbytes)
 {
     static const char zeros[64 << 10];
@@ -632,7 +635,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
             PS_TRY(transfers_poll(cs, true, c));
             continue;
         }
-        if (c->valid == 0) {                              /* no contents yet: zeros */
+        if (c->valid == 0) {                              /* the chunk has no contents yet: it reads as zeros */
             PS_TRY(take_or_make(cs, c, t));
             int rc = c->ended ? 0 : clear_slot(&cs->tiers[t], c->slot[t], c->nbytes);
             if (rc < 0) {
@@ -644,9 +647,9 @@ int bring(ps_chunks *cs, chunk *c, int t)
         }
         int from = 0;
         cs->stats.unplanned++;
-        while (!has_copy(c, from)) from++;                /* the fastest tier that has it */
+        while (!has_copy(c, from)) from++;                /* the fastest tier that has the contents */
         int rc;
-        if (from < t) {                                   /* down, one tier at a time */
+        if (from < t) {                                   /* moves down, one tier at a time */
             PS_TRY(take_or_make(cs, c, from + 1));
             rc = begin(cs, c, from, false);
         } else {
@@ -659,7 +662,7 @@ int bring(ps_chunks *cs, chunk *c, int t)
         if (rc < 0) return rc;
         PS_TRY(transfers_poll(cs, true, c));
     }
-    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* an eviction of c, which the pin makes pointless */
+    if (c->transfer) PS_TRY(transfers_poll(cs, true, c)); /* ends an eviction of c, which the pin makes pointless */
     return has_copy(c, t) ? 0 : bring(cs, c, t);
 }
 

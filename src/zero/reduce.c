@@ -15,7 +15,8 @@ int reduce_before_slot(ps_zero *base, int32_t unit)
     return base->stage > 0 ? ps_shard_grads(z->shard, z->units[unit].param_part) : 0;
 }
 
-/* A hash of the set of the stripe's parameters that have had gradients in this step. *none: the set is empty. */
+/* Returns a hash of the set of those parameters of the stripe that have had gradients in this step. *none: the set is
+ * empty. */
 static uint64_t who_has(zero *z, int32_t stripe, bool *none)
 {
     uint64_t h = 0;
@@ -31,7 +32,7 @@ static uint64_t who_has(zero *z, int32_t stripe, bool *none)
     return h;
 }
 
-/* Ends reductions, oldest first, until `keep` are left. */
+/* Completes reductions, oldest first, until only `keep` are under way. */
 static int end_oldest(zero *z, int32_t keep)
 {
     while (z->n_reducing > keep) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The memory of ZeRO: parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: while a
+ * The memory of ZeRO: parts, the storages in them, pins, and stripes that open and close (shard.h). Invariants: While a
  * stripe is open, its parts can be read on this rank. A part that holds gradients is neither gathered nor dropped. All
  * ranks decide about an exchange by values that are the same on all ranks. */
 #include "zero/shard.h"
@@ -14,28 +14,31 @@ enum { OPEN_UNPLANNED = 2 };
 typedef struct part {
     ps_part_config c;
     int32_t n_lent, pins;
-    bool used, grads, whole;      /* grads: it holds gradients; whole: a gather filled the buffer, so that it holds
-                                   * values, too */
-    ps_storage buffer;            /* its bytes if it has no chunk here; no block: they are not here now */
+    bool used, grads, whole;      /* grads: the part holds gradients; whole: a gather filled the buffer, so that it also
+                                   * holds values */
+    ps_storage buffer;            /* the part's bytes if it has no chunk on this rank. No block: the bytes are not here
+                                   * now */
 } part;
 
 /* A storage in a part. ps_storage.block points at it. */
 typedef struct lent {
     struct lent *next, **link;
-    ps_storage *outer, *inner;    /* inner: the same bytes in this rank's chunk, or NULL */
+    ps_storage *outer, *inner;    /* inner: a storage of the same bytes in this rank's chunk, or NULL */
     int32_t part;
     int64_t offset;
 } lent;
 
 typedef struct stripe {
     int32_t *parts;               /* [ranks] each rank's part, or -1 */
-    ps_comm_part *at;             /* [ranks] the parts' bytes during a job, at their meeting_place */
-    void **staged;                /* [ranks] handles of these bytes if they are scratch (stage_out), or NULL */
+    ps_comm_part *at;             /* [ranks] the parts' bytes during a job, in memory of their meeting_place */
+    void **staged;                /* [ranks] the handles of these bytes if they are scratch memory (stage_out), or
+                                   * NULL */
     ps_job *job;
-    bool open, stale;             /* stale: its last unpin closes it */
+    bool open, stale;             /* stale: the stripe closes at its last unpin */
     bool gathering, reducing;     /* under way */
-    int32_t pins, pass, noted;    /* pass: the last pass that used it; noted: place of its gather in `record`, or -1 */
-    int32_t uses, until;          /* reads in this pass: so far, and in all; -1: unknown */
+    int32_t pins, pass, noted;    /* pass: the last pass that used the stripe; noted: the place of its gather in
+                                   * `record`, or -1 */
+    int32_t uses, until;          /* number of reads in this pass: so far, and in total; -1: unknown */
     int64_t touched;
 } stripe;
 
@@ -47,18 +50,18 @@ struct ps_shard {
     ps_backend *const *devices;
     int device, host, rank, size;
     ps_group *group;
-    bool direct;                  /* bytes go from device to device */
+    bool direct;                  /* bytes are sent from device to device */
     part *parts;
     stripe *stripes;
     int32_t n_parts, parts_capacity, n_stripes, stripes_capacity;
     lent *first;
-    int32_t touched[PS_MAX_IN];   /* stripes that the last op to begin has read; if it fails, they do not count */
+    int32_t touched[PS_MAX_IN];   /* stripes that the latest op has read. If the op fails, these reads do not count */
     int n_touched;
-    int32_t first_pass;           /* step->pass when the step began */
+    int32_t first_pass;           /* value of step->pass when the step began */
     int64_t clock;
     ps_gathers record;
-    const ps_gathers *expected;   /* NULL: unknown, or the step departed from it */
-    int32_t next;                 /* place in `expected` of the next gather */
+    const ps_gathers *expected;   /* NULL: unknown, or the step has departed from the list */
+    int32_t next;                 /* place of the next gather in `expected` */
     bool noting, alone;
     double waited_s;
 };
@@ -99,7 +102,7 @@ static int buffer_pin(part *p, int device, unsigned access, void **out)
 
 static void buffer_unpin(part *p, int device) { ps_storage_unpin(&p->buffer, device); }
 
-/* If the group has not connected devices, a buffer on a device is sent through host memory. */
+/* If the group has not connected its devices, the bytes of a buffer on a device are sent through host memory. */
 static int stage_out(ps_shard *sh, stripe *st, int r, bool contents)
 {
     part *p = part_at(sh, st, r);
@@ -135,7 +138,7 @@ static int stage_in(ps_shard *sh, stripe *st, int r, bool contents)
 }
 
 /* -- jobs ---------------------------------------------------------------------------------------------------------- */
-/* The device from which a part's bytes are sent to other ranks, and on which they are received. */
+/* The device from which a part's bytes are sent to other ranks, and on which bytes are received. */
 static int meeting_place(const ps_shard *sh, const part *p) { return sh->direct ? p->c.device : sh->host; }
 
 /* Pins rank r's part for a job, at st->at[r]. */
@@ -154,7 +157,7 @@ static int hold(ps_shard *sh, stripe *st, int r, unsigned access)
     return 0;
 }
 
-/* Ends what hold began. come: bytes of other ranks have arrived, and are copied to their parts. */
+/* Ends the pins that hold() began. come: the bytes of other ranks have arrived, so they are copied to their parts. */
 static int let_go(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
@@ -175,7 +178,7 @@ static int let_go(ps_shard *sh, stripe *st, bool come)
     return rc;
 }
 
-/* All parts of a stripe are used on one device. */
+/* Uses all parts of a stripe on one device. */
 static place place_of(const ps_shard *sh, const stripe *st)
 {
     for (int r = 0; r < sh->size; r++)
@@ -217,7 +220,7 @@ static int job_begin(ps_shard *sh, stripe *st, int op, int dtype, uint64_t check
 static int job_end(ps_shard *sh, stripe *st, bool come)
 {
     int rc = 0;
-    if (st->job) {                         /* none in a dry run */
+    if (st->job) {                         /* there is no job in a dry run */
         double began = ps_now();
         rc = group_job_wait(sh->group, st->job);
         st->job = NULL;
@@ -254,7 +257,7 @@ static int gather_begin(ps_shard *sh, stripe *st)
 static int gather_end(ps_shard *sh, stripe *st)
 {
     st->gathering = false;
-    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were left out of it */
+    for (int r = 0; r < sh->size; r++)                       /* parts that held gradients were left out of the gather */
         if (st->at[r].nbytes > 0) part_at(sh, st, r)->whole = true;
     int rc = group_told(sh->group, job_end(sh, st, true));
     if (rc < 0) {
@@ -272,7 +275,8 @@ static bool keeps(const ps_shard *sh, const stripe *st)
     return false;
 }
 
-/* Without a list of gathers: closes stripes until only the OPEN_UNPLANNED used last are open, before one more opens. */
+/* Without a list of gathers: closes stripes before one more opens, until only the OPEN_UNPLANNED that were used last
+ * are open. */
 static void close_oldest(ps_shard *sh, const stripe *except)
 {
     for (;;) {
@@ -307,7 +311,7 @@ int64_t ps_shard_comes(const ps_shard *sh, int32_t number)
     return sum;
 }
 
-/* The stripe of the next gather in the list, or -1. */
+/* Returns the stripe of the next gather in the list, or -1. */
 static int32_t coming(const ps_shard *sh)
 {
     return sh->expected && sh->next < sh->expected->n ? sh->expected->list[sh->next].stripe : -1;
@@ -336,14 +340,14 @@ static int run_ahead(ps_shard *sh)
     return ahead->open || ahead->gathering || ahead->reducing ? 0 : gather_begin(sh, ahead);
 }
 
-/* The step departs from the list of gathers: the last use of a stripe is no longer known. */
+/* The step departs from the list of gathers, so the last use of a stripe is no longer known. */
 static void go_on_without(ps_shard *sh)
 {
     sh->expected = NULL;
     for (int32_t i = 0; i < sh->n_stripes; i++) sh->stripes[i].until = -1;
 }
 
-/* The stripe's first use in a pass. */
+/* Handles the first use of the stripe in a pass. */
 static int begin_pass(ps_shard *sh, stripe *st)
 {
     st->pass = sh->step->pass;
@@ -368,7 +372,7 @@ static int touch(ps_shard *sh, stripe *st)
     if (st->pass != sh->step->pass) {
         PS_TRY(begin_pass(sh, st));
     } else {
-        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one use more than in the list */
+        if (st->until >= 0 && st->uses >= st->until) go_on_without(sh);      /* one more use than the list has */
         PS_TRY(open_stripe(sh, st));
     }
     PS_TRY(run_ahead(sh));
@@ -377,7 +381,8 @@ static int touch(ps_shard *sh, stripe *st)
     return 0;
 }
 
-/* A stripe closes after the op with its last read, when the next op begins: an op may fail after it has unpinned. */
+/* A stripe does not close right after its last read, but when the next op begins, because an op may fail after it has
+ * unpinned. */
 void ps_shard_tick(ps_shard *sh)
 {
     while (sh->n_touched > 0) {
@@ -389,7 +394,7 @@ void ps_shard_tick(ps_shard *sh)
     ps_chunks_tick(sh->chunks);
 }
 
-/* The op may be tried again and then reads again, so its reads are undone: the counts must equal those of ranks on
+/* The op may be tried again and then reads again, so its reads are subtracted. The counts must equal those of ranks on
  * which the op did not fail. */
 void ps_shard_failed(ps_shard *sh)
 {
@@ -427,7 +432,7 @@ void ps_shard_step_begin(ps_shard *sh, const ps_gathers *expected)
     sh->first_pass = sh->step->pass;
 }
 
-/* A hash of 52 bits, plus 1: a double holds it exactly, and it is never 0. */
+/* Returns a hash of 52 bits, plus 1. A double holds it exactly, and it is never 0. */
 double ps_shard_expects(const ps_shard *sh)
 {
     if (!sh->expected) return 0;
@@ -437,7 +442,7 @@ double ps_shard_expects(const ps_shard *sh)
 
 void ps_shard_expect_none(ps_shard *sh) { sh->expected = NULL; }
 
-/* Leaves out gathers without a read: stripes into which only gradients were written need no values. */
+/* Omits gathers without a read: stripes into which only gradients were written need no values. */
 const ps_gathers *ps_shard_step_end(ps_shard *sh)
 {
     int32_t n = 0;
@@ -473,7 +478,7 @@ int ps_shard_reduce_begin(ps_shard *sh, int32_t number, bool everywhere, uint64_
 {
     const part *p = &sh->parts[number];
     stripe *st = &sh->stripes[p->c.stripe];
-    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, without a read */
+    if (st->gathering) PS_TRY(gather_end(sh, st));           /* a gather that began early, for which no read came */
     PS_TRY(job_begin(sh, st, everywhere ? OP_CHUNK_ALL_REDUCE : OP_CHUNK_REDUCE, p->c.dtype, check));
     st->reducing = true;
     return 0;
@@ -500,16 +505,17 @@ static int shard_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acce
     stripe *st = &sh->stripes[p->c.stripe];
     bool reads = p->c.reads && !(access & PS_WRITE);
     if (reads && !s->engine.taken && !sh->alone && (st->open || !p->grads)) PS_TRY(touch(sh, st));
-    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather writes here, too */
+    if (p->c.reads && (access & PS_WRITE) && st->gathering) PS_TRY(gather_end(sh, st));  /* a gather also writes here */
     if (l->inner) {
         PS_TRY(ps_storage_pin(l->inner, device, access, out));
     } else {
         if (device != p->c.device)
-            return ps_fail(PS_ESTATE, "a tensor of rank %d's chunks was asked for on another device than the one that "
+            return ps_fail(PS_ESTATE, "a tensor in rank %d's chunks was requested on another device than the one that "
                            "computes", p->c.owner);
         if (reads && p->grads && !p->whole && !s->engine.taken && !sh->step->dry)
-            return ps_fail(PS_ESTATE, "a parameter of rank %d's chunks was read after its last use in this pass, where "
-                           "gradients lie now; the step went another way than the one before", p->c.owner);
+            return ps_fail(PS_ESTATE, "a parameter in rank %d's chunks was read after its last use in this pass, when "
+                           "gradients had replaced its values; this step used parameters in another order than the "
+                           "step before", p->c.owner);
         PS_TRY(buffer_take(sh, p));
         PS_TRY(buffer_pin(p, device, access, out));
         *out = (char *)*out + l->offset;
@@ -553,15 +559,16 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 {
     if (c->owner < 0 || c->owner >= sh->size || c->nbytes <= 0 || c->stripe < 0 || c->stripe > 1 << 24 ||
         (c->chunk < 0 && c->owner == sh->rank) || (c->device != sh->device && c->device != sh->host))
-        return ps_fail(PS_EINVAL, "a part of stripe %d, %lld bytes of rank %d", c->stripe, (long long)c->nbytes,
+        return ps_fail(PS_EINVAL, "cannot make a part of stripe %d with %lld bytes of rank %d",
+                       c->stripe, (long long)c->nbytes,
                        c->owner);
     PS_TRY(stripe_need(sh, c->stripe));
     stripe *st = &sh->stripes[c->stripe];
     if (st->parts[c->owner] >= 0)
-        return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d already", c->stripe, c->owner);
+        return ps_fail(PS_EINVAL, "stripe %d already has a part of rank %d", c->stripe, c->owner);
     for (int r = 0; r < sh->size; r++)
         if (st->parts[r] >= 0 && part_at(sh, st, r)->c.device != c->device)
-            return ps_fail(PS_EINVAL, "stripe %d has a part of rank %d on another device", c->stripe, r);
+            return ps_fail(PS_EINVAL, "stripe %d has its part of rank %d on another device", c->stripe, r);
     int32_t at = 0;
     while (at < sh->n_parts && sh->parts[at].used) at++;
     PS_TRY(ps_grow(sh->parts, sh->parts_capacity, at + 1));
@@ -575,7 +582,7 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *c, int32_t *out)
 static void part_end(ps_shard *sh, part *p)
 {
     stripe *st = &sh->stripes[p->c.stripe];
-    stripe_end_job(sh, st);                 /* other ranks' bytes may be arriving in the part */
+    stripe_end_job(sh, st);                 /* bytes of other ranks may be arriving in the part */
     if (p->pins == 0) buffer_drop(p);
     p->used = false;
     st->parts[p->c.owner] = -1;
@@ -599,7 +606,8 @@ static lent *lent_new(ps_shard *sh, int32_t number, int64_t offset)
     return l;
 }
 
-/* From now on s lies in the part. If the part has a chunk here, s lies in it, and `inner` takes its place there. */
+/* From now on s lies in the part. If the part has a chunk on this rank, s lay in it, and `inner` takes its place
+ * there. */
 static void lend(ps_shard *sh, lent *l, ps_storage *s, ps_storage *inner)
 {
     if (inner) {
@@ -627,7 +635,7 @@ static int check_place(const ps_shard *sh, int32_t number, int64_t offset, int64
     return 0;
 }
 
-/* Reads s, so that this rank takes part in its gather: another rank needs the bytes. */
+/* Reads s, so that this rank takes part in the gather, because another rank needs the bytes. */
 static int read_along(ps_storage *s)
 {
     void *p;
@@ -699,7 +707,8 @@ static void take_back(ps_shard *sh, ps_storage *s, bool closing)
     *l->link = l->next;
     if (l->next) l->next->link = l->link;
     s->block = NULL;
-    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes go with the last one */
+    if (p->n_lent == 1) stripe_end_job(sh, &sh->stripes[p->c.stripe]);    /* the chunk's bytes are freed with the last
+                                                                           * part */
     inner_release(l->inner, closing);
     if (--p->n_lent == 0) part_end(sh, p);
     ps_free(l);

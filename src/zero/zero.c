@@ -60,9 +60,9 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once)
 {
     engine_base base;
     PS_TRY(engine_base_get(ctx, &base));
-    if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "stage %d; there are 0 to 3", stage);
+    if (stage < 0 || stage > 3) return ps_fail(PS_EINVAL, "there is no ZeRO stage %d; stages are 0 to 3", stage);
     if (base.zero || ps_chunk_count(base.chunks) > 0)
-        return ps_fail(PS_ESTATE, "chunks are shared out before there are any");
+        return ps_fail(PS_ESTATE, "ranks must share out chunks once, before the first chunk is made");
     zero *z = ps_alloc0(sizeof *z);
     if (!z) return ps_fail_nomem(sizeof *z);
     int rc = ps_shard_new(base.chunks, base.step, ctx->devices, base.device, base.host, group, &z->shard);
@@ -79,7 +79,7 @@ int ps_engine_shard(ps_ctx *ctx, ps_group *group, int stage, int once)
 static int zero_get(ps_ctx *ctx, engine_base *base)
 {
     PS_TRY(engine_base_get(ctx, base));
-    return base->zero ? 0 : ps_fail(PS_ESTATE, "this engine is not of several ranks");
+    return base->zero ? 0 : ps_fail(PS_ESTATE, "this engine has only one rank");
 }
 
 int ps_engine_part(ps_ctx *ctx, const ps_part_config *config, int32_t *part)
@@ -127,11 +127,12 @@ int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_pa
     PS_TRY(zero_get(ctx, &base));
     zero *z = of(base.zero);
     if (unit < 0 || unit >= z->n_units || stripe < 0 || stripe >= z->n_units || stripe > z->n_stripes)
-        return ps_fail(PS_ERANGE, "unit %d of %d in stripe %d of %d", unit, z->n_units, stripe, z->n_stripes);
+        return ps_fail(PS_ERANGE, "there is no unit %d of %d, or no stripe %d of %d",
+                       unit, z->n_units, stripe, z->n_stripes);
     int32_t vstage = engine_unit_vstage(z->e, unit);
     if (stripe < z->n_stripes && z->stripes[stripe].vstage != vstage)
-        return ps_fail(PS_EINVAL, "stripe %d has units of virtual stages %d and %d, whose gradients are final at other "
-                       "times", stripe, z->stripes[stripe].vstage, vstage);
+        return ps_fail(PS_EINVAL, "stripe %d has units of virtual stages %d and %d, whose gradients are final at "
+                                  "different times", stripe, z->stripes[stripe].vstage, vstage);
     z->units[unit] = (unit_parts){ stripe, param_part, grad_part };
     if (stripe == z->n_stripes) z->stripes[z->n_stripes++] = (stripe_units){ .part = -1, .vstage = vstage };
     z->stripes[stripe].n++;

@@ -6,13 +6,13 @@
 #include "engine/zero_table.h"
 #include "zero/shard.h"
 
-/* The parts of a unit's values and gradients. grad_part -1: gradients lie in the place of the values. */
+/* The parts with a unit's values and gradients. grad_part -1: gradients lie in the place of the values. */
 typedef struct unit_parts { int32_t stripe, param_part, grad_part; } unit_parts;
 
 /* Units whose gradients are reduced together: at most one of each rank. */
 typedef struct stripe_units {
     int32_t n, n_final, vstage;
-    int32_t part;                 /* one of its parts while it is reduced; else -1 */
+    int32_t part;                 /* one of its parts while the group is reduced; else -1 */
 } stripe_units;
 
 typedef struct zero {
@@ -21,7 +21,7 @@ typedef struct zero {
     ps_shard *shard;
     unit_parts *units;
     stripe_units *stripes;        /* [n_units] room */
-    int32_t *reducing;            /* [n_units] room: stripes under way, oldest first */
+    int32_t *reducing;            /* [n_units] stripes under way, oldest first */
     int32_t n_units, n_stripes, n_reducing;
 } zero;
 
