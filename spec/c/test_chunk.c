@@ -466,7 +466,7 @@ static void test_wrong_use(void)
           "/nonexistent/folder");
     c.budget[2] = 0;
     OK(ps_chunks_new(&under_way, DEVICES, devices, plain_mem, &c, NULL, &cs));
-    FAILS(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 100, &id), PS_EINVAL, "multiples of 4096");
+    FAILS(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 100, &id), PS_EINVAL, "multiple of 4096");
     OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 0, PS_F32, 8192, &id));
     FAILS(ps_chunk_storage_new(cs, id + 1, 0, 256, NULL, &s), PS_EINVAL, "no chunk");
     FAILS(ps_chunk_storage_new(cs, id, 100, 256, NULL, &s), PS_EINVAL, "do not fit");
@@ -478,7 +478,7 @@ static void test_wrong_use(void)
     CHECK(!strcmp(ps_chunk_tensor_name(cs, id, 0), "one") && !*ps_chunk_tensor_name(cs, id, 1));
     OK(ps_chunk_new(cs, PS_KIND_GRAD, 0, 1, PS_F32, 4096, &other));
     void *p;
-    FAILS(ps_storage_pin(s, SIM, PS_READ, &p), PS_EINVAL, "holds none");
+    FAILS(ps_storage_pin(s, SIM, PS_READ, &p), PS_EINVAL, "not a tier of its engine");
     OK(ps_storage_pin(s, CPU, PS_READ, &p));
     FAILS(ps_chunk_adopt(cs, s, other, 0, NULL), PS_ESTATE, "in use");
     ps_storage_unpin(s, CPU);

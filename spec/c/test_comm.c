@@ -597,7 +597,7 @@ static void test_self(void)
     CHECK(at(a, 0) == 1);
     OK(ps_group_broadcast(g, c, 0));
     OK(ps_group_barrier(g));
-    FAILS(ps_group_broadcast(g, c, 1), PS_EINVAL, "root 1 of a group of 1");
+    FAILS(ps_group_broadcast(g, c, 1), PS_EINVAL, "root 1 is not a rank");
     OK(ps_group_all_reduce(g, c, PS_REDUCE_SUM));
     FAILS(ps_group_all_reduce(g, c, 3), PS_EINVAL, "no reduction 3");
     int32_t self[1] = { 0 };
@@ -607,8 +607,8 @@ static void test_self(void)
     OK(ps_group_all_reduce(part, a, PS_REDUCE_MAX));
     ps_group_close(part);
     FAILS(ps_group_all_gather(g, a, c), PS_EINVAL, "one type");
-    FAILS(ps_group_send(g, a, 0), PS_EINVAL, "peer 0 of rank 0");
-    FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "peer 3 of rank 0");
+    FAILS(ps_group_send(g, a, 0), PS_EINVAL, "no peer 0 for rank 0");
+    FAILS(ps_group_recv(g, a, 3), PS_EINVAL, "no peer 3 for rank 0");
     FAILS(ps_group_raw(g, 0, a, b), PS_EUNSUP, "self");
     FAILS(group_of(ctx, "tcp://127.0.0.1:1", 2, 2, 1, 5, &g), PS_EINVAL, "rank 2");
     FAILS(group_of(ctx, "tcp://127.0.0.1:1", 0, 2, 0, 5, &g), PS_EINVAL, "time-out of 0");
@@ -1146,9 +1146,10 @@ static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
     expect(m, rc == PS_EINVAL && strstr(ps_error_message(), "rank 0 makes a group tp of 2 ranks, rank 1"), "names");
     int32_t foreign[2] = { 0, 1 }, high[2] = { m->rank, 4 }, twice[2] = { m->rank, m->rank };
     const struct { int n; const int32_t *ranks; const char *axis, *why; } bad[] = {
-        { 2, foreign, "tp", "rank 2 gives a list that it is not in" }, { 2, high, "tp", "rank 4 of a group of 4" },
-        { 2, twice, "tp", "rank 2 twice" }, { 5, all, "tp", "5 ranks of 4" }, { 0, all, "tp", "0 ranks of 4" },
-        { 2, pair, "", "an axis named ''" }, { 2, pair, "t p", "an axis named 't p'" },
+        { 2, foreign, "tp", "rank 2 passed a list without itself" }, { 2, high, "tp", "no rank 4 in a group of 4" },
+        { 2, twice, "tp", "rank 2 is in the list twice" }, { 5, all, "tp", "5 ranks were requested of 4" },
+        { 0, all, "tp", "0 ranks were requested of 4" },
+        { 2, pair, "", "'' cannot be the name" }, { 2, pair, "t p", "'t p' cannot be the name" },
         { 2, pair, "sixteen_letters_", "1 to 15 letters" } };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {            /* rank 2 errs alone */
         bool errs = m->rank == 2;

@@ -321,7 +321,8 @@ static void test_by_hand(void)
     t = make(PS_PIPE_LOOPED_BFS, 2, 2, 4, 0);                /* whoever keeps one message holds up the one before */
     link = (ps_pipe_link){ .depth = 1 };
     FAILS(ps_pipe_simulate(t, NULL, &link, &times, NULL, NULL), PS_EINVAL,
-          "rank 0 with the message of 0F3 for room on the link to rank 1, rank 1 with the message of 1F1 for room");
+          "rank 0 with the message of 0F3 waits for room on the link to rank 1, rank 1 with the message of 1F1 "
+          "waits for room");
     ps_pipe_table_free(t);
 }
 
@@ -383,19 +384,22 @@ static void test_refusals(void)
         { PS_PIPE_GPIPE, 1024, 1, 1 << 20, "1024 virtual stages and 1048576" }, { 17, 4, 1, 8, "schedule 17" } };
     static const struct { const char *text; int code; const char *word; } texts[] = {
         { "", PS_EFORMAT, "no action" }, { "0F0,0X0", PS_EFORMAT, "mine.csv, line 1, cell 2: '0X0'" },
-        { "0F0\n1SEND_F0", PS_EFORMAT, "line 2, cell 1" }, { "0F99999999999", PS_EFORMAT, "does not end" },
+        { "0F0\n1SEND_F0", PS_EFORMAT, "line 2, cell 1" }, { "0F99999999999", PS_EFORMAT, "must end with" },
         { "99999F0", PS_EFORMAT, "'99999F0'" }, { "0F0x", PS_EFORMAT, "'0F0x'" }, { "F0", PS_EFORMAT, "'F0'" },
-        { "0F0,0B0,0B0", PS_EINVAL, "mine.csv: action 2 of rank 0 is 0B0, which the table has twice" },
-        { "0B0,0F0", PS_EINVAL, "0B0, before its F" }, { "0F0,0W0,0I0", PS_EINVAL, "0W0, before its I" },
+        { "0F0,0B0,0B0", PS_EINVAL,
+          "mine.csv: action 2 of rank 0 is 0B0, which is in the table twice" },
+        { "0B0,0F0", PS_EINVAL, "0B0, which comes before its F" },
+        { "0F0,0W0,0I0", PS_EINVAL, "0W0, which comes before its I" },
         { "0F0,0I0", PS_EINVAL, "lacks the W of the backward of virtual stage 0, micro-batch 0" },
         { "0F0,0B0,0F1", PS_EINVAL, "lacks the backward of virtual stage 0, micro-batch 1" },
-        { "0F0,0B0,1B0\n1F0", PS_EINVAL, "1B0, before its F" },
-        { "0F0,0B0\n1F0,0F1,1B0", PS_EINVAL, "0F1, and rank 0 has" }, { "0F0,0B0\n\n", PS_EINVAL, "for rank 1" },
-        { "0F0,0F1,0B1,0B0", PS_EINVAL, "adds gradients of micro-batch 1 before those of 0" },
-        { "0F0,0F1,0I1,0I0,0W0,0W1", PS_EINVAL, "goes backward through micro-batch 1 before 0" },
+        { "0F0,0B0,1B0\n1F0", PS_EINVAL, "1B0, which comes before its F" },
+        { "0F0,0B0\n1F0,0F1,1B0", PS_EINVAL, "0F1, but rank 0 also has" }, { "0F0,0B0\n\n", PS_EINVAL, "for rank 1" },
+        { "0F0,0F1,0B1,0B0", PS_EINVAL, "adds the gradients of micro-batch 1 before those of 0" },
+        { "0F0,0F1,0I1,0I0,0W0,0W1", PS_EINVAL, "runs the backward of micro-batch 1 before that of 0" },
         { "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1", 0, NULL },
-        { "1F0,0F0,1B0,0B0", PS_EINVAL, "rank 0 with 1F0 for 0F0 of rank 0" },
-        { "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", PS_EINVAL, "0 with 0B0 for 1B0 of rank 1, rank 1 with 1F1 for 0F1" } };
+        { "1F0,0F0,1B0,0B0", PS_EINVAL, "rank 0 with 1F0 waits for 0F0 of rank 0" },
+        { "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", PS_EINVAL, 
+          "0 with 0B0 waits for 1B0 of rank 1, rank 1 with 1F1 waits for 0F1" } };
     ps_pipe_table *t = NULL;
     int n;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -484,7 +488,7 @@ static void test_cut(void)
     ps_pipe_cost parts[6] = { { 0 } };
     ps_pipe_cut_times cut;
     int32_t counts[6];
-    FAILS(ps_pipe_cut(t, parts, 5, NULL, counts, &cut), PS_EINVAL, "5 parts of a model cannot be cut into 6 virtual");
+    FAILS(ps_pipe_cut(t, parts, 5, NULL, counts, &cut), PS_EINVAL, "a model of 5 parts cannot be cut into 6 virtual");
     parts[4].input = -1;
     FAILS(ps_pipe_cut(t, parts, 6, NULL, counts, &cut), PS_EINVAL, "a cost of part 4");
     parts[4].input = 0;
@@ -503,7 +507,8 @@ static void test_layout(void)
         { "Et|tL", "EtttL", 2, "has 4 parts, the model has 5" }, { "Et|tL", "EttL", 3, "2 virtual stages, the" },
         { "Et||tL", "EttL", 3, "no part in virtual stage 1" }, { "Et|mL", "EttL", 2, "'m' as part 2, in virtual s" },
         { "Et*|tL", "EttL", 2, "character 3: a number follows *" }, { "(Et|tL", "EttL", 2, "a bracket is open" },
-        { "Et|tL)", "EttL", 2, "character 6: no bracket is open" }, { "Et;tL", "EttL", 2, "character 3: neither" },
+        { "Et|tL)", "EttL", 2, "character 6: it closes a bracket that" },
+        { "Et;tL", "EttL", 2, "character 3: neither" },
         { "t*70000", "t", 1, "more than 65536 repeats" }, { "((t*300)*300)", "t", 1, "more than 65536 letters" },
         { "((((((((((((((((((t", "t", 1, "too many brackets" }, { "", "t", 1, "has 0 parts" } };
     static const int32_t megatron[] = { 4, 2, 2, 1, 1 };

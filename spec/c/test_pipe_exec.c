@@ -544,7 +544,7 @@ static void test_faults(void)
     CHECK(ranks[3].rc == PS_ESTATE);
     for (int i = 0; i < 4; i++)
         CHECK(ranks[i].rc < 0 && strstr(ranks[i].error, "the pipeline's row has W of virtual stage 3, micro-batch 0, "
-                                                        "but its step expects another action"));
+                                                        "but the step expects another action"));
     ps_pipe_table_free(apart);
     prepare(t, NULL, NULL);
     ranks[2].t = other;                             /* its messages come in the order of its own table */

@@ -59,7 +59,7 @@ describe("ps.pipe", function()
     fails(function() t():simulate({ forwrad = 1 }) end, "did you mean 'forward'")
     fails(function() t():simulate(nil, { latencey = 1 }) end, "did you mean 'latency'")
     fails(function() pipe_table.layout("Et|tL", "EtttL", 2) end, "has 4 parts, the model has 5")
-    fails(function() pipe_table.cut(t(), { { forward = 1 }, {}, {} }) end, "3 parts of a model cannot be cut into 4")
+    fails(function() pipe_table.cut(t(), { { forward = 1 }, {}, {} }) end, "a model of 3 parts cannot be cut into 4")
   end)
 end)
 

@@ -470,14 +470,14 @@ static int make_file(ps_disk *d)
     int64_t bytes_free = (int64_t)((uint64_t)room.f_bavail * room.f_frsize);
     if (d->capacity > bytes_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, d->capacity, bytes_free,
-                            "disk tier: %lld bytes are wanted in %s, but only %lld are free; lower memory.disk's "
+                            "disk tier: %lld bytes wanted in %s, but only %lld are free; lower memory.disk's "
                             "limit, free some space or name another folder", (long long)d->capacity, d->folder,
                             (long long)bytes_free);
     /* Beyond this limit the kernel sends SIGXFSZ, which ends the process, so it is checked here. */
     if (!getrlimit(RLIMIT_FSIZE, &most) && most.rlim_cur != RLIM_INFINITY && (uint64_t)d->capacity > most.rlim_cur)
-        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes are wanted in %s, but this process may only make files of "
-                                  "%lld bytes (ulimit -f); raise that limit or lower memory.disk's", (long long)d->capacity, d->folder,
-                       (long long)most.rlim_cur);
+        return ps_fail(PS_ENOSPC, "disk tier: %lld bytes wanted in %s, but this process may only make files of "
+                                  "%lld bytes (ulimit -f); raise that limit or lower memory.disk's",
+                       (long long)d->capacity, d->folder, (long long)most.rlim_cur);
     d->fd = open_nameless(d->folder, O_DIRECT);
     d->direct = d->fd >= 0;
     if (d->fd < 0 && errno == EINVAL) d->fd = open_nameless(d->folder, 0);
@@ -613,7 +613,7 @@ int ps_disk_extent_new(ps_disk *d, int64_t nbytes, int64_t *offset)
         if (d->free_space[i].nbytes > largest) largest = d->free_space[i].nbytes;
     if (i == d->n_free)
         return ps_fail_room(PS_ENOSPC, PS_SUB_NONE, -1, nbytes, largest,
-                            "disk tier in %s: %lld bytes are wanted in one piece; of %lld bytes %lld are free, in %d "
+                            "disk tier in %s: %lld bytes wanted in one piece; of %lld bytes %lld are free, in %d "
                             "pieces of at most %lld; raise memory.disk's limit", d->folder, (long long)nbytes,
                             (long long)d->capacity, (long long)(d->capacity - d->used), d->n_free, (long long)largest);
     PS_TRY(ps_grow(d->free_space, d->room, d->n_given + 2));
@@ -678,7 +678,7 @@ static int submit(ps_disk *d, int way, int64_t offset, uint8_t *mem, int64_t nby
         return ps_fail(PS_EINVAL, "disk tier: a transfer at offset %lld, address %p; both must be multiples of %d",
                        (long long)offset, (void *)mem, PS_DISK_ALIGN);
     if (nbytes > d->capacity || offset > d->capacity - nbytes)
-        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld end after its %lld bytes", d->folder,
+        return ps_fail(PS_ERANGE, "disk tier in %s: %lld bytes at offset %lld lie beyond its %lld bytes", d->folder,
                        (long long)nbytes, (long long)offset, (long long)d->capacity);
     ps_disk_job *job = ps_alloc0(sizeof *job);
     if (!job) return ps_fail_nomem(sizeof *job);

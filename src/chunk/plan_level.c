@@ -424,7 +424,7 @@ static int fail_group(run *r, int32_t i)
         if (r->s->events[j].kind <= EV_WRITE) wanted += r->tracks[r->s->events[j].chunk].nbytes;
     r->l->bad_event = i;
     return ps_fail_room(PS_ENOMEM, PS_SUB_OP_CHUNKS, r->l->tier, wanted, limit_at(r->l, e->moment),
-                        "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has room for %lld; "
+                        "moment %d of the step needs %lld bytes of chunks at once on tier %d, which has %lld for them; "
                         "raise its budget or use smaller chunks",
                         e->need, (long long)wanted, r->l->tier, (long long)limit_at(r->l, e->moment));
 }

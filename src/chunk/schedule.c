@@ -392,8 +392,9 @@ static int check_total(ps_chunks *cs, const ps_trace *trace)
     }
     if (chunks <= room) return 0;
     return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, -1, chunks, room,
-                        "the step does not fit: all chunks are %s, and beside the %s of other tensors the budgets "
-                        "leave them %s; raise memory.%s%s, or use a smaller batch, recompute or a smaller model",
+                        "the step does not fit: all chunks have %s, but in addition to the %s of other tensors the "
+                        "budgets have room for only %s; raise memory.%s%s, or use a smaller batch, recompute or a "
+                        "smaller model",
                         bytes_text(chunks).s, bytes_text(others).s, bytes_text(room).s, last_key(cs),
                         cs->disk ? "" : ", set memory.disk");
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Collectives on tensors (ps.h): which bytes of them go where. They run on the thread that calls, once the group's jobs
+ * Collectives on tensors (ps.h): which bytes of them go where. They run on the calling thread after the group's jobs
  * are done, so that all ranks keep one order of calls. */
 #include <stdio.h>
 #include <string.h>
@@ -24,13 +24,14 @@ static int use_begin(ps_group *g, use *u, ps_tensor *t, unsigned access)
     *u = (use){ .t = t };
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->devices[t->device_];
-    if (be->no_data) return ps_fail(PS_EUNSUP, "a tensor on device %s, which has no bytes", be->name);
+    if (be->no_data) return ps_fail(PS_EUNSUP, "a tensor is on device %s, whose tensors have no bytes", be->name);
     if (!be->is_host && g->device != t->device_)
-        return ps_fail(PS_ESTATE, "a tensor on device %s, which is not connected: all ranks call group:connect first",
+        return ps_fail(PS_ESTATE, "a tensor is on device %s, which is not connected: call group:connect on all ranks "
+                                  "first",
                        be->name);
     if (!be->is_host) PS_TRY(group_after_now(g, ON_DEVICE));
     if (!ps_tensor_is_contiguous(t))
-        return ps_fail(PS_EINVAL, "a tensor that is not contiguous; pass t:contiguous()");
+        return ps_fail(PS_EINVAL, "a tensor is not contiguous; pass t:contiguous()");
     if (t->numel_ == 0) return 0;
     void *p;
     PS_TRY(ps_storage_pin(t->storage, t->device_, access, &p));
@@ -47,14 +48,14 @@ static void use_end(use *u)
     u->pinned = false;
 }
 
-/* Whether nobody reads the tensor's bytes: a dry run has none, and pretended ranks hold the same as this one. */
+/* True if nobody reads the tensor's bytes: a dry run has none, and pretended ranks have the same bytes as this rank. */
 static bool dry(const ps_tensor *t)
 {
     return !ps_tensor_has_data(t) && (t->ctx->step->dry || t->ctx->devices[t->device_]->pretends);
 }
 
-/* Whether a broadcast is sent in parts: the root of a large one sends each rank a part, which that rank sends on, so
- * that no rank sends more than twice nbytes. */
+/* True if a broadcast is sent in parts. The root of a large broadcast sends each rank a part, which that rank sends on,
+ * so that no rank sends more than twice nbytes. */
 static bool spreads(const ps_group *g, int64_t nbytes) { return g->comm->size > 2 && nbytes >= SPREAD_NBYTES; }
 
 void group_count(ps_group *g, int op, place at, int dtype, int64_t nbytes, int root)
@@ -80,7 +81,7 @@ static int without_bytes(ps_group *g, int op, const ps_tensor *t, int root)
     return group_without_bytes(g, op, at, t->dtype_, ps_tensor_nbytes(t), root);
 }
 
-/* The place of a tensor's device, which is connected here if it is not. */
+/* Returns the place of a tensor's device. Connects the device if it is not connected. */
 static int place_of(ps_group *g, ps_tensor *t, place *out)
 {
     *out = ON_HOST;
@@ -127,7 +128,7 @@ int group_moved(ps_group *g, int op, place at, int rc)
     return group_told(g, rc);
 }
 
-/* The sum over ranks that all have these values, in place. */
+/* The sum over ranks that all have these same values, in place. */
 static void sum_of_equals(int dtype, char *bytes, int64_t nbytes, int size)
 {
     int64_t n = nbytes / ps_dtype_bytes(dtype);
@@ -204,7 +205,8 @@ int group_all_gather(ps_group *g, place at, int dtype, const char *in, int64_t n
     for (int r = 0; g->comm->pretends && r < g->comm->size; r++) memmove(g->parts[r].address, in, (size_t)nbytes);
     if (g->comm->pretends) group_count(g, OP_ALL_GATHER, at, dtype, nbytes, 0);
     if (g->comm->pretends) return group_moved(g, OP_ALL_GATHER, at, 0);
-    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* sends then read it from the cache */
+    rc = group_copy(g, at, g->parts[g->comm->rank].address, in, nbytes);   /* the sends then read the piece from the
+                                                                            * cache */
     return group_moved(g, OP_ALL_GATHER, at, rc < 0 ? rc : group_gather(g, at, g->parts));
 }
 
@@ -213,7 +215,7 @@ int group_broadcast(ps_group *g, place at, int dtype, char *bytes, int64_t nbyte
     int rank = g->comm->rank, size = g->comm->size;
     int64_t part = (nbytes + size - 1) / size;
     if (rc == 0 && (root < 0 || root >= size))
-        rc = ps_fail(PS_EINVAL, "root %d of a group of %d ranks", root, size);
+        rc = ps_fail(PS_EINVAL, "root %d is not a rank of this group of %d ranks", root, size);
     PS_TRY(group_agree_bytes(g, OP_BROADCAST, at, dtype, nbytes, root, rc));
     if (g->comm->pretends) group_count(g, OP_BROADCAST, at, dtype, nbytes, root);
     if (nbytes == 0 || size == 1 || g->comm->pretends) return group_moved(g, OP_BROADCAST, at, 0);
@@ -243,7 +245,7 @@ int group_all_reduce_tensor(ps_group *g, ps_tensor *t, int reduce, int rc)
 
 int ps_group_all_reduce(ps_group *g, ps_tensor *t, int reduce) { return group_all_reduce_tensor(g, t, reduce, 0); }
 
-/* `whole` must have size * the elements of `part`. */
+/* `whole` must have `size` times as many elements as `part`. */
 static int check_parts(const ps_group *g, const ps_tensor *part, const ps_tensor *whole, const char *names)
 {
     if (part->dtype_ != whole->dtype_)
@@ -266,9 +268,9 @@ int ps_group_reduce_scatter(ps_group *g, ps_tensor *out, ps_tensor *in)
     PS_TRY(place_of(g, in, &at));
     int rc = use_begin(g, &to, out, PS_WRITE);
     if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, out, in, "out and in of reduce_scatter");
+    if (rc == 0) rc = check_parts(g, out, in, "`out` and `in` of reduce_scatter");
     if (rc == 0 && g->comm->size > 1 && in->storage == out->storage)
-        rc = ps_fail(PS_EINVAL, "out and in of reduce_scatter share their bytes");
+        rc = ps_fail(PS_EINVAL, "`out` and `in` of reduce_scatter must not share their bytes");
     rc = group_reduce_scatter(g, at, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
     use_end(&from);
     use_end(&to);
@@ -283,7 +285,7 @@ int ps_group_all_gather(ps_group *g, ps_tensor *out, ps_tensor *in)
     PS_TRY(place_of(g, in, &at));
     int rc = use_begin(g, &to, out, PS_WRITE);
     if (rc == 0) rc = use_begin(g, &from, in, PS_READ);
-    if (rc == 0) rc = check_parts(g, in, out, "in and out of all_gather");
+    if (rc == 0) rc = check_parts(g, in, out, "`in` and `out` of all_gather");
     rc = group_all_gather(g, at, in->dtype_, from.bytes, ps_tensor_nbytes(in), to.bytes, rc);
     use_end(&from);
     use_end(&to);
@@ -317,7 +319,8 @@ static int between(ps_group *g, int op, ps_tensor *t, int peer)
 {
     if (dry(t)) return 0;
     if (peer < 0 || peer >= g->comm->size || peer == g->comm->rank)
-        return ps_fail(PS_EINVAL, "%s: peer %d of rank %d in a group of %d", group_op_name(op), peer, g->comm->rank,
+        return ps_fail(PS_EINVAL, "%s: there is no peer %d for rank %d in a group of %d",
+                       group_op_name(op), peer, g->comm->rank,
                        g->comm->size);
     use u;
     char why[900];
@@ -355,7 +358,8 @@ int ps_group_raw(ps_group *g, int all_reduce, ps_tensor *out, ps_tensor *in)
     ps_comm *comm = g->at[at].comm;
     int (*call)(ps_comm *, float *, float *, int64_t) =
         all_reduce ? comm->table->raw_all_reduce : comm->table->raw_all_gather;
-    if (!call) return ps_fail(PS_EUNSUP, "a group of %s has no collectives of its own", comm->table->name);
+    if (!call) return ps_fail(PS_EUNSUP, "the library of a group of %s has no collectives of its own",
+                              comm->table->name);
     if (in->dtype_ != PS_F32 || out->dtype_ != PS_F32 || out->numel_ != in->numel_ * (all_reduce ? 1 : comm->size))
         return ps_fail(PS_EINVAL, "the library's own collectives take fp32 of fitting sizes here");
     int rc = use_begin(g, &to, out, PS_WRITE);

@@ -8,22 +8,23 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-/* Whether this rank could connect the device. */
+/* True if this rank could connect the device. */
 static int could(const ps_group *g, ps_backend *be)
 {
-    if (g->by_host) return ps_fail(PS_EUNSUP, "the group was made with backend = \"gloo\", which carries host memory");
+    if (g->by_host) return ps_fail(PS_EUNSUP, "the group was made with backend = \"gloo\", which sends host memory "
+                                              "only");
     if (be->host_carries) return 0;
     if (!be->wire)
-        return ps_fail(PS_EUNSUP, "device %s has no way to other ranks in this build; t:to(\"cpu\") goes through "
-                       "the host", be->name);
+        return ps_fail(PS_EUNSUP, "this build cannot connect device %s to other ranks; t:to(\"cpu\") sends its tensors "
+                                  "through the host", be->name);
     if (g->comm->size > be->wire->most_ranks)
-        return ps_fail(PS_EUNSUP, "%d ranks; with device %s there may be %d", g->comm->size, be->name,
+        return ps_fail(PS_EUNSUP, "%d ranks are too many for device %s; there may be %d", g->comm->size, be->name,
                        be->wire->most_ranks);
     int rc = be->wire->load(be);
     return rc == PS_EUNSUP && g->comm->size == 1 && !g->by_device ? 0 : rc;     /* one rank needs no library */
 }
 
-/* Whether each rank has a device of its own. The answer is the same on all ranks. */
+/* True if each rank has a device of its own. All ranks get the same result. */
 static int check_apart(ps_group *g, ps_backend *be)
 {
     int size = g->comm->size;
@@ -33,8 +34,9 @@ static int check_apart(ps_group *g, ps_backend *be)
     for (int a = 0; rc == 0 && a < size; a++)
         for (int b = a + 1; rc == 0 && b < size; b++)
             if (!memcmp(all + (size_t)a * sizeof mine, all + (size_t)b * sizeof mine, sizeof mine))
-                rc = ps_fail(PS_EUNSUP, "ranks %d and %d have the same device, %.*s, which %s cannot connect; is there "
-                             "one for each rank, and does CUDA_VISIBLE_DEVICES show it?", group_world(g, a),
+                rc = ps_fail(PS_EUNSUP, "ranks %d and %d have the same device, %.*s, which %s cannot connect; give "
+                                        "each rank a device of its own (is it in CUDA_VISIBLE_DEVICES?)",
+                                        group_world(g, a),
                              group_world(g, b), (int)sizeof mine - 1,
                              all + (size_t)a * sizeof mine, be->wire->name);
     ps_free(all);
@@ -50,7 +52,8 @@ static int connect_wire(ps_group *g, ps_backend *be)
     PS_TRY(group_broadcast(g, ON_HOST, PS_U8, id, sizeof id, 0, rc));
     rc = ps_comm_wire(be, alone ? NULL : id, g->comm, &g->at[ON_DEVICE].comm);
     if (rc < 0) ps_error_prefix("connecting the devices of %d ranks: ", g->comm->size);
-    if (rc < 0) g->comm->table->hang_up(g->comm);      /* the others may wait for this one inside the library */
+    if (rc < 0) g->comm->table->hang_up(g->comm);      /* the other ranks may be waiting for this one inside the
+                                                        * library */
     return rc;
 }
 
@@ -59,8 +62,9 @@ int ps_group_connect(ps_group *g, ps_ctx *ctx, int device)
     if (device < 0 || device >= ctx->n_devices) return ps_fail(PS_EINVAL, "there is no device %d", device);
     ps_backend *be = ctx->devices[device];
     if (be->is_host || g->device == device) return 0;
-    if (be->no_data) return ps_fail(PS_EUNSUP, "device %s has no bytes that could go to other ranks", be->name);
-    int rc = g->device >= 0 ? ps_fail(PS_ESTATE, "this group carries memory of device %s already",
+    if (be->no_data) return ps_fail(PS_EUNSUP, "the tensors of device %s have no bytes that could be sent to other "
+                                               "ranks", be->name);
+    int rc = g->device >= 0 ? ps_fail(PS_ESTATE, "this group already sends memory of device %s",
                                       ctx->devices[g->device]->name) : could(g, be);
     PS_TRY(group_agree_bytes(g, OP_CONNECT, ON_DEVICE, 0, 0, be->host_carries, rc));
     if (be->host_carries) g->at[ON_DEVICE].comm = g->comm;
@@ -75,7 +79,7 @@ int group_place(ps_group *g, ps_ctx *ctx, int device, place *out)
     *out = ctx->devices[device]->is_host ? ON_HOST : ON_DEVICE;
     if (*out == ON_HOST || g->device == device) return 0;
     int rc = ps_group_connect(g, ctx, device);
-    if (rc < 0) ps_error_prefix("a tensor on device %s: ", ctx->devices[device]->name);
+    if (rc < 0) ps_error_prefix("a tensor is on device %s: ", ctx->devices[device]->name);
     return rc;
 }
 

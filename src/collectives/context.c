@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups in a context. A new group gets a number in ctx->ranks.groups, by which ops find it until it is closed. In a
- * dry run the context records the calls between ranks that the step will make. */
+ * Groups in a context. A new group gets a number in ctx->ranks.groups. Ops find the group by this number until it is
+ * closed. In a dry run the context records the calls between ranks that the step will make. */
 #include "base/error.h"
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
@@ -10,7 +10,8 @@ static void enroll(ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < PS_MAX_GROUPS && g->number < 0; i++) if (!ctx->ranks.groups[i]) g->number = i;
     if (g->number < 0) return;
     ctx->ranks.groups[g->number] = g;
-    ctx->refs++;                           /* the context outlives the group, which clears its place in `groups` */
+    ctx->refs++;                           /* the context outlives the group, and the group clears its place in `groups`
+                                            * when it is closed */
     g->ctx = ctx;
 }
 

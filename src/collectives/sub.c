@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Cutting a group into groups along an axis of the mesh (ps.h). The new groups share its connections and its watch. An
- * id tells their messages apart. It is higher than the ids of all groups that these ranks had before, so that no two
- * groups with a pair of ranks in common have the same id. */
+ * Divides a group into groups along an axis of the mesh (ps.h). The new groups share the connections and the watch of
+ * the old one. An id distinguishes their messages. It is higher than the ids of all groups that these ranks had before,
+ * so that no two groups with a pair of ranks in common have the same id. */
 #include <stdatomic.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -9,13 +9,14 @@
 #include "collectives/collectives.h"
 #include "tensor/tensor.h"
 
-static atomic_int next_id = 1;             /* in this process; the group of all ranks has 0 */
+static atomic_int next_id = 1;             /* the last id in this process; the group of all ranks has 0 */
 
-/* The group that a rank of the parent asks for, as it tells the others. */
+/* The group that a rank of the parent wants to make, as sent to the other ranks. */
 typedef struct wish {
-    int32_t id, n;                         /* id: the least that is free on this rank; n: ranks of the group */
+    int32_t id, n;                         /* id: the smallest id that is free on this rank; n: number of ranks in the
+                                            * group */
     char axis[PS_AXIS_NBYTES];
-    int32_t ranks[];                       /* [size of the parent], of which n are filled */
+    int32_t ranks[];                       /* [size of the parent], of which n are used */
 } wish;
 
 static size_t wish_nbytes(const ps_group *parent)
@@ -35,21 +36,23 @@ static int check(const ps_group *parent, int n, const int32_t *ranks, const char
     bool mine = false;
     if (length < 1 || length >= PS_AXIS_NBYTES ||
         strspn(axis, "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_") != length)
-        return ps_fail(PS_EINVAL, "an axis named '%.40s'; it takes 1 to %d letters, digits and '_'", axis,
+        return ps_fail(PS_EINVAL, "'%.40s' cannot be the name of an axis; a name has 1 to %d letters, digits and '_'",
+                       axis,
                        PS_AXIS_NBYTES - 1);
-    if (n < 1 || n > size) return ps_fail(PS_EINVAL, "group %s: %d ranks of %d", axis, n, size);
+    if (n < 1 || n > size) return ps_fail(PS_EINVAL, "group %s: %d ranks were requested of %d", axis, n, size);
     for (int i = 0; i < n; i++) {
         if (ranks[i] < 0 || ranks[i] >= size)
-            return ps_fail(PS_EINVAL, "group %s: rank %d of a group of %d ranks", axis, ranks[i], size);
+            return ps_fail(PS_EINVAL, "group %s: there is no rank %d in a group of %d ranks", axis, ranks[i], size);
         for (int j = 0; j < i; j++)
-            if (ranks[j] == ranks[i]) return ps_fail(PS_EINVAL, "group %s: rank %d twice", axis, ranks[i]);
+            if (ranks[j] == ranks[i]) return ps_fail(PS_EINVAL, "group %s: rank %d is in the list twice",
+                                                     axis, ranks[i]);
         mine = mine || ranks[i] == parent->comm->rank;
     }
     if (mine) return 0;
-    return ps_fail(PS_EINVAL, "group %s: rank %d gives a list that it is not in", axis, parent->comm->rank);
+    return ps_fail(PS_EINVAL, "group %s: rank %d passed a list without itself", axis, parent->comm->rank);
 }
 
-/* Whether all ranks mean the same groups. Each rank finds the same first difference. */
+/* True if all ranks want the same groups. Each rank finds the same first difference. */
 static int compare(const ps_group *parent, const char *all)
 {
     for (int r = 0; r < parent->comm->size; r++) {
@@ -60,15 +63,16 @@ static int compare(const ps_group *parent, const char *all)
                         !memcmp(a->ranks, b->ranks, (size_t)a->n * sizeof *a->ranks);
             if (!same)
                 return ps_fail(PS_EINVAL, "rank %d makes a group %s of %d ranks, rank %d among them, which makes a "
-                               "group %s of %d, or of others, or in another order; all ranks of a group give the same "
-                               "list",
+                               "group %s of %d ranks, or with other ranks or in another order; all ranks of a group "
+                               "must pass the same list",
                                group_world(parent, r), a->axis, a->n, group_world(parent, a->ranks[i]), b->axis, b->n);
         }
     }
     return 0;
 }
 
-/* Sends this rank's wish to all ranks and receives theirs. all: [size of the parent] wishes of wish_nbytes each. */
+/* Sends this rank's request to all ranks and receives theirs. all: [size of the parent] requests of wish_nbytes
+ * each. */
 static int tell(ps_group *parent, const wish *mine, char *all, int rc)
 {
     int64_t nbytes = (int64_t)wish_nbytes(parent);
@@ -80,7 +84,7 @@ static int tell(ps_group *parent, const wish *mine, char *all, int rc)
     return rc;
 }
 
-/* The id of the new groups: on no rank of the parent does a group have this id or a higher one. */
+/* Chooses the id of the new groups: no group on any rank of the parent has this id or a higher one. */
 static int agree_id(const ps_group *parent, const char *all)
 {
     int id = 0;
@@ -101,7 +105,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     char *all = ps_alloc0(nbytes * ((size_t)parent->comm->size + 1));
     wish *mine = all ? (wish *)(void *)(all + nbytes * (size_t)parent->comm->size) : NULL;
     int rc = all ? check(parent, n, ranks, axis) : ps_fail_nomem(nbytes * ((size_t)parent->comm->size + 1));
-    if (rc == 0 && !parent->ctx) rc = ps_fail(PS_EINVAL, "more than %d groups at a time", PS_MAX_GROUPS);
+    if (rc == 0 && !parent->ctx) rc = ps_fail(PS_EINVAL, "cannot have more than %d groups at a time", PS_MAX_GROUPS);
     if (rc == 0) {
         mine->id = atomic_load(&next_id);
         mine->n = n;
@@ -109,8 +113,9 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
         memcpy(mine->ranks, ranks, (size_t)n * sizeof *ranks);
     }
     rc = tell(parent, mine, all, rc);
-    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* who is not here wishes for nothing */
-    if (rc < 0) {                          /* on all ranks */
+    if (rc == 0 && !parent->comm->pretends) rc = compare(parent, all);   /* ranks that do not make this call want no
+                                                                          * group */
+    if (rc < 0) {                          /* the error must be the same on all ranks */
         ps_free(all);
         return rc;
     }
@@ -118,7 +123,7 @@ int ps_group_split(ps_group *parent, int n, const int32_t *ranks, const char *ax
     ps_free(all);
     rc = parent->comm->table->cut(parent->comm, n, ranks, axis, id, &comm);
     if (rc == 0) rc = group_new(parent->ctx, comm, &g);
-    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks made their groups */
+    rc = group_agree_bytes(parent, OP_SPLIT, ON_HOST, 0, 0, 0, rc);     /* whether all ranks have made their groups */
     if (rc < 0) {
         ps_group_close(g);
         return rc;

@@ -25,38 +25,40 @@ static const double FOR_EVER = 1e8;
 static const char *const lane_names[PS_P2P_LANES] = { "up", "down", "loss", "tied" };
 _Static_assert((int)HEADERS < (int)PS_COMM_SLOTS, "slots");
 
-/* BEGUN: not a message, but a notice of a line: the receiver has begun one more receive. */
+/* BEGUN is not a message but a notice of a line: the receiver has begun one more receive. */
 enum { HOST, DEVICE, BEGUN };
 
-/* The header that goes over the wire before a payload. */
+/* The header that is sent before a payload. */
 typedef struct wire {
     uint32_t magic;
     int32_t lane;
-    uint64_t seq;                          /* earlier messages of this lane from this sender to this receiver */
+    uint64_t seq;                          /* number of earlier messages in this lane from this sender to this
+                                            * receiver */
     int32_t kind, part, vstage, micro;
     int32_t dtype, n_dims;
     int64_t shape[PS_MAX_DIMS];
     ps_p2p_note note;
     int32_t place, reserved;               /* HOST, DEVICE or BEGUN */
-    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: of the line */
+    char id[PS_WIRE_ID_NBYTES];            /* DEVICE: the number of the message on its line */
 } wire;
-_Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "a message on the wire has no holes");
+_Static_assert(sizeof(wire) == 152 + PS_WIRE_ID_NBYTES, "the header of a message has no padding");
 
 enum { POSTED, ARRIVING, DONE, FAILED };
 
 struct ps_p2p_request {
-    ps_p2p_request *next, *made;           /* next: in a channel, at a neighbour or in `spare`; made: in the list of
-                                            * all requests */
+    ps_p2p_request *next, *made;           /* next: the next request in a channel, at a neighbour or in `spare`; made:
+                                            * the next in the list of all requests */
     ps_p2p *p2p;
-    bool used;                             /* begun, and not waited for yet */
+    bool used;                             /* begun, and nobody has waited for it yet */
     int peer, lane, state;                 /* state: the lock guards it; a send is POSTED or DONE */
     bool out;
-    wire head;                             /* in a receive: the expected header, with the received `note` */
-    ps_tensor *t;                          /* held and pinned, or NULL */
+    wire head;                             /* of a receive: the expected header, with the received `note` */
+    ps_tensor *t;                          /* the tensor, held and pinned, or NULL */
     void *bytes;
-    int64_t nbytes, began_ns;              /* began_ns: as in a group_call */
+    int64_t nbytes, began_ns;              /* began_ns: as in group_call */
     ps_comm_post *head_post, *body_post;
-    ps_line *line;                         /* carries a device's bytes; in a receive: set when its header arrives */
+    ps_line *line;                         /* the request transfers a device's bytes. Of a receive: set when its header
+                                            * arrives */
     ps_line_message message;               /* its message on the line */
 };
 
@@ -71,14 +73,14 @@ typedef struct channel {
 typedef struct neighbour {
     ps_p2p *p2p;
     int rank;
-    bool listens, delivers;                /* the listener's and the sender's thread were started */
-    bool deaf, mute;                       /* the listener, the sender no longer use any request: they have ended or
-                                            * are ending */
+    bool listens, delivers;                /* the threads of the listener and of the sender were started */
+    bool deaf, mute;                       /* the listener, or the sender, has ended or is ending: it no longer uses any
+                                            * request */
     pthread_t listener, sender;
     ps_comm_post *waits;                   /* the listener's receive of the next header, or NULL */
     wire next;
-    ps_p2p_request *out, *out_last;        /* sends that are under way; the sender waits for the first */
-    ps_error_kept why, why_mute;           /* the reasons for deaf, mute */
+    ps_p2p_request *out, *out_last;        /* sends that are under way; the sender's thread waits for the first one */
+    ps_error_kept why, why_mute;           /* the reasons why the peer is deaf or mute */
     channel lanes[PS_P2P_LANES];
     ps_line *lines[2][PS_P2P_LANES];       /* [out]; made with the first message */
 } neighbour;
@@ -86,8 +88,9 @@ typedef struct neighbour {
 struct ps_p2p {
     ps_group *group;                       /* a separate group of the same ranks */
     ps_comm *comm;
-    pthread_mutex_t lock;                  /* for all fields that follow, except `spare`, `made` and `bytes_sent` */
-    pthread_cond_t news, work;             /* news: a request's state or a thread's end; work: for senders */
+    pthread_mutex_t lock;                  /* guards all fields that follow, except `spare`, `made` and `bytes_sent` */
+    pthread_cond_t news, work;             /* news: a request's state has changed or a thread has ended; work: senders
+                                            * have a message */
     bool closing;
     ps_error_kept failed;                  /* the error that this rank found first, such as an unexpected message */
     letter *spare_letters;
@@ -102,7 +105,7 @@ struct ps_p2p {
 
 enum { TEXT = 200, ACTION = PS_LINE_NAME };
 
-/* "F of micro-batch 3, stage 1" */
+/* Text such as "F of micro-batch 3, stage 1". */
 static void action_text(int kind, int vstage, int micro, char text[ACTION])
 {
     char name = kind > ' ' && kind < 127 ? (char)kind : '?';
@@ -111,7 +114,7 @@ static void action_text(int kind, int vstage, int micro, char text[ACTION])
     else snprintf(text, ACTION, "%c of micro-batch %d, stage %d", name, micro, vstage);
 }
 
-/* "F of micro-batch 3, stage 1, part 2: fp32 [2, 8]" */
+/* Text such as "F of micro-batch 3, stage 1, part 2: fp32 [2, 8]". */
 static void wire_text(const wire *h, char text[TEXT])
 {
     char action[ACTION];
@@ -149,7 +152,7 @@ static void leave(ps_p2p *p) { ps_watch_leave(p->comm->watch, p->comm->place); }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Ends the run with this thread's error, which all ranks get. */
+/* Ends the run with this thread's error. All ranks get the error. */
 static int give_up(ps_p2p *p, int rc)
 {
     ps_error_kept why;
@@ -163,7 +166,7 @@ static int give_up(ps_p2p *p, int rc)
     return rc;
 }
 
-/* Turns a failure of the library with a peer into this rank's error: the watch says which rank is to blame. rc, also
+/* Turns a failure of the library with a peer into this rank's error: the watch names the rank that caused it. rc, also
  * this thread's error, is PS_ETIME, PS_EIO, or another code for a fault of this rank. An error that this rank found
  * earlier remains its error. */
 static int blame(ps_p2p *p, int peer, int rc)
@@ -173,7 +176,8 @@ static int blame(ps_p2p *p, int peer, int rc)
     pthread_mutex_lock(&p->lock);
     int first = p->failed.code ? ps_error_again(&p->failed) : 0;
     pthread_mutex_unlock(&p->lock);
-    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have closed yet */
+    if (first) p->comm->table->hang_up(p->comm);       /* the thread that found the error may not have closed its
+                                                        * connections yet */
     if (first) return first;
     if (rc != PS_ETIME && rc != PS_EIO) return rc == PS_ESTATE ? rc : give_up(p, rc);
     int world = group_world(p->group, peer), what = rc == PS_ETIME ? PS_WATCH_TIME_OUT : PS_WATCH_LOST;
@@ -185,14 +189,14 @@ static int blame(ps_p2p *p, int peer, int rc)
     return give_up(p, rc);
 }
 
-/* The reason why a wait was woken: a verdict, or a communicator of these ranks that closed its connections. */
+/* Returns the reason why a wait was woken: a verdict, or a communicator of these ranks that closed its connections. */
 static int woken(ps_p2p *p)
 {
     PS_TRY(ps_watch_verdict(p->comm->watch));
     return ps_watch_failed_before(p->comm->watch);
 }
 
-/* Waits for the end of a message under way. */
+/* Waits until a message that is under way has ended. */
 static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 {
     if (!post) return 0;
@@ -202,7 +206,7 @@ static int end_of(ps_p2p *p, ps_comm_post *post, double seconds)
 
 /* -- lines --------------------------------------------------------------------------------------------------------- */
 
-/* Called by a line's thread. */
+/* A line's thread calls this function. */
 static int tell_begun(void *arg, int peer, int lane)
 {
     ps_p2p *p = arg;
@@ -229,7 +233,7 @@ static int find_line(ps_p2p *p, int peer, int lane, bool out, const char *id, ps
 
 /* -- headers that come; the lock is held --------------------------------------------------------------------------- */
 
-/* Compares a received header with the one that the receive expects, and begins to receive its payload. */
+/* Compares a received header with the header that the receive expects, and begins to receive the payload. */
 static int take(ps_p2p_request *q, const wire *got)
 {
     ps_p2p *p = q->p2p;
@@ -239,8 +243,9 @@ static int take(ps_p2p_request *q, const wire *got)
         char wanted[TEXT], came[TEXT];
         wire_text(&q->head, wanted);
         wire_text(got, came);
-        return ps_fail_rank(PS_EINVAL, group_world(p->group, q->peer), "rank %d expects %s from rank %d, which sent %s "
-                            "(lane %s): the ranks' schedules, batches or models differ",
+        return ps_fail_rank(PS_EINVAL, group_world(p->group, q->peer), "rank %d expects %s from rank %d, which sent "
+                                                                       "%s (lane %s): the ranks' schedules, batches or "
+                                                                       "models differ",
                             group_world(p->group, p->comm->rank), wanted, group_world(p->group, q->peer), came,
                             lane_names[q->lane]);
     }
@@ -254,7 +259,7 @@ static int take(ps_p2p_request *q, const wire *got)
     return 0;
 }
 
-/* Matches receives and headers of a lane. */
+/* Matches the receives and the headers of a lane. */
 static int match(ps_p2p *p, channel *l)
 {
     int rc = 0;
@@ -325,13 +330,13 @@ static void *listen(void *arg)
     from->deaf = true;
     pthread_cond_broadcast(&p->news);
     pthread_mutex_unlock(&p->lock);
-    /* Notifies all ranks at once. A time-out belongs to another call, which ended the connection and reports it
-     * itself. */
+    /* Notifies all ranks at once. A time-out belongs to another call. That call has ended the connection, and it
+     * reports the time-out itself. */
     if (rc < 0 && rc != PS_EIO && rc != PS_ETIME && rc != PS_ESTATE) give_up(p, rc);
     return NULL;
 }
 
-/* The thread that waits until sends to a peer have finished. */
+/* The thread that waits until the sends to a peer have finished. */
 static void *deliver(void *arg)
 {
     neighbour *to = arg;
@@ -364,7 +369,7 @@ static int start(neighbour *with, bool *runs, pthread_t *thread, void *(*run)(vo
     if (*runs) return 0;
     int failed = ps_thread_start(thread, run, with);
     if (failed)
-        return ps_fail(PS_ENOMEM, "no thread for messages between this rank and rank %d: %s", with->rank,
+        return ps_fail(PS_ENOMEM, "cannot start a thread for messages between this rank and rank %d: %s", with->rank,
                        strerror(failed));
     *runs = true;
     return 0;
@@ -377,15 +382,15 @@ static int start_listening(neighbour *from) { return start(from, &from->listens,
 static int check(const ps_p2p *p, int peer, int lane, const ps_tensor *t)
 {
     if (peer < 0 || peer >= p->comm->size || peer == p->comm->rank)
-        return ps_fail(PS_EINVAL, "a message between rank %d and rank %d in a group of %d", p->comm->rank, peer,
+        return ps_fail(PS_EINVAL, "rank %d and rank %d cannot exchange messages in a group of %d", p->comm->rank, peer,
                        p->comm->size);
     if (lane < 0 || lane >= PS_P2P_LANES) return ps_fail(PS_EINVAL, "there is no lane %d", lane);
     if (!t) return 0;
     PS_TRY(ps_tensor_check_alive(t));
     const ps_backend *be = t->ctx->devices[t->device_];
     if ((!be->is_host && !ps_p2p_carries(p, t->device_)) || be->no_data)
-        return ps_fail(PS_EUNSUP, "a message with a tensor on device %s, which is not connected", be->name);
-    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "a message with a tensor that is not contiguous");
+        return ps_fail(PS_EUNSUP, "a message has a tensor on device %s, which is not connected", be->name);
+    if (!ps_tensor_is_contiguous(t)) return ps_fail(PS_EINVAL, "a message has a tensor that is not contiguous");
     return 0;
 }
 
@@ -410,7 +415,8 @@ static void request_end(ps_p2p_request *q)
         p->comm->table->drop(q->head_post);
         p->comm->table->drop(q->body_post);
     }
-    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* else no keeper is left */
+    if (q->bytes && !q->t->ctx->closed) ps_storage_unpin(q->t->storage, q->t->device_);     /* otherwise no keeper of
+                                                                                             * the tensor is left */
     if (q->t) ps_tensor_unhold(q->t);
     q->used = false;
     q->next = p->spare;
@@ -458,7 +464,7 @@ static int request_new(ps_p2p *p, int peer, int lane, bool out, const ps_p2p_tag
     return 0;
 }
 
-/* Prefixes this thread's error with the message that failed here. */
+/* Adds the message that failed to the beginning of this thread's error. */
 static void prefix_of(const ps_p2p *p, bool out, const char *action, int peer)
 {
     ps_error_prefix("rank %d, %s %s of %s with rank %d: ", group_world(p->group, p->comm->rank), out ? "send" : "recv",
@@ -484,7 +490,8 @@ static int refused(ps_p2p_request *q, int rc)
     return rc;
 }
 
-/* A message to or from a simulated rank: holds its tensor until the wait, like others. No bytes move. */
+/* Handles a message to or from a simulated rank. Its tensor is held until the wait, like other tensors, but no bytes
+ * are sent. */
 static int pretended(ps_p2p_request *q, ps_p2p_request **out)
 {
     q->state = DONE;
@@ -493,13 +500,13 @@ static int pretended(ps_p2p_request *q, ps_p2p_request **out)
     return 0;
 }
 
-/* Finds the line of a device's send, for its header. The first one makes it. */
+/* Finds the line for a device's send, which the header names. The first send makes the line. */
 static int send_begin(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     char id[PS_WIRE_ID_NBYTES] = { 0 };
     if (!p->peers[q->peer].lines[true][q->lane]) PS_TRY(p->be->wire->new_id(p->be, id));
-    PS_TRY(start_listening(&p->peers[q->peer]));                   /* for the notices of the peer's line */
+    PS_TRY(start_listening(&p->peers[q->peer]));                   /* receives the notices of the peer's line */
     pthread_mutex_lock(&p->lock);
     int rc = find_line(p, q->peer, q->lane, true, id, &q->line);
     if (rc == 0) memcpy(q->head.id, ps_line_id(q->line), sizeof q->head.id);
@@ -567,7 +574,7 @@ int ps_p2p_recv(ps_p2p *p, int peer, int lane, const ps_p2p_tag *tag, ps_tensor 
 
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 
-/* Waits for news until the time `until` of ps_now(); the lock is held. False: the time is over. */
+/* Waits for news until ps_now() is `until`. The lock is held. False: the time is over. */
 static bool wait_for_news(ps_p2p *p, double until)
 {
     double left = until - ps_now();
@@ -581,8 +588,8 @@ static bool wait_for_news(ps_p2p *p, double until)
     return true;
 }
 
-/* Waits until `come` is true, or `over` returns the reason why it never will be, or the time is over. heads: waits for
- * a header that the peer's script sends. The lock is not held. */
+/* Waits until `come` is true, or until `over` returns the reason why it never will be, or until the time is over.
+ * heads: waits for a header that the peer's script sends. The lock is not held. */
 static int until_come(ps_p2p *p, double until, bool (*come)(const void *), const ps_error_kept *(*over)(const void *),
                       const void *arg, bool heads)
 {
@@ -621,8 +628,8 @@ static const ps_error_kept *is_deaf(const void *next)
     return from->deaf ? &from->why : NULL;
 }
 
-/* The error that keeps a message from being received or sent; NULL: none. A device's send begins by notices that the
- * listener receives, so it also fails if the peer is deaf. */
+/* Returns the error that prevents a message from being received or sent; NULL: none. A send of a device begins with
+ * notices that the listener receives, so the send also fails if the peer is deaf. */
 static const ps_error_kept *is_over(const void *request)
 {
     const ps_p2p_request *q = request;
@@ -640,14 +647,14 @@ static int wait_for(ps_p2p_request *q, double until)
     return q->out ? 0 : end_of(p, q->body_post, until - ps_now());
 }
 
-/* After a failure, which ended everything under way: waits until no other thread uses the request. */
+/* After a failure, which ended all messages under way: waits until no other thread uses the request. */
 static void let_go(ps_p2p_request *q)
 {
     ps_p2p *p = q->p2p;
     neighbour *with = &p->peers[q->peer];
     pthread_mutex_lock(&p->lock);
     for (;;) {
-        bool line_rests = !q->line || ps_line_rests(q->line);    /* the listener sets a receive's line */
+        bool line_rests = !q->line || ps_line_rests(q->line);    /* the listener sets the line of a receive */
         bool thread_rests = q->out ? q->state == DONE || with->mute : q->line || has_come(q) || with->deaf;
         if (line_rests && thread_rests) break;
         if (q->line) ps_line_stop(q->line);
@@ -695,7 +702,8 @@ int ps_p2p_test(ps_p2p_request *q)
 
 bool ps_p2p_carries(const ps_p2p *p, int device) { return p->be && device == p->device; }
 
-/* A line on which this rank receives: one that failed, or else one with bytes under way, or NULL. The lock is held. */
+/* Returns a line on which this rank receives: a line that failed, or otherwise a line with bytes under way, or NULL.
+ * The lock is held. */
 static const ps_line *busy_line(const ps_p2p *p, int *peer)
 {
     const ps_line *busy = NULL;
@@ -709,7 +717,7 @@ static const ps_line *busy_line(const ps_p2p *p, int *peer)
     return busy;
 }
 
-/* Whether lines failed; waits: first waits until everything is received. */
+/* True if lines failed. waits: first waits until all messages are received. */
 static int look_at_lines(ps_p2p *p, bool waits)
 {
     double until = ps_now() + p->comm->timeout_s;
@@ -787,7 +795,7 @@ int ps_p2p_rank(const ps_p2p *p) { return p->comm->rank; }
 int ps_p2p_size(const ps_p2p *p) { return p->comm->size; }
 int64_t ps_p2p_bytes_sent(const ps_p2p *p) { return p->bytes_sent; }
 
-/* A group of the same ranks, with its own slots and its own place in the watch. */
+/* Makes a group of the same ranks, with its own slots and its own place in the watch. */
 static int same_ranks(ps_group *group, ps_group **out)
 {
     int n = ps_group_size(group);
@@ -849,8 +857,8 @@ void ps_p2p_close(ps_p2p *p)
     pthread_mutex_lock(&p->lock);
     p->closing = true;
     for (int r = 0; r < size; r++) {
-        const ps_p2p_request *q = p->peers[r].out;         /* the caller broke the rule and did not wait for it: it
-                                                            * is abandoned */
+        const ps_p2p_request *q = p->peers[r].out;         /* the caller broke the rule and did not wait for the
+                                                            * request: it is abandoned */
         if (q) p->comm->table->wake(q->head_post);
         if (q && q->body_post) p->comm->table->wake(q->body_post);
         if (p->peers[r].waits) p->comm->table->wake(p->peers[r].waits);

@@ -2,7 +2,7 @@
  * One-way messages from one rank to another, for the stages of a pipeline. They run concurrently with the computation,
  * any number at a time. A send returns at once. A receiver accepts headers at any time from each rank that it receives
  * from. It checks a header against the expected tag, type and shape, and only then receives the payload, directly into
- * its tensor. So two neighbours may both send first.
+ * its tensor. So two neighbours may both begin with a send.
  *
  * A message is a tag and the bytes of one tensor, or only a tag. Messages of one lane between two ranks arrive in the
  * order of their sends, and are matched with receives in the order of the receives. Lanes do not wait for each other.
@@ -12,8 +12,9 @@
  * call here and every call of every group of these ranks fails. No call waits for ever.
  *
  * Only the thread that runs the actions of a step calls a ps_p2p. Ranks are those of the group. Tensors are contiguous,
- * and lie in host memory or on the device that the group had connected when the ps_p2p was opened (ps_p2p_carries); the
- * same on both ends. The caller copies tensors of other devices (ps_tensor_to) before a send and after a receive.
+ * and lie in host memory or on the device that the group had connected when the ps_p2p was opened (ps_p2p_carries).
+ * Both ends use the same kind of memory. The caller copies tensors of other devices (ps_tensor_to) before a send and
+ * after a receive.
  *
  * The bytes of a device are sent from device to device, on lines (line.h); their headers are sent like all others. A
  * wait for such a message returns when the transfer is queued on the device: work that is queued later finds the
@@ -33,18 +34,18 @@ enum { PS_P2P_UP, PS_P2P_DOWN, PS_P2P_LOSS, PS_P2P_TIED, PS_P2P_LANES };
 
 /* Names a message. The receiver passes the tag that it expects; it must equal the sender's. */
 typedef struct ps_p2p_tag {
-    char kind;                             /* kind of the action that made it: 'F', 'I', 'B', 'W', ...; printable */
-    int16_t part;                          /* number, from 0, of the tensor among those of one action */
+    char kind;                             /* kind of the action that made it ('F', 'I', 'B', 'W', ...); printable */
+    int16_t part;                          /* number of the tensor among those of one action, from 0 */
     int32_t vstage, micro;                 /* the action's virtual stage and micro-batch; micro -1: none */
 } ps_p2p_tag;
 
 /* Numbers that are sent with a message, in addition to the tensor. */
 typedef struct ps_p2p_note {
     double when;                           /* the sender's virtual clock */
-    double value[4];                       /* for example a loss, its weight, hits and targets */
+    double value[4];                       /* such as a loss, its weight, hits and targets */
 } ps_p2p_note;
 
-/* A message whose header has arrived and which is not received yet. */
+/* A message whose header has arrived and whose payload has not been received yet. */
 typedef struct ps_p2p_header {
     ps_p2p_tag tag;
     ps_p2p_note note;
@@ -52,15 +53,17 @@ typedef struct ps_p2p_header {
     int64_t shape[PS_MAX_DIMS];
 } ps_p2p_header;
 
-/* A collective call of all the group's ranks. The group may be closed before the ps_p2p. In a group of one rank every
- * send and receive is an error. Errors: as ps_group_split. */
+/* Opens messages between a group's ranks. All its ranks must make this call. The group may be closed before the ps_p2p.
+ * In a group of one rank every send and receive is an error. Errors: as ps_group_split. */
 int ps_p2p_open(ps_group *group, ps_p2p **out);
-/* All requests must have been waited for. Other ranks that still wait for messages of this one get an error. */
+/* Closes it. The caller has waited for all requests. Other ranks that still wait for messages of this rank get an
+ * error. */
 void ps_p2p_close(ps_p2p *p2p);
 
-bool ps_p2p_carries(const ps_p2p *p2p, int device);    /* messages go from this device's memory to the peer's */
+bool ps_p2p_carries(const ps_p2p *p2p, int device);    /* true if messages are sent from this device's memory to the
+                                                        * peer's */
 
-/* Begins to send `t` (NULL: the tag and the note alone). The tensor is held and pinned, and must not be written to,
+/* Begins to send `t`. NULL: sends only the tag and the note. The tensor is held and pinned, and must not be written to,
  * until the request is waited for. PS_EINVAL: no such peer or lane, or t is not contiguous. PS_EUNSUP: t is neither in
  * host memory nor on a device of ps_p2p_carries. PS_ENOMEM, PS_ESTALE; the errors of ps_p2p_wait. */
 int ps_p2p_send(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, const ps_p2p_note *note, ps_tensor *t,
@@ -72,29 +75,30 @@ int ps_p2p_recv(ps_p2p *p2p, int peer, int lane, const ps_p2p_tag *tag, ps_tenso
  * its shape. */
 int ps_p2p_next(ps_p2p *p2p, int peer, int lane, ps_p2p_header *out);
 
-/* Whether ps_p2p_wait would return at once: 1 or 0. For a receive 1 means soon, since its bytes are arriving. For a
- * device's send: whether its bytes are sent, so that the wait orders nothing. */
+/* Returns 1 if ps_p2p_wait would return at once, else 0. For a receive, 1 means soon, since its bytes are arriving. For
+ * a device's send, 1 means that its bytes are sent, so the wait orders nothing. */
 int ps_p2p_test(ps_p2p_request *request);
 /* Waits until the bytes of a send are sent, or those of a receive have arrived. Frees the request, also on failure.
- * note (or NULL): the numbers that were received, or sent, with the message. PS_EINVAL: another message arrived; the
- * error, and that of the other ranks (PS_EIO), name the ranks, the actions and both values. PS_ETIME: nothing arrived
- * within the group's time-out, or a rank is silent. PS_EIO: a rank died, failed or aborted. PS_ESTATE: after such an
- * error. */
+ * *note, unless NULL, gets the numbers that were received, or sent, with the message. PS_EINVAL: another message
+ * arrived; the error, and that of the other ranks (PS_EIO), name the ranks, the actions and both values. PS_ETIME:
+ * nothing arrived within the group's time-out, or a rank is silent. PS_EIO: a rank died, failed or aborted. PS_ESTATE:
+ * after such an error. */
 int ps_p2p_wait(ps_p2p_request *request, ps_p2p_note *note);
 
-/* 0, or the error of a device's message that failed after its wait. */
+/* Returns 0, or the error of a device's message that failed after its wait. */
 int ps_p2p_check(ps_p2p *p2p);
-/* Waits until all bytes received on devices have arrived, not for other work of the device. Errors: as ps_p2p_wait. */
+/* Waits until all bytes received on devices have arrived, but not for other work of the device. Errors: as
+ * ps_p2p_wait. */
 int ps_p2p_settle(ps_p2p *p2p);
 
 /* Sets the action that this rank runs now ("F of micro-batch 3, stage 1"), for verdicts, until the next call that
- * waits. Kind 'Y' is an iteration of the script's loop and belongs to no stage. NULL: this rank is in no action. Other
- * ranks are notified at once (ps_watch_tell), as they are when this rank has to wait for a message. */
+ * waits. Kind 'Y' is an iteration of the script's loop and belongs to no stage. NULL: this rank runs no action. Other
+ * ranks are notified at once (ps_watch_tell). They are also notified when this rank has to wait for a message. */
 void ps_p2p_at(ps_p2p *p2p, const ps_p2p_tag *tag);
-/* This rank's step failed: the calls of all other ranks fail with this text. Returns at once, and does not change this
- * thread's error. */
+/* Reports that this rank's step failed: the calls of all other ranks fail with this text. Returns at once, and does not
+ * change this thread's error. */
 void ps_p2p_abort(ps_p2p *p2p, const char *text);
 int ps_p2p_rank(const ps_p2p *p2p);
 int ps_p2p_size(const ps_p2p *p2p);
-int64_t ps_p2p_bytes_sent(const ps_p2p *p2p);          /* bytes of tensors sent since ps_p2p_open */
+int64_t ps_p2p_bytes_sent(const ps_p2p *p2p);          /* bytes of tensors that were sent since ps_p2p_open */
 #endif

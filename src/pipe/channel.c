@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The executor's channel between processes, by the messages of src/p2p/p2p.c. */
+ * The executor's channel between processes. It uses the messages of src/p2p/p2p.c. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "p2p/p2p.h"
@@ -81,7 +81,7 @@ int ps_pipe_open(ps_ctx *ctx, const ps_pipe_table *t, ps_group *group, ps_pipe *
 {
     int size = ps_group_size(group), stages = ps_pipe_table_spec(t)->stages;
     if (size != stages)
-        return ps_fail(PS_EINVAL, "a table of %d ranks, and the group has %d", stages, size);
+        return ps_fail(PS_EINVAL, "the table has %d ranks, and the group has %d", stages, size);
     p2p_channel *w = ps_alloc0(sizeof *w);
     if (!w) return ps_fail_nomem(sizeof *w);
     w->channel.table = &table;

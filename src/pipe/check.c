@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A table's memory, and the guarantees of a sealed table: every action is there once, after the actions of its row that
- * it needs; gradients are summed in the order of micro-batches; ranks cannot deadlock. */
+ * A table's memory, and the guarantees of a sealed table: It has every action once, after the actions of its row that
+ * the action needs. Gradients are summed in the order of micro-batches. Ranks cannot deadlock. */
 #include <string.h>
 #include "base/grow.h"
 #include "pipe/pipe.h"
@@ -16,11 +16,12 @@ static int32_t *numbers(int64_t n)
 int pipe_new(const ps_pipe_spec *s, int64_t n_vstages, ps_pipe_table **out)
 {
     if (s->stages < 1 || s->virtual_stages < 1 || s->micro_batches < 1)
-        return ps_fail(PS_EINVAL, "a pipeline of %d stages, %d virtual stages a rank and %d micro-batches; each is 1 "
-                       "at least", s->stages, s->virtual_stages, s->micro_batches);
+        return ps_fail(PS_EINVAL, "a pipeline of %d stages, %d virtual stages per rank and %d micro-batches; each must "
+                                  "be 1 or more", s->stages, s->virtual_stages, s->micro_batches);
     if (n_vstages > PIPE_MOST_VSTAGES || n_vstages * s->micro_batches > PIPE_MOST_PAIRS)
-        return ps_fail(PS_EINVAL, "a pipeline of %lld virtual stages and %d micro-batches; at most %d virtual stages, "
-                       "and %d of both multiplied", (long long)n_vstages, s->micro_batches, PIPE_MOST_VSTAGES,
+        return ps_fail(PS_EINVAL, "a pipeline of %lld virtual stages and %d micro-batches is too large; at most %d "
+                                  "virtual stages are allowed, and their product with the micro-batches may be %d",
+                       (long long)n_vstages, s->micro_batches, PIPE_MOST_VSTAGES,
                        PIPE_MOST_PAIRS);
     int64_t pairs = n_vstages * s->micro_batches;
     ps_pipe_table *t = ps_alloc0(sizeof *t);
@@ -71,7 +72,7 @@ static int note_once(const ps_pipe_table *t, int32_t *place, int32_t at, int ran
 {
     char text[PIPE_TEXT];
     if (*place < 0) return *place = at, 0;
-    return ps_fail(PS_EINVAL, "action %d of rank %d is %s, which the table has twice", at, rank,
+    return ps_fail(PS_EINVAL, "action %d of rank %d is %s, which is in the table twice", at, rank,
                    pipe_action_text(&t->rows[rank].actions[at], text));
 }
 
@@ -82,17 +83,18 @@ static int note(ps_pipe_table *t, int rank, int32_t at)
     pipe_action_text(a, text);
     if (!pipe_is_compute(a->kind) || a->vstage < 0 || a->vstage >= t->spec.vstages || a->micro < 0 ||
         a->micro >= t->spec.micro_batches || (t->spec.forward_only && a->kind != PS_ACT_FORWARD))
-        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, in a table of %d virtual stages and %d micro-batches%s",
+        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, which is not in a table of %d virtual stages and %d "
+                                  "micro-batches%s",
                        at, rank, text, t->spec.vstages, t->spec.micro_batches,
                        t->spec.forward_only ? " without backward" : "");
     if (t->rank_of[a->vstage] < 0) t->rank_of[a->vstage] = rank;
     if (t->rank_of[a->vstage] != rank)
-        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, and rank %d has actions of this virtual stage, too", at,
+        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, but rank %d also has actions of this virtual stage", at,
                        rank, text, t->rank_of[a->vstage]);
     pipe_place *p = &t->places[pipe_pair(t, a->vstage, a->micro)];
     if (a->kind == PS_ACT_FORWARD) return note_once(t, &p->forward, at, rank);
     if ((a->kind == PS_ACT_WEIGHT ? p->back : p->forward) < 0)
-        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, before its %s", at, rank, text,
+        return ps_fail(PS_EINVAL, "action %d of rank %d is %s, which comes before its %s", at, rank, text,
                        a->kind == PS_ACT_WEIGHT ? "I" : "F");
     if (a->kind != PS_ACT_WEIGHT) PS_TRY(note_once(t, &p->back, at, rank));
     return a->kind == PS_ACT_INPUT ? 0 : note_once(t, &p->weight, at, rank);
@@ -111,16 +113,16 @@ static int find_missing(const ps_pipe_table *t)
     return 0;
 }
 
-/* In each virtual stage gradients are summed in the order of micro-batches. On each rank the first backwards of
- * micro-batches are in that order, since the script's loop gets micro-batches in it. */
+/* In each virtual stage gradients are summed in the order of micro-batches. On each rank the first backwards of the
+ * micro-batches are also in that order, because the script's loop gets the micro-batches in it. */
 static int check_order(const ps_pipe_table *t)
 {
     for (int32_t v = 0; v < t->spec.vstages; v++)
         for (int32_t i = 1; i < t->spec.micro_batches; i++) {
             const pipe_place *p = &t->places[pipe_pair(t, v, i)];
             if (p->weight < p[-1].weight)
-                return ps_fail(PS_EINVAL, "virtual stage %d adds gradients of micro-batch %d before those of %d: sums "
-                               "would have another order than without a pipeline", v, i, i - 1);
+                return ps_fail(PS_EINVAL, "virtual stage %d adds the gradients of micro-batch %d before those of %d: "
+                                          "sums would have another order than without a pipeline", v, i, i - 1);
         }
     for (int rank = 0; rank < t->spec.stages; rank++) {
         int32_t next = 0;
@@ -128,7 +130,8 @@ static int check_order(const ps_pipe_table *t)
             const ps_action *a = &t->rows[rank].actions[at];
             if (a->kind != PS_ACT_BACKWARD && a->kind != PS_ACT_INPUT) continue;
             if (a->micro > next)
-                return ps_fail(PS_EINVAL, "rank %d goes backward through micro-batch %d before %d", rank, a->micro,
+                return ps_fail(PS_EINVAL, "rank %d runs the backward of micro-batch %d before that of %d",
+                               rank, a->micro,
                                next);
             next += a->micro == next;
         }
@@ -199,7 +202,7 @@ const ps_pipe_spec *ps_pipe_table_spec(const ps_pipe_table *t) { return &t->spec
 static int check_rank(const ps_pipe_table *t, int rank)
 {
     if (rank >= 0 && rank < t->spec.stages) return 0;
-    return ps_fail(PS_ERANGE, "there is no rank %d in a table of %d", rank, t->spec.stages);
+    return ps_fail(PS_ERANGE, "there is no rank %d in a table of %d ranks", rank, t->spec.stages);
 }
 
 int ps_pipe_table_row(const ps_pipe_table *t, int rank, const ps_action **row, int32_t *n)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tables as text, in the form of PyTorch's torch.distributed.pipelining: a line for each rank, a cell for each action,
- * "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells, in PyTorch ticks in which a rank does nothing,
- * are skipped: the begin of an action follows from the actions that it needs. */
+ * Tables as text, in the form of PyTorch's torch.distributed.pipelining: a line for each rank and a cell for each
+ * action, such as "2F0" for the forward of virtual stage 2, micro-batch 0. Empty cells are skipped. In PyTorch they are
+ * ticks in which a rank does nothing; here the begin of an action follows from the actions that it needs. */
 #include <stdio.h>
 #include <string.h>
 #include "base/grow.h"
@@ -70,11 +70,11 @@ static int read_action(reader *r, const char *from, const char *to)
     const char *at = from, *letter;
     int32_t vstage, micro;
     if (!take_number(&at, to, PIPE_MOST_VSTAGES, &vstage) || at == to || !(letter = memchr(letters, *at, 4)))
-        return refuse(r, from, to, "is none of F, B, I, W with the numbers of a virtual stage and a micro-batch, as "
-                      "2F0; transfers and reductions follow from these");
+        return refuse(r, from, to, "must be F, B, I or W with the numbers of a virtual stage and a micro-batch, such "
+                                   "as 2F0; transfers and reductions are derived from these");
     at++;
     if (!take_number(&at, to, PIPE_MOST_PAIRS, &micro) || at != to)
-        return refuse(r, from, to, "does not end in the number of a micro-batch, as 2F0");
+        return refuse(r, from, to, "must end with the number of a micro-batch, such as 2F0");
     int kind = of_letter[letter - letters];
     if (vstage >= r->n_vstages) r->n_vstages = vstage + 1;
     if (micro >= r->n_micro) r->n_micro = micro + 1;
@@ -119,7 +119,7 @@ static int make(reader *r, ps_pipe_table **out)
     ps_pipe_table *t;
     PS_TRY(pipe_new(&spec, r->n_vstages, &t));
     memcpy(t->rows, r->rows, (size_t)r->n * sizeof *t->rows);
-    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);                  /* their actions are the table's now */
+    memset(r->rows, 0, (size_t)r->n * sizeof *r->rows);                  /* the table now owns their actions */
     int rc = pipe_seal(t);
     if (rc < 0) return ps_error_prefix("%s: ", r->name), ps_pipe_table_free(t), rc;
     for (int32_t v = 0; v < t->spec.vstages; v++)

@@ -16,7 +16,8 @@ enum { MOST_TRIED = 20000, LEAST_TRIED = 500, ACTIONS_TRIED = 20000000, ROUNDS =
 
 typedef struct score {
     double makespan;
-    double unevenness;              /* sum of squares of virtual stages' times: decides between cuts of one makespan */
+    double unevenness;              /* sum of squares of the virtual stages' times: decides between cuts with the same
+                                     * makespan */
 } score;
 
 typedef struct search {
@@ -24,9 +25,11 @@ typedef struct search {
     const ps_pipe_cost *parts;      /* [n] */
     int32_t n, vstages, tried, most;
     const ps_pipe_link *link;
-    ps_pipe_cost *costs;            /* [vstages] of the cut being tried */
-    int32_t *begin;                 /* [vstages + 1] of the cut being tried: first part of each virtual stage, then n */
-    int32_t *here, *best;           /* [vstages + 1] as `begin`: the cut that steps start from, and the best cut */
+    ps_pipe_cost *costs;            /* [vstages] times of the cut that is being tried */
+    int32_t *begin;                 /* [vstages + 1] the cut that is being tried: the first part of each virtual stage,
+                                     * then n */
+    int32_t *here, *best;           /* [vstages + 1] in the form of `begin`: the cut from which steps start, and the
+                                     * best cut */
 } search;
 
 static double whole(const ps_pipe_cost *k) { return k->forward + k->input + k->weight; }
@@ -65,8 +68,9 @@ static void cut_equally(search *s)
     for (int32_t v = 0; v <= s->vstages; v++) s->begin[v] = v * size + (v < larger ? v : larger);
 }
 
-/* Cuts so that no virtual stage takes longer than `most`. Each stage takes parts while they fit and leaves at least one
- * for each later stage. False: parts are left over. A single part above `most` is still made a stage. */
+/* Cuts so that no virtual stage takes longer than `most`. Each stage gets parts while they fit, but at least one part
+ * remains for each later stage. A single part that takes longer than `most` still becomes a stage. False: parts are
+ * left over. */
 static bool cut_within(search *s, double most)
 {
     int32_t at = 0;
@@ -80,7 +84,7 @@ static bool cut_within(search *s, double most)
     return at == s->n;
 }
 
-/* Makes the longest virtual stage about as short as it can be. */
+/* Makes the longest virtual stage approximately as short as possible. */
 static void cut_evenly(search *s)
 {
     double low = 0, high = 0;
@@ -98,7 +102,7 @@ static void cut_evenly(search *s)
 /* -- steps --------------------------------------------------------------------------------------------------------- */
 static size_t cut_nbytes(const search *s) { return ((size_t)s->vstages + 1) * sizeof *s->begin; }
 
-/* Shifts the cuts before virtual stages from..to by `by` parts. False: a virtual stage would be empty. */
+/* Shifts the cuts before virtual stages from..to by `by` parts. False: a virtual stage would become empty. */
 static bool shift(const search *s, int32_t *begin, int32_t from, int32_t to, int32_t by)
 {
     if (by < 0 ? begin[from] - 1 <= begin[from - 1] : begin[to] + 1 >= begin[to + 1]) return false;
@@ -127,8 +131,8 @@ static int descend(search *s, score *at)
     return 0;
 }
 
-/* Shifts cuts of `here` at random: in odd rounds a few, in even rounds enough that the search continues far from the
- * best cut. */
+/* Shifts cuts of `here` at random. In odd rounds it shifts a few, in even rounds enough to continue the search far from
+ * the best cut. */
 static void disturb(search *s, uint32_t round)
 {
     uint32_t n = round % 2 ? 2 + round % 4 : 4 * (uint32_t)s->vstages;
@@ -165,8 +169,9 @@ static int look(search *s, ps_pipe_cut_times *out)
 }
 
 /* -- the bound ----------------------------------------------------------------------------------------------------- */
-/* A bound that no cut's makespan goes below: the larger of two. One is all work, shared out evenly. The other is that
- * of the worst part: the forwards of the parts before it for one micro-batch, then its own work for all. */
+/* A lower bound of the makespan of every cut: the larger of two bounds. One is all work, divided evenly. The other is
+ * that of the worst part: the forwards of the parts before it for one micro-batch, then its own work for all
+ * micro-batches. */
 static void find_bound(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, ps_pipe_cut_times *out)
 {
     bool back = !t->spec.forward_only;
@@ -188,8 +193,8 @@ int ps_pipe_cut(const ps_pipe_table *t, const ps_pipe_cost *parts, int32_t n, co
     ps_pipe_cut_times times = { .makespan = 0 };
     int64_t actions = 3 * (int64_t)t->spec.vstages * t->spec.micro_batches, most = ACTIONS_TRIED / actions;
     if (n < s.vstages)
-        return ps_fail(PS_EINVAL, "%d parts of a model cannot be cut into %d virtual stages (%d stages of up to %d): "
-                       "ask for fewer", n, s.vstages, t->spec.stages, t->spec.virtual_stages);
+        return ps_fail(PS_EINVAL, "a model of %d parts cannot be cut into %d virtual stages (%d stages of up to %d): "
+                       "set fewer stages", n, s.vstages, t->spec.stages, t->spec.virtual_stages);
     PS_TRY(pipe_check_numbers("part", parts, n, link));
     s.most = most > MOST_TRIED ? MOST_TRIED : most < LEAST_TRIED ? LEAST_TRIED : (int32_t)most;
     PS_TRY(pipe_course_new(t, &s.course));

@@ -17,14 +17,16 @@
 typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
 
 typedef struct slot {
-    bundle in;                      /* the tensors that the forward received; a boundary if gradients are sent back */
+    bundle in;                      /* the tensors that the forward received. They are a boundary if gradients are sent
+                                     * back */
     bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
     bundle out;                     /* the tensors that the forward returned, or the loss */
     bundle out_grad;                /* gradients of `out`, from their arrival to the backward */
-    ps_tensor *root;                /* held: the walk of the last virtual stage begins from it; NULL: from the loss */
+    ps_tensor *root;                /* held: the walk of the last virtual stage begins from this tensor; NULL: from the
+                                     * loss */
     bool bounded;                   /* `in` is a boundary */
-    bool sent;                      /* `out` was sent to another rank: the slot no longer holds it, so it keeps its
-                                     * bytes only while the channel or the tape holds them */
+    bool sent;                      /* `out` was sent to another rank. The slot no longer holds it, so its bytes stay
+                                     * only while the channel or the tape holds them */
 } slot;
 
 /* The tensors that a virtual stage passes to the next one in a micro-batch. */
@@ -33,7 +35,7 @@ typedef struct expected {
     ps_pipe_tensor *carry;          /* [n] */
 } expected;
 
-typedef struct incoming {           /* a receive under way */
+typedef struct incoming {           /* a receive that is under way */
     ps_tensor *t;                   /* NULL: a message without a tensor */
     void *request;
 } incoming;
@@ -45,35 +47,36 @@ struct ps_pipe {
     pipe_channel *channel;
     int rank, host;                 /* host: the device for messages whose own device the channel cannot send from */
     int32_t n_local;
-    slot *slots;                    /* [n_local x micro_batches] */
-    expected *expected;             /* [vstages x micro_batches] */
-    pipe_note *losses;              /* [micro_batches] losses that arrived, or were computed here; ps_pipe_weigh's and
-                                     * ps_pipe_score's numbers arrive with them */
+    slot *slots;                    /* [n_local x micro_batches] the slots of this rank's virtual stages */
+    expected *expected;             /* [vstages x micro_batches] the expected tensors */
+    pipe_note *losses;              /* [micro_batches] losses that arrived, or were computed here. The numbers of
+                                     * ps_pipe_weigh and ps_pipe_score arrive with them */
     double *weights;                /* [micro_batches] weights from ps_pipe_mark */
-    void **loss_requests;           /* [micro_batches] receives of losses under way, or NULL */
-    void **sends;                   /* [n_sends] under way */
+    void **loss_requests;           /* [micro_batches] receives of losses that are under way, or NULL */
+    void **sends;                   /* [n_sends] sends that are under way */
     int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives of the next actions, in the order of the row; those before
+    incoming *posted;               /* [n_posted] receives of the next actions, in the order of the row. Those before
                                      * `first_posted` are done */
     int32_t n_posted, posted_capacity, first_posted;
     bool open, dry, tells;
-    int32_t first_again, end_again; /* in dry rows these micro-batches repeat the one before them */
-    bool differed;                  /* the last dry row found that they cannot */
-    ps_step *step;                  /* the step of the row's actions; NULL: the caller performs all of them */
+    int32_t first_again, end_again; /* in dry rows these micro-batches repeat the micro-batch before them */
+    bool differed;                  /* the last dry row found that they cannot repeat it */
+    ps_step *step;                  /* the step of the row's actions; NULL: the caller performs all actions */
     ps_action_how last;             /* settings of the last BACKWARD or WEIGHT of each virtual stage */
     ps_update_group *groups;        /* [last.n_groups] or NULL */
     int32_t groups_capacity;
-    int32_t event;                  /* kind of the event that was returned and is not done; NONE: there is none */
-    bool told;                      /* the due action was returned as an event before it is performed */
+    int32_t event;                  /* kind of the event that was returned and is not done yet; NONE: there is no such
+                                     * event */
+    bool told;                      /* the due action must be returned as an event before it is performed */
     bool stopped;                   /* the walk of the due action stopped at a segment */
     bool broken;                    /* the step failed */
     double seconds;                 /* seconds that the step's actions took here since the last event */
-    int32_t cursor;                 /* index of the action that is due, or under way */
-    int32_t ahead;                  /* receives before this index are posted */
+    int32_t cursor;                 /* index of the action that is due or under way */
+    int32_t ahead;                  /* receives before this index have been posted */
     bool has_clock;                 /* the virtual clock is on */
     ps_pipe_cost *costs;            /* [vstages] */
     ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] by link: when its last message has left */
+    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] by link: the time when its last message has left */
     ps_pipe_span *spans;            /* one for each action of the row */
 };
 
@@ -89,7 +92,7 @@ static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
 }
 
 /* -- dry rows ------------------------------------------------------------------------------------------------------ */
-/* Parts of a micro-batch's way through a virtual stage (tensor/replay.h). */
+/* The parts of a micro-batch's path through a virtual stage (tensor/replay.h). */
 enum { SPAN_POST_F, SPAN_RECV_F, SPAN_FORWARD, SPAN_SEND_F, SPAN_POST_B, SPAN_RECV_B, SPAN_BACKWARD, SPAN_SEND_B,
        SPAN_WEIGHT, SPANS };
 
@@ -108,7 +111,7 @@ static int part_of(int kind)
 
 static bool noting(const ps_pipe *x) { return x->dry && x->step; }
 
-/* Whether the micro-batch repeats an earlier one. */
+/* True if the micro-batch repeats an earlier one. */
 static bool is_again(const ps_pipe *x, const ps_action *a)
 {
     return noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&
@@ -141,7 +144,7 @@ static int again(ps_pipe *x, const ps_action *a, int span)
 
 int ps_pipe_repeat(ps_pipe *x, int first, int end)
 {
-    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
     if (first != end && (first < PS_PIPE_PERFORMED || end < first || end >= x->t->spec.micro_batches))
         return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot repeat earlier ones: the first %d "
                        "and the last must be performed", first, end - 1, x->t->spec.micro_batches, PS_PIPE_PERFORMED);
@@ -173,8 +176,8 @@ static void let_out_go(slot *s)
     let_go(&s->out);
 }
 
-/* Backward begins at `out`, but reads none of its bytes. They are freed after the send, unless the tape needs them:
- * otherwise a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
+/* Backward begins at `out`, but reads none of its bytes. They are freed after the send, unless the tape needs them.
+ * Otherwise a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
 static void let_bytes_go(slot *s)
 {
     for (int32_t i = 0; i < s->out.n; i++) {
@@ -249,14 +252,14 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
 {
     if (!t->lowered) return ps_fail(PS_ESTATE, "the table has no transfers yet (ps_pipe_table_lower)");
     if (rank < 0 || rank >= t->spec.stages)
-        return ps_fail(PS_EINVAL, "rank %d performs a table of %d ranks", rank, t->spec.stages);
+        return ps_fail(PS_EINVAL, "rank %d is not in a table of %d ranks", rank, t->spec.stages);
     ps_pipe *x = ps_alloc0(sizeof *x);
     if (!x) return ps_fail_nomem(sizeof *x);
     size_t m = (size_t)t->spec.micro_batches, v = (size_t)t->spec.vstages;
     x->ctx = ctx;
     ctx->refs++;
     x->t = t;
-    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* its maker may free the table before the executor ends */
+    ((ps_pipe_table *)(uintptr_t)t)->refs++;                /* the table's maker may free it before the executor ends */
     x->rank = rank;
     x->host = find_host(ctx);
     for (size_t s = 0; s < v; s++) x->n_local += t->rank_of[s] == rank;
@@ -284,7 +287,7 @@ int pipe_open(ps_ctx *ctx, const ps_pipe_table *t, int rank, pipe_channel *chann
 int ps_pipe_expect(ps_pipe *x, int vstage, int micro, int n, const ps_pipe_tensor *carry)
 {
     ps_pipe_tensor *copy = NULL;
-    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is under way");
+    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
     if (vstage < 0 || vstage >= x->t->spec.vstages || micro < 0 || micro >= x->t->spec.micro_batches)
         return ps_fail(PS_ERANGE, "there is no virtual stage %d, micro-batch %d in a table of %d and %d", vstage, micro,
                        x->t->spec.vstages, x->t->spec.micro_batches);
@@ -345,8 +348,8 @@ static int32_t other_end(const ps_action *a)
     return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
 }
 
-/* The tensors of a transfer, as numbers in `carried`: in forward all that one virtual stage passes to the next, in
- * backward those that get gradients back. */
+/* The tensors of a transfer, as a set of numbers, `carried`. In forward these are all tensors that one virtual stage
+ * passes to the next. In backward they are those that get gradients. */
 static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
 {
     int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
@@ -355,7 +358,7 @@ static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[
     return n;
 }
 
-/* Both ends identify a message by the forward or backward that made it. */
+/* Both ends identify a message by the forward or the backward that made it. */
 static pipe_tag tag_of(const ps_action *a, int32_t part)
 {
     return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, is_receive(a) ? other_end(a) : a->vstage, a->micro };
@@ -372,7 +375,7 @@ static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
     return rc;
 }
 
-/* The device between which and the wire a message with a tensor of `device` is copied. */
+/* The device from which, or to which, a message with a tensor on `device` is transferred. */
 static int meeting_place(const ps_pipe *x, int device)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -390,7 +393,7 @@ static int settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. what NULL: a message without a
+/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. what NULL: the message has no
  * tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
@@ -401,7 +404,7 @@ static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pi
         int device = x->dry ? what->device : meeting_place(x, what->device);
         ps_tensor *made;
         PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts do not see gradients */
+        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts cannot see gradients */
         in.t = ps_tensor_hold(made);
         ps_tensor_release(made);
     }
@@ -442,7 +445,7 @@ static int post_before(ps_pipe *x, int32_t end)
     return 0;
 }
 
-/* The index of the next computing action (pipe_is_compute) after the one that is due. */
+/* The index of the next computing action (pipe_is_compute) after the action that is due. */
 static int32_t next_work(const ps_pipe *x)
 {
     int32_t at = x->cursor + 1;
@@ -459,7 +462,7 @@ static int wait_for(ps_pipe *x, void *request, pipe_note *note)
     return rc;
 }
 
-/* Waits for the receive that was posted first, and adds its tensor, on `device`, to `to`. */
+/* Waits for the receive that was posted first, and adds its tensor to `to`, on `device`. */
 static int take_one(ps_pipe *x, int device, bundle *to)
 {
     incoming in = x->posted[x->first_posted++];
@@ -492,8 +495,8 @@ static int receive(ps_pipe *x, const ps_action *a)
     return leave(x);
 }
 
-/* Begins a send. Waits here for earlier sends that have finished; the others are waited for at the end of the step at
- * the latest. */
+/* Begins a send. Waits here for earlier sends that have already finished. The others are waited for at the end of the
+ * step at the latest. */
 static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
 {
     const pipe_channel_table *w = x->channel->table;
@@ -663,8 +666,8 @@ int ps_pipe_score(ps_pipe *x, int micro, double hits, double targets)
     return 0;
 }
 
-/* Makes a boundary of the received tensors, from which the tape records. Does nothing if no gradient of them is sent
- * back. */
+/* Makes a boundary of the received tensors. The tape records from this boundary on. Does nothing if no gradient of them
+ * is sent back. */
 static int bound(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);
@@ -683,7 +686,7 @@ static int bound(ps_pipe *x, const ps_action *a)
     return 0;
 }
 
-/* Tells the watch that this rank begins an action. */
+/* Notifies the watch that this rank begins an action. */
 static void tell(ps_pipe *x, const ps_action *a)
 {
     pipe_tag tag = { *pipe_kind_text(a->kind), -1, a->vstage, a->micro };
@@ -724,7 +727,7 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
     while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(settle(x, true));                                 /* an update must not use missing messages */
+    PS_TRY(settle(x, true));                                 /* an update must not use messages that did not arrive */
     for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
@@ -747,14 +750,14 @@ static int check_due(const ps_pipe *x, const ps_action *a)
 {
     const ps_action *now = &ps_step_look(x->step)->due;
     if (now->kind == a->kind && now->vstage == x->t->local_of[a->vstage] && now->micro == a->micro) return 0;
-    return ps_fail(PS_ESTATE, "the pipeline's row has %s of virtual stage %d, micro-batch %d, but its step expects "
+    return ps_fail(PS_ESTATE, "the pipeline's row has %s of virtual stage %d, micro-batch %d, but the step expects "
                    "another action", pipe_kind_text(a->kind), a->vstage, a->micro);
 }
 
 static bool goes_back(int kind) { return kind == PS_ACT_BACKWARD || kind == PS_ACT_INPUT; }
 
-/* Whether gradients arrive at the virtual stage, or begin in it. None do before the first one that has something to
- * train. */
+/* True if gradients arrive at the virtual stage or begin in it. Before the first virtual stage that has something to
+ * train, no gradients do. */
 static bool gets_gradients(const ps_pipe *x, const ps_action *a)
 {
     if (a->vstage == x->t->spec.vstages - 1) return true;
@@ -763,7 +766,7 @@ static bool gets_gradients(const ps_pipe *x, const ps_action *a)
     return false;
 }
 
-/* Walks backward from the outputs of a virtual stage, with the gradients that were received. 1: it stopped at a
+/* Walks backward from the outputs of a virtual stage, with the gradients that were received. 1: the walk stopped at a
  * segment. */
 static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
@@ -779,7 +782,8 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    let_go(&s->out_grad);                                   /* only the walk holds them now, so it may add in place */
+    let_go(&s->out_grad);                                   /* only the walk holds the gradients now, so it may add to
+                                                             * them in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
@@ -837,7 +841,8 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     return ps_step_next(x->step, a->kind, &how);
 }
 
-/* Repeats the effects of another micro-batch for the step's action under way. An error leaves that action under way. */
+/* Repeats the effects of another micro-batch for the step's action under way. After an error that action is still under
+ * way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
     PS_TRY(again(x, a, part_of(a->kind)));
@@ -851,8 +856,8 @@ static int forward_again(ps_pipe *x, const ps_action *a)
     return do_again(x, a);
 }
 
-/* Performs an action of the step. 1: its walk stopped for the caller, and continues here later. After an error the
- * step's action is under way, as after one of ps_step_done. */
+/* Performs an action of the step. 1: the walk of the action stopped for the caller, and continues here later. After an
+ * error the step's action is still under way, as after an error of ps_step_done. */
 static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
 {
     int rc = 0;
@@ -872,13 +877,13 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     return notes ? leave(x) : 0;
 }
 
-/* Whether the action is one of the step's that the executor performs. */
+/* True if the action is one of the step's actions that the executor performs. */
 static bool is_own(const ps_pipe *x, int kind)
 {
     return x->step && (goes_back(kind) || kind == PS_ACT_WEIGHT || kind == PS_ACT_REDUCE);
 }
 
-/* Whether Lua has work before the action is performed. The action is then an event. */
+/* True if Lua has work to do before the action is performed. The action is then an event. */
 static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
 {
     if (x->told || x->stopped) return false;
@@ -886,8 +891,8 @@ static bool is_told(ps_pipe *x, const ps_action *a, int32_t *collect)
     return *collect || x->tells;
 }
 
-/* Begins an action of the step. 1: it is an event: an action with work for Lua, or the node at which its walk
- * stopped. */
+/* Begins an action of the step. 1: returns an event, either an action for which Lua has work or the node at which the
+ * action's walk stopped. */
 static int go_through(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     int32_t collect = 0;
@@ -964,7 +969,7 @@ static int check_given(const ps_action *a, const expected *e, int n, ps_tensor *
     return 0;
 }
 
-/* Passes `out` to the next virtual stage, which is on this rank: the tensors themselves, detached from the tape. */
+/* Passes `out` to the next virtual stage, which is on this rank: passes the same tensors, detached from the tape. */
 static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
 {
     bundle *to = &slot_of(x, a->vstage + 1, a->micro)->in;
@@ -980,7 +985,8 @@ static int forward_done(ps_pipe *x, const ps_action *a, int n, ps_tensor *const 
 {
     slot *s = slot_of(x, a->vstage, a->micro);
     bool last = a->vstage == x->t->spec.vstages - 1;
-    if (n < 0 || n > PS_PIPE_CARRY) return ps_fail(PS_EINVAL, "%d tensors; at most %d", n, PS_PIPE_CARRY);
+    if (n < 0 || n > PS_PIPE_CARRY) return ps_fail(PS_EINVAL, "a virtual stage returned %d tensors; at most %d are "
+                                                              "allowed", n, PS_PIPE_CARRY);
     if (!last) PS_TRY(check_given(a, expected_of(x, a->vstage, a->micro), n, out));
     for (int i = 0; i < n; i++) {
         ps_tensor_retain(out[i]);
@@ -998,7 +1004,7 @@ static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
     int32_t kind = x->event;
     bool repeats = kind == PS_ACT_FORWARD && is_again(x, a);
     if ((kind != PS_ACT_FORWARD || repeats) && n != 0)
-        return ps_fail(PS_EINVAL, "only a forward that is performed returns tensors; got %d", n);
+        return ps_fail(PS_EINVAL, "%d tensors were passed, but only a forward that is performed returns tensors", n);
     if (repeats) PS_TRY(forward_again(x, a));
     else if (kind == PS_ACT_FORWARD) PS_TRY(forward_done(x, a, n, out));
     x->event = PS_ACT_NONE;

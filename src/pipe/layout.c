@@ -9,9 +9,9 @@ enum { MOST_LETTERS = 1 << 16, MOST_BRACKETS = 16 };
 
 typedef struct reader {
     const char *text, *at;
-    char *out;                      /* [n] letters and bars, all repeats written out */
+    char *out;                      /* [n] letters and bars, with all repeats written out */
     int32_t n, capacity;
-    int32_t open[MOST_BRACKETS];    /* [n_open] the place in `out` where each open bracket's contents begin */
+    int32_t open[MOST_BRACKETS];    /* [n_open] for each open bracket, the place in `out` where its contents begin */
     int32_t n_open;
 } reader;
 
@@ -60,7 +60,7 @@ static int write_out(reader *r)
             if (r->n_open == MOST_BRACKETS) return refuse(r, "too many brackets are open");
             r->open[r->n_open++] = r->n;
         } else if (c == ')') {
-            if (!r->n_open) return refuse(r, "no bracket is open");
+            if (!r->n_open) return refuse(r, "it closes a bracket that is not open");
             from = r->open[--r->n_open];
         } else if (is_letter(c) || c == '|') PS_TRY(push(r, &c, 1));
         else if (c != ',' && c != ' ') return refuse(r, "neither a letter nor one of | ( ) * ,");

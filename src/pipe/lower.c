@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Adds the actions between the forwards and backwards of a row: transfers, reductions, yields. A message is sent as
- * soon as it is made. It is received right before the action that needs it, and after the earlier messages of its link,
- * so that both ends of a link use the same order. Gradients of a virtual stage are reduced after its last backward.
+ * soon as it is made. It is received immediately before the action that needs it, but after the earlier messages of its
+ * link. So both ends of a link use the same order. Gradients of a virtual stage are reduced after its last backward.
  *
  * YIELD i marks the point at which the script's loop gets micro-batch i: before this rank's first backward of
  * micro-batch i, and as late as is possible for a loop whose body makes all ranks wait for each other. To place it,
@@ -15,18 +15,20 @@
 
 typedef struct lowering {
     ps_pipe_table *t;
-    int32_t *cut;                   /* [stages] actions of the row before the yield that is being placed */
-    int32_t *safe;                  /* [stages] the cut of the yield before that */
-    int32_t *yields;                /* [stages x micro_batches] place of the action that a yield stands before */
-    ps_pipe_span **spans;           /* [stages] of an evaluation: its course where each forward takes 1 */
-    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: messages that the rows written so far receive */
+    int32_t *cut;                   /* [stages] number of actions of the row before the yield that is being placed */
+    int32_t *safe;                  /* [stages] the same for the yield before that one */
+    int32_t *yields;                /* [stages x micro_batches] place of the action before which a yield is inserted */
+    ps_pipe_span **spans;           /* [stages] of an evaluation: its simulated course if each forward takes 1 */
+    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that the rows written so far
+                                             * receive */
 } lowering;
 
 /* -- yields -------------------------------------------------------------------------------------------------------- */
 static bool is_back(const ps_action *a) { return a->kind == PS_ACT_BACKWARD || a->kind == PS_ACT_INPUT; }
 
-/* The latest place for a yield, if its rank were alone. An evaluation has no backward. There the last virtual stage's
- * rank yields as soon as the output is there, and other ranks are at most 2 x stages micro-batches ahead of it. */
+/* The latest place for a yield if other ranks did not matter. An evaluation has no backward. In an evaluation the rank
+ * of the last virtual stage yields as soon as the output exists, and other ranks are at most 2 x stages micro-batches
+ * ahead of it. */
 static int32_t alone(const lowering *w, int rank, int32_t micro)
 {
     const ps_pipe_table *t = w->t;
@@ -43,7 +45,7 @@ static int32_t alone(const lowering *w, int rank, int32_t micro)
     return at;
 }
 
-/* Whether the action needs no action after a cut. */
+/* True if the action needs no action after a cut. */
 static bool is_inside(const lowering *w, const ps_action *a)
 {
     const ps_pipe_table *t = w->t;
@@ -133,7 +135,7 @@ static int32_t *zeros(int64_t n) { return ps_alloc0((size_t)n * sizeof(int32_t))
 int ps_pipe_table_lower(ps_pipe_table *t)
 {
     int64_t p = t->spec.stages, v = t->spec.vstages, m = t->spec.micro_batches;
-    if (t->lowered) return ps_fail(PS_ESTATE, "the table has its transfers");
+    if (t->lowered) return ps_fail(PS_ESTATE, "the table already has its transfers");
     lowering w = { .t = t, .cut = zeros(p), .safe = zeros(p), .yields = zeros(p * m), .n_taken = { zeros(v), zeros(v) },
                    .spans = ps_alloc0((size_t)p * sizeof *w.spans) };
     pipe_row *rows = ps_alloc0((size_t)p * sizeof *rows);

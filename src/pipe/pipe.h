@@ -20,7 +20,7 @@ typedef struct pipe_row {
     int32_t n, capacity;
 } pipe_row;
 
-/* The places of the actions of one (virtual stage, micro-batch) pair in their row, before transfers are added; -1:
+/* For one (virtual stage, micro-batch) pair: the places of its actions in their row, before transfers are added. -1:
  * the row has no such action. */
 typedef struct pipe_place {
     int32_t forward;
@@ -37,7 +37,7 @@ enum { PIPE_UP, PIPE_DOWN, PIPE_DIRECTIONS };
 struct ps_pipe_table {
     ps_pipe_spec spec;
     bool lowered;
-    int32_t refs;                   /* one for the maker of the table, one for each executor */
+    int32_t refs;                   /* references: one for the maker of the table, one for each executor */
     pipe_row *rows;                 /* [stages] */
     int32_t *rank_of, *local_of;    /* [n_vstages] the rank of a virtual stage, and its index on that rank */
     pipe_place *places;             /* [n_vstages x micro_batches] */
@@ -50,11 +50,11 @@ struct ps_pipe_table {
 /* Makes a table with empty rows. PS_EINVAL: a size is below 1 or too large. */
 int pipe_new(const ps_pipe_spec *spec, int64_t n_vstages, ps_pipe_table **out);
 int pipe_push(pipe_row *row, int kind, int32_t vstage, int32_t micro);
-/* Checks the rows and fills the fields after `rows`. PS_EINVAL: an action is missing, is there twice, or precedes an
- * action of its row that it needs; the order of a sum of gradients would change; or ranks would deadlock. */
+/* Checks the rows and fills the fields after `rows`. PS_EINVAL: An action is missing, occurs twice, or precedes an
+ * action of its row that it needs. Or the order of a sum of gradients would change, or ranks would deadlock. */
 int pipe_seal(ps_pipe_table *t);
 
-/* Whether the action's (virtual stage, micro-batch) pair is no longer in flight after the action. */
+/* True if the action's (virtual stage, micro-batch) pair is no longer in flight after the action. */
 static inline bool pipe_ends_flight(const ps_pipe_table *t, const ps_action *a)
 {
     if (a->kind == PS_ACT_FORWARD) return t->spec.forward_only;
@@ -96,7 +96,7 @@ static inline int32_t pipe_link(const ps_pipe_table *t, int32_t one, int32_t oth
 }
 
 const char *pipe_kind_text(int kind);       /* "F", "B", "I", "W", "SEND_F", ..., as PyTorch writes them; else NULL */
-enum { PIPE_TEXT = 40 };                    /* bytes that hold any action's text */
+enum { PIPE_TEXT = 40 };                    /* number of bytes that any action's text fits in */
 const char *pipe_action_text(const ps_action *a, char *out);    /* writes "2F0" to out [PIPE_TEXT]; returns `out` */
 
 /* Memory for the simulated course of one table; each pipe_course_run reuses it. Times have the unit of the costs. */
@@ -106,21 +106,23 @@ typedef struct pipe_course {
     int32_t *cursor;                        /* [stages] place of the next action */
     bool *sending, *queued;                 /* [stages] sending: the action at the cursor has ended, and its message
                                              * waits for room on the link; queued: the rank is in `queue` */
-    int32_t *queue;                         /* [stages] ranks that may be able to continue */
+    int32_t *queue;                         /* [stages] the ranks that may be able to continue */
     double *whole[PIPE_DIRECTIONS];         /* [pairs] end of a forward, of a BACKWARD or of an INPUT; -1: not yet */
     double *arrival[PIPE_DIRECTIONS];       /* [pairs] by place in `order`: a message's arrival; -1: not sent */
-    double *taken[PIPE_DIRECTIONS];         /* [pairs] by place in `order`: when the receiver took it; -1: not yet */
-    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: when its last message has been sent */
-    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: messages that the receiver took */
+    double *taken[PIPE_DIRECTIONS];         /* [pairs] by place in `order`: the time when the receiver took the message;
+                                             * -1: not yet */
+    double *free[PIPE_DIRECTIONS];          /* [n_vstages] by link: the time when its last message has been sent */
+    int32_t *n_taken[PIPE_DIRECTIONS];      /* [n_vstages] by link: number of messages that the receiver took */
     void *memory;
 } pipe_course;
 int pipe_course_new(const ps_pipe_table *t, pipe_course *out);
 void pipe_course_free(pipe_course *c);
-/* PS_EINVAL: one of costs [n], or a number of the link, is negative or NaN. what: "virtual stage" or "part". */
+/* PS_EINVAL: one of costs [n], or a number of the link, is negative or NaN. what: "virtual stage" or "part", for the
+ * message. */
 int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, const ps_pipe_link *link);
 /* The time that an action takes. Without costs a forward, an input and a weight take 1 each, a whole backward 2. */
 double pipe_cost_of(const ps_pipe_cost *costs, const ps_action *a);
-/* As ps_pipe_simulate, but costs and link are not checked. */
+/* Does the same as ps_pipe_simulate, but does not check costs and link. */
 int pipe_course_run(pipe_course *c, const ps_pipe_cost *costs, const ps_pipe_link *link, ps_pipe_times *out,
                     ps_pipe_rank_times *ranks, ps_pipe_span *const *spans);
 #endif

@@ -8,7 +8,7 @@
 
 typedef struct stages {
     ps_pipe_ranks base;
-    ps_group *all, *copies;       /* copies: or NULL */
+    ps_group *all, *copies;       /* copies: NULL if there are none */
 } stages;
 
 static void close(ps_pipe_ranks *base)
@@ -27,8 +27,8 @@ static int sum(ps_pipe_ranks *base, double *values, int32_t n)
 
 static bool has_copies(const ps_pipe_ranks *base) { return ((const stages *)base)->copies != NULL; }
 
-/* One stage may look its table up on the host while another multiplies by it on a device: the sum is taken on the
- * host. */
+/* One stage may look its table up on the host while another stage multiplies by it on a device. So the sum is computed
+ * on the host. */
 static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 {
     ps_tensor *there = NULL, *back = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -45,7 +45,7 @@ static int sum_on_host(ps_group *copies, ps_tensor *t, int host)
 
 static int sum_copies(ps_pipe_ranks *base, ps_tensor *t)
 {
-    if (t->ctx->step->dry) {                      /* the pin is noted, and there are no bytes to send */
+    if (t->ctx->step->dry) {                      /* a dry run records the pin, and there are no bytes to send */
         void *address;
         PS_TRY(ps_storage_pin(t->storage, t->device_, PS_READ | PS_WRITE, &address));
         ps_storage_unpin(t->storage, t->device_);
@@ -68,7 +68,7 @@ int ps_engine_stages(ps_ctx *ctx, ps_group *all, ps_group *copies, int32_t n_num
 {
     engine_base base;
     PS_TRY(engine_base_get(ctx, &base));
-    if (n_numbers < 1) return ps_fail(PS_EINVAL, "a model of %d parameters", n_numbers);
+    if (n_numbers < 1) return ps_fail(PS_EINVAL, "a model cannot have %d parameters", n_numbers);
     stages *s = ps_alloc0(sizeof *s);
     if (!s) return ps_fail_nomem(sizeof *s);
     *s = (stages){ { &table }, all, copies };

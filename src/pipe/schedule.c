@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The schedules. All but zb_v follow one rule with three numbers (struct rule). A rank takes its forwards in one order
- * and its backwards in another. It does some forwards first, then one forward and one backward in turn. If backward is
- * split, WEIGHT runs a number of backwards after INPUT.
+ * The schedules. All except zb_v follow one rule with three numbers (struct rule). A rank performs its forwards in one
+ * order and its backwards in another. It does some forwards first, then one forward and one backward in turn. If
+ * backward is split, WEIGHT runs a number of backwards after INPUT.
  *
  *   gpipe        all forwards first (Huang et al. 2019)
  *   1f1b         rank r does stages - 1 - r forwards first (Narayanan et al. 2019, PipeDream-Flush)
@@ -33,13 +33,16 @@ int ps_pipe_schedule_find(const char *name, int *out)
 
 /* -- one rule ------------------------------------------------------------------------------------------------------ */
 typedef struct rule {
-    int32_t groups;                 /* of micro-batches: a rank takes a group through all its virtual stages */
-    int32_t first;                  /* forwards before forwards and backwards alternate */
-    int32_t lag;                    /* later INPUTs between an INPUT and its WEIGHT; -1: backward is not split */
+    int32_t groups;                 /* number of micro-batches in a group: a rank performs a group in all its virtual
+                                     * stages before the next group */
+    int32_t first;                  /* number of forwards before forwards and backwards alternate */
+    int32_t lag;                    /* number of later INPUTs between an INPUT and its WEIGHT; -1: backward is not
+                                     * split */
 } rule;
 
-/* The k-th forward of a rank: its virtual stage, as the rank counts them, and its micro-batch. Groups differ by one
- * micro-batch at most. Larger groups come first, so that `first`, made for the first group, is enough for all. */
+/* The k-th forward of a rank: its virtual stage, as the rank counts them, and its micro-batch. The sizes of groups
+ * differ by at most one micro-batch. Larger groups come first, so that `first`, which is computed for the first group,
+ * is enough for all groups. */
 static void nth(const ps_pipe_spec *s, int32_t groups, int32_t k, int32_t *local, int32_t *micro)
 {
     int32_t v = s->virtual_stages, size = s->micro_batches / groups, larger = s->micro_batches % groups;
@@ -110,7 +113,7 @@ static int push_back_whole(vee *z, int up)
 
 /* The row is made for actions that take one tick each. Forwards fill the time until the first loss has come up the
  * ranks. Then each rank does the six actions of a micro-batch in turn. WEIGHT fills the time while the last gradients
- * go down. The first rank begins with 2 x stages - 1 micro-batches; of a step with fewer, the missing ones are left
+ * go down. The first rank begins with 2 x stages - 1 micro-batches. If the step has fewer, the missing ones are left
  * out. */
 static int fill_vee(ps_pipe_table *t, int rank)
 {
@@ -142,7 +145,7 @@ static int fill_vee(ps_pipe_table *t, int rank)
 }
 
 /* -- tables -------------------------------------------------------------------------------------------------------- */
-/* The number of virtual stages per rank that a schedule needs; 0: any number. */
+/* Returns the number of virtual stages per rank that a schedule requires; 0: any number. */
 static int32_t virtual_of(int schedule)
 {
     switch (schedule) {

@@ -53,9 +53,9 @@ static void reset(pipe_course *c)
 /* -- one rank ------------------------------------------------------------------------------------------------------ */
 typedef struct run {
     pipe_course *c;
-    const ps_pipe_cost *costs;              /* NULL: 1 each */
+    const ps_pipe_cost *costs;              /* NULL: each cost is 1 */
     ps_pipe_link link;
-    int32_t first, n;                       /* begin and length of `queue`, a ring */
+    int32_t first, n;                       /* begin and length of `queue`, which is a ring */
 } run;
 
 static void wake(run *u, int rank)
@@ -89,7 +89,8 @@ static bool take(run *u, int rank, const ps_action *a)
     int32_t from;
     if (!pipe_takes(t, a, &d, &from)) return true;
     int32_t message = pipe_pair(t, from, a->micro), link = pipe_link(t, a->vstage, from);
-    if (link < 0) return c->whole[d][message] >= 0;     /* this rank makes it; false: it is later in the row, a cycle */
+    if (link < 0) return c->whole[d][message] >= 0;     /* this rank makes it. False: the action that makes it is later
+                                                         * in the row, which is a cycle */
     int32_t base = t->link_base[link], turn = t->turn[d][message];
     if (c->arrival[d][base + turn] < 0) return false;
     for (; c->n_taken[d][link] <= turn; c->n_taken[d][link]++) {
@@ -101,7 +102,7 @@ static bool take(run *u, int rank, const ps_action *a)
     return true;
 }
 
-/* Sends the message that an action made. False: the link is full: it has `depth` messages that were not received. */
+/* Sends the message that an action made. False: the link is full: `depth` messages on it have not been received. */
 static bool give(run *u, int rank, const ps_action *a)
 {
     pipe_course *c = u->c;
@@ -150,7 +151,7 @@ static void perform(run *u, int rank, ps_pipe_rank_times *times, ps_pipe_span *s
 }
 
 /* -- ranks that wait in a circle ----------------------------------------------------------------------------------- */
-/* The rank that a rank waits for, and why. */
+/* Returns the rank for which a rank waits, and the reason. */
 static int waits_for(const run *u, int rank, char *why, size_t room)
 {
     const ps_pipe_table *t = u->c->t;
@@ -161,14 +162,14 @@ static int waits_for(const run *u, int rank, char *why, size_t room)
     pipe_action_text(a, text);
     if (u->c->sending[rank]) {
         pipe_gives(t, a, &d, &other);
-        snprintf(why, room, "rank %d with the message of %s for room on the link to rank %d", rank, text,
+        snprintf(why, room, "rank %d with the message of %s waits for room on the link to rank %d", rank, text,
                  t->rank_of[other]);
     } else {
         pipe_takes(t, a, &d, &other);
         ps_action need = { a->kind, other, a->micro };
         const pipe_place *place = &t->places[pipe_pair(t, other, a->micro)];
         if (a->kind != PS_ACT_FORWARD) need.kind = place->back == place->weight ? PS_ACT_BACKWARD : PS_ACT_INPUT;
-        snprintf(why, room, "rank %d with %s for %s of rank %d", rank, text, pipe_action_text(&need, wanted),
+        snprintf(why, room, "rank %d with %s waits for %s of rank %d", rank, text, pipe_action_text(&need, wanted),
                  t->rank_of[other]);
     }
     return t->rank_of[other];
@@ -180,8 +181,8 @@ static int circle(const run *u, int rank)
 {
     char text[600] = "", why[160];
     size_t n = 0;
-    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* now it is in the
-                                                                                                  * cycle */
+    for (int i = 0; i < u->c->t->spec.stages; i++) rank = waits_for(u, rank, why, sizeof why);   /* it is now in
+                                                                                                  * the cycle */
     int begin = rank;
     do {
         rank = waits_for(u, rank, why, sizeof why);
@@ -253,7 +254,7 @@ int pipe_check_numbers(const char *what, const ps_pipe_cost *costs, int32_t n, c
             return ps_fail(PS_EINVAL, "a cost of %s %d is negative or not a number", what, v);
     }
     if (link && (!(link->latency >= 0) || !isfinite(link->latency) || !(link->rate >= 0) || link->depth < 0))
-        return ps_fail(PS_EINVAL, "a link has latency %g, rate %g and depth %d; none of them may be "
+        return ps_fail(PS_EINVAL, "a link has latency %g, rate %g and depth %d; none of these may be "
                                   "negative", link->latency,
                        link->rate, link->depth);
     return 0;

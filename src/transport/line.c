@@ -25,11 +25,11 @@ struct ps_line {
     bool closing, stopped, failed, rests;
     ps_error_kept why;
     ps_line_message *first, *last;         /* not begun */
-    int64_t allowed, begun, over;          /* numbers of messages; over: known to have ended */
+    int64_t allowed, begun, over;          /* numbers of messages; over: how many are known to have ended */
     char at[PS_LINE_NAME];                 /* the name of the first message after `over` */
 };
 
-/* The reason why the thread must stop, or 0. */
+/* Returns the reason why the thread must stop, or 0. */
 static int given_up(ps_line *l)
 {
     PS_TRY(ps_watch_verdict(l->o.host->watch));
@@ -46,7 +46,7 @@ static void nap(int64_t turn)
     nanosleep(&t, NULL);
 }
 
-/* By then both ranks have begun a message, so the connection is at fault. */
+/* At that time both ranks have begun a message, so the connection has failed. */
 static int late(const ps_line *l, const char *what)
 {
     return ps_fail(PS_EIO, "%s over %s took longer than %g s (init_distributed's timeout sets the seconds)", what,
@@ -84,7 +84,7 @@ static int begin(ps_line *l, ps_line_message *m)
     return l->table->event_end(l->wire, m->end);
 }
 
-/* If no message is under way, the line is at the next message to begin; the lock is held. */
+/* If no message is under way, the position of the line is the next message to begin. The lock is held. */
 static void come_to(ps_line *l, const ps_line_message *next)
 {
     if (next && l->over == l->begun) memcpy(l->at, next->name, sizeof l->at);
@@ -101,12 +101,12 @@ static int begin_first(ps_line *l)
     if (rc < 0) return rc;
     l->first = m->next;
     l->begun++;
-    m->begun = true;                       /* its owner may reuse it */
+    m->begun = true;                       /* the message's owner may reuse it */
     pthread_cond_broadcast(l->o.news);
     return 0;
 }
 
-/* Checks whether the last message has ended, and thus all; the lock is held before and after. */
+/* Checks whether the last message, and so every message, has ended. The lock is held before and after. */
 static int look(ps_line *l, double until, int64_t turn)
 {
     int64_t begun = l->begun;
@@ -122,7 +122,7 @@ static int look(ps_line *l, double until, int64_t turn)
     return 0;
 }
 
-/* Everything that the line does until a failure; the lock is held before and after. */
+/* Everything that the line does until a failure. The lock is held before and after. */
 static int carry(ps_line *l)
 {
     int64_t turn = 0;
@@ -144,7 +144,7 @@ static int carry(ps_line *l)
     return 0;
 }
 
-/* The owner gets the failure before the device continues. */
+/* Passes the failure to the owner before the device continues. */
 static void fail(ps_line *l, int rc)
 {
     bool mine;
@@ -194,7 +194,7 @@ int ps_line_open(const ps_line_owner *owner, const char *id, int peer, int lane,
     }
     pthread_cond_destroy(&l->more);
     ps_free(l);
-    return ps_fail(PS_ENOMEM, "no thread for messages between devices: %s", strerror(failed));
+    return ps_fail(PS_ENOMEM, "cannot start a thread for messages between devices: %s", strerror(failed));
 }
 
 const char *ps_line_id(const ps_line *l) { return l->id; }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The simulated link (link.h): a queue of messages with the times at which they have passed, and a thread that sleeps
- * until the next one. */
+ * The simulated link (link.h): a queue of messages, each with the time at which it has passed the link, and a thread
+ * that sleeps until the next such time. */
 #include "transport/link.h"
 #include <math.h>
 #include <pthread.h>
@@ -19,11 +19,11 @@ struct ps_link {
     ps_link_send send;
     double rate;                           /* bytes per second */
     pthread_t thread;
-    pthread_mutex_t lock;                  /* for the fields that follow; held while a message is sent */
+    pthread_mutex_t lock;                  /* guards the fields that follow; held while a message is sent */
     pthread_cond_t more;
     bool closing;
-    double free;                           /* time when the last message has passed */
-    waiting *queue;                        /* [n], in the order of `due` */
+    double free;                           /* the time when the last message has passed */
+    waiting *queue;                        /* [n] messages in the order of `due` */
     int32_t n, capacity;
 };
 
@@ -89,7 +89,7 @@ int ps_link_open(ps_link_send send, ps_link **out)
     int failed = ps_thread_start(&l->thread, run, l);
     if (failed) {
         link_free(l);
-        return ps_fail(PS_ENOMEM, "no thread for the link of PS_SIM_LINK: %s", strerror(failed));
+        return ps_fail(PS_ENOMEM, "cannot start a thread for the link of PS_SIM_LINK: %s", strerror(failed));
     }
     *out = l;
     return 0;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A simulated link, for benches and tests. If PS_SIM_LINK (bytes per second) is set in the environment, all messages of
- * this process pass the link one after the other, each in the time that its bytes take at this rate. The link uses no
- * processor time: a message waits, and is then sent as without the link. */
+ * this process pass the link one after the other. Each message takes as long as its bytes need at this rate. The link
+ * uses no processor time: a message waits, and is then sent as it would be without the link. */
 #ifndef PS_TRANSPORT_LINK_H
 #define PS_TRANSPORT_LINK_H
 #include <stdint.h>
@@ -11,16 +11,17 @@ extern "C" {
 #endif
 
 typedef struct ps_link ps_link;
-/* Sends a message that has passed the link. Called in the link's thread; it must not wait for the link's user. */
+/* Sends a message that has passed the link. The link's thread calls this function, which must not wait for the user of
+ * the link. */
 typedef void (*ps_link_send)(void *message, int peer, uint64_t slot);
 
-/* *out: NULL without PS_SIM_LINK. PS_EINVAL: PS_SIM_LINK is not a number of bytes; PS_ENOMEM. */
+/* *out: NULL if PS_SIM_LINK is not set. PS_EINVAL: PS_SIM_LINK is not a number of bytes; PS_ENOMEM. */
 int ps_link_open(ps_link_send send, ps_link **out);
-/* Queues a message after those that are on the link. PS_ENOMEM: it will not be sent. */
+/* Queues a message after the messages on the link. PS_ENOMEM: the message will not be sent. */
 int ps_link_put(ps_link *link, void *message, int peer, uint64_t slot, int64_t nbytes);
-/* Drops the message if it has not passed yet: it will not be sent. NULL link: nothing happens. */
+/* Drops the message if it has not passed the link yet, so that it is not sent. NULL link: does nothing. */
 void ps_link_drop(ps_link *link, const void *message);
-void ps_link_close(ps_link *link);         /* NULL: nothing happens */
+void ps_link_close(ps_link *link);         /* NULL: does nothing */
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Communicators of one process, which move no bytes: a world of one, and a rank whose other ranks are simulated (a dry
- * run of a script). Also the error of a build without Gloo. */
+ * run of a script). This file also has the error of a build without Gloo. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "transport/transport.h"
@@ -30,7 +30,7 @@ int ps_comm_self(ps_comm **out)
     return 0;
 }
 
-/* Every simulated rank makes the calls of this one. collective.c supplies its bytes. */
+/* Every simulated rank makes the calls of this rank. collective.c supplies the bytes of the simulated ranks. */
 static int pretend_begin(ps_comm *comm, int lane, const ps_comm_part *send, const ps_comm_part *recv)
 {
     for (int r = 0; r < comm->size; r++)
@@ -55,7 +55,7 @@ static int pretend_cut(ps_comm *comm, int n, const int32_t *ranks, const char *a
 static const ps_comm_table pretend_table = { .name = "nobody", .begin = pretend_begin, .finish = self_finish,
                                             .hang_up = self_hang_up, .close = self_close, .cut = pretend_cut };
 
-/* The world numbers of a part's ranks are stored after the struct. */
+/* The world numbers of the part's ranks are stored after the struct. */
 static int pretend_new(int rank, int size, ps_comm **out)
 {
     size_t nbytes = sizeof(ps_comm) + (size_t)size * sizeof(int32_t);

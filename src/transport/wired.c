@@ -24,11 +24,13 @@
 #include "base/thread.h"
 #include "rendezvous/watch.h"
 
-enum { TURNS_AT_ONCE = 200 };              /* polls without a pause: a small exchange takes tens of microseconds */
-enum { CALLS = 64 };                 /* maximum under way, each with its own point; further ones share the last point */
+enum { TURNS_AT_ONCE = 200 };              /* polls without a pause, because a small exchange takes tens of
+                                            * microseconds */
+enum { CALLS = 64 };                 /* largest number of points under way, each for one call; further calls share the
+                                      * last point */
 enum { CALL_TEXT = 40, CALM_S = 5 };
 
-/* A call whose bytes are under way, or the first of `n` that share a point. */
+/* A call whose bytes are under way, or the first of `n` such calls that share a point. */
 typedef struct underway {
     ps_wire_event *end;
     uint64_t call;
@@ -37,16 +39,16 @@ typedef struct underway {
 } underway;
 
 typedef struct wired {
-    ps_comm comm;                          /* first: the table's functions get its address */
+    ps_comm comm;                          /* first, because the table's functions get its address */
     ps_comm *host;
     ps_backend *be;
     const ps_wire_table *table;
     ps_wire *wire;
-    pthread_mutex_t lock;                  /* for the wire, and for the fields that follow */
+    pthread_mutex_t lock;                  /* guards the wire and the fields that follow */
     pthread_cond_t more;
     pthread_t thread;
-    bool looks, closing;                   /* looks: the thread runs */
-    underway calls[CALLS + 1];             /* a ring, followed by one whose point is used at once */
+    bool looks, closing;                   /* looks: the thread is running */
+    underway calls[CALLS + 1];             /* a ring of points, followed by one point that is used at once */
     int first, n;
     bool hung_up;
     struct wired *next;                    /* in `all` */
@@ -54,13 +56,13 @@ typedef struct wired {
 
 static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static wired *all;                         /* communicators of this process */
-static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* for the errors of lost bytes, and for which thread
-                                                               * knows them */
+static pthread_mutex_t telling = PTHREAD_MUTEX_INITIALIZER;   /* used for the errors of lost bytes, and to find which
+                                                               * thread already has the error */
 
 static wired *self(ps_comm *comm) { return (wired *)comm; }
 
-/* The result of a call of the wire, or GONE without the call, if everything under way was abandoned. The lock is held
- * only around this, and around nothing that takes long except the wire's end. */
+/* The result of a call of the wire. If everything under way was abandoned, the result is GONE and there is no call. The
+ * lock is held only during this call; the only long operation under the lock is the wire's end. */
 enum { GONE = INT_MIN };
 #define ON_WIRE(w, call) (pthread_mutex_lock(&(w)->lock), unlocked((w), (w)->hung_up ? GONE : (call)))
 static int unlocked(wired *w, int rc)
@@ -82,8 +84,8 @@ static void rest(int64_t turn)
 }
 
 /* -- calls under way ----------------------------------------------------------------------------------------------- */
-/* The oldest call under way, after dropping those that have ended; NULL: none. The device's library reports an end
- * late, so it is asked more than once if `sure`. The lock is held. */
+/* Returns the oldest call under way, after dropping calls that have ended; NULL: none. The device's library reports an
+ * end late, so it is asked more than once if `sure` is set. The lock is held. */
 static underway *oldest(wired *w, bool sure)
 {
     while (w->n > 0) {
@@ -97,7 +99,7 @@ static underway *oldest(wired *w, bool sure)
     return NULL;
 }
 
-/* Whether the wire failed; the lock is held. */
+/* True if the wire failed. The lock is held. */
 static int sound(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) {
@@ -125,8 +127,8 @@ static void give_up(wired *w, int rc)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* The call to which a failure belongs: the oldest one under way. False: there is none, so it is the call that this rank
- * is in. */
+/* Returns the call to which a failure belongs: the oldest call under way. False: there is none, so the failure belongs
+ * to the call that this rank is in. */
 static bool failed_call(wired *w, underway *out)
 {
     pthread_mutex_lock(&w->lock);
@@ -136,9 +138,9 @@ static bool failed_call(wired *w, underway *out)
     return first != NULL;
 }
 
-/* The wire failed with this thread's error. First the watch says which rank is to blame, then this rank ends everything
- * under way. The other ranks are notified only of a fault of this rank, and only through the watch: the group's other
- * thread may be in a call over the host's connections, and finds the verdict there. */
+/* The wire failed with this thread's error. First the watch names the rank that caused it, then this rank ends
+ * everything under way. The other ranks are notified only of a fault of this rank, and only through the watch: the
+ * group's other thread may be in a call over the host's connections, and gets the verdict there. */
 static int failed(wired *w, int rc)
 {
     ps_watch *watch = w->host->watch;
@@ -164,7 +166,7 @@ static int failed(wired *w, int rc)
     return ps_error_again(&error);
 }
 
-/* Ends everything under way here, because there is a verdict. */
+/* Ends everything under way on this rank, because there is a verdict. */
 static int given_up(wired *w)
 {
     int rc = ps_watch_verdict(w->host->watch);
@@ -178,7 +180,7 @@ static int late(const wired *w, const char *what)
                    ps_comm_world(&w->comm, w->comm.rank), what, w->table->name, w->host->timeout_s);
 }
 
-/* Gives the script this thread's error. False: it already has the ranks' failure. */
+/* Reports this thread's error to the script. False: the script already has the ranks' failure. */
 static bool told(wired *w)
 {
     ps_error_kept error;
@@ -190,7 +192,8 @@ static bool told(wired *w)
     return first || lost;
 }
 
-/* The error of an abandoned communicator: the loss of bytes that no thread waited for, until the script has it. */
+/* The error of an abandoned communicator. It reports the loss of bytes that no thread waited for, until the script has
+ * the error. */
 static int gone(wired *w)
 {
     int rc = w->table->lost(w->be, false);
@@ -199,11 +202,11 @@ static int gone(wired *w)
 
 static bool works(wired *w) { return ON_WIRE(w, 0) == 0; }
 
-/* Turns the result of ON_WIRE into the group's: a failure of the wire is one of the group. */
+/* Turns the result of ON_WIRE into the group's result: a failure of the wire is a failure of the group. */
 static int result(wired *w, int rc) { return rc == GONE ? gone(w) : rc < 0 ? failed(w, rc) : rc; }
 
 /* -- the thread ---------------------------------------------------------------------------------------------------- */
-/* The thread found a failure, rc. The lock is held before and after. */
+/* The thread found the failure rc. The lock is held before and after. */
 static void say_why(wired *w, int rc)
 {
     pthread_mutex_unlock(&w->lock);
@@ -212,7 +215,7 @@ static void say_why(wired *w, int rc)
     pthread_mutex_lock(&w->lock);
 }
 
-/* Watches the oldest call until it has ended, one after the other. */
+/* Watches the calls until they have ended, oldest first. */
 static void *look(void *arg)
 {
     wired *w = arg;
@@ -244,12 +247,13 @@ static void *look(void *arg)
     return NULL;
 }
 
-/* Makes the points, and the thread. */
+/* Makes the points and the thread. */
 static int prepare(wired *w)
 {
     for (int i = 0; i <= CALLS; i++) PS_TRY(w->table->event_new(w->be, &w->calls[i].end));
     int rc = ps_thread_start(&w->thread, look, w);
-    if (rc) return ps_fail(PS_ENOMEM, "a group of ranks found no thread for its devices' calls: %s", strerror(rc));
+    if (rc) return ps_fail(PS_ENOMEM, "cannot start a thread for the calls of a group of ranks between devices: %s",
+                           strerror(rc));
     w->looks = true;
     return 0;
 }
@@ -257,7 +261,7 @@ static int prepare(wired *w)
 /* -- waiting ------------------------------------------------------------------------------------------------------- */
 enum { UNTIL_READY = -1 };
 
-/* Waits until the wire is ready for more (UNTIL_READY), or its work in `lane` has ended. */
+/* Waits until the wire is ready for more work (UNTIL_READY), or until its work in `lane` has ended. */
 static int wait_until(wired *w, int lane, const char *what)
 {
     double until = ps_now() + w->host->timeout_s;
@@ -270,7 +274,7 @@ static int wait_until(wired *w, int lane, const char *what)
     }
 }
 
-/* Waits for calls that were handed over. The communicator's thread ensures that each ends in time. */
+/* Waits for the calls that were handed over. The communicator's thread ensures that each of them ends in time. */
 static int wait_for_calls(wired *w)
 {
     for (int64_t turn = 0;; turn++) {
@@ -309,7 +313,7 @@ static int follow(ps_comm *comm, int lane)
     return result(w, ON_WIRE(w, w->table->follow(w->wire, lane - PS_COMM_DATA)));
 }
 
-/* Exchanges first: a sum after a failed exchange would never end. */
+/* Exchanges come first: a sum after a failed exchange would never end. */
 static int wait_for_all(wired *w)
 {
     for (int lane = 0; lane < PS_WIRE_LANES; lane++) PS_TRY(wait_until(w, lane, "an exchange"));
@@ -326,8 +330,8 @@ static int settle(ps_comm *comm)
     return rc;
 }
 
-/* Notes a call and returns its point. If CALLS are under way, the last one's point also stands for this call. In a
- * world of one there is nothing to watch. The lock is held. */
+/* Records a call and returns its point. If CALLS are under way, the point of the last one also stands for this call. In
+ * a world of one rank there is nothing to watch. The lock is held. */
 static int note(wired *w, const char *op, uint64_t call)
 {
     bool shares = w->n == CALLS;
@@ -360,7 +364,7 @@ static int catch_up(ps_comm *comm, int point)
     return unlocked(w, rc < 0 ? rc : w->table->event_follow(w->be, end));
 }
 
-/* A call on which the ranks disagreed ends nothing. */
+/* A call on which the ranks disagreed does not end the communicator. */
 static void is_told(ps_comm *comm)
 {
     wired *w = self(comm);
@@ -399,14 +403,14 @@ static void hang_up(ps_comm *comm)
     ps_error_again(&error);
 }
 
-/* A device that waits for ranks which never arrive would block the host. */
+/* A device that waits for ranks that never arrive would block the host. */
 static void end_calls(wired *w)
 {
     double until = ps_now() + CALM_S;
     for (int64_t turn = 0; ON_WIRE(w, oldest(w, true) != NULL) == 1; rest(turn++)) {
         if (ps_watch_over(w->host->watch)) given_up(w);
         else if (ps_now() > until)
-            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, and its bytes had not arrived %d s later",
+            give_up(w, ps_fail(PS_EIO, "rank %d: a group of ranks was closed, and its bytes did not arrive within %d s",
                                ps_comm_world(&w->comm, w->comm.rank), CALM_S));
     }
 }
@@ -483,7 +487,7 @@ int ps_comm_wire(struct ps_backend *be, const char *id, ps_comm *host, ps_comm *
     if (!w) return ps_fail_nomem(sizeof *w);
     w->comm = *host;
     w->comm.table = &wire_table;
-    w->comm.watch = NULL;                  /* host->watch is asked instead */
+    w->comm.watch = NULL;                  /* host->watch is used instead */
     w->host = host;
     w->be = be;
     w->table = be->wire;
