@@ -181,7 +181,7 @@ static void test_roots(void)
     }
     CHECK(!memcmp(grads[0], grads[1], sizeof grads[0]));
     FAILS(ps_backward_begin_n(ctx, 0, NULL, NULL, &segment), PS_EINVAL, "0 tensors");
-    FAILS(ps_backward_begin_n(ctx, 1, (ps_tensor *[]){ NULL }, NULL, &segment), PS_EINVAL, "nothing");
+    FAILS(ps_backward_begin_n(ctx, 1, (ps_tensor *[]){ NULL }, NULL, &segment), PS_EINVAL, "a tensor to begin");
     for (int v = 0; v < PARAMS; v++) ps_tensor_release(w[v]);
 }
 
@@ -201,8 +201,8 @@ static void test_tables(void)
     REFUSED("out of turn", F(0, 0), W(0, 0), I(0, 0), END);
     REFUSED("out of turn", F(0, 0), F(0, 1), I(0, 0), I(0, 1), W(0, 1), W(0, 0), END);
     REFUSED("out of turn", F(0, 0), F(0, 1), I(0, 0), B(0, 1), W(0, 0), END);
-    REFUSED("behind the norm", F(0, 0), I(0, 0), END, W(0, 0));
-    REFUSED("without a backward", F(0, 0), END);
+    REFUSED("after the norm", F(0, 0), I(0, 0), END, W(0, 0));
+    REFUSED("has no backward", F(0, 0), END);
     REFUSED("micro-batch 4", F(0, 4), B(0, 4), END);
     static const ps_action table[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), B(0, 0), { PS_ACT_UPDATE, 0, 0 } };
     ps_step_config c = { .actions = table, .n_actions = 6, .trace = PS_TRACE_UNKNOWN };
@@ -309,7 +309,7 @@ static void test_refusals(void)
     OK(ps_engine_open(ctx, step, &config, NULL));
     w[0] = drawn(0, false), w[1] = drawn(1, false);
     ps_param p[PARAMS] = { state_of(0, false), state_of(1, false) }, turned[PARAMS] = { p[1], p[0] };
-    FAILS(ps_engine_params(ctx, PARAMS, turned, PARAMS, 1), PS_EINVAL, "behind a later one");
+    FAILS(ps_engine_params(ctx, PARAMS, turned, PARAMS, 1), PS_EINVAL, "after a later one");
     ps_param joined[PARAMS] = { p[0], p[1] };
     joined[1].unit = 0;
     FAILS(ps_engine_params(ctx, PARAMS, joined, PARAMS, 1), PS_EINVAL, "virtual stages 0 and 1");

@@ -341,7 +341,7 @@ static void test_refusals(void)
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "no place");
     memcpy(other, list, sizeof other);
     other[1] = list[2], other[2] = list[1];
-    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "behind other uses");
+    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "before all other uses");
     memcpy(other, list, sizeof other);
     OK(ps_tensor_detach(list[0].param, &other[2].param));         /* the same bytes, and gradients of its own */
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "as the same tensor");

@@ -43,8 +43,8 @@ describe("the calls of a step", function()
   end)
 
   it("begin: not within a step, and with a table that makes sense", function()
-    assert.matches("without a backward", said(begin({ F, U }), C.PS_EINVAL))
-    assert.matches("behind the norm", said(begin({ F, B, N, F, B, U }), C.PS_EINVAL))
+    assert.matches("has no backward", said(begin({ F, U }), C.PS_EINVAL))
+    assert.matches("after the norm", said(begin({ F, B, N, F, B, U }), C.PS_EINVAL))
     assert.matches("of kind 9", said(begin({ F, B, 9 }), C.PS_EINVAL))
     assert.equal(0, begin { F, B, U })
     assert.matches("a step is under way", said(begin { F, B, U }))
@@ -100,7 +100,7 @@ describe("the calls of a step", function()
 
   it("a norm and an update: within their action", function()
     model = ps.initialize { quiet = true, model_func = function() return nn.Linear(4, 4) end, config = {} }
-    assert.matches("a norm of gradients is not due", said(C.ps_engine_sq_norm(ctx, ffi.new "double[1]")))
+    assert.matches("the norm of gradients is not due", said(C.ps_engine_sq_norm(ctx, ffi.new "double[1]")))
     assert.matches("an update is not due", said(C.ps_engine_update(ctx)))
   end)
 

@@ -109,7 +109,7 @@ describe("functions and hooks on ranks:", function()
       print(ok, tostring(problem))]])
     for rank = 0, 1 do
       assert.truthy(out[rank].text:find("false", 1, true), out[rank].text)
-      assert.truthy(out[rank].text:find("backward of Bad gave gradient 1 of shape [1, 8, 16] for an input of shape "
+      assert.truthy(out[rank].text:find("backward of Bad returned gradient 1 of shape [1, 8, 16] for an input of shape "
         .. "[2, 8, 16]", 1, true), out[rank].text)
     end
   end)

@@ -278,25 +278,25 @@ describe("a wrong function", function()
   after_each(works)                                          -- the tape is as before
 
   it("is told of another number of gradients", function()
-    fails(with(function(_, dy) return dy, dy end), "backward of F gave 2 gradients", "has 1 inputs")
-    fails(with(function() end), "backward of F gave 0 gradients", "has 1 inputs")
+    fails(with(function(_, dy) return dy, dy end), "backward of F returned 2 gradients", "has 1 inputs")
+    fails(with(function() end), "backward of F returned 0 gradients", "has 1 inputs")
     local F = Function { name = "F", forward = function(_, a, b) return a * b end,
       backward = function(_, dy) return dy end }
-    fails(function() F(x, x):sum():backward() end, "gave 1 gradients", "has 2 inputs")
+    fails(function() F(x, x):sum():backward() end, "returned 1 gradients", "has 2 inputs")
   end)
 
   it("is told of another shape, type or device", function()
-    fails(with(function(_, dy) return dy:sum() end), "backward of F gave gradient 1 of shape []", "of shape [2, 3]")
+    fails(with(function(_, dy) return dy:sum() end), "backward of F returned gradient 1 of shape []", "of shape [2, 3]")
     fails(with(function(_, dy) return dy:to "fp64" end), "gradient 1 of type fp64", "type fp32")
     fails(with(function(_, dy) return dy:to "int32" end), "gradient 1 of type int32", "type fp32")
     fails(with(function(_, dy) return dy:to "ref" end), "gradient 1", "on device ref", "on cpu")
   end)
 
   it("is told of values that are no gradients", function()
-    fails(with(function() return 1 end), "backward of F gave a number as gradient 1")
+    fails(with(function() return 1 end), "backward of F returned a number as gradient 1")
     local F = Function { name = "F", forward = function(_, a, n) return a * n end,
       backward = function(_, dy) return dy, dy end }
-    fails(function() F(x, 2):sum():backward() end, "gave gradient 2, whose input is no tensor")
+    fails(function() F(x, 2):sum():backward() end, "returned gradient 2, whose input is no tensor")
     fails(with(function(_, dy)
       dy:fill_(0)
       return dy

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts: it prepares all that
- * may fail on this rank alone (checks, pins, memory), then the ranks compare their calls, then bytes move. A rank that
- * failed in the first part reports it in the second, so that no other rank waits for it. If a call has at most
- * GROUP_SMALL_NBYTES bytes, they are sent together with the headers, so that the call is one exchange; no rank uses
- * them before the calls are compared. Sums of host memory are computed here, in fp32 (fp64 for fp64, integers exactly
- * as integers) and in rank order, so that they do not depend on the library or the place of an element. */
+ * Groups of ranks and the steps of their collectives (ps.h, group.h). Every call has three parts. First it does
+ * everything that may fail on this rank alone (checks, pins, memory). Then the ranks compare their calls. Then bytes
+ * are sent. A rank that failed in the first part reports the failure in the second, so that no other rank waits for it.
+ * If a call has at most GROUP_SMALL_NBYTES bytes, they are sent together with the headers, so that the call is one
+ * exchange; no rank uses them before the calls are compared. Sums of host memory are computed here, in fp32 (fp64 for
+ * fp64, integers exactly as integers) and in rank order, so that they do not depend on the library or the place of an
+ * element. */
 #include "comm/inner.h"
 #include "base/alloc.h"
 #include "base/dtype.h"
@@ -21,7 +22,7 @@ static const char *const op_names[OP_COUNT] = {
 };
 
 enum { SUM_BLOCK = 1024, SMALL_OTHERS = 16 };
-/* Bytes of the memory for addends. A device's pieces are larger, since the host begins each of them. */
+/* Bytes of the memory for addends. The pieces of a device are larger, since the host must begin each piece. */
 static const int64_t stage_nbytes[PLACES] = { 8 << 20, 64 << 20 };
 
 const char *group_op_name(int op) { return op_names[op]; }
@@ -36,13 +37,13 @@ const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYT
 
 /* -- groups -------------------------------------------------------------------------------------------------------- */
 
-/* Every rank sends its bytes to every other rank. With many ranks this is soon more than sending parts. */
+/* Sends the bytes of every rank to every other rank. With many ranks this is soon more than sending parts. */
 static bool has_small(const ps_comm *comm)
 {
     return comm->size > 1 && comm->size <= 1 + SMALL_OTHERS;
 }
 
-/* Whether the device's memory has a communicator of its own. */
+/* True if the device's memory has a communicator of its own. */
 static bool has_wire(const ps_group *g) { return g->at[ON_DEVICE].comm && g->at[ON_DEVICE].comm != g->comm; }
 
 static void stage_free(transport *t)
@@ -63,7 +64,7 @@ void group_free(ps_group *g)
 {
     bool two = has_wire(g);
     for (int at = 0; at < PLACES; at++) stage_free(&g->at[at]);
-    g->comm->table->close(g->comm);        /* first: it notifies the others that this rank left */
+    g->comm->table->close(g->comm);        /* first, because it notifies the others that this rank left */
     if (two) g->at[ON_DEVICE].comm->table->close(g->at[ON_DEVICE].comm);
     ps_free(g->pair_seq);
     ps_free(g->heard);
@@ -153,7 +154,7 @@ static const char *difference(const header *a, const header *b)
            : a->check != b->check ? "gradients of other parameters" : NULL;
 }
 
-/* The error of two ranks of the group whose headers differ. */
+/* The error of two ranks of a group whose headers differ. */
 static int differ(const ps_group *g, int r_a, const header *a, int r_b, const header *b, const char *what)
 {
     int rank_a = group_world(g, r_a), rank_b = group_world(g, r_b);
@@ -175,7 +176,7 @@ static int exchange_headers(ps_group *g)
     return g->comm->table->finish(g->comm, PS_COMM_HEADER);
 }
 
-/* The parts of an exchange of this rank's header with those of all ranks, or of one (peer >= 0). */
+/* The parts of an exchange: of this rank's header with those of all ranks or, if peer >= 0, of one rank. */
 static void parts_of_headers(ps_group *g, header *mine, int peer)
 {
     group_clear_parts(g);
@@ -187,9 +188,9 @@ static void parts_of_headers(ps_group *g, header *mine, int peer)
 }
 
 /* If a call cannot be performed, all ranks find that out from the same headers. A rank whose script then ends with this
- * error notifies all others, and a rank that received the notice before it had compared would raise it instead of its
- * own error. So each rank waits here until all have compared. A failed wait changes nothing. Returns rc and its
- * error. */
+ * error notifies all others. A rank that received this notice before it had compared the headers would raise the notice
+ * instead of its own error. So each rank waits here until all have compared. A failed wait changes nothing. Returns rc
+ * and its error. */
 static int leave_together(ps_group *g, header *mine, int peer, int rc)
 {
     ps_error_kept error;
@@ -222,8 +223,8 @@ static int small_begin(ps_group *g, bool all)
     return g->comm->table->begin(g->comm, PS_COMM_DATA, g->send, g->recv);
 }
 
-/* Ends that exchange. A rank whose call has no small bytes still receives those of other ranks, and sends as many:
- * calls that differ do not end the group, so no message may be left over. */
+/* Ends that exchange. If this rank's call has no small bytes, it still receives those of other ranks and sends as many.
+ * Calls that differ do not end the group, so no message may be left over. */
 static int small_end(ps_group *g, const header *mine)
 {
     bool any = mine->small;
@@ -233,7 +234,7 @@ static int small_end(ps_group *g, const header *mine)
     return g->comm->table->finish(g->comm, PS_COMM_DATA);
 }
 
-/* A failure of the library in the second part of a call. */
+/* Reports a failure of the library in the second part of a call. */
 static int not_agreed(const ps_group *g, const header *mine, const char *where, int rc)
 {
     char call[GROUP_CALL_NBYTES];
@@ -242,8 +243,8 @@ static int not_agreed(const ps_group *g, const header *mine, const char *where, 
     return rc;
 }
 
-/* Whether any rank is in a call of two ranks, or has made a different number of calls. Messages would not match from
- * now on, so the connections are closed. */
+/* True if any rank is in a call of two ranks, or has made a different number of calls. From now on messages would not
+ * match, so the connections are closed. */
 static int check_together(ps_group *g, const header *mine)
 {
     for (int r = 0; r < g->comm->size; r++) {
@@ -378,7 +379,8 @@ int group_move_begin(ps_group *g, place at, int lane)
     return comm->table->begin(comm, lane, g->send, g->recv);
 }
 
-/* Later operations of the group find the bytes there. On a device its order of work ensures that; no thread waits. */
+/* Later operations of the group find the bytes there. On a device, the order of its work ensures that, and no thread
+ * waits. */
 int group_move_end(ps_group *g, place at, int lane)
 {
     ps_comm *comm = g->at[at].comm;
@@ -464,7 +466,7 @@ static void narrow(int dtype, const float *from, char *to, int64_t n)
     }
 }
 
-/* The sum of integers, which wraps around. */
+/* The sum of integers, with wrap-around. */
 static void sum_integers(int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     for (int64_t i = first; i < first + n; i++) {
@@ -476,7 +478,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 }
 
-/* Whether `a` is to stay before `b`, which comes from a later rank: the first NaN stays. */
+/* True if `a` stays instead of `b`, which comes from a later rank. The first NaN stays. */
 #define STAYS(a, b, max) ((a) != (a) || ((max) ? (a) >= (b) : (a) <= (b)))
 #define EXTREME(type, read) \
     for (int64_t i = first; i < first + n; i++) { \
@@ -489,7 +491,7 @@ static void sum_integers(int dtype, int size, char *const *at, int64_t first, in
     }
 #define ITSELF(x) (x)
 
-/* The greatest or least of all ranks' elements, with the bits that one rank has. */
+/* The greatest or the least element of all ranks, with the bits that one rank has. */
 static void extreme(bool max, int dtype, int size, char *const *at, int64_t first, int64_t n, char *to)
 {
     switch (dtype) {
@@ -543,7 +545,7 @@ void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *o
     sum_ranks(reduce, dtype, g->comm->size, g->addends, nbytes / ps_dtype_bytes(dtype), out);
 }
 
-/* The memory has room for two pieces from every other rank: one arrives while the other is added. */
+/* The memory has room for two pieces from every other rank: one piece arrives while the other one is added. */
 int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part_nbytes, int64_t *piece_nbytes)
 {
     static const char *const names[] = { "sums", "max", "min" };
@@ -565,7 +567,7 @@ int group_prepare_sum(ps_group *g, place at, int reduce, int dtype, int64_t part
     if (*piece_nbytes > most) *piece_nbytes = most;
     int64_t want = 2 * *piece_nbytes * others;
     if (want <= t->stage_nbytes) return 0;
-    if (t->staging) PS_TRY(group_settle(g, at));             /* sums under way use it */
+    if (t->staging) PS_TRY(group_settle(g, at));             /* sums under way use the memory */
     stage_free(t);
     if (t->comm->table->memory) {
         void *memory = NULL;
@@ -596,7 +598,7 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
     }
 }
 
-/* A sum under way: parts go to their ranks in pieces. */
+/* A sum that is under way: parts are sent to their ranks in pieces. */
 typedef struct reduction {
     place at;
     const ps_comm_part *parts;
@@ -647,7 +649,8 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
     int rank = g->comm->rank, size = g->comm->size;
     reduction d = { at, parts, piece_nbytes };
     int64_t n = 0;
-    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, some of them empty */
+    for (int r = 0; r < size; r++) {                      /* all ranks count the same pieces, although some of them are
+                                                           * empty */
         int64_t pieces = parts[r].nbytes == 0 ? 0 : (parts[r].nbytes + piece_nbytes - 1) / piece_nbytes;
         if (pieces > n) n = pieces;
     }

@@ -13,9 +13,9 @@
 
 static _Atomic uint32_t counted;           /* a bit set of calls; 0: no sums are kept */
 static atomic_bool prints;
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* of all that follows */
-static ps_calls_total *sums;               /* in the order of first calls */
-static int32_t *places;                    /* [wide], by hash: 1 + the number of a sum, or 0; wide is a power of two */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;      /* guards all fields that follow */
+static ps_calls_total *sums;               /* the sums in the order of first calls */
+static int32_t *places;                    /* [wide] by hash: 1 + the number of a sum, or 0. wide is a power of two */
 static int64_t n_sums, room, wide;
 
 _Static_assert(sizeof ((ps_calls_total *)0)->axis == PS_AXIS_NBYTES && OP_COUNT <= 32, "sums of calls");
@@ -64,7 +64,7 @@ static int64_t place_of(const ps_calls_total *key)
     return at;
 }
 
-/* Room for one more sum: at most half of the places are taken. False: no memory. */
+/* Makes room for one more sum, so that at most half of the places are used. False: there is no memory. */
 static bool make_room(void)
 {
     if (!ps_try_grow(sums, room, n_sums + 1)) return false;
@@ -79,7 +79,7 @@ static bool make_room(void)
     return true;
 }
 
-/* A total for which there is no memory is left out: a table of times must not end a run. */
+/* If there is no memory for a total, it is omitted: a table of times must not end a run. */
 static void add(const ps_calls_total *one)
 {
     pthread_mutex_lock(&lock);
@@ -124,7 +124,7 @@ void group_call_end(const ps_group *g, const group_call *call)
     ps_record_put((ps_record_event){ .kind = PS_REC_COLLECTIVE, .name = (uint16_t)call->op, .begin_ns = call->began_ns,
                                      .end_ns = end, .id = g->number, .bytes = call->nbytes,
                                      .on = (uint16_t)g->comm->size });
-    bool alone = g->comm->size == 1;                          /* nothing is sent */
+    bool alone = g->comm->size == 1;                          /* no bytes are sent */
     if (alone || !counts() || !(atomic_load(&counted) >> call->op & 1)) return;
     ps_calls_total one = { .name = call->op, .group = g->number, .ranks = g->comm->size, .nbytes = call->nbytes,
                            .calls = 1, .ns = end - call->began_ns };

@@ -14,21 +14,22 @@
 enum { OP_ALL_REDUCE, OP_REDUCE_SCATTER, OP_ALL_GATHER, OP_BROADCAST, OP_BARRIER, OP_CONNECT, OP_SPLIT, OP_SEND,
        OP_RECV, OP_COLUMN, OP_ROW, OP_COLUMN_GRAD, OP_CHUNK_GATHER, OP_CHUNK_REDUCE, OP_CHUNK_ALL_REDUCE, OP_COUNT };
 
-/* The memory in which a call's bytes lie, the same on all ranks. */
+/* The kind of memory in which a call's bytes lie; the same on all ranks. */
 typedef enum place { ON_HOST, ON_DEVICE, PLACES } place;
 
-/* The description of a call that ranks compare before bytes move: 48 bytes on the wire. */
+/* The description of a call. Ranks compare it before bytes are sent. It is sent as 48 bytes. */
 typedef struct header {
-    uint64_t seq;                          /* number of earlier calls of this group (send, recv: of these two ranks) */
+    uint64_t seq;                          /* number of earlier calls of this group (for send and recv: of the two
+                                            * ranks) */
     int32_t op, dtype;
     int64_t nbytes;
-    int32_t root, failed;                  /* root: OP_CHUNK_*: the stripe; all_reduce: PS_REDUCE_*; OP_COLUMN,
-                                              OP_ROW, OP_COLUMN_GRAD: the pieces;
-                                              failed: PS_E* of this rank's preparation, or 0 */
-    uint64_t check;                        /* OP_CHUNK_*: a hash that must be equal on all ranks; else 0 */
+    int32_t root, failed;                  /* root: for OP_CHUNK_* the stripe; for all_reduce PS_REDUCE_*; for
+                                            * OP_COLUMN, OP_ROW and OP_COLUMN_GRAD the pieces. failed: PS_E* of this
+                                            * rank's preparation, or 0 */
+    uint64_t check;                        /* for OP_CHUNK_*: a hash that must be equal on all ranks; else 0 */
     int32_t place;
-    int16_t small, planned;                /* small: 1: the call's bytes follow its header (group_small).
-                                              planned: 1: it is the next call of the plan (plan.c) */
+    int16_t small, planned;                /* small: 1: the call's bytes follow its header (group_small). planned: 1:
+                                            * the call is the next call of the plan (plan.c) */
 } header;
 _Static_assert(sizeof(header) == 48, "a message on the wire has no holes");
 
@@ -38,17 +39,18 @@ enum { GROUP_SMALL_NBYTES = 4096 };
 
 typedef struct ps_jobs ps_jobs;
 
-/* The calls that a step is planned to make. */
+/* The calls that a step is expected to make. */
 typedef struct group_plan {
     ps_rank_calls now, next;               /* next: the plan of the step that begins */
     int32_t at;                            /* place in `now` of the next call */
-    int64_t kept;                          /* calls that all ranks made as planned, ever */
+    int64_t kept;                          /* number of calls that all ranks have made as planned, in total */
 } group_plan;
 
 /* How the bytes of a place are sent to other ranks. */
 typedef struct transport {
-    ps_comm *comm;                         /* NULL: not connected; a device may use the communicator of the host */
-    char *staging;                         /* memory of the place for other ranks' addends; allocated on first use */
+    ps_comm *comm;                         /* NULL: not connected. A device may use the communicator of the host */
+    char *staging;                         /* memory of the place for other ranks' addends; allocated at its first
+                                            * use */
     int64_t stage_nbytes;
 } transport;
 
@@ -60,51 +62,54 @@ typedef struct group_call {
 } group_call;
 
 struct ps_group {
-    ps_comm *comm;                         /* carries host memory, and headers */
+    ps_comm *comm;                         /* sends host memory, and headers */
     transport at[PLACES];
-    int32_t device;                        /* the device whose memory at[ON_DEVICE] carries, or -1 */
-    const char *carrier;                   /* name of the library that carries the device's memory, or NULL */
+    int32_t device;                        /* the device whose memory at[ON_DEVICE] sends, or -1 */
+    const char *carrier;                   /* name of the library that sends the device's memory, or NULL */
     bool by_host, by_device;               /* by_host: never connect devices; by_device: connect them or fail */
-    int32_t refs;                          /* one for the group's maker, one for each engine that uses it */
+    int32_t refs;                          /* references: one for the group's maker, one for each engine that uses it */
     ps_ctx *ctx;
     int32_t number;                        /* index in ctx->ranks.groups, or -1: ctx->ranks.groups was full */
-    uint64_t seq, *pair_seq;               /* calls so far; pair_seq: [size], sends and receives with each rank */
+    uint64_t seq, *pair_seq;               /* number of calls so far; pair_seq: [size] number of sends and receives with
+                                            * each rank */
     int64_t bytes_sent, bytes_in_pieces;
     header *heard;                         /* [size] the ranks' headers */
     ps_comm_part *send, *recv, *parts;     /* [size] */
     char **addends;                        /* [size] */
-    char *said;                            /* [size] of said_nbytes: each rank's header and small bytes, side by side */
+    char *said;                            /* [size] entries of said_nbytes: each rank's header and small bytes, one
+                                            * after the other */
     int64_t said_nbytes;
     bool has_small;                        /* small bytes can be sent: the group does not have too many ranks */
     group_plan plan;
     ps_jobs *jobs;                         /* or NULL */
-    group_call recorded;                   /* the collective that the caller's thread is in */
+    group_call recorded;                   /* the collective that the caller's thread is performing */
 };
 
 /* -- comm.c */
-/* Makes a group over `comm`. The group closes `comm`; so does a failure. collectives/context.c calls this function and
- * the next two. */
+/* Makes a group over `comm`. The group closes `comm`; if this call fails, it closes `comm` too. collectives/context.c
+ * calls this function and the next two. */
 int group_make(ps_comm *comm, ps_group **out);
 void group_stop(ps_group *g);              /* ends the calls that are under way */
-void group_free(ps_group *g);              /* after group_stop: closes the connections and frees the group */
+void group_free(ps_group *g);              /* called after group_stop: closes the connections and frees the group */
 /* The world rank of the group's rank `r`. */
 static inline int group_world(const ps_group *g, int r) { return ps_comm_world(g->comm, r); }
-/* Callers of group_exchange, group_reduce and group_gather call group_agree (or group_agree_pair) first. If it fails
- * they move no bytes. */
+/* Callers of group_exchange, group_reduce and group_gather call group_agree (or group_agree_pair) first. If that call
+ * fails, they do not move bytes. */
 const char *group_op_name(int op);
 /* Writes "all_reduce" or "all_reduce of tp" to `text`, and returns `text`. */
 enum { GROUP_CALL_NBYTES = 64 };
 const char *group_call_name(const ps_group *g, int op, char text[GROUP_CALL_NBYTES]);
 /* Sends this rank's header to all ranks and receives theirs. Every rank finds the same first failure or difference. If
- * it succeeds and there are bytes to move, the caller calls group_done after they have moved or failed to move. */
+ * it succeeds and there are bytes to move, the caller calls group_done after the bytes have been moved or the move has
+ * failed. */
 int group_agree(ps_group *g, header *mine);
 void group_done(ps_group *g);              /* notifies the watch that this rank has finished its call */
-/* Returns rc. rc < 0: notes that the script gets this thread's error, which is that of a call of the group. */
+/* Returns rc. If rc < 0, records that the script gets this thread's error, which is that of a call of the group. */
 int group_told(ps_group *g, int rc);
-/* The same comparison between two ranks: one sends, the other receives the same number of bytes. */
+/* Does the same comparison between two ranks: one sends, the other receives the same number of bytes. */
 int group_agree_pair(ps_group *g, header *mine, int peer);
-/* Whether each rank sends its nbytes together with its header, so that the call takes one exchange. The caller writes
- * this rank's bytes to group_small(g, its rank) before group_agree; afterwards the bytes of all ranks are there. */
+/* True if each rank sends its nbytes together with its header, so that the call needs one exchange. The caller writes
+ * this rank's bytes to group_small(g, its rank) before group_agree. Afterwards the bytes of all ranks are there. */
 bool group_is_small(const ps_group *g, place at, int64_t nbytes);
 bool group_goes_small(const ps_group *g, int op, place at, int64_t nbytes);    /* the same for a call of OP_* */
 static inline header *group_said(const ps_group *g, int r)
@@ -114,12 +119,13 @@ static inline header *group_said(const ps_group *g, int r)
 static inline char *group_small(const ps_group *g, int r) { return (char *)(group_said(g, r) + 1); }
 /* The sum (or greatest, or least) of the ranks' small bytes, in the order of ranks. */
 void group_sum_small(ps_group *g, int reduce, int dtype, int64_t nbytes, char *out);
-void group_clear_parts(ps_group *g);       /* of g->send and g->recv */
+void group_clear_parts(ps_group *g);       /* the bytes of g->send and g->recv */
 /* Moves the bytes of g->send and g->recv. On a device, only operations that the group begins later are ordered after
- * these bytes. A call that moved bytes therefore ends with group_hand_over and group_catch_up, which order the device's
- * kernels after the bytes, too. */
+ * these bytes. So a call that moved bytes ends with group_hand_over and group_catch_up, which also order the device's
+ * kernels after the bytes. */
 int group_exchange(ps_group *g, place at);
-int group_move_begin(ps_group *g, place at, int lane);       /* the same in two calls, on a lane without an exchange */
+int group_move_begin(ps_group *g, place at, int lane);       /* does the same in two calls, on a lane without an
+                                                              * exchange */
 int group_move_end(ps_group *g, place at, int lane);
 int group_settle(ps_group *g, place at);   /* waits until all exchanges and sums have ended */
 /* hand_over and catch_up of ps_comm_table, for a call of OP_*. In host memory a call's bytes have arrived when its
@@ -139,8 +145,8 @@ int group_reduce(ps_group *g, place at, int reduce, int dtype, const ps_comm_par
 /* Sends this rank's part to all other ranks, and receives their parts into parts[r]. */
 int group_gather(ps_group *g, place at, const ps_comm_part *parts);
 int group_copy(ps_group *g, place at, void *to, const void *from, int64_t nbytes);   /* on this rank; may overlap */
-/* Exchanges that begin after this call wait for all work that is queued on the device now. Called by the thread that
- * runs kernels. */
+/* Exchanges that begin after this call wait for all work that is queued on the device now. The thread that runs kernels
+ * calls this function. */
 int group_after_now(ps_group *g, place at);
 /* In a group whose other ranks are pretended: counts the bytes that a reduction of parts sends (this rank's versions of
  * the others' parts), or that a gather of parts sends (its own part to all others), or both. */
@@ -148,13 +154,15 @@ void group_count_parts(ps_group *g, const ps_comm_part *parts, bool reduces, boo
 /* Cuts `nbytes` into equal parts of `part`; the last ones may be short or empty. */
 void group_split(const ps_group *g, char *base, int64_t nbytes, int64_t part, ps_comm_part *parts);
 
-/* -- count.c. Any thread. */
-int64_t group_call_begin(void);            /* the time, or 0: neither the record nor the statistics need the call */
+/* -- count.c: any thread may call these functions. */
+int64_t group_call_begin(void);            /* returns the time, or 0: neither the record nor the statistics need the
+                                            * call */
 void group_call_end(const ps_group *g, const group_call *call);
-bool group_call_is_timed(int op);          /* statistics of such calls are kept, so they wait for their bytes */
+bool group_call_is_timed(int op);          /* true if statistics of such calls are kept, so that the calls wait for
+                                            * their bytes */
 
 /* -- plan.c */
-/* Makes those of `calls` (NULL: none) that belong to this group the plan of the step that begins. If there is no memory
+/* Makes a plan for the step that begins, of those `calls` (NULL: none) that belong to this group. If there is no memory
  * for them, the plan is empty. */
 void group_plan_prepare(ps_group *g, const ps_rank_calls *calls);
 uint64_t group_plan_hash(const ps_group *g);           /* a hash of the prepared plan; 0: no calls */
@@ -174,12 +182,12 @@ typedef struct ps_job ps_job;
  * wait. Reductions leave the sums in place. */
 int group_job_start(ps_group *g, int op, place at, int dtype, int stripe, uint64_t check, const ps_comm_part *parts,
                     int failed, ps_job **out);
-/* Returns the job's result and frees the job. Called by the thread that runs kernels: on a device it waits until the
- * job's bytes are under way, and orders kernels after them. A caller that passes an error on to the script calls
- * group_told. */
+/* Returns the job's result and frees the job. The thread that runs kernels calls this function. On a device it waits
+ * until the job's bytes are under way, and orders kernels after them. A caller that raises an error in the script also
+ * calls group_told. */
 int group_job_wait(ps_group *g, ps_job *job);
-/* Waits until all jobs have run; on a device, until their bytes are under way. group_job_wait still returns their
- * results. _device: only the jobs on a device. */
+/* Waits until all jobs have run or, on a device, until their bytes are under way. group_job_wait still returns their
+ * results. _device: waits only for the jobs on a device. */
 void group_drain(ps_group *g);
 void group_drain_device(ps_group *g);
 #endif

@@ -7,16 +7,16 @@
 /* -- comm.c */
 /* Writes "all_reduce (call 3, fp32, 64 bytes)" to `text`. */
 void group_describe(const header *h, char *text, size_t room);
-/* A mark (>= 0, or an error) is a point in a device's queue of work; the thread that runs kernels makes it. Exchanges
+/* A mark (>= 0, or an error) is a point in a device's queue of work. The thread that runs kernels makes it. Exchanges
  * that begin after group_after wait for all work before the mark. */
 int group_mark(ps_group *g, place at);
 int group_after(ps_group *g, place at, int mark);
 
 /* -- plan.c */
 bool group_plan_is_open(const ps_group *g);            /* the plan has a next call */
-/* Call it only while the plan is open. Sends this rank's call to all ranks (peer >= 0: only to that rank), and receives
- * theirs into g->heard. *planned: the number of these ranks, including this one, that make the planned call. If any
- * does, the plan advances to its next call. */
+/* Call this only while the plan is open. Sends this rank's call to all ranks (if peer >= 0, only to that rank), and
+ * receives their calls into g->heard. *planned: the number of these ranks, including this one, that make the planned
+ * call. If any does, the plan advances to its next call. */
 int group_plan_exchange(ps_group *g, const header *mine, int peer, int *planned);
 void group_plan_free(ps_group *g);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives on chunks that run concurrently with the computation. A thread of the group performs them one after the
  * other in the order of their start, which must be the same on all ranks. A job that fails does not end the jobs that
- * wait after it; these fail by themselves if the connections are gone. On a device the thread is done with a job when
+ * wait after it. These fail by themselves if the connections are closed. On a device the thread is done with a job when
  * its bytes are under way; the device orders kernels after them. */
 #include <pthread.h>
 #include <stdio.h>
@@ -17,11 +17,11 @@ enum { TEXT = 900 };
 struct ps_job {
     ps_job *next;
     place at;
-    int op, dtype, stripe, failed, rc, mark, point;        /* point: after its bytes; -1: it failed */
+    int op, dtype, stripe, failed, rc, mark, point;        /* point: the point after its bytes; -1: the job failed */
     uint64_t check;
     bool done;
-    ps_comm_part *parts;                   /* [size], after the struct */
-    char text[TEXT];                       /* the message of a failure */
+    ps_comm_part *parts;                   /* [size] entries, after the struct */
+    char text[TEXT];                       /* the message of the job's failure */
     ps_error_detail detail;                /* the ranks and stripes that the failure names */
 };
 
@@ -29,7 +29,7 @@ struct ps_jobs {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more, fewer;
-    ps_job *first, *last, *spare;          /* first: the job that runs or runs next; spare: jobs to use again */
+    ps_job *first, *last, *spare;          /* first: the job that runs or runs next; spare: jobs that can be reused */
     bool closing;
 };
 
@@ -130,7 +130,7 @@ static int jobs_open(ps_group *g)
 static ps_job *job_take(ps_group *g)
 {
     ps_jobs *q = g->jobs;
-    ps_job *job = q->spare;                /* this list belongs to the thread that starts and waits */
+    ps_job *job = q->spare;                /* only the thread that starts jobs and waits for them uses this list */
     size_t parts = sizeof *job->parts * (size_t)g->comm->size;
     if (job) q->spare = job->next;
     else if (!(job = ps_alloc(sizeof *job + parts))) return NULL;

@@ -4,10 +4,10 @@
  * and the small bytes of such a call are one message, whose size both ends know, and the header only has to carry the
  * call's number and a failure.
  *
- * A rank whose call is not the next one of the plan reports that in the header of the same message, so that no rank
- * waits for another in vain. If no rank makes the planned call, the calls are compared as in an unplanned step, and the
- * plan still expects the same next call. Whether a call is planned depends only on the plan and on earlier calls, and a
- * plan ends when the next one begins, which happens between the same calls on all ranks. */
+ * If a rank's call is not the next one of the plan, the rank reports that in the header of the same message, so that no
+ * rank waits for a message that never comes. If no rank makes the planned call, the calls are compared as in an
+ * unplanned step, and the plan still expects the same next call. Whether a call is planned depends only on the plan and
+ * on earlier calls, and a plan ends when the next one begins, which happens between the same calls on all ranks. */
 #include "base/error.h"
 #include "base/grow.h"
 #include "comm/inner.h"
@@ -31,7 +31,7 @@ void group_plan_prepare(ps_group *g, const ps_rank_calls *calls)
         if (calls->list[i].group != g->number) continue;
         if (!ps_try_grow(to->list, to->capacity, n + 1)) return;
         to->list[n] = calls->list[i];
-        to->list[n++].group = 0;           /* ranks may number the group differently */
+        to->list[n++].group = 0;           /* ranks may have different numbers for the group */
     }
     to->n = n;
 }

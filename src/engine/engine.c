@@ -58,14 +58,14 @@ static int grad_place(ps_ctx *ctx, ps_tensor *leaf, ps_tensor **out)
     const param_rec *r = leaf->managed;
     if (r->updated)
         return ps_fail(PS_ESTATE,
-                       "a parameter got a gradient after its update: backward ran again before optimizer:step(); with "
-                       "several backward calls a step, say so by gradient_accumulation_steps, or set overlap_optimizer "
+                       "a parameter got a gradient after its update: backward ran again before optimizer:step(); for "
+                       "several backward calls per step set gradient_accumulation_steps, or set overlap_optimizer "
                        "= false");
     *out = r->place;
     return 0;
 }
 
-/* A view of the element of sums[which] that holds the sum of squares of r's gradient. */
+/* Returns a view of the element of sums[which] that has the sum of squares of r's gradient. */
 static int square_place(ps_engine *e, const param_rec *r, int which, ps_tensor **out)
 {
     ps_meta m = { .dtype = PS_F64, .ndim = 1, .shape = { 1 }, .stride = { 1 }, .offset = r - e->params };
@@ -80,7 +80,7 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
     if (squares) PS_TRY(square_place(e, r, which, &all[1]));
     int rc = engine_run(e->ctx, PS_OP_grad_store, &attrs, 1, &grad, all);
     if (all[1]) ps_tensor_release(all[1]);
-    if (slot) set_taken(r, true);                  /* even on failure: the value may be gone */
+    if (slot) set_taken(r, true);                  /* even on failure, since the value may be lost */
     PS_TRY(rc);
     r->square = 0;
     r->squared = squares;
@@ -91,10 +91,11 @@ int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares)
 
 static int update_unit(ps_engine *e, int32_t unit);
 
-/* Units whose update is delayed while backward continues; meanwhile the gradients of the oldest leave the device. */
+/* Handles units whose update is delayed while backward continues. Meanwhile the gradients of the oldest ones leave the
+ * device. */
 enum { LAG = 2 };
 
-/* Updates units in the order in which their gradients became whole. The last `keep` stay pending. */
+/* Updates units in the order in which their gradients were completed. The last `keep` of them stay pending. */
 static int update_pending(ps_engine *e, int32_t keep)
 {
     while (e->n_pending > keep) {
@@ -116,20 +117,20 @@ int engine_unit_ready(ps_engine *e, int32_t unit)
     return update_pending(e, e->device == e->host ? 0 : LAG);
 }
 
-/* Whether gradients are reduced after every micro-batch, so that only their owners keep sums between micro-batches. */
+/* True if gradients are reduced after every micro-batch, so that only their owners keep sums between micro-batches. */
 static bool reduces_every_time(const ps_engine *e)
 {
     return e->zero && e->zero->stage >= 2 && !e->zero->once && e->n_params > 0 && e->params[0].place;
 }
 
-/* Whether storing a gradient also sums its squares: the step has a norm, and no later backward adds to gradients. */
+/* True if storing a gradient also sums its squares: the step has a norm, and no later backward adds to gradients. */
 static bool squares_now(const ps_engine *e) { return e->step->measures && ps_step_is_last(e->step); }
 
 int engine_make_final(ps_engine *e, param_rec *r)
 {
     if (r->final || r->updated || (r->waits && !e->summing_ties)) return 0;
     if (e->ctx->dry.replay && !e->summing_ties && !ps_step_is_last(e->step))
-        ps_replay_spoil(e->ctx);                                 /* sums are sent on */
+        ps_replay_spoil(e->ctx);                                 /* the sums are sent to other ranks */
     r->final = true;
     unit_rec *u = &e->units[r->unit];
     u->n_final++;
@@ -145,13 +146,14 @@ static int grad_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     ps_engine *e = ctx->engine.open;
     param_rec *r = leaf->managed;
-    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses it: wait for all */
+    if (r->vstage != e->step->is.now.vstage) r->waits = true;      /* another virtual stage uses the parameter: wait
+                                                                    * until all backwards are over */
     if (r->vstage != e->step->is.now.vstage || e->step->is.now.kind == PS_ACT_INPUT || !leaf->grad_) return 0;
     if (!ps_step_is_last(e->step) && !reduces_every_time(e)) return 0;
     return engine_make_final(e, r);
 }
 
-/* Marks the gradients of a virtual stage, or of all (-1), as not final. */
+/* Marks the gradients of a virtual stage (-1: of all virtual stages) as not final. */
 static void none_final(ps_engine *e, int32_t vstage)
 {
     for (int32_t i = 0; i < e->n_params; i++)
@@ -250,13 +252,13 @@ static int run_update(ps_engine *e, param_rec *const *list, int n, bool host)
     return rc;
 }
 
-/* A parameter that ops see on the host is updated there, wherever its unit is placed. */
+/* A parameter that ops use on the host is updated there, wherever its unit is placed. */
 static bool updates_on_host(const ps_engine *e, const unit_rec *u, const param_rec *r)
 {
     return r->host[0] && (!u->on_device || r->param->device_ == e->host);
 }
 
-/* Called after a unit's update: if its gradient chunk holds no gradient any more, the chunk need not move. */
+/* Called after a unit's update. If its gradient chunk has no gradients any more, the chunk need not move. */
 static int gradients_end(ps_engine *e, int32_t unit)
 {
     int32_t chunk = e->units[unit].grad_chunk;
@@ -314,7 +316,7 @@ int ps_engine_update(ps_ctx *ctx)
     return 0;
 }
 
-/* Writes a parameter's value, from its master, over the gradient or undefined bytes in its place. */
+/* Writes a parameter's value, copied from its master, over the gradient or the undefined bytes in its place. */
 static int restore(ps_engine *e, param_rec *r)
 {
     bool host = r->host[0] != NULL;
@@ -341,7 +343,7 @@ void engine_zero_set(ps_engine *e, ps_zero *z) { e->zero = z; }
 int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers)
 {
     if (e->pipe_ranks || e->n_params > 0)
-        return ps_fail(PS_ESTATE, "an engine is told of stages once, before parameters");
+        return ps_fail(PS_ESTATE, "an engine's stages can be set once, before parameters are added");
     e->pipe_ranks = stages;
     e->n_numbers = n_numbers;
     return 0;
@@ -350,19 +352,19 @@ int engine_stages_set(ps_engine *e, ps_pipe_ranks *stages, int32_t n_numbers)
 int engine_tp_set(ps_engine *e, ps_tp *tp)
 {
     if (e->tp || e->n_params > 0)
-        return ps_fail(PS_ESTATE, "an engine is told of tensor-parallel ranks once, before parameters");
+        return ps_fail(PS_ESTATE, "an engine's tensor-parallel ranks can be set once, before parameters are added");
     e->tp = tp;
     return 0;
 }
 
-/* Parameter i of a unit; NULL: the unit has no more parameters. */
+/* Returns parameter i of a unit; NULL: the unit has no more parameters. */
 static param_rec *unit_param(ps_engine *e, int32_t unit, int32_t i)
 {
     int32_t at = e->first[unit] + i;
     return at < e->first[unit + 1] ? &e->params[e->order[at]] : NULL;
 }
 
-/* A gradient of an earlier micro-batch of this step counts, too: its owner keeps the sum. */
+/* A gradient of an earlier micro-batch of this step also counts: its owner keeps the sum. */
 int engine_unit_had_grad(ps_engine *e, int32_t unit, int32_t i)
 {
     param_rec *r = unit_param(e, unit, i);
@@ -386,7 +388,7 @@ int engine_unit_reduces(ps_engine *e, int32_t unit)
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
         if (r->param->grad_) continue;
         if (reduces_every_time(e) && !r->owned) PS_TRY(engine_fill_zero(e, r->place));
-        if (r->slot && !r->place) set_taken(r, true);     /* the sum covers its bytes, too, and spoils its value */
+        if (r->slot && !r->place) set_taken(r, true);     /* the sum also covers its bytes, and overwrites its value */
     }
     return 0;
 }
@@ -396,8 +398,8 @@ int engine_unit_reduced(ps_engine *e, int32_t unit)
     param_rec *r;
     bool mine = false;
     for (int32_t i = 0; (r = unit_param(e, unit, i)); i++) {
-        if (!r->owned) {                                  /* taken, as at its owner, until values_back; */
-            if (!r->param->grad_) set_taken(r, false);    /* without a gradient: its owner restores the value */
+        if (!r->owned) {                                  /* taken until values_back, as at the gradient's owner; */
+            if (!r->param->grad_) set_taken(r, false);    /* without a gradient, its owner restores the value */
             PS_TRY(drop_grad(r));
             continue;
         }
@@ -419,7 +421,7 @@ int ps_engine_drop_grads(ps_ctx *ctx)
 int engine_drop_grads(ps_engine *e)
 {
     int result = 0;
-    if (e->zero) values_back(e);                         /* other ranks' parameters: their owners restore them */
+    if (e->zero) values_back(e);                         /* parameters of other ranks: their owners restore them */
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->in_slot) {
@@ -519,16 +521,16 @@ static int check_params(const ps_engine *e, int n, const ps_param *params, int n
             return ps_fail(PS_EINVAL, "parameter %d lacks a tensor", i);
         const ps_param *before = i > 0 ? &params[i - 1] : NULL;
         if (before && before->tie == PS_TIE_USE && !use)
-            return ps_fail(PS_EINVAL, "parameter %d comes behind other uses of parameters", i);
+            return ps_fail(PS_EINVAL, "parameter %d must come before all other uses of parameters", i);
         if (before && before->tie != p->tie && use) before = NULL;
         if (p->vstage < 0 || p->number < 0 ||
             (before && (p->vstage < before->vstage || (p->vstage == before->vstage && p->number <= before->number))))
-            return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, behind a later one", i,
+            return ps_fail(PS_EINVAL, "parameter %d is number %d of virtual stage %d, after a later one", i,
                            p->number, p->vstage);
         if (e->pipe_ranks && p->number >= e->n_numbers)
             return ps_fail(PS_EINVAL, "parameter %d is number %d of %d in the model", i, p->number, e->n_numbers);
         if (p->tie < PS_TIE_NONE || p->tie > PS_TIE_COPY || (p->tie != PS_TIE_NONE && !p->grad))
-            return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", and no place for its "
+            return ps_fail(PS_EINVAL, "parameter %d has tie %d%s", i, p->tie, p->grad ? "" : ", but no place for its "
                            "gradient");
         if (p->tp < PS_TP_WHOLE || p->tp > PS_TP_PARTIAL || (p->tp != PS_TP_WHOLE && !e->tp))
             return ps_fail(PS_EINVAL, "parameter %d is of kind %d of tensor parallelism%s", i, p->tp,
@@ -651,7 +653,7 @@ int ps_engine_set_device(ps_ctx *ctx, ps_tensor *t, int device)
     PS_TRY(engine_get(ctx, &e));
     if (device != e->device && device != e->host) return ps_fail(PS_EINVAL, "device %d is not the engine's", device);
     if (!engine_holds(e, t->storage))
-        return ps_fail(PS_EINVAL, "only tensors in chunks can be seen from another device of the engine");
+        return ps_fail(PS_EINVAL, "only tensors in chunks can be used on another device of the engine");
     if (t->grad_ || t->node)
         return ps_fail(PS_ESTATE, "a tensor that has a gradient or a history cannot change its device");
     t->device_ = device;
@@ -718,7 +720,7 @@ static void engine_free(ps_engine *e)
     ps_chunks_close(e->chunks);
     trace_free(e);
     ps_free(e);
-    step_give_back(step);                  /* last: all that was closed here looks at it */
+    step_give_back(step);                  /* last, because everything that was closed here uses it */
 }
 
 void ps_engine_close(ps_ctx *ctx)

@@ -24,13 +24,14 @@ typedef struct param_rec {
     int32_t group, unit, vstage, number, tie, tp;   /* unit: -1 for a PS_TIE_USE */
     int32_t n_states;
     struct param_rec *first_use;  /* PS_TIE_USE: the earlier use that has a unit; else NULL */
-    ps_tensor *sum;               /* its gradient while the tensor holds the gradient of another use; else NULL */
-    int64_t t;                    /* updates so far */
+    ps_tensor *sum;               /* its own gradient, while the tensor holds the gradient of another use; else NULL */
+    int64_t t;                    /* number of updates so far */
     double square;                /* sum of squares of the gradient as it was stored */
-    double scale;                 /* a factor on the gradient in this step's update */
-    int32_t unread;               /* not 0: the sum of squares is only in sums[unread - 1] so far, not in `square` */
+    double scale;                 /* a factor for the gradient in this step's update */
+    int32_t unread;               /* if not 0, the sum of squares is only in sums[unread - 1] so far, not in `square` */
     bool final, squared, in_slot, updated;
-    bool waits;                   /* several virtual stages use it: its gradient is whole when all backwards are over */
+    bool waits;                   /* several virtual stages use it, so its gradient is complete when all backwards are
+                                   * over */
     bool summed;                  /* PS_TP_PARTIAL: its gradient is the sum over the ranks */
     bool had;                     /* it had a gradient in this step at the last comparison between ranks, or before */
     bool owned;                   /* master and states lie on this rank */
@@ -45,8 +46,8 @@ typedef struct unit_rec {
 /* The buffer in which PS_TP_PARTIAL gradients are summed: fp32 [n marks, then the addends], on the compute device. A
  * parameter's mark is 1 if this rank has a gradient for it. */
 typedef struct partial_rec {
-    ps_tensor *sums, *marks;      /* marks: the first n of sums. NULL: this rank owns no such gradient */
-    float *values;                /* [n] the marks, read to the host */
+    ps_tensor *sums, *marks;      /* marks: the first n elements of sums. NULL: this rank owns no such gradient */
+    float *values;                /* [n] the marks, after they were read to the host */
     int32_t n;
     bool exchanged;               /* this step's sums over the ranks are complete */
 } partial_rec;
@@ -54,68 +55,75 @@ typedef struct partial_rec {
 typedef struct trace_rec {
     ps_trace trace;
     ps_gathers gathers;
-    ps_rank_calls calls;          /* collectives of the dry run that made the trace */
-    int32_t id;                   /* stays when a step that went another way replaces the trace; new in a reused one */
-    int64_t used_at;              /* clock of the last use: the least recently used record is reused; 0: never used */
+    ps_rank_calls calls;          /* the collectives of the dry run that made the trace */
+    int32_t id;                   /* number of the trace. It stays when a step that ran differently replaces the trace;
+                                   * a reused record gets a new one */
+    int64_t used_at;              /* value of the clock at the last use: the least recently used record is reused. 0:
+                                   * never used */
 } trace_rec;
 
 struct ps_engine {
     ps_ctx *ctx;
     const ps_step *step;          /* only step.c writes it */
     ps_chunks *chunks;
-    ps_zero *zero;                /* NULL: one process */
+    ps_zero *zero;                /* NULL: there is one process */
     ps_pipe_ranks *pipe_ranks;    /* the other stages of a pipeline, or NULL */
     ps_tp *tp;                    /* the tensor-parallel group, or NULL */
     partial_rec partial;
     bool summing_ties;            /* ties_sum is making gradients with param_rec.waits final */
-    double *squares;              /* [n_params] scratch for sums of squares: read from `sums`, summed over ranks */
-    double *by_number;            /* [n_numbers] sums of squares by ps_param.number */
+    double *squares;              /* [n_params] scratch for sums of squares that are read from `sums` or summed over
+                                   * ranks */
+    double *by_number;            /* [n_numbers] sums of squares, by ps_param.number */
     int32_t n_numbers;
-    ps_tensor *sums[2];           /* fp64 [n_params] sums of squares of gradients: [0] on the device, [1] the host */
+    ps_tensor *sums[2];           /* fp64 [n_params] sums of squares of gradients: [0] on the device, [1] on the host */
     int32_t device, host;
     param_rec *params;
     int32_t n_params, n_units, n_groups;
     unit_rec *units;
-    int32_t *pending, n_pending;  /* units whose gradients are whole and that backward has not updated yet */
-    int32_t *order;               /* indices of params, sorted by unit */
-    int32_t *first;               /* [n_units + 1] parameters of unit u: order[first[u]] to order[first[u + 1] - 1] */
+    int32_t *pending, n_pending;  /* units whose gradients are complete and which backward has not updated yet */
+    int32_t *order;               /* indices of parameters, sorted by unit */
+    int32_t *first;               /* [n_units + 1] unit u has the parameters order[first[u]] to order[first[u + 1] -
+                                   * 1] */
     ps_update_group *groups;
     trace_rec traces[PS_ENGINE_TRACES];
     int32_t next_id;              /* id of the next new trace */
     int32_t step_trace;           /* id of the trace that this step is expected to follow, or -1 */
-    int64_t clock;                /* the clock of trace_rec.used_at */
+    int64_t clock;                /* the clock for trace_rec.used_at */
 };
 
-int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE when none is open */
+int engine_get(ps_ctx *ctx, ps_engine **out);     /* PS_ESTATE if no engine is open */
 
 /* -- engine.c */
-int engine_backward_done(ps_engine *e);           /* a backward is over: gradients that are whole here are final */
-int engine_gradients_whole(ps_engine *e);         /* ends reductions under way and performs the pending updates */
+int engine_backward_done(ps_engine *e);           /* a backward is over: gradients that are complete now are final */
+int engine_gradients_whole(ps_engine *e);         /* ends the reductions under way and performs the pending updates */
 int engine_make_final(ps_engine *e, param_rec *r);
-int engine_unit_ready(ps_engine *e, int32_t unit);   /* its gradients are whole: backward may update it */
-/* squares: sums the gradient's squares into its element of `sums`. slot: moves it into its parameter's slot. */
+int engine_unit_ready(ps_engine *e, int32_t unit);   /* the unit's gradients are complete: backward may update it */
+/* squares: adds the gradient's squares to its element of `sums`. slot: moves the gradient into its parameter's slot. */
 int engine_store(ps_engine *e, param_rec *r, bool slot, bool squares);
 int engine_run(ps_ctx *ctx, int op, const void *attrs, int n, ps_tensor *const *in, ps_tensor **all);
 int engine_fill_zero(ps_engine *e, ps_tensor *t);
 int engine_within(const ps_engine *e, int kind, const char *what);     /* PS_ESTATE: another action is under way */
 void engine_set_groups(ps_engine *e, const ps_update_group *groups);
 bool engine_holds(const ps_engine *e, const ps_storage *s);   /* s lies in a chunk, or in a part */
-int engine_drop_grads(ps_engine *e);              /* restores values from masters; an error: some gradients stayed */
-void engine_reset(ps_engine *e);                  /* after a dry run: drops gradients and marks, keeps values */
+int engine_drop_grads(ps_engine *e);              /* restores values from masters. After an error, some gradients are
+                                                   * still in place of values */
+void engine_reset(ps_engine *e);                  /* after a dry run: drops gradients and marks, and keeps values */
 
 /* -- ties.c */
-int ties_find(ps_engine *e);                      /* after all parameters are added; PS_EINVAL: a use does not fit */
-/* Tensors with several uses now hold the gradients of their use in this virtual stage; -1: of their first use. */
+int ties_find(ps_engine *e);                      /* called after all parameters are added; PS_EINVAL: a use is not
+                                                   * possible */
+/* From now on, tensors with several uses have the gradients of their use in this virtual stage; -1: of their first
+ * use. */
 void ties_turn(ps_engine *e, int32_t vstage);
-int ties_sum(ps_engine *e);                       /* sums uses and copies, once per step; their sums are then final */
+int ties_sum(ps_engine *e);                       /* sums uses and copies, once per step. Their sums are then final */
 bool ties_any(const ps_engine *e);
 
 /* -- partial.c */
-int partial_make(ps_engine *e);                   /* after all parameters are added */
+int partial_make(ps_engine *e);                   /* called after all parameters are added */
 void partial_free(ps_engine *e);
 /* Sums the gradients over the ranks, once per step. Units that waited for the sums may then be updated. */
 int partial_sum(ps_engine *e);
-bool partial_waits(const param_rec *r);           /* its gradient is still an addend */
+bool partial_waits(const param_rec *r);           /* the parameter's gradient is still an addend */
 
 /* -- trace.c */
 /* Begins to record the step's uses, and plans the step by trace `id`. PS_TRACE_UNKNOWN: no plan. */
@@ -126,6 +134,8 @@ void trace_free(ps_engine *e);
 /* -- step.c */
 void step_suspend(ps_engine *e, bool on);         /* the script is paused */
 void step_join(ps_engine *e, ps_step *step);
-void step_leave(ps_engine *e);                    /* the engine ends: the step is abandoned and has no engine now */
-void step_give_back(const ps_step *step);         /* drops step_join's reference; the script's may be gone already */
+void step_leave(ps_engine *e);                    /* the engine ends: the step is abandoned and no longer has an
+                                                   * engine */
+void step_give_back(const ps_step *step);         /* releases the reference of step_join; the script's reference may
+                                                   * already be released */
 #endif

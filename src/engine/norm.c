@@ -6,14 +6,15 @@
 #include "base/error.h"
 #include "engine/engine.h"
 
-/* Reads all sums of squares of a device at once: the host waits for the device once, not for each gradient. */
+/* Reads all sums of squares of a device at once, so that the host waits for the device once and not for each
+ * gradient. */
 static int read_squares(ps_engine *e)
 {
     for (int which = 0; which < 2; which++) {
         bool any = false;
         for (int32_t i = 0; i < e->n_params; i++) any = any || e->params[i].unread == 1 + which;
         if (!any) continue;
-        if (ps_tensor_has_data(e->sums[which]))            /* a pretended machine computes none: zeros */
+        if (ps_tensor_has_data(e->sums[which]))            /* a pretended machine computes no sums, so they are zeros */
             PS_TRY(ps_tensor_read(e->sums[which], e->squares, e->n_params * (int64_t)sizeof *e->squares));
         for (int32_t i = 0; i < e->n_params; i++) {
             param_rec *r = &e->params[i];
@@ -25,7 +26,7 @@ static int read_squares(ps_engine *e)
     return 0;
 }
 
-/* Afterwards every rank has the sums of squares of all parameters in `params`. */
+/* Sums over the ranks. Afterwards every rank has the sums of squares of all parameters in `params`. */
 static int share_squares(ps_engine *e)
 {
     if (!e->zero || e->step->dry) return 0;
@@ -35,7 +36,7 @@ static int share_squares(ps_engine *e)
     return 0;
 }
 
-/* Turns the sums of squares of this rank's pieces into those of whole parameters, by summing over all pieces. */
+/* Turns the sums of squares of this rank's pieces into those of whole parameters: adds up the sums of all pieces. */
 static int add_pieces(ps_engine *e)
 {
     if (!e->tp) return 0;
@@ -64,7 +65,7 @@ int ps_engine_sq_norm(ps_ctx *ctx, double *out)
     ps_engine *e = NULL;
     double sum = 0;
     PS_TRY(engine_get(ctx, &e));
-    PS_TRY(engine_within(e, PS_ACT_NORM, "a norm of gradients"));
+    PS_TRY(engine_within(e, PS_ACT_NORM, "the norm of gradients"));
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];
         if (r->first_use) continue;
@@ -86,7 +87,8 @@ int ps_engine_sq_norm_of(ps_ctx *ctx, int32_t first, int32_t n, double *out)
     double sum = 0;
     PS_TRY(engine_get(ctx, &e));
     if (first < 0 || n < 0 || first > e->n_numbers - n)
-        return ps_fail(PS_ERANGE, "parameters %d to %d of a model of %d", first, first + n - 1, e->n_numbers);
+        return ps_fail(PS_ERANGE, "parameters %d to %d do not exist in a model of %d",
+                       first, first + n - 1, e->n_numbers);
     for (int32_t i = first; i < first + n; i++) sum += e->by_number[i];
     *out = ps_lua_number(sum);
     return 0;

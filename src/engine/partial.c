@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Gradients that are the sum of one addend per tensor-parallel rank (PS_TP_PARTIAL): those of norm weights and biases
- * that see only this rank's rows. After the last backward of a step, and after the sum over the ranks that have other
- * rows of the batch, the owners copy these gradients into one fp32 tensor, sum it over the tensor-parallel group, and
- * copy the sums back. So a step has one small exchange, and a half type is rounded once. The sums are then the
- * gradients, with the same bits on all ranks of the group. The norm and the update follow. If parameters wait for other
- * virtual stages (ties.c), their sums over the batch may end only after that wait; the exchange follows them. */
+ * Gradients that are the sum of one addend per tensor-parallel rank (PS_TP_PARTIAL). These are the gradients of norm
+ * weights and biases, because ops apply them only to this rank's rows. After the last backward of a step, and after the
+ * sum over the ranks that have other rows of the batch, the owners copy these gradients into one fp32 tensor, sum it
+ * over the tensor-parallel group, and copy the sums back. So a step has one small exchange, and a half type is rounded
+ * once. The sums are then the gradients, with the same bits on all ranks of the group. The norm and the update follow.
+ * If parameters wait for other virtual stages (ties.c), their sums over the batch may end only after that wait. The
+ * exchange then follows these sums. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "engine/engine.h"
 
-enum { ALIGNED = 16 };            /* elements: addends begin at multiples of it */
+enum { ALIGNED = 16 };            /* number of elements: addends begin at multiples of it */
 
 bool partial_waits(const param_rec *r) { return r->tp == PS_TP_PARTIAL && !r->summed; }
 
@@ -59,7 +60,7 @@ void partial_free(ps_engine *e)
     e->partial = (partial_rec){ .n = 0 };
 }
 
-/* A gradient may be on the host while the device computes (ps_engine_set_device). */
+/* A gradient may be on the host although the device computes (ps_engine_set_device). */
 static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
 {
     ps_tensor *moved = NULL, *all[PS_MAX_OUT] = { NULL };
@@ -71,7 +72,7 @@ static int copy(ps_engine *e, ps_tensor *to, ps_tensor *from)
     return rc;
 }
 
-/* A rank without a gradient adds zeros. */
+/* A rank without a gradient contributes zeros. */
 static int fill(ps_engine *e)
 {
     int32_t k = 0;
@@ -86,11 +87,12 @@ static int fill(ps_engine *e)
     return ps_tensor_write(e->partial.marks, e->partial.values, k * (int64_t)sizeof *e->partial.values);
 }
 
-/* Checks that all ranks or none have a gradient for each parameter. Every rank finds the same first difference. */
+/* Checks for each parameter that either all ranks or no ranks have a gradient. Every rank finds the same first
+ * difference. */
 static int check_marks(ps_engine *e)
 {
     int32_t k = 0;
-    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* a pretended machine */
+    if (!ps_tensor_has_data(e->partial.sums)) return 0;    /* the ranks are pretended */
     PS_TRY(ps_tensor_read(e->partial.marks, e->partial.values, e->partial.n * (int64_t)sizeof *e->partial.values));
     for (int32_t i = 0; i < e->n_params; i++) {
         if (!takes_part(&e->params[i])) continue;
@@ -113,7 +115,7 @@ static int exchange(ps_engine *e)
 int partial_sum(ps_engine *e)
 {
     if (e->partial.n == 0) return 0;
-    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already done if an earlier call failed later on */
+    if (!e->partial.exchanged) PS_TRY(exchange(e));       /* already done, if an earlier call failed later on */
     e->partial.exchanged = true;
     for (int32_t i = 0; i < e->n_params; i++) {
         param_rec *r = &e->params[i];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Measures how fast this machine runs Adam and copies. A plan weighs these rates when it decides where Adam runs. A
- * trial allocates its own regions, frees them when it ends, and calls kernels and copies as a step does. So it neither
- * reads nor writes memory of a model. Only lua/ps/engine/plan/rates.lua calls it, between steps. */
+ * Measures how fast this machine runs Adam and copies. A plan uses these rates when it decides where Adam runs. A trial
+ * allocates its own regions, frees them when it ends, and calls kernels and copies as a step does. So it neither reads
+ * nor writes memory of a model. Only lua/ps/engine/plan/rates.lua calls it, between steps. */
 #include <string.h>
 #include <time.h>
 #include "base/alloc.h"
@@ -13,14 +13,14 @@ static const int64_t most_numel = (int64_t)32 << 20, least_numel = 16 << 10;
 static const int64_t most_copy = (int64_t)4 << 20, least_copy = 64 << 10;
 static const double few_seconds = 0.004, poll_seconds = 20e-6;
 
-/* A trial's memory on one side, device or host: `numel` bf16 parameters, whose gradients lie in their place, fp32
+/* A trial's memory on one side (device or host): `numel` bf16 parameters whose gradients lie in their place, fp32
  * masters and averages, and one copy buffer per direction. */
 typedef struct side {
     ps_backend *be;
     void *state, *buffer[2];          /* regions; buffer[to_device] */
     size_t state_nbytes;
     char *stream[STREAMS];
-    int64_t numel, copy;              /* numel: parameters; copy: bytes of a buffer */
+    int64_t numel, copy;              /* numel: number of parameters; copy: bytes of a buffer */
 } side;
 
 static size_t stream_nbytes(int64_t numel, int k) { return (size_t)numel * (k == 0 ? 2 : 4); }
@@ -45,7 +45,7 @@ static ps_view view_of(void *data, int dtype, int64_t numel)
     return (ps_view){ .data = data, .dtype = dtype, .ndim = 1, .numel = numel, .shape = { numel }, .stride = { 1 } };
 }
 
-/* Adam over `numel` elements from element `first` on. */
+/* Runs Adam over `numel` elements, beginning at element `first`. */
 static int update(const side *s, int64_t first, int64_t numel)
 {
     static const int stream_of[5] = { 0, 1, 0, 2, 3 };       /* param, master, grad, m, v */
@@ -97,7 +97,7 @@ static int side_new(side *s, ps_backend *be, int64_t numel, int64_t copy)
 /* -- copies -------------------------------------------------------------------------------------------------------- */
 typedef struct lanes {
     const side *device, *host;
-    ps_copy *copy[2][COPIES];         /* [to_device], in the order of their start */
+    ps_copy *copy[2][COPIES];         /* [to_device] copies under way, in the order of their start */
     int begun[2], ended[2];
 } lanes;
 
@@ -112,13 +112,13 @@ static int lane_begin(lanes *l, int up, int n)
     return 0;
 }
 
-/* 1: all copies of this direction have ended. */
+/* Returns 1 if all copies of this direction have ended. */
 static int lane_poll(lanes *l, int up, bool block)
 {
     while (l->ended[up] < l->begun[up]) {
         int rc = l->device->be->copy_wait(l->device->be, l->copy[up][l->ended[up]], block);
         if (rc == 0) return 0;
-        l->ended[up]++;                                      /* freed, whether it failed or not */
+        l->ended[up]++;                                      /* frees the copy, whether it failed or not */
         if (rc < 0) return rc;
     }
     return 1;
@@ -140,7 +140,8 @@ static void rest(void)
     nanosleep(&t, NULL);
 }
 
-/* Bytes per second in each direction while both are busy. The first copies, which may pin memory, are not counted. */
+/* Measures the bytes per second in each direction while both are busy. The first copies, which may pin memory, are not
+ * counted. */
 static int copies(lanes *l, double *up_rate, double *down_rate)
 {
     double seconds[2] = { 0 };
@@ -165,7 +166,7 @@ static int copies(lanes *l, double *up_rate, double *down_rate)
 }
 
 /* -- Adam ---------------------------------------------------------------------------------------------------------- */
-/* Parameters per second on the host while copies run in both directions, as they do in a step. */
+/* Measures the parameters per second on the host while copies run in both directions, as they do in a step. */
 static int host_adam(lanes *l, double *rate)
 {
     const side *s = l->host;
@@ -187,7 +188,8 @@ static int host_adam(lanes *l, double *rate)
             spent[k - 1] = x;
         }
     }
-    *rate = (double)slice / spent[SLICES / 4];               /* lower quartile: other programs may disturb */
+    *rate = (double)slice / spent[SLICES / 4];               /* uses the lower quartile, since other programs may slow
+                                                              * rounds down */
     return 0;
 }
 
@@ -198,7 +200,8 @@ static int settle(const side *s)
     return s->be->copy_out(s->be, &word, s->stream[1], sizeof word);
 }
 
-/* Parameters per second on the device, and the fraction of the time in which the caller is free, in the best round. */
+/* Measures, in the best round, the parameters per second on the device and the fraction of the time in which the caller
+ * is free. */
 static int device_adam(const side *s, double *rate, double *at_once)
 {
     int passes = 1;
@@ -235,7 +238,8 @@ static int measure(side *device, side *host, ps_rates *out)
 int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates *out)
 {
     if (device < 0 || device >= ctx->n_devices || host < 0 || host >= ctx->n_devices)
-        return ps_fail(PS_EINVAL, "rates of devices %d and %d; there are %d", device, host, ctx->n_devices);
+        return ps_fail(PS_EINVAL, "cannot measure rates of devices %d and %d; there are %d devices",
+                       device, host, ctx->n_devices);
     ps_backend *at = ctx->devices[device], *home = ctx->devices[host];
     if (at->is_host || !at->copy_start || !at->copy_out || at->no_data || !home->is_host || home->no_data)
         return ps_fail(PS_EINVAL, "rates between %s and %s; they are measured of an accelerator and host memory",
@@ -252,7 +256,7 @@ int ps_rates_measure(ps_ctx *ctx, int device, int host, int64_t nbytes, ps_rates
         if (rc == 0) rc = measure(&d, &h, out);
         side_free(&d);
         side_free(&h);
-        nbytes /= 2;                                         /* PS_ENOMEM: another trial, with half */
+        nbytes /= 2;                                         /* PS_ENOMEM: tries again with half the parameters */
     } while (rc == PS_ENOMEM && nbytes >= 4 * least_copy);
     out->seconds = ps_now() - began;
     return rc;

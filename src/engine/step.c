@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The only file that writes a step (struct ps_step, base/step.h): the action of its table that is due, the action under
- * way, and everything that other layers read. It rejects an action out of order, by name. An engine's step also records
- * the chunks that its actions use (trace.c). The step of plain memory has no engine. */
+ * way, and everything that other layers read. If an action is out of order, it raises an error that names the action.
+ * An engine's step also records the chunks that its actions use (trace.c). The step of plain memory has no engine. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -13,7 +13,7 @@ static const char *const names[PS_ACT_COUNT] = { "nothing", "forward", "backward
 
 enum { MAX_VSTAGES = 1 << 16 };
 
-/* The function that a script calls for the action, for errors. */
+/* The name of the function that a script calls for the action; used in errors. */
 static const char *const calls[PS_ACT_COUNT] = {
     "", " (model(...) with gradients; use ps.no_grad for an evaluation)", " (model:backward)", "",
     "", "", " (optimizer:step())", " (optimizer:step())" };
@@ -50,7 +50,7 @@ void step_join(ps_engine *e, ps_step *s)
     e->step = e->ctx->step = s;
 }
 
-/* Nothing is under way any more, and nothing is due. */
+/* Afterwards no action is under way, and no action is due. */
 static void to_idle(ps_step *s)
 {
     s->is = (ps_step_state){ .open = 0 };
@@ -91,11 +91,11 @@ static int check_table(const ps_step_config *c, int32_t *n_vstages, int32_t *n_m
                            a->kind, a->vstage, a->micro);
         if (a->vstage >= *n_vstages) *n_vstages = a->vstage + 1;
         if ((walks(a) || adds(a)) && *measures)
-            return ps_fail(PS_EINVAL, "action %d of the step is a backward behind the norm of its gradients", i);
+            return ps_fail(PS_EINVAL, "action %d of the step is a backward after the norm of its gradients", i);
         if (adds(a)) ++*n_micro;
         if (a->kind == PS_ACT_NORM) *measures = true;
     }
-    return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions without a backward", c->n_actions);
+    return *n_micro > 0 ? 0 : ps_fail(PS_EINVAL, "a step of %d actions has no backward", c->n_actions);
 }
 
 static int out_of_order(const ps_step_config *c, int32_t at)
@@ -106,7 +106,7 @@ static int out_of_order(const ps_step_config *c, int32_t at)
                    "others", at, a->micro, a->vstage);
 }
 
-/* WEIGHTs of a virtual stage must be in the order of its INPUTs: else sums of gradients would depend on the table.
+/* WEIGHTs of a virtual stage must be in the order of its INPUTs. Otherwise sums of gradients would depend on the table.
  * *ahead: the table puts weight gradients off, or begins a forward of a virtual stage before the backward of an earlier
  * one. */
 static int check_order(ps_step *s, const ps_step_config *c, bool *ahead)
@@ -181,7 +181,7 @@ static void dry_end(ps_step *s)
     s->dry = NULL;
 }
 
-/* Called when an action begins or the step ends: chunks and stripes begin a new pass. */
+/* Called when an action begins and when the step ends: chunks and stripes begin a new pass. */
 static void pass_began(ps_step *s)
 {
     ps_engine *e = s->engine;
@@ -283,14 +283,14 @@ static int add_norm(ps_step *s)
     return 0;
 }
 
-/* Whether a norm can be added to the table now: it has none, and no update has freed a gradient yet. */
+/* True if a norm can be added to the table now: the table has no norm, and no update has freed a gradient yet. */
 static bool takes_norm(const ps_step *s)
 {
     return due(s).kind == PS_ACT_UPDATE && s->actions[s->cursor - 1].kind != PS_ACT_NORM && !s->is.updating && !s->dry;
 }
 
-/* The place in the table of the requested action. Besides the action that is due, the script may repeat the forward of
- * the backward that is due, or skip the forward that is due and begin the backward after it. */
+/* Returns the place of the requested action in the table. The script may request the action that is due. It may also
+ * repeat the forward of the backward that is due, or skip the forward that is due and begin the backward after it. */
 static int place_of(const ps_step *s, int kind, int32_t *at)
 {
     ps_action a = due(s);
@@ -331,7 +331,7 @@ static int check_how(const ps_step *s, int32_t at, const ps_action_how *how)
     return 0;
 }
 
-/* How full the first tier is: 2 if less than an eighth is free, 1 if less than half is free, else 0. */
+/* Returns how full the first tier is: 2 if less than an eighth is free, 1 if less than half is free, else 0. */
 static int crowded(const ps_step *s)
 {
     ps_tier_info tier;
@@ -342,9 +342,9 @@ static int crowded(const ps_step *s)
 }
 
 /* Lua's small tensors wait for its collector, which a walk cannot call. Without a bound they would fill any budget, so
- * a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is crowded, the collector runs every PS_UNCOLLECTED
- * micro-batches. If it is nearly full, it runs each time, since kernels may need the bytes for scratch that their
- * backend does not report to a dry run. A pretended machine has no such kernels. */
+ * a plan counts those of PS_UNCOLLECTED micro-batches. If the tier is more than half full, the collector runs every
+ * PS_UNCOLLECTED micro-batches. If the tier is nearly full, the collector runs each time, since kernels may need the
+ * bytes for scratch that their backend does not report to a dry run. A pretended machine has no such kernels. */
 int ps_step_collects(ps_step *s)
 {
     int level = crowded(s);
@@ -391,7 +391,7 @@ int ps_step_next(ps_step *s, int kind, const ps_action_how *how)
     return 0;
 }
 
-/* Whether a reduction will complete the sums of the action under way. */
+/* True if a reduction will complete the sums of the action under way. */
 static bool reduction_follows(const ps_step *s)
 {
     for (int32_t i = s->at + 1; i < s->n_actions; i++) {
@@ -412,7 +412,8 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* later ones' do not count */
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* dropouts of later actions do not
+                                                                                   * count */
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A script that is paused at a prompt. Ops that run at the prompt do not affect the script: the state that the script's
- * next op depends on is saved here and restored when the script resumes. Layers check ctx->engine.suspended.on, and the
- * chunk manager checks its step, to see whether they serve the script or the prompt. */
+ * Handles a script that is paused at a prompt. Ops that run at the prompt do not affect the script: this file saves the
+ * state on which the script's next op depends, and restores it when the script resumes. Layers check
+ * ctx->engine.suspended.on to learn whether an op comes from the script or from the prompt. The chunk manager checks
+ * its step. */
 #include "base/error.h"
 #include "base/record.h"
 #include "engine/engine.h"

@@ -74,10 +74,11 @@ static int add_use(ps_engine *e, param_rec *use)
     ps_tensor_release(use->sum);
     use->sum = NULL;
     int32_t chunk = ps_storage_chunk(e->chunks, use->place->storage);
-    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* nothing else lies in it */
+    return chunk >= 0 ? ps_chunk_end(e->chunks, chunk) : 0;      /* the chunk contains nothing else */
 }
 
-/* Every rank with a copy takes part; it contributes zeros if backward gave its copy no gradient. */
+/* Every rank with a copy takes part. If backward did not compute a gradient for its copy, the rank contributes
+ * zeros. */
 static int add_copies(ps_engine *e, const param_rec *r)
 {
     if (!r->param->grad_) {

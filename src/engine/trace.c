@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Traces of steps: the uses of a dry run or a real step, kept by number. The next similar step is planned from them. */
+ * Traces of steps: the uses of chunks in a dry run or in a real step. Traces are kept by number, and the next similar
+ * step is planned from them. */
 #include <string.h>
 #include "base/error.h"
 #include "base/grow.h"
@@ -45,7 +46,7 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
-/* Stores copies of `trace` and `gathers` in record `in`; NULL: in the least recently used record. */
+/* Stores copies of `trace` and `gathers` in record `in`. If `in` is NULL, uses the least recently used record. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
     trace_rec *r = in;
@@ -87,16 +88,16 @@ int trace_begin(ps_engine *e, int32_t id)
         gathers_end(e);
         return rc;
     }
-    if (r) r->used_at = ++e->clock;                          /* else similar dry runs would evict it */
+    if (r) r->used_at = ++e->clock;                          /* otherwise similar dry runs would evict it */
     e->step_trace = id;
     return 0;
 }
 
-/* Bytes that a dry run cannot know: holes between tensors, and kernel scratch that the backend does not report
+/* The bytes that a dry run cannot predict: holes between tensors, and kernel scratch that the backend does not report
  * (ps_backend.scratch_nbytes). */
 static int64_t slack(int64_t budget) { return budget > 0 && budget < (64 << 20) ? budget / 512 : 128 << 10; }
 
-/* Bytes of other tensors that lie on a memory tier now. */
+/* The bytes of other tensors that are on a memory tier now. */
 static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
 {
     ps_memory_info real;
@@ -105,7 +106,8 @@ static int64_t others_now(ps_engine *e, const ps_tier_info *tier)
     return real.used;
 }
 
-/* Peaks of other tensors by a dry run: the bytes that lie on a tier already, plus the dry run's own peak and slack. */
+/* Predicts the peaks of other tensors from a dry run: the bytes that are on a tier already, plus the peak of the dry
+ * run and slack. */
 static void dry_peaks(ps_engine *e, ps_trace *trace)
 {
     ps_ctx *ctx = e->ctx;
@@ -120,8 +122,8 @@ static void dry_peaks(ps_engine *e, ps_trace *trace)
     }
 }
 
-/* The next plan uses peaks above those of the trace, unless no plan fits them: then the step, which has just run, keeps
- * the peaks of the trace. */
+/* The next plan uses peaks that are higher than those of the trace, unless no plan fits them. In that case the step,
+ * which has just run, keeps the peaks of the trace. */
 static void count_what_was_seen(ps_engine *e, ps_trace *trace, const ps_trace *seen)
 {
     int64_t expected[PS_TIERS];
@@ -171,7 +173,8 @@ int trace_end(ps_engine *e, int32_t *id)
         *id = was->id;
         return 0;
     }
-    keep_trace(e, now, gathers, was, id);                 /* after an error the next step only has no plan */
+    keep_trace(e, now, gathers, was, id);                 /* after an error the only effect is that the next step has no
+                                                           * plan */
     return 0;
 }
 

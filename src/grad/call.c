@@ -19,13 +19,13 @@ static int check_outputs(const char *name, int n, ps_tensor *const *out)
         bool fresh = !out[i]->node && !(out[i]->flags & PS_T_REQUIRES_GRAD) && ps_dtype_is_float(out[i]->dtype_);
         for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
         if (!fresh)
-            return ps_fail(PS_EINVAL, "output %d of %s must be a float tensor without history, given once", i + 1,
+            return ps_fail(PS_EINVAL, "output %d of %s must be a float tensor without history, returned once", i + 1,
                            name);
     }
-    return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that a gradient can come to", name);
+    return given ? 0 : ps_fail(PS_EINVAL, "%s has no output that can get a gradient", name);
 }
 
-/* Another header for a saved tensor that is an output, or node and tensor would hold each other. */
+/* Makes another header for a saved tensor that is an output. Otherwise node and tensor would hold each other. */
 static int save(ps_node *node, int at, ps_tensor *t, int n_out, ps_tensor *const *out)
 {
     ps_tensor *kept = t;
@@ -59,7 +59,7 @@ int ps_call_new(ps_ctx *ctx, const char *name, int n_in, ps_tensor *const *in, i
     for (int i = 0; rc == 0 && i < n_saved; i++) rc = save(node, n_in + i, saved_[i], n_out, out);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        if (node) node->op = PS_OP_COUNT;                /* its number was never given out */
+        if (node) node->op = PS_OP_COUNT;                /* nobody has seen its number yet */
         if (node) ps_node_release(node);
         return rc;
     }
@@ -99,15 +99,15 @@ static int check_gradient(const ps_node *node, int i, const ps_tensor *grad, int
     const ps_meta *want = &node->in_meta[i];
     char x[160], y[160];
     if (grad->ndim != want->ndim || memcmp(grad->shape_, want->shape, sizeof(int64_t) * (size_t)want->ndim))
-        return ps_fail(PS_EINVAL, "backward of %s gave gradient %d of shape %s for an input of shape %s",
+        return ps_fail(PS_EINVAL, "backward of %s returned gradient %d of shape %s for an input of shape %s",
                        tape_name(node), i + 1, ps_shape_text(grad->ndim, grad->shape_, x, sizeof x),
                        ps_shape_text(want->ndim, want->shape, y, sizeof y));
     if (grad->dtype_ != want->dtype && !(grad->dtype_ == PS_F32 && ps_dtype_bytes(want->dtype) < 4))
-        return ps_fail(PS_EINVAL, "backward of %s gave gradient %d of type %s, shape %s, for an input of type %s",
+        return ps_fail(PS_EINVAL, "backward of %s returned gradient %d of type %s, shape %s, for an input of type %s",
                        tape_name(node), i + 1, ps_dtype_name(grad->dtype_),
                        ps_shape_text(grad->ndim, grad->shape_, x, sizeof x), ps_dtype_name(want->dtype));
     if (grad->device_ != device)
-        return ps_fail(PS_EINVAL, "backward of %s gave gradient %d, shape %s, on device %s for an input on %s",
+        return ps_fail(PS_EINVAL, "backward of %s returned gradient %d, shape %s, on device %s for an input on %s",
                        tape_name(node), i + 1, ps_shape_text(grad->ndim, grad->shape_, x, sizeof x),
                        node->ctx->devices[grad->device_]->name, node->ctx->devices[device]->name);
     return ps_tensor_check_alive(grad);
@@ -119,7 +119,8 @@ int ps_call_done(ps_ctx *ctx, int n, ps_tensor *const *gradients, const int32_t 
     ps_node *node = stopped_at_call(ctx);
     if (!node) return ps_fail(PS_ESTATE, "the walk is not stopped at a function of the script");
     if (n != node->n_args)
-        return ps_fail(PS_EINVAL, "backward of %s gave %d gradients, its forward has %d inputs", tape_name(node), n,
+        return ps_fail(PS_EINVAL, "backward of %s returned %d gradients, but its forward has %d inputs",
+                       tape_name(node), n,
                        node->n_args);
     for (int i = 0; i < n; i++)
         if (gradients[i] && (node->edges[i].node || node->edges[i].leaf))

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Hooks of tensors: functions of the script that see, and may replace, the gradient of a tensor when its sum is whole.
  *
- * A tensor that an op computed has them at its node: the walk stops there before it passes the node. A leaf gets a node
- * of its own, LEAF, where the gradients of one walk are summed before they are added to the leaf's. Its number is below
- * those of all other nodes, so the walk comes to it last. Leaf and node refer to each other, and the leaf owns the
- * node: the edge counts as a reference only while the node waits in a walk. */
+ * If an op computed the tensor, the hooks belong to the op's node: the walk stops there before it passes the node. A
+ * leaf gets a node of its own, LEAF. There the gradients of one walk are summed before they are added to the leaf's
+ * gradient. Its number is below those of all other nodes, so the walk comes to it last. Leaf and node refer to each
+ * other, and the leaf owns the node: the edge counts as a reference only while the node waits in a walk. */
 #include "base/error.h"
 #include "grad/tape.h"
 
@@ -69,7 +69,7 @@ int leaf_pass(ps_ctx *ctx, ps_walk *w, ps_node *node)
     tape_uncount(node);
     int rc = grad ? tape_add_to_leaf(ctx, leaf, grad) : 0;
     if (rc == 0 && !w->seeks) rc = tape_leaf_final(ctx, leaf);
-    if (rc == 0) leaf_let_go(node);                       /* else tape_give_up does */
+    if (rc == 0) leaf_let_go(node);                       /* otherwise tape_give_up does it */
     return rc;
 }
 
@@ -92,7 +92,7 @@ int ps_hook_replace(ps_ctx *ctx, int out, ps_tensor *gradient)
     PS_TRY(ps_tensor_check_alive(gradient));
     if (!before || !ps_same_shape(before, gradient) || before->dtype_ != gradient->dtype_ ||
         before->device_ != gradient->device_)
-        return ps_fail(PS_EINVAL, "a hook gave a gradient of another shape, type or device");
+        return ps_fail(PS_EINVAL, "a hook returned a gradient of another shape, type or device");
     ps_tensor_hold(gradient);
     tape_let_go(&w->stopped->dout[out]);
     w->stopped->dout[out] = gradient;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The functions that a gradient rule calls (ps_grad, tensor/optable.h): its node's inputs and outputs, computed again
- * if they were not kept; the place where a gradient is written or added up; ops and temporaries of its own. */
+ * The functions that a gradient rule calls (ps_grad, tensor/optable.h). They return its node's inputs and outputs,
+ * computed again if they were not kept, and the place where a gradient is written or added up. They also run ops of the
+ * rule and make its temporaries. */
 #include <stdarg.h>
 #include "base/error.h"
 #include "grad/tape.h"
@@ -74,7 +75,7 @@ int ps_grad_out(ps_grad *g, int i, ps_tensor **out)
 }
 
 /* -- places of gradients ------------------------------------------------------------------------------------------- */
-/* The leaf that is input i is another input, too. */
+/* True if the leaf that is input i is also another input. */
 static bool comes_twice(const ps_grad *g, int i)
 {
     for (int k = 0; k < g->n_in; k++)
@@ -82,7 +83,7 @@ static bool comes_twice(const ps_grad *g, int i)
     return false;
 }
 
-/* This header alone owns the bytes, PS_T_LATER aside: an undivided backward would write sums into them. */
+/* True if this header alone owns the bytes, PS_T_LATER aside. An undivided backward would then write sums into them. */
 static bool is_alone(const ps_tensor *t)
 {
     const ps_storage *s = t->storage;
@@ -96,8 +97,8 @@ static void replace(ps_tensor **held, ps_tensor *by)
     *held = by;
 }
 
-/* *there: the gradient so far of a node's output. It moves to a copy where weight gradients that were put off will read
- * its bytes, so that more can be added to it. */
+/* *there: the gradient so far of a node's output. If weight gradients that were put off will read its bytes, it moves
+ * to a copy, so that more can be added to it. */
 static int spare_later(ps_grad *g, ps_tensor **there)
 {
     static const ps_attrs_contiguous none;
@@ -109,13 +110,14 @@ static int spare_later(ps_grad *g, ps_tensor **there)
     return 0;
 }
 
-/* A tensor for a gradient that is put off, in fp32 at least: no fewer bits than the sum to which it will be added. */
+/* Makes a tensor for a gradient that is put off, in fp32 or a wider type. It has no fewer bits than the sum to which it
+ * will be added. */
 static int dest_for_later(ps_grad *g, int i, ps_tensor **out)
 {
     ps_meta m = *ps_grad_in_meta(g, i);
     if (ps_dtype_bytes(m.dtype) < 4) m.dtype = PS_F32;
     int k = 0;
-    while (!g->dout[k]) k++;                    /* at least one came */
+    while (!g->dout[k]) k++;                    /* at least one gradient arrived */
     return ps_grad_new(g, g->dout[k]->device_, &m, out);
 }
 
@@ -140,7 +142,7 @@ int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate)
         *out = place;
         return 0;
     }
-    /* The gradients of a leaf that comes twice are added when they are delivered, in the type of their sum. */
+    /* The gradients of a leaf that is an input twice are added when they are delivered, in the type of their sum. */
     ps_meta m = ps_tensor_meta(e->leaf);
     m.dtype = place ? place->dtype_ : tape_leaf_dtype(e->leaf);
     return m.dtype == e->leaf->dtype_ ? 0 : ps_grad_new(g, e->leaf->device_, &m, out);
@@ -169,7 +171,7 @@ int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in
     ps_tensor *all[PS_MAX_OUT] = { NULL };
     int n_out = ps_op(op)->n_out;
     if (g->n_temps + n_out > (int)(sizeof g->temps / sizeof *g->temps))
-        return ps_fail(PS_ESTATE, "a gradient rule makes too many temporaries");
+        return ps_fail(PS_ESTATE, "a gradient rule made too many temporary tensors");
     for (int i = 0; i < n_out; i++) all[i] = out[i];
     PS_TRY(ps_apply_all(g->ctx, op, n_in, in, attrs, all));
     for (int i = 0; i < n_out; i++) {
@@ -192,7 +194,7 @@ int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out)
 {
     if (g->n_temps == (int)(sizeof g->temps / sizeof *g->temps))
-        return ps_fail(PS_ESTATE, "a gradient rule makes too many temporaries");
+        return ps_fail(PS_ESTATE, "a gradient rule made too many temporary tensors");
     ps_meta m = *meta;
     m.permuted = false;
     PS_TRY(ps_tensor_new_meta(g->ctx, device, &m, out));

@@ -20,7 +20,7 @@ void tape_release_reads(ps_storage **list, int n)
     for (int i = 0; i < n; i++) ps_storage_release(list[i]);
 }
 
-/* Allocates room for the number of one more segment when the segment is made, so that segment_reap cannot fail. */
+/* Allocates room for the number of one more segment when the segment is made. So segment_reap cannot fail. */
 int reap_reserve(ps_ctx *ctx)
 {
     PS_TRY(ps_grow(ctx->tape.reaped.ids, ctx->tape.reaped.capacity, ctx->tape.reaped.n + ctx->tape.reaped.live + 1));
@@ -52,7 +52,7 @@ void ps_reads_add(ps_ctx *ctx, ps_storage *s)
 {
     ps_reads *r = &ctx->tape.reads;
     if (!ps_try_grow(r->list, r->capacity, r->n + 1)) {
-        r->failed = true;                                /* ps_segment_new says so */
+        r->failed = true;                                /* the contract of ps_segment_new requires this */
         return;
     }
     s->refs++;
@@ -96,7 +96,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
         for (int k = 0; fresh && k < i; k++) fresh = out[i] != out[k];
         if (!fresh)
             return ps_fail(PS_EINVAL,
-                           "output %d of a recompute segment must be a float tensor computed in it, given once", i);
+                           "output %d of a recompute segment must be a float tensor computed in it, returned once", i);
     }
     PS_TRY(reap_reserve(ctx));
     ps_node *node = tape_node_new(ctx, SEGMENT, n_in, n_out, 0);
@@ -107,7 +107,7 @@ int ps_segment_new(ps_ctx *ctx, int n_in, ps_tensor *const *in, int n_out, ps_te
     int rc = tape_take_reads(ctx, node);
     if (rc < 0) {
         ctx->tape.reaped.live--;
-        node->op = PS_OP_COUNT;                          /* its number was never given out */
+        node->op = PS_OP_COUNT;                          /* nobody has seen its number yet */
         ps_node_release(node);
         ps_segment_cancel(ctx);
         return rc;
@@ -141,11 +141,11 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
     int made = 0, rc = 0;
     ps_node *node = NULL;
     if (n < 1 || n > PS_MAX_ROOTS)
-        return ps_fail(PS_EINVAL, "a boundary of %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+        return ps_fail(PS_EINVAL, "a boundary of %d tensors; it must have 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
         PS_TRY(ps_tensor_check_alive(in[i]));
         if (in[i]->node || (in[i]->flags & PS_T_REQUIRES_GRAD))
-            return ps_fail(PS_EINVAL, "tensor %d of a boundary has a history already, or is a parameter", i);
+            return ps_fail(PS_EINVAL, "tensor %d of a boundary already has a history, or is a parameter", i);
     }
     if (ctx->tape.grad_enabled && !(node = tape_node_new(ctx, BOUNDARY, 0, n, 0))) return PS_ENOMEM;
     while (rc == 0 && made < n) {
@@ -169,16 +169,17 @@ int ps_boundary(ps_ctx *ctx, int n, ps_tensor *const *in, ps_tensor **out)
 int ps_boundary_take(ps_ctx *ctx, int n, ps_tensor *const *out, ps_tensor **gradients)
 {
     if (ctx->tape.walk && ctx->tape.walk->active)
-        return ps_fail(PS_ESTATE, "gradients of a boundary are taken when the backward walk is over");
+        return ps_fail(PS_ESTATE, "gradients of a boundary can be taken only after the backward walk has ended");
     for (int i = 0; i < n; i++)
         if (out[i]->node && out[i]->node->op != BOUNDARY)
-            return ps_fail(PS_EINVAL, "tensor %d is no output of a boundary", i);
+            return ps_fail(PS_EINVAL, "tensor %d is not an output of a boundary", i);
     for (int i = 0; i < n; i++) {
         ps_tensor **slot = out[i]->node ? &out[i]->node->dout[out[i]->node_out] : NULL;
         gradients[i] = slot ? *slot : NULL;
         if (!gradients[i]) continue;
         *slot = NULL;
-        ps_scope_adopt(ctx, gradients[i]->storage);       /* it lives as long as its header: no scope drops it */
+        ps_scope_adopt(ctx, gradients[i]->storage);       /* the tensor lives as long as its header: no scope drops
+                                                           * it */
         ps_storage_unhold(gradients[i]->storage);
     }
     return 0;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The tape. A node remembers one op: its attributes, the tensors that its gradient rule will read, and for each input
- * an edge to the node that made it, or to the leaf that it is. The backward walk (walk.c) takes nodes by falling
- * sequence number, so that every consumer has passed before its producer and sums are added in one fixed order. A
- * node's saved tensors are released as soon as it has passed. This file makes nodes, frees them, and counts those that
- * a walk has still to pass.
+ * The tape. A node records one op: its attributes, the tensors that its gradient rule will read, and an edge for each
+ * input. The edge leads to the node that made the input, or to the input itself if it is a leaf. The backward walk
+ * (walk.c) takes nodes by falling sequence number, so that every consumer has passed before its producer and sums are
+ * added in one fixed order. A node's saved tensors are released as soon as the walk has passed it. This file makes
+ * nodes, frees them, and counts those that a walk must still pass.
  *
  * Cheap outputs (layer norm, GELU) are not kept: their consumer saves the producer, which computes them again when
  * asked (rule.c). Some kinds of node have no op: recompute segments and boundaries (segment.c), functions of the script
@@ -52,8 +52,8 @@ static bool makes_one(const ps_node *node, int n, ps_tensor *const *of)
     return false;
 }
 
-/* A producer has a lower number than its consumers. So nodes below all of `from` lead to none of them, and a search by
- * falling number looks at each node once. */
+/* A producer has a lower number than its consumers. So nodes with lower numbers than all of `from` do not lead to any
+ * of them, and a search by falling number visits each node once. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from)
 {
     int64_t lowest = INT64_MAX;
@@ -92,7 +92,7 @@ static bool mark_found(const ps_node *node, int n, const int64_t *ops, int8_t *f
     return any;
 }
 
-/* As ps_tensor_made_from, by falling number. */
+/* Does the same as ps_tensor_made_from, by falling number. */
 int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *found)
 {
     int64_t lowest = INT64_MAX;
@@ -121,9 +121,9 @@ int ps_tensor_made_by(const ps_tensor *t, int n, const int64_t *ops, int8_t *fou
 }
 
 /* -- what a walk waits for ----------------------------------------------------------------------------------------- */
-/* A parameter's gradient is whole, and its bytes are not read any more, after all nodes have passed that have an edge
- * to it, saved it or, as segments, read it. Only nodes that the walk can reach count. Other recorded nodes live until
- * Lua's collector frees them, at a different time on each rank, and all ranks must behave the same. */
+/* A parameter's gradient is whole, and its bytes are no longer read, after the walk has passed all nodes that have an
+ * edge to it, saved it or (as segments) read it. Only nodes that the walk can reach count. Other recorded nodes live
+ * until Lua's collector frees them. That time differs between ranks, and all ranks must behave the same. */
 static void wait_for(ps_walk *w, ps_storage *s, int by, bool adds)
 {
     if (!s->engine.watched) return;
@@ -176,7 +176,8 @@ void tape_count_listed(ps_walk *w, ps_node *node)
         if (tape_is_later(&node->edges[i])) tape_count_from(w, tape_sum_node(&node->edges[i], &out));
 }
 
-/* Call it after the node has passed, or when it never will, and before it releases saved tensors. */
+/* Call this after the walk has passed the node, or when it is known that it never will, and before the node releases
+ * its saved tensors. */
 void tape_uncount(ps_node *node)
 {
     ps_walk *w = node->ctx->tape.walk;
@@ -185,7 +186,7 @@ void tape_uncount(ps_node *node)
 }
 
 /* Reports to the engine that a parameter's gradient is whole, after the walk has passed all nodes with that parameter.
- * The engine finds parameters that no node reports when the backward is over (engine_backward_done). */
+ * If no node reports a parameter, the engine finds it when the backward is over (engine_backward_done). */
 int tape_leaf_final(ps_ctx *ctx, ps_tensor *leaf)
 {
     const ps_storage *s = leaf->storage;
@@ -240,9 +241,10 @@ static void release_edges(ps_node *node)
     }
 }
 
-/* For a node at which a walk failed, or which the failed walk had yet to pass: no other walk may pass it. Releases its
- * edges now, and reports to the caller that a segment's function is not needed. Neither can wait until the node is
- * freed: the function may hold, through its model, an output that holds the node, a cycle that no collector sees. */
+/* Called for a node at which a walk failed, or which the failed walk had not passed yet: no other walk may pass it.
+ * Releases its edges now, and reports to the caller that a segment's function is not needed. Neither can wait until the
+ * node is freed. Through its model the function may hold an output that holds the node, and no collector finds such a
+ * cycle. */
 void tape_give_up(ps_node *node)
 {
     hooks_end(node);
@@ -251,7 +253,7 @@ void tape_give_up(ps_node *node)
         return;
     }
     node->passed = true;
-    if (node->listed) return;                                /* weights_of reads its edges */
+    if (node->listed) return;                                /* weights_of reads the node's edges */
     if (tape_is_callers(node) && node->segment >= 0) {
         segment_reap(node->ctx, node->segment);
         node->segment = -1;
@@ -259,7 +261,7 @@ void tape_give_up(ps_node *node)
     release_edges(node);
 }
 
-/* Freed one after another rather than by recursion: chains of nodes are as long as a program runs. */
+/* Nodes are freed one after another and not by recursion, because chains of nodes are as long as a program runs. */
 void ps_node_release(ps_node *node)
 {
     static __thread ps_node *pending;
@@ -334,7 +336,8 @@ void tape_add_edge(ps_node *node, int i, ps_tensor *t)
     }
 }
 
-/* A tensor that its producer can compute again, since nobody has written into it, and large enough to be worth it. */
+/* True for a tensor that its producer can compute again, because no op has written into it, and that is large enough to
+ * make that worthwhile. */
 static bool is_cheap(const ps_tensor *t)
 {
     return t->node && !t->ctx->tape.keep_cheap && t->node->op >= 0 && t->node_out == 0 &&
@@ -375,7 +378,7 @@ int ps_tape_record(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const vo
     }
     for (int i = 0; i < n_out; i++) {
         if (!out[i] || !(row->saved_out >> i & 1)) continue;
-        ps_tensor *copy; /* another header, or node and tensor would hold each other */
+        ps_tensor *copy; /* another header, since otherwise node and tensor would hold each other */
         int rc = ps_tensor_detach(out[i], &copy);
         if (rc < 0) {
             ps_node_release(node);
@@ -431,7 +434,7 @@ int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder)
         return ps_fail(PS_EINVAL, "the holder of a gradient must be a tensor without history, of the same shape, type "
                        "and device");
     if (t->node->holder && t->node->holder_out != t->node_out)
-        return ps_fail(PS_EINVAL, "the gradient of another output of this op is kept already");
+        return ps_fail(PS_EINVAL, "the gradient of another output of this op is already kept");
     ps_tensor_retain(holder);
     if (t->node->holder) ps_tensor_release(t->node->holder);
     t->node->holder = holder;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Walks that want the gradients of chosen tensors, and touch no leaf's own gradient. Such a walk passes only nodes that
- * lead to one of them. A producer has a lower number than its consumers, so a search by rising number knows of each
- * node's producers whether they lead there. */
+ * Walks that compute the gradients of chosen tensors, the targets, and do not change any leaf's own gradient. Such a
+ * walk passes only nodes that lead to a target. A producer has a lower number than its consumers. So a search by rising
+ * number knows, for each node, whether its producers lead to a target. */
 #include <stdlib.h>
 #include "base/alloc.h"
 #include "base/error.h"
@@ -106,7 +106,7 @@ int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *cons
 {
     for (int i = 0; i < n_to; i++) {
         if (!ps_tape_wants(to[i]))
-            return ps_fail(PS_EINVAL, "input %d requires no gradient: nothing that leads to it was recorded", i + 1);
+            return ps_fail(PS_EINVAL, "input %d requires no gradient: no op that uses it was recorded", i + 1);
         for (int k = 0; k < i; k++)
             if (to[k] == to[i]) return ps_fail(PS_EINVAL, "inputs %d and %d are the same tensor", k + 1, i + 1);
     }
@@ -125,13 +125,14 @@ int ps_backward_for(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *cons
 int ps_backward_taken(ps_ctx *ctx, int n, ps_tensor **gradients)
 {
     ps_walk *w = ctx->tape.walk;
-    if (!w || w->active || w->seeks) return ps_fail(PS_ESTATE, "gradients are taken when the backward walk is over");
+    if (!w || w->active || w->seeks) return ps_fail(PS_ESTATE, "gradients can be taken only after the backward walk "
+                                                               "has ended");
     if (n != w->n_targets) return ps_fail(PS_EINVAL, "the walk was for %d tensors, not %d", w->n_targets, n);
     for (int i = 0; i < n; i++) {
         gradients[i] = w->targets[i].sum;
         w->targets[i].sum = NULL;
         if (!gradients[i]) continue;
-        ps_scope_adopt(ctx, gradients[i]->storage);      /* it lives as long as its header */
+        ps_scope_adopt(ctx, gradients[i]->storage);      /* the tensor lives as long as its header */
         ps_storage_unhold(gradients[i]->storage);
     }
     targets_drop(w);

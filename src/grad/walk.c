@@ -51,8 +51,8 @@ static int cast_to(ps_ctx *ctx, ps_tensor *t, int dtype, ps_tensor **out)
     return run_one(ctx, PS_OP_cast, &attrs, 1, t, NULL, out);
 }
 
-/* The functions below own `grad`, a held reference, even if they fail. Its scope may have ended. */
-/* In a walk that has targets. */
+/* The functions below own `grad`, a held reference, even if they fail. The scope of `grad` may have ended. */
+/* True in a walk that has targets. */
 static int add_to_target(ps_ctx *ctx, target *to, ps_tensor *grad)
 {
     ps_attrs_add none = { 0 };
@@ -82,7 +82,7 @@ int tape_add_to_leaf(ps_ctx *ctx, ps_tensor *leaf, ps_tensor *grad)
     int rc = 0;
     ps_tensor *made = NULL, *place = NULL;
     if (ctx->tape.walk->seeks) return add_to_target(ctx, targets_leaf(ctx->tape.walk, leaf), grad);
-    if (ctx->step->dry && !leaf->managed) {              /* a script's own leaf gets nothing of a dry run */
+    if (ctx->step->dry && !leaf->managed) {              /* a leaf of the script gets no gradient in a dry run */
         ps_tensor_unhold(grad);
         return 0;
     }
@@ -169,7 +169,7 @@ int tape_deliver(ps_ctx *ctx, ps_walk *w, ps_node *node, int i, ps_tensor *grad)
     return add_to_node(ctx, w, sum, out, grad);
 }
 
-/* Which gradients of a node the walk puts off. */
+/* Returns which gradients of a node the walk puts off. */
 typedef enum parts { NONE_LATER, SOME_LATER, ALL_LATER } parts;
 
 static parts put_off(const ps_walk *w, const ps_node *node)
@@ -185,7 +185,8 @@ static parts put_off(const ps_walk *w, const ps_node *node)
 
 bool tape_puts_off(const ps_walk *w, const ps_node *node) { return put_off(w, node) != NONE_LATER; }
 
-/* Reports the leaves of a node that passed. In an INPUT the engine only learns which virtual stages use a leaf. */
+/* Reports the leaves of a node that the walk has passed. In an INPUT the engine only records which virtual stages use a
+ * leaf. */
 static int leaves_final(ps_ctx *ctx, const ps_node *node)
 {
     if (ctx->tape.walk->seeks) return 0;
@@ -193,14 +194,14 @@ static int leaves_final(ps_ctx *ctx, const ps_node *node)
     return 0;
 }
 
-/* Anomaly mode: ops that run from here on compute the gradient of a node's op. NULL: they do not. */
+/* Anomaly mode: ops that run from now on compute the gradient of a node's op. NULL: they do not. */
 void tape_watch(ps_ctx *ctx, const ps_node *node)
 {
     if (node) ps_anomaly_in_backward(ctx, node->op, node->place, node->module);
     else ps_anomaly_in_backward(ctx, -1, 0, 0);
 }
 
-/* The holder of an output gets a copy, since rules may add to the gradient itself. */
+/* The holder of an output gets a copy, because rules may add to the gradient itself. */
 int tape_give_holder(ps_ctx *ctx, ps_node *node)
 {
     ps_tensor *grad = node->dout[node->holder_out], *copy = NULL;
@@ -220,7 +221,7 @@ int tape_hand_on(ps_ctx *ctx, ps_walk *w, ps_node *node, ps_tensor **din, bool l
     if (node->passed) hooks_end(node);
     if (later) {
         rc = weights_put_off(w, node, split, din);
-    } else {                                         /* before delivery, which looks whether a gradient is shared */
+    } else {                                         /* before delivery, which checks whether a gradient is shared */
         for (int i = 0; i < node->n_out; i++) tape_let_go(&node->dout[i]);
         if (w->keeps) tape_let_go(&node->again);
         else weights_release(node);
@@ -282,7 +283,7 @@ int tape_stop(ps_walk *w, ps_node *node, int64_t number, int64_t *stopped)
 
 bool tape_is_due(const ps_walk *w, int64_t seq) { return w->hooks_ran || (w->n > 0 && w->heap[0]->seq > seq); }
 
-/* The walk ends at a node that leads to no target. The node can be passed by another walk. */
+/* The walk ends at a node that leads to no target. Another walk can pass the node. */
 static int leave_out(ps_node *node)
 {
     tape_uncount(node);
@@ -307,7 +308,7 @@ static int visit(ps_ctx *ctx, ps_walk *w, ps_node *node, bool hooks_ran, int64_t
     if (node->op == CALL) atomic_store_explicit(&ps_record_at.backward, 1, memory_order_relaxed);
     if (tape_is_callers(node)) return tape_stop(w, node, node->segment, stopped);
     if (node->op != BOUNDARY) return tape_pass(ctx, w, node);
-    node->passed = true;                              /* its gradients wait to be taken */
+    node->passed = true;                              /* its gradients stay in it until they are taken */
     hooks_end(node);
     return 0;
 }
@@ -339,8 +340,8 @@ static int seed_gradient(ps_ctx *ctx, ps_tensor *loss, ps_tensor *gradient, ps_t
     }
     if (loss->numel_ != 1)
         return ps_fail(PS_EINVAL,
-                       "backward from a tensor of shape %s needs a gradient of that shape; only a single value "
-                       "can go without",
+                       "backward from a tensor of shape %s needs a gradient of that shape; only for a single value "
+                       "can it be omitted",
                        ps_shape_text(loss->ndim, loss->shape_, x, sizeof x));
     ps_meta m = ps_tensor_meta(loss);
     m.permuted = false;
@@ -391,7 +392,7 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
         w->managed = false;
         for (int i = 0; i < w->n_targets && w->seeks; i++)
             if (w->targets[i].t->node) w->targets[i].t->node->target = w->id;
-        for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient goes */
+        for (int i = 0; i < n; i++) {                     /* counts all nodes before the first gradient is passed */
             w->managed = w->managed || roots[i]->managed;
             tape_count_from(w, roots[i]->node ? roots[i]->node : roots[i]->hook);
             if (rc == 0 && w->seeks) rc = targets_mark(w, roots[i]->node);
@@ -407,10 +408,11 @@ static int begin_walk(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *co
 int ps_backward_begin_n(ps_ctx *ctx, int n, ps_tensor *const *roots, ps_tensor *const *gradients, int64_t *segment)
 {
     if (n < 1 || n > PS_MAX_ROOTS)
-        return ps_fail(PS_EINVAL, "backward from %d tensors; it takes 1 to %d", n, PS_MAX_ROOTS);
+        return ps_fail(PS_EINVAL, "backward from %d tensors; there must be 1 to %d", n, PS_MAX_ROOTS);
     for (int i = 0; i < n; i++) {
-        if (!roots[i]) return ps_fail(PS_EINVAL, "backward from nothing: it takes a tensor");
-        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* else its shape will do */
+        if (!roots[i]) return ps_fail(PS_EINVAL, "backward needs a tensor to begin from");
+        if (!gradients || !gradients[i]) PS_TRY(ps_tensor_check_alive(roots[i]));     /* otherwise it only needs its
+                                                                                       * shape */
         if (!ps_tape_wants(roots[i]))
             return ps_fail(PS_EINVAL, "backward from a tensor that depends on nothing that requires a gradient (what "
                                       "is computed within ps.no_grad requires none)");
@@ -482,7 +484,7 @@ int ps_backward_splice(ps_ctx *ctx, int n, ps_tensor *const *out)
     return rc;
 }
 
-/* For a node that a walk had yet to pass when it failed. */
+/* Called for a node that a walk had not passed yet when it failed. */
 static void drop(ps_node *node)
 {
     tape_uncount(node);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Backward in two parts (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). A walk whose action is INPUT computes the
- * gradients of activations and puts those of parameters off: nodes with one are added to a list, in the order of the
- * walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in its
+ * gradients of activations and puts off those of parameters: nodes with parameters are added to a list, in the order of
+ * the walk. The action WEIGHT processes the list. Every parameter gets the additions of an undivided backward, in its
  * order:
  *
  * - A rule whose row has SPLIT runs twice, each time for different inputs. Any other rule runs once, and its gradients
@@ -28,8 +28,8 @@ int weights_open(ps_ctx *ctx, ps_walk *w)
 {
     const ps_action *a = &ctx->step->is.now;
     if (find(w, a))
-        return ps_fail(PS_ESTATE, "backward of micro-batch %d came a second time, and the weight gradients of the "
-                       "first one wait", a->micro);
+        return ps_fail(PS_ESTATE, "backward of micro-batch %d ran a second time while the weight gradients of the "
+                       "first one are still put off", a->micro);
     int32_t i = 0;
     while (i < w->n_lists && w->lists[i].used) i++;
     PS_TRY(ps_grow(w->lists, w->lists_capacity, i + 1));
@@ -89,7 +89,7 @@ void weights_release(ps_node *node)
     if (!needed && node->passed) tape_release_saved(node);
 }
 
-/* Replaces *t (held) by another header of the same bytes that does not count as an owner. */
+/* Replaces *t (held) by another header of the same bytes, which does not count as an owner. */
 static int keep_for_later(ps_tensor **t)
 {
     ps_tensor *copy;
@@ -130,7 +130,8 @@ int weights_put_off(ps_walk *w, ps_node *node, bool split, ps_tensor **din)
         else if (rc == 0) rc = keep_for_later(&node->dout[i]);
     }
     if (din && split) release_first_phase(node, din);
-    if (!node->has_rule) weights_release(node);            /* its rule has run: only what other nodes claim stays */
+    if (!node->has_rule) weights_release(node);            /* its rule has run, so only tensors that other nodes need
+                                                            * stay */
     node->listed = true;
     weights_release(node);
     return rc;
@@ -155,7 +156,7 @@ int weights_relay(ps_walk *w, ps_tensor *to, ps_tensor *grad, int64_t seq)
 }
 
 /* -- the second part ---------------------------------------------------------------------------------------------- */
-/* Computes, where they do not wait in din, and delivers the gradients of a listed node that were put off. */
+/* Computes the gradients of a listed node that were put off, unless they are already in din, and delivers them. */
 static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
 {
     ps_tensor *din[PS_MAX_IN] = { NULL };
@@ -188,8 +189,8 @@ static int weights_of(ps_ctx *ctx, ps_walk *w, ps_node *node)
     return rc;
 }
 
-/* Passes nodes computed only from parameters with numbers above `seq`: an undivided backward passes them before
- * `seq`. 1: it stopped at hooks. */
+/* Passes the nodes computed only from parameters whose numbers are above `seq`, because an undivided backward passes
+ * them before `seq`. 1: the walk stopped at hooks. */
 static int pass_down_to(ps_ctx *ctx, ps_walk *w, int64_t seq, int64_t *stopped)
 {
     int rc = 0;

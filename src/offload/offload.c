@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Keeps activations on the host until backward reads them (offload.h). A storage that is away has a record in place of
  * its block. The record has two places for bytes, `here` on the device and `there` on the host. Both have bytes while a
- * copy is under way, and after a copy to the host until its round is over; otherwise only `there` has bytes. The first
- * pin ends the record: the storage is an ordinary one again. */
+ * copy is under way. After a copy to the host, both have bytes until its round is over. Otherwise only `there` has
+ * bytes. The first pin ends the record: the storage is an ordinary one again. */
 #include "offload/offload.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
-enum { AHEAD = 2 };               /* storages that are fetched before a pin asks for them */
+enum { AHEAD = 2 };               /* number of storages that are fetched before a pin needs them */
 
 typedef struct record {
-    struct record *prev, *next;   /* by rounds; in a round the storage that left last comes first */
+    struct record *prev, *next;   /* ordered by rounds; in a round the storage that left last comes first */
     ps_storage *of;
-    ps_storage here, there;       /* the bytes on the device and on the host; without a block: none */
-    ps_copy *copy;                /* under way, or NULL; always NULL in dry runs */
+    ps_storage here, there;       /* the bytes on the device and on the host; no block: no bytes */
+    ps_copy *copy;                /* the copy under way, or NULL; always NULL in dry runs */
     int64_t round;
     int32_t vstage, micro;        /* the forward in which the storage left */
-    bool coming, dry;             /* coming: the last copy goes from there to here; dry: a dry run made the storage */
+    bool coming, dry;             /* coming: the last copy is from there to here; dry: a dry run made the storage */
 } record;
 
 struct ps_away {
@@ -26,7 +26,8 @@ struct ps_away {
     ps_mem *const *mem;
     const ps_step *const *step;
     record *first, *last;
-    int64_t round, leaving;       /* the round now, and the one whose storages still have their bytes on the device */
+    int64_t round, leaving;       /* the present round, and the round whose storages still have their bytes on the
+                                   * device */
     bool backward;
 };
 
@@ -50,7 +51,7 @@ static void unlink_record(ps_away *a, record *r)
 }
 
 /* -- copies ------------------------------------------------------------------------------------------------------- */
-/* Both sides stay pinned until the copy is over. */
+/* Both sides stay pinned until the copy has ended. */
 static int start(ps_away *a, record *r, bool coming)
 {
     void *here, *there;
@@ -69,7 +70,8 @@ static int start(ps_away *a, record *r, bool coming)
     return rc;
 }
 
-/* Waits for the copy, if there is one. Both places keep their bytes. After an error the destination's are undefined. */
+/* Waits for the copy, if there is one. Both places keep their bytes. After an error the bytes of the destination are
+ * undefined. */
 static int finish(ps_away *a, record *r)
 {
     if (!r->copy) return 0;
@@ -96,7 +98,7 @@ static int begin_return(ps_away *a, record *r)
     return rc;
 }
 
-/* Ends the record: the storage is an ordinary one again, with the bytes that are here. */
+/* Ends the record: the storage is an ordinary one again, and has the bytes on the device. */
 static void restore(ps_away *a, record *r)
 {
     drop(&r->there);
@@ -145,7 +147,8 @@ void ps_away_leave(ps_away *a, ps_storage *s)
     }
     s->keeper = &a->base;
     s->block = r;
-    r->prev = a->last;      /* before its round: scopes drop the youngest first, which backward needs first */
+    r->prev = a->last;      /* before its round, because scopes drop the youngest first, and backward needs the youngest
+                             * first */
     while (r->prev && r->prev->round == r->round) r->prev = r->prev->prev;
     r->next = r->prev ? r->prev->next : a->first;
     if (r->prev) r->prev->next = r;
@@ -176,23 +179,23 @@ static int away_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
         return 0;
     }
     if (r->dry && !is_dry(a))
-        return ps_fail(PS_ESTALE, "what a dry run made has no contents; make it anew in each step");
+        return ps_fail(PS_ESTALE, "a tensor that was made in a dry run has no contents; make it anew in each step");
     int rc = begin_return(a, r);
     if (rc == 0 && a->backward) fetch_ahead(a, r);
     if (rc == 0) {
         rc = finish(a, r);
         if (rc < 0 && r->coming) drop(&r->here);
-        else rc = 0;                             /* the copy to the host failed: the bytes are still here */
+        else rc = 0;                             /* the copy to the host failed, so the bytes are still here */
     }
     if (rc < 0) {
-        ps_error_prefix("bringing %.1f MiB of activations back from the host: ", (double)s->nbytes / 1048576.0);
+        ps_error_prefix("fetching %.1f MiB of activations from the host: ", (double)s->nbytes / 1048576.0);
         return rc;
     }
     restore(a, r);
     return ps_storage_pin(s, device, access, out);
 }
 
-/* A storage is away at its unpin only where a dry run pinned it, which pinned nothing. */
+/* A storage is away at its unpin only if a dry run pinned it, and such a pin does nothing. */
 static void away_unpin(ps_keeper *keeper, ps_storage *s, int device) {}
 
 static void away_free(ps_keeper *keeper, ps_storage *s)

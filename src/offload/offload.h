@@ -14,11 +14,11 @@
 
 typedef struct ps_away ps_away;
 
-/* `mem`: the memory that allocates now; `step`: the step under way. Both are read at each call. PS_EUNSUP without host
+/* `mem`: the memory that allocates now; `step`: the step under way. Each call reads both. PS_EUNSUP: there is no host
  * memory. */
 int ps_away_new(int n_devices, ps_backend *const *devices, ps_mem *const *mem,
                 const ps_step *const *step, ps_away **out);
-void ps_away_delete(ps_away *away);           /* when no storage is away any more */
+void ps_away_delete(ps_away *away);           /* may be called when no storage is away any more */
 void ps_away_round(ps_away *away);            /* begins the next round */
 /* Sends a storage away if it lies in plain memory of a device other than the host, is not pinned and was not fetched
  * before, and no backward is under way. If the host has no room, the storage stays. */
