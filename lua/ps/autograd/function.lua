@@ -143,14 +143,14 @@ local function gradients_out(call, given, factor)
     end
   end
   if given.n < n then
-    error(("backward of %s returned %d gradients; its forward has %d inputs: return nil for an input without one"):format(
+    error(("backward of %s returned %d gradients; its forward has %d inputs: return nil where there is none"):format(
       name, given.n, n), 0)
   end
   local out, devices = pointer_array(n), int_array(n)
   for i = 1, n do
     local grad = given[i]
     if grad ~= nil and not is_tensor(grad) then
-      error(("backward of %s returned a %s as gradient %d; it must return tensors or nil"):format(name, type(grad), i), 0)
+      error(("backward of %s returned a %s as gradient %d; return tensors or nil"):format(name, type(grad), i), 0)
     elseif grad ~= nil and not call.ins[i] then
       error(("backward of %s returned gradient %d, whose input is no tensor: it is nil"):format(name, i), 0)
     elseif grad ~= nil and call.ctx.needs_input_grad[i] then
