@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rest of ps.h: lists of devices, memory figures, hashes, indices of elements that are not 0. */
+ * The remaining functions of ps.h: lists of devices, memory figures, hashes, indices of elements that are not 0. */
 #include <math.h>
 #include <string.h>
 #include "base/alloc.h"
@@ -21,7 +21,7 @@ int ps_tensor_hash(ps_tensor *t, uint64_t *out)
     return 0;
 }
 
-/* Adds the statistics of a block to those of what came before it (Chan, Golub, LeVeque 1979). */
+/* Adds the statistics of a block to the statistics of the blocks before it (Chan, Golub, LeVeque 1979). */
 static void join_stats(ps_stats *all, const ps_stats *block)
 {
     double n = (double)all->numel, m = (double)block->numel, delta = block->mean - all->mean;
@@ -95,8 +95,8 @@ int ps_machine_pretend(const ps_machine *machine)
 {
     if (!machine || machine->host_nbytes < 0 || machine->device_nbytes < 0 || machine->device_total < 0 ||
         machine->device_sms < 0 || machine->device_sms > INT32_MAX)
-        return ps_fail(PS_EINVAL, "a machine has bytes of host memory and of a GPU's, and multiprocessors, none below "
-                       "0");
+        return ps_fail(PS_EINVAL, "a machine needs bytes of host memory, bytes of GPU memory and a number of "
+                                  "multiprocessors, none below 0");
     ps_backends_pretend(machine);
     pretended = true;
     return 0;
@@ -130,7 +130,7 @@ int ps_memory_get(ps_ctx *ctx, int device, ps_memory_info *out)
 int ps_memory_set_limit(ps_ctx *ctx, int device, int64_t nbytes)
 {
     if (!device_ok(ctx, device)) return ps_fail(PS_EINVAL, "no such device: %d", device);
-    if (nbytes < 0) return ps_fail(PS_EINVAL, "a limit of %lld bytes", (long long)nbytes);
+    if (nbytes < 0) return ps_fail(PS_EINVAL, "a limit of %lld bytes; it must not be negative", (long long)nbytes);
     return ctx->mem.now->table->set_limit(ctx->mem.now, device, nbytes);
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ctrl-C while Lua runs. The handler sets a hook, which is the one thing that may be done to a running lua_State from a
- * signal handler. The hook raises an error, or pauses the script: it waits for the next instruction of a function of
- * the script itself, since psluajit's own functions may be in the middle of a change, and opens a prompt there. What a
- * pause means to tensors and steps is lua/ps/prompt/pause.lua and src/engine/suspend.c. */
+ * Ctrl-C while Lua runs. The handler sets a hook, which is the only change that a signal handler may make to a running
+ * lua_State. The hook raises an error or pauses the script. To pause, it waits for the next instruction of a function
+ * of the script itself, because psluajit's own functions may be in the middle of a change, and opens a prompt there.
+ * lua/ps/prompt/pause.lua and src/engine/suspend.c handle the effects of a pause on tensors and steps. */
 #include <lauxlib.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include "repl.h"
 
 bool interrupt_pauses, interrupt_at_prompt;
-static volatile sig_atomic_t count;       /* Ctrl-C since the watch began, or since the last pause */
+static volatile sig_atomic_t count;       /* number of Ctrl-C since the watch began, or since the last pause */
 static lua_State *running;
 
 static void stop_hook(lua_State *L, lua_Debug *ar)
@@ -25,10 +25,10 @@ static void stop_hook(lua_State *L, lua_Debug *ar)
 
 static void pause_hook(lua_State *L, lua_Debug *ar);
 
-/* Loops that LuaJIT compiled do not look at hooks, so there must be a way out without it. */
+/* Loops that LuaJIT compiled do not check hooks, so there must be another way to end the program. */
 static void on_interrupt(int sig)
 {
-    static const char warning[] = "\nstill in compiled or native code; Ctrl-C once more ends psluajit\n";
+    static const char warning[] = "\nstill running compiled or native code; press Ctrl-C again to end psluajit\n";
     bool pauses = interrupt_pauses && !interrupt_at_prompt;
     int n = ++count, last = interrupt_at_prompt || pauses ? 3 : 2;
     if (n >= last) {
@@ -49,7 +49,7 @@ void interrupt_begin(lua_State *L, interrupt_watch *was)
     was->running = running;
     running = L;
     count = 0;
-    /* A process started with Ctrl-C ignored (nohup, a background job) stays so. */
+    /* If a process was started with Ctrl-C ignored (nohup, a background job), it continues to ignore it. */
     was->catching = sigaction(SIGINT, NULL, &was->before) == 0 && was->before.sa_handler != SIG_IGN;
     if (was->catching) sigaction(SIGINT, &act, NULL);
 }
@@ -62,8 +62,8 @@ void interrupt_end(lua_State *L, const interrupt_watch *was)
 }
 
 /* -- pausing ------------------------------------------------------------------------------------------------------ */
-/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; 1 result. A failure
- * gives its message, as a string, and false. */
+/* Calls a function of lua/ps/prompt/pause.lua with `nargs` arguments from the top of the stack; it has 1 result. After
+ * a failure the result is the message, as a string, and this function returns false. */
 static bool call_pause(lua_State *L, const char *function, int nargs)
 {
     int base = lua_gettop(L) - nargs + 1;
@@ -82,8 +82,8 @@ static bool call_pause(lua_State *L, const char *function, int nargs)
 
 static int yields(lua_State *L) { return lua_yield(L, 0); }
 
-/* While a hook runs, LuaJIT calls no other, so Ctrl-C could not stop a statement that is typed in a pause. LuaJIT ends
- * that when a coroutine yields in a hook; this one is never resumed. */
+/* While a hook runs, LuaJIT calls no other, so Ctrl-C could not stop a statement that is typed in a pause. That state
+ * ends when a coroutine yields in a hook. So this code runs in a coroutine, which is never resumed. */
 static void let_hooks_run(lua_State *L)
 {
     lua_State *co = lua_newthread(L);
@@ -92,7 +92,7 @@ static void let_hooks_run(lua_State *L)
     lua_pop(L, 1);
 }
 
-/* The frame of a pause. Returns true when the script can be paused later only, else nothing. */
+/* The frame of a pause. Returns true if the script can be paused only later, else nothing. */
 static int pause_here(lua_State *L)
 {
     struct sigaction before;
@@ -100,7 +100,8 @@ static int pause_here(lua_State *L)
     bool going_on;
     if (!call_pause(L, "begin", 0)) return lua_error(L);
     if (lua_isboolean(L, 1)) return 1;                     /* true: not now */
-    if (lua_isstring(L, 1)) {                              /* why it cannot pause at all: it is stopped, as elsewhere */
+    if (lua_isstring(L, 1)) {                              /* the reason why it cannot pause at all: Ctrl-C stops it, as
+                                                            * it does elsewhere */
         luaL_where(L, 1);
         lua_pushfstring(L, "%sinterrupted! (%s)", lua_tostring(L, -1), lua_tostring(L, 1));
         return lua_error(L);
@@ -119,10 +120,11 @@ static int pause_here(lua_State *L)
     return lua_error(L);
 }
 
-static const char *source;                /* of the function that is_own was asked of last, */
-static bool source_is_own;                /* and its answer: most instructions are of the function of the one before */
+static const char *source;                /* the function that was last passed to is_own, */
+static bool source_is_own;                /* and the result: most instructions belong to the same function as the one
+                                           * before */
 
-/* Whether the function that runs is psluajit's own. */
+/* True if the function that is running is psluajit's own. */
 static bool is_own(lua_State *L, lua_Debug *ar)
 {
     if (!lua_getinfo(L, "S", ar)) return true;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * psluajit, the program: a LuaJIT interpreter that behaves as `luajit` does (options, arg, exit codes, LUA_INIT) and
- * knows where the Lua half of the engine lies. It owns the lua_State and closes it on every ordinary path, os.exit
- * included, so that finalizers run. Everything here is about one process and one thread.
+ * finds the Lua half of the engine. It owns the lua_State and closes it on every ordinary path, including os.exit, so
+ * that finalizers run. This file handles one process and one thread.
  *
- * The tree of Lua files (ROOT) is found from the executable alone: the first that is there of the folders named in
- * `psluajit.root` beside it (relative to the executable, or absolute), the folder above it (build/ inside the tree),
- * and the data folder of an installation. */
+ * The tree of Lua files (ROOT) is found by the path of the executable. It is the first of these folders that exists:
+ * those named in `psluajit.root` next to the executable (relative to it, or absolute), the folder above the
+ * executable's (build/ inside the tree), and the data folder of an installation. */
 #include <errno.h>
 #include <fcntl.h>
 #include <lauxlib.h>
@@ -49,9 +49,9 @@ struct program {
     bool show_help, show_version, show_build, interactive, no_env, executes, bytecode, stdin_script;
     bool dry_run;                /* what follows are the arguments of tools/plan.lua */
     bool pauses;                 /* Ctrl-C pauses the script */
-    char exe[PATH_MAX];          /* the running binary; empty when unknown */
-    char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty when installed */
-    char root[PATH_MAX];         /* the tree; empty when none was found */
+    char exe[PATH_MAX];          /* path of the running binary; empty if unknown */
+    char gen[PATH_MAX];          /* folder of generated Lua in a build tree; empty if installed */
+    char root[PATH_MAX];         /* the tree; empty if none was found */
     bool installed;
     int status;                  /* exit status */
 };
@@ -68,22 +68,18 @@ static void print_usage(const struct program *p, FILE *f)
 {
     fprintf(f, "usage: %s [options]... [script [args]...].\n", p->name ? p->name : "psluajit");
     fputs("Available options are:\n"
-          "  -e chunk  Execute string 'chunk'.\n"
-          "  -l name   Require library 'name'.\n"
-          "  -b ...    Save or list bytecode.\n"
-          "  -j cmd    Perform LuaJIT control command.\n"
+          "  -e chunk  Execute string 'chunk'.\n  -l name   Require library 'name'.\n"
+          "  -b ...    Save or list bytecode.\n  -j cmd    Perform LuaJIT control command.\n"
           "  -O[opt]   Control LuaJIT optimizations.\n"
           "  -i        Enter interactive mode after executing 'script', or at its error.\n"
           "  -v        Show version information; --version shows the commit and libraries, too.\n"
           "  -E        Ignore environment variables.\n"
           "  --dry-run [--hardware NAME] script [args]...\n"
-          "            Tell what the script's first step takes, and compute nothing.\n"
-          "  --        Stop handling options.\n"
-          "  -         Execute stdin and stop handling options.\n"
-          "  --help    Show this text.\n"
-          "Alone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D or exit leaves.\n"
-          "Ctrl-C pauses a script that runs on a terminal, and opens a prompt with its variables:\n"
-          "continue goes on, abort raises an error in the script.\n"
+          "            Print what the script's first step needs, without computing it.\n"
+          "  --        Stop handling options.\n  -         Execute stdin and stop handling options.\n"
+          "  --help    Show this text.\nAlone on a terminal it is a prompt: TAB completes, Ctrl-C interrupts, Ctrl-D "
+          "or exit leaves.\nCtrl-C pauses a script that runs on a terminal, and opens a prompt with its variables:\n"
+          "continue resumes it, abort raises an error in it.\n"
           "A script that is not found from the current folder is looked up in psluajit's own\n"
           "examples, tools and root folder, where NAME stands for NAME.lua: `psluajit tools` and\n"
           "`psluajit examples` list them. `psluajit new text DIR` writes a small project.\n"
@@ -102,9 +98,9 @@ static void print_version(bool build)
 
 /* -- protected calls ----------------------------------------------------------------------------------------------- */
 
-/* Puts the message at 1 through a function of lua/ps/core/caller.lua: "at" gives a message that begins with a place in
- * psluajit's own Lua files the script's instead, "trace" takes their frames from a traceback, "described" makes a text
- * of an error that is no string. */
+/* Passes the message at 1 through a function of lua/ps/core/caller.lua. "at": if the message begins with a place in
+ * psluajit's own Lua files, replaces it by the place in the script. "trace": removes the frames of psluajit's own files
+ * from a traceback. "described": makes a text of an error that is not a string. */
 static void by_caller(lua_State *L, const char *function)
 {
     luaL_findtable(L, LUA_REGISTRYINDEX, "_LOADED", 1);
@@ -119,7 +115,8 @@ static void by_caller(lua_State *L, const char *function)
 
 static bool keeps_locals;        /* a script runs, and a prompt opens at its error */
 
-/* Notes the script's variables while its frames are there (lua/ps/prompt/locals.lua). The error is at 1, and stays. */
+/* Records the script's variables while its frames exist (lua/ps/prompt/locals.lua). The error is at 1, and stays
+ * there. */
 static void keep_locals(lua_State *L)
 {
     if (program_require(L, MODULE_LOCALS)) {
@@ -142,7 +139,7 @@ static int traceback(lua_State *L)
             lua_settop(L, 1);
         } else {
             lua_settop(L, 1);
-            program_require(L, MODULE_PRETTY);                     /* the script may never have asked for ps */
+            program_require(L, MODULE_PRETTY);                     /* the script may never have loaded ps */
             lua_settop(L, 1);
             by_caller(L, "described");
         }
@@ -168,7 +165,7 @@ int program_call(lua_State *L, int nargs, int nresults)
     return status;
 }
 
-/* Prints a failure, which ends the program, and pops its message; ranks that wait for this one are told. Returns
+/* Prints a failure, which ends the program, and pops its message. Ranks that wait for this one are notified. Returns
  * `status`. */
 static int report(const struct program *p, lua_State *L, int status)
 {
@@ -190,14 +187,14 @@ static bool is_file(const char *path)
     return stat(path, &st) == 0 && !S_ISDIR(st.st_mode);
 }
 
-/* Joins into out[PATH_MAX]; false when it does not fit. */
+/* Joins two paths into out[PATH_MAX]. False: the result is too long. */
 static bool join(char *out, const char *folder, const char *name)
 {
     int n = snprintf(out, PATH_MAX, "%s/%s", folder, name);
     return n > 0 && n < PATH_MAX;
 }
 
-/* Takes `folder` as the tree if it is one. */
+/* Uses `folder` as the tree if it is one. */
 static bool take_root(struct program *p, const char *folder)
 {
     char probe[PATH_MAX];
@@ -274,8 +271,8 @@ static void add_preload(lua_State *L, struct program *p, const char *name, lua_C
     lua_pop(L, 2);
 }
 
-/* The engine's own modules come first, so that a file in the current folder cannot stand in for them; models, examples
- * and tools come last, so that the user's files of the same name win. */
+/* The engine's own modules come first, so that a file in the current folder cannot replace them. models, examples and
+ * tools come last, so that the user's files of the same name are found first. */
 static void set_package_path(lua_State *L, const struct program *p)
 {
     const char *path;
@@ -289,7 +286,7 @@ static void set_package_path(lua_State *L, const struct program *p)
     lua_pop(L, 2);
 }
 
-/* Lua's functions on lists know lists of modules from the script's first line on. */
+/* From the script's first line on, Lua's functions for lists also support lists of modules. */
 static void load_lists(lua_State *L)
 {
     int top = lua_gettop(L);
@@ -299,7 +296,7 @@ static void load_lists(lua_State *L)
 
 static const char no_checkpoint[] = "its checkpoint could not be completed";
 
-/* A checkpoint that is being written in the background is waited for before the process ends. False: it failed. */
+/* Before the process ends, waits for a checkpoint that is being written in the background. False: writing it failed. */
 static bool finish_checkpoint(lua_State *L, bool failed)
 {
     bool ok = true;
@@ -319,7 +316,8 @@ static bool finish_checkpoint(lua_State *L, bool failed)
     return ok;
 }
 
-/* What devices exchange with other ranks is over before a normal end; else the others, and stderr, are told why not. */
+/* Before a normal end, waits for the exchanges of devices with other ranks. If that fails, the other ranks and stderr
+ * get the reason. */
 static bool finish_exchanges(void)
 {
     char why[1000];
@@ -330,7 +328,8 @@ static bool finish_exchanges(void)
     return false;
 }
 
-/* os.exit(code, close): close is true unless the caller says false, so that finalizers run. Other ranks are told. */
+/* os.exit(code, close). close is true unless the caller passes false, so that finalizers run. Other ranks are
+ * notified. */
 static int os_exit(lua_State *L)
 {
     char why[64];
@@ -361,8 +360,9 @@ static void wrap_os_exit(lua_State *L)
 
 /* -- options ----------------------------------------------------------------------------------------------------- */
 
-/* LuaJIT's own options need its jit.* modules, which are Lua, and so is this. Called with the option's letter and its
- * text (-j, -O), or "b" and the arguments of jit.bcsave. Tail calls, so that messages carry no place in this text. */
+/* LuaJIT's own options need its jit.* modules, which are Lua. So this code is Lua, too. It is called with the option's
+ * letter and its text (-j, -O), or with "b" and the arguments of jit.bcsave. It uses tail calls, so that messages have
+ * no place in this text. */
 static const char jit_options[] =
     "local kind, text = ...\n"
     "local function module(name)\n"
@@ -412,8 +412,8 @@ static int run_require(struct program *p, lua_State *L, const char *name)
     return report(p, L, program_call(L, 1, 0));
 }
 
-/* Sorts options from the script; p->script is set. False when the options make no sense. The text of an option that
- * takes one is the rest of the word or, but for -O, the next word. */
+/* Separates options from the script, and sets p->script. False: the options are not valid. The text of an option is the
+ * rest of its word. If the rest is empty, it is the next word (not for -O). */
 static bool parse_options(struct program *p)
 {
     int i;
@@ -450,7 +450,7 @@ static bool parse_options(struct program *p)
     return true;
 }
 
-/* Runs -e, -j, -l and -O in their order; stops at the first failure. */
+/* Runs -e, -j, -l and -O in the order of the command line. Stops at the first failure. */
 static int run_options(struct program *p, lua_State *L)
 {
     for (int i = 1; i < p->script; i++) {
@@ -467,12 +467,12 @@ static int run_options(struct program *p, lua_State *L)
     return 0;
 }
 
-/* -b: the whole rest of the command line belongs to jit.bcsave. */
+/* -b: all other words of the command line belong to jit.bcsave. */
 static int run_bytecode(struct program *p, lua_State *L)
 {
     int first = 2;
     if (p->argv[1][2]) {
-        p->argv[1][1] = '-';                 /* -bl is -b -l */
+        p->argv[1][1] = '-';                 /* -bl means -b -l */
         p->argv[1]++;
         first = 1;
     }
@@ -537,7 +537,7 @@ static bool push_script_path(const struct program *p, lua_State *L, const char *
     return false;
 }
 
-/* The global `arg`: the script at 0, its arguments after it, the program and its options before. */
+/* Sets the global `arg`: the script is at 0, its arguments come after it, the program and its options before it. */
 static void set_arg(lua_State *L, const struct program *p, const char *script)
 {
     lua_createtable(L, p->argc - p->script, p->script);
@@ -557,8 +557,8 @@ static bool may_pause(const struct program *p, const char *path)
     return strncmp(real, tools, strlen(tools)) != 0;
 }
 
-/* *ran: the script was read, and ran. For a prompt at its error its functions are interpreted: compiled code would show
- * old values of variables. */
+/* *ran: the script was read and has run. If a prompt opens at its error, its functions are interpreted: compiled code
+ * would show old values of variables. */
 static int run_script(struct program *p, lua_State *L, const char *path, bool *ran)
 {
     int nargs = p->argc - p->script - 1, status = luaL_loadfile(L, path);
@@ -631,20 +631,21 @@ static int protected_main(lua_State *L)
     return 0;
 }
 
-/* A program that was started with stdin, stdout or stderr closed would get their numbers for its own files, and print
- * into them. False: nothing can be opened in their place. */
+/* If a program was started with stdin, stdout or stderr closed, its own files would get their numbers, and output would
+ * be written into them. False: no file can be opened in their place. */
 static bool open_stdio(void)
 {
     int fd;
     do {
         fd = open("/dev/null", O_RDWR);
-        if (fd < 0) fd = open("/", O_RDONLY);       /* no /dev here: reads and writes of it fail, which is enough */
+        if (fd < 0) fd = open("/", O_RDONLY);       /* /dev does not exist here: reads and writes of these files then
+                                                     * fail, which is enough */
     } while (fd >= 0 && fd <= STDERR_FILENO);
     if (fd >= 0) close(fd);
     return fd >= 0 || fcntl(STDERR_FILENO, F_GETFD) >= 0;
 }
 
-/* At exit, when finalizers have printed, too: output that got lost is a failure. */
+/* Called at exit, after finalizers have printed. If output was lost, the program fails. */
 static void check_stdout(void)
 {
     errno = 0;
@@ -657,7 +658,7 @@ static void check_stdout(void)
 
 int main(int argc, char **argv)
 {
-    /* Lives as long as the process: Lua closures point to it. */
+    /* Exists as long as the process, because Lua closures point to it. */
     static struct program p;
     lua_State *L;
     int status;

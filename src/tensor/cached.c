@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention for positions whose preceding keys and values are in caches, for a model that continues a text token by
- * token. It is not an op of its own: it makes the views for a step, and runs the ops copy_, rope and attention on them,
- * as if the script had called them one by one. For one token of a small model, these calls cost more than the
- * products. */
+ * token. This is not an op of its own. It makes the views for a step, and runs the ops copy_, rope and attention on
+ * them, as if the script had called them one after another. For one token of a small model, these calls cost more than
+ * the products. */
 #include "tensor/tensor.h"
 #include <math.h>
 #include "base/error.h"
 
-enum { OWNED = 16 };                      /* enough for every path through a call */
+enum { OWNED = 16 };                      /* enough for every case of a call */
 
-/* One call. B samples, T positions, D columns per head. */
+/* One call. B: samples, T: positions, D: columns per head. */
 typedef struct cached {
     ps_ctx *ctx;
     const ps_cached_attention *how;
@@ -21,7 +21,7 @@ typedef struct cached {
 
 static ps_tensor *own(cached *c, ps_tensor *t) { return c->owned[c->n_owned++] = t; }
 
-/* Runs an op of one output; *out is lent. */
+/* Runs an op with one output; *out is lent. */
 static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t nbytes, ps_tensor **out)
 {
     ps_tensor *all[PS_MAX_OUT] = { NULL };
@@ -30,7 +30,7 @@ static int run(cached *c, int op, int n_in, ps_tensor *const *in, const void *at
     return 0;
 }
 
-/* Heads first .. first + count of x [B, T, all D], contiguous, as [B, count, T, D]; *out is lent. */
+/* Returns heads first .. first + count of x [B, T, all D], which is contiguous, as [B, count, T, D]; *out is lent. */
 static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64_t all, ps_tensor **out)
 {
     int64_t row = all * c->D;
@@ -41,7 +41,7 @@ static int heads_of(cached *c, ps_tensor *x, int64_t first, int64_t count, int64
     return 0;
 }
 
-/* Positions from .. from + n of heads first .. first + count of a cache; *out is lent. */
+/* Returns positions from .. from + n of heads first .. first + count of a cache; *out is lent. */
 static int part_of(cached *c, ps_tensor *cache, int64_t first, int64_t count, int64_t from, int64_t n, ps_tensor **out)
 {
     ps_meta m = ps_tensor_meta(cache);
@@ -68,7 +68,7 @@ static int turn(cached *c, ps_tensor **x)
     return c->cos ? run(c, PS_OP_rope, 3, (ps_tensor *[]){ *x, c->cos, c->sin }, &attrs, sizeof attrs, x) : 0;
 }
 
-/* x [B, T, ..] with the columns of `all` heads next to each other; made contiguous if it is not. */
+/* Returns x [B, T, ..], in which the columns of `all` heads are next to each other. Makes x contiguous if it is not. */
 static int rows_of(cached *c, ps_tensor **x, int64_t all)
 {
     ps_attrs_contiguous none = { 0 };
@@ -147,7 +147,7 @@ static int attend(cached *c, ps_tensor **out)
     if (attrs.scale == 0) attrs.scale = 1 / sqrt((double)c->D);
     PS_TRY(run(c, PS_OP_attention, 4, (ps_tensor *[]){ q, k, v, c->mask }, &attrs, sizeof attrs, &y));
     ps_meta m = { .dtype = y->dtype_, .ndim = 3, .shape = { c->B, c->T, c->how->heads * c->D } };
-    ps_meta_set_contiguous(&m);                              /* attention's output has the layout [B, T, H, D] */
+    ps_meta_set_contiguous(&m);                              /* attention returns the layout [B, T, H, D] */
     m.offset = y->offset;
     return ps_tensor_view(y, &m, out);
 }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op path. Every op takes these steps, here and nowhere else:
+ * The op path. Every op is performed in these steps, which only this file implements:
  *   row -> check inputs -> common type, contiguity -> infer shapes -> outputs -> pin -> kernel -> unpin -> tape
  * Ops, memory, devices and gradients meet only in this file. */
 #include "tensor/tensor.h"
@@ -12,7 +12,7 @@
 
 typedef struct ps_scratch_list ps_scratch_list;
 
-/* The call of an op. `owned`: a bit set of inputs that the call made itself (casts, copies) and must release. */
+/* The call of an op. `owned`: a bit set of the inputs that the call made itself (casts, copies) and must release. */
 typedef struct apply {
     ps_ctx *ctx;
     const ps_opinfo *row;
@@ -22,10 +22,11 @@ typedef struct apply {
     union { char bytes[PS_MAX_ATTRS]; double align; } attrs;
     ps_meta meta[PS_MAX_OUT];
     ps_tensor *out[PS_MAX_OUT];
-    uint32_t given;                       /* a bit set of outputs that the caller passed */
+    uint32_t given;                       /* a bit set of the outputs that the caller passed */
     ps_scratch_list *scratch;
     bool ticked;                          /* the engine was notified that this op begins (op_begins) */
-    bool known;                           /* in a dry run of a script: the op was computed (is_known) */
+    bool known;                           /* in a dry run of a script: the op was computed, since its inputs are known
+                                           * (is_known) */
 } apply;
 
 struct ps_scratch_list { ps_scratch_list *next; void *handle; };
@@ -53,13 +54,13 @@ static int check_inputs(apply *a, const ps_tensor *const *out)
             if (row->optional_in >> i & 1) continue;
             return ps_fail(PS_EINVAL, "%s: input %s is missing", row->name, input_name(row, i, name, sizeof name));
         }
-        if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s is of another context", row->name,
+        if (t->ctx != a->ctx) return ps_fail(PS_EINVAL, "%s: input %s belongs to another context", row->name,
                                              input_name(row, i, name, sizeof name));
         PS_TRY(ps_tensor_check_alive(t));
         if (t->storage->engine.taken && !(t->flags & PS_T_SLOT))
             return ps_fail(PS_ESTATE,
-                           "%s: a parameter was used between backward and optimizer:step(), while its gradient lies in "
-                           "its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
+                           "%s: a parameter was used between backward and optimizer:step(), while its gradient "
+                           "occupies its place; call optimizer:step() or optimizer:zero_grad() first", row->name);
         if (a->ctx->tape.reads.on && t->storage->engine.watched) ps_reads_add(a->ctx, t->storage);
         if (a->device < 0) a->device = t->device_;
         else if (a->device != t->device_)
@@ -118,8 +119,8 @@ static int replace_input(apply *a, int i, int op, const void *attrs)
     return 0;
 }
 
-/* Refuses a write to parameters while the script is paused within a step, which it would tear. Between steps it is
- * allowed. */
+/* Rejects a write to parameters while the script is paused within a step, because the step would then use both old and
+ * new values. Between steps such a write is allowed. */
 static int check_suspended(const apply *a)
 {
     const ps_ctx *ctx = a->ctx;
@@ -133,7 +134,8 @@ static int check_suspended(const apply *a)
     return 0;
 }
 
-/* Whether the bytes of two tensors may overlap, judged by the ranges from their first to their last element. */
+/* True if the bytes of two tensors may overlap. Only the ranges from their first to their last elements are
+ * compared. */
 static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
 {
     if (a->storage != b->storage || a->numel_ == 0 || b->numel_ == 0) return false;
@@ -144,7 +146,7 @@ static bool may_overlap(const ps_tensor *a, const ps_tensor *b)
     return a->offset <= last[1] && b->offset <= last[0];
 }
 
-/* Whether every element of a has the same bytes as that of b. */
+/* True if every element of a has the same bytes as the same element of b. */
 static bool same_elements(const ps_tensor *a, const ps_tensor *b)
 {
     bool same = a->offset == b->offset && a->dtype_ == b->dtype_ && ps_same_shape(a, b);
@@ -231,7 +233,7 @@ static int make_outputs(apply *a)
 }
 
 /* -- kernel -------------------------------------------------------------------------------------------------------- */
-/* Records bytes of the op's device if they changed. The chunk manager records those of tiers. */
+/* Records the bytes of the op's device if they have changed. The chunk manager records the bytes of tiers. */
 static void record_memory(const apply *a, int64_t now)
 {
     ps_memory_info info;
@@ -316,7 +318,7 @@ static int try_scratch(apply *a, ps_backend *be, const ps_call *call)
 
 static int of_ranks(apply *a, ps_call *call);
 
-/* Allocates and frees the op's scratch memory, so that the peak of a dry run includes it. Notes an op of several
+/* Allocates and frees the op's scratch memory, so that the peak of a dry run includes it. Records an op of several
  * ranks. */
 static int dry_scratch(apply *a, ps_backend *be, ps_view *in, ps_view *out)
 {
@@ -336,7 +338,8 @@ static int move_bytes(apply *a, const ps_view *in, const ps_view *out)
     if (nbytes == 0 || to->no_data) return 0;
     if (from->no_data) return ps_fail(PS_EUNSUP, "device %s holds no data to copy", from->name);
     if (!from->is_host && !to->is_host)
-        return ps_fail(PS_EUNSUP, "%s: a copy from %s to %s has to go through the host", a->row->name, from->name,
+        return ps_fail(PS_EUNSUP, "%s: a tensor cannot be copied directly from %s to %s; copy it to the host first",
+                       a->row->name, from->name,
                        to->name);
     if (from->copy_out && !from->is_host) return from->copy_out(from, out->data, in->data, nbytes);
     if (to->copy_in && !to->is_host) return to->copy_in(to, out->data, in->data, nbytes);
@@ -364,8 +367,8 @@ static int run_chain(apply *a, ps_backend *be, ps_call *call)
     return rc;
 }
 
-/* Adds the finished ops of a device to the record (wait: waits for all of them). Leaves out an op whose time the device
- * does not know. */
+/* Adds the finished ops of a device to the record. wait: waits for all ops. Omits an op whose time the device does not
+ * know. */
 static void take_times(ps_ctx *ctx, int device, bool wait)
 {
     ps_record_event e;
@@ -379,10 +382,10 @@ void ps_record_settle(ps_ctx *ctx)
     for (int i = 0; i < ctx->n_devices; i++) take_times(ctx, i, true);
 }
 
-/* Whether the device will report the times of the work that is queued from here on. */
+/* True if the device will report the times of work that is queued from now on. */
 static bool time_begins(ps_backend *be) { return be->time_begin && be->time_begin(be, ps_record_run) == 0; }
 
-/* Adds an op, or a part of one, to the record; timed: by the device's clock, once it has ended. */
+/* Adds an op, or a part of an op, to the record. timed: by the device's clock, after the op has ended. */
 static void record_work(const apply *a, ps_record_event *e, bool timed)
 {
     ps_backend *be = a->ctx->devices[a->device];
@@ -419,7 +422,7 @@ int ps_call_part(ps_call *whole, ps_call *part)
     if (part->dry) return try_scratch(a, be, part);
     int64_t began = ps_record_begin();
     bool timed = began && time_begins(be);
-    a->scratch = NULL;                                       /* the scratch of the whole call stays */
+    a->scratch = NULL;                                       /* the scratch memory of the whole call stays allocated */
     int rc = run_chain(a, be, part);
     a->scratch = kept;
     if (began) {
@@ -442,8 +445,8 @@ static void count_flops(const apply *a)
 
 enum { KNOWN_NBYTES = 64 << 20 };
 
-/* In a dry run of a script: whether the op reads only values that the script wrote, in host memory, and numbers derived
- * from them. It is then computed, unless its outputs are large. */
+/* In a dry run of a script: true if the op reads only values that the script wrote, in host memory, and numbers derived
+ * from them. Such an op is computed, unless its outputs are large. */
 static bool is_known(const apply *a, const ps_backend *be)
 {
     if (!be->is_host || a->row->flags & (PS_OPF_MOVE | PS_OPF_RANKS)) return false;
@@ -514,7 +517,8 @@ static int check_in_place(apply *a, uint32_t needs)
                    a->row->name, needs & 1 ? "its tensor needs" : "its source needs");
 }
 
-/* In a dry run, writes change the versions only of its own tensors, since it leaves all others unchanged. */
+/* In a dry run, writes change only the versions of the dry run's own tensors, because it leaves all other tensors
+ * unchanged. */
 static void bump_version(const apply *a, ps_storage *s)
 {
     s->bytes.written = a->known;
@@ -535,7 +539,7 @@ static void bump_versions(apply *a)
 static int apply_steps(apply *a)
 {
     PS_TRY(prepare_inputs(a));
-    ps_error_set_op(a->row->name);                           /* set again: casts and copies have cleared it */
+    ps_error_set_op(a->row->name);                           /* set again, because casts and copies have cleared it */
     uint32_t needs = a->row->grad || (a->row->flags & PS_OPF_INPLACE) ? ps_tape_needs(a->ctx, a->n_in, a->in) : 0;
     PS_TRY(check_in_place(a, needs));
     ps_infer f = { .op = a->op, .n_in = a->n_in, .in = (const ps_tensor *const *)a->in, .attrs = a->attrs.bytes,

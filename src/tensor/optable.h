@@ -7,8 +7,8 @@
 #include "base/dtype.h"
 
 typedef struct ps_meta {
-    int32_t dtype, ndim;                      /* ndim -1: this output is not wanted */
-    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* strides and offset: of views, and if `permuted` */
+    int32_t dtype, ndim;                      /* ndim -1: the output is not wanted */
+    int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS], offset;   /* used by views, and if `permuted` is set */
     bool permuted;                            /* an output whose dense bytes are not in row-major order */
 } ps_meta;
 
@@ -39,7 +39,8 @@ typedef struct ps_grad {
     const void *attrs;
     int n_in, n_out, n_temps;
     ps_grad_phase phase;
-    bool puts_off;                            /* weight gradients wait: the rule must not add one to its sum now */
+    bool puts_off;                            /* weight gradients were put off, so the rule must not add a gradient to
+                                               * its sum now */
     ps_tensor **dout, **din;
     ps_tensor *temps[32];
 } ps_grad;
@@ -47,14 +48,15 @@ typedef int (*ps_grad_rule)(ps_grad *g);
 
 /* For gradient rules (grad/rule.c). */
 bool ps_grad_wants(const ps_grad *g, int i);
-bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or the other one */
+bool ps_grad_wants_ever(const ps_grad *g, int i);            /* in this phase or in the other one */
 /* Keeps a tensor of the first phase for the second; a rule that runs in one phase keeps nothing. ps_grad_kept returns
  * that tensor (lent), or NULL. */
 int ps_grad_keep(ps_grad *g, ps_tensor *t);
 ps_tensor *ps_grad_kept(const ps_grad *g);
-int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* saved input, lent; *out NULL if it was absent */
-int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* saved output, lent */
-/* *t: a saved tensor that the rule is about to change: a copy, if the walk keeps the graph for another one. */
+int ps_grad_in(ps_grad *g, int i, ps_tensor **out);          /* a saved input, lent; *out is NULL if it was absent */
+int ps_grad_out(ps_grad *g, int i, ps_tensor **out);         /* a saved output, lent */
+/* *t: a saved tensor that the rule is about to change. If the walk keeps the graph for another walk, *t becomes a
+ * copy. */
 int ps_grad_own(ps_grad *g, ps_tensor **t);
 const ps_meta *ps_grad_in_meta(const ps_grad *g, int i);
 void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradient of input i; lent */
@@ -62,18 +64,19 @@ void ps_grad_give(ps_grad *g, int i, ps_tensor *t);          /* t is the gradien
  * at entry. */
 int ps_run(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ...);
 int ps_run_list(ps_grad *g, int op, const void *attrs, ps_tensor **out, int n_in, ps_tensor *const *in);
-/* The destination of the gradient of input i, lent: a tensor to add to (*accumulate = 1), one to overwrite (0), or
- * NULL: the op makes one. Pass the destination as the op's output, then pass the op's result to ps_grad_give unless
- * *accumulate. */
+/* *dest: the destination of the gradient of input i, lent. It is a tensor to add to (*accumulate = 1), or a tensor to
+ * overwrite (0), or NULL: the op makes one. The rule passes the destination as the op's output. Unless *accumulate is
+ * set, it then passes the op's result to ps_grad_give. */
 int ps_grad_dest(ps_grad *g, int i, ps_tensor **out, int32_t *accumulate);
-/* A contiguous tensor of meta's type and shape, contents not set; it lives until the rule returns. */
+/* Makes a contiguous tensor of meta's type and shape with undefined contents. It lives until the rule returns. */
 int ps_grad_new(ps_grad *g, int device, const ps_meta *meta, ps_tensor **out);
-/* For ops with an `add` input: the sum of the gradients of input i from other nodes so far, or NULL. *out: the same
- * tensor if the new sum may overwrite it; NULL: the op makes the sum, and ps_grad_replace stores it. */
+/* For ops with an `add` input: returns the sum so far of the gradients of input i from other nodes, or NULL. *out: the
+ * same tensor, if the new sum may overwrite it. If *out is NULL, the op makes the sum, and ps_grad_replace stores
+ * it. */
 ps_tensor *ps_grad_pending(ps_grad *g, int i, ps_tensor **out);
 void ps_grad_replace(ps_grad *g, int i, ps_tensor *sum);
 
-/* A cost rule reads types and shapes of `in` and `out` (NULL: absent), and adds to flops and bytes (ps_op_cost). */
+/* A cost rule reads the types and shapes of `in` and `out` (NULL: absent), and adds to flops and bytes (ps_op_cost). */
 typedef struct ps_cost {
     int n_in, n_out;
     ps_tensor *const *in, *const *out;
@@ -96,7 +99,7 @@ enum {
     PS_OPF_PRODUCT = 1024
 };
 
-enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* backward computes cheap outputs of at least this size again */
+enum { PS_CHEAP_MIN_NBYTES = 1 << 20 };        /* smallest cheap output in bytes that backward computes again */
 
 typedef struct ps_opinfo {
     const char *name, *ins, *outs, *saved;
@@ -105,14 +108,14 @@ typedef struct ps_opinfo {
     ps_grad_rule grad;                        /* NULL: none */
     ps_cost_rule cost;
     unsigned flags;
-    /* computed from the strings at start */
-    int n_in, n_out;                          /* n_in -1: any number */
+    /* computed at start from the strings above */
+    int n_in, n_out;                          /* n_in -1: the op takes any number of inputs */
     uint64_t optional_in, saved_in, ahead_in;  /* bit sets; ahead_in: saved only if the step runs ahead */
     uint32_t saved_out, hidden_out;
     int8_t saved_for[8];                      /* input i is saved only if this input wants a gradient; -1: always */
     const char *in_name[8];                   /* point into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
-const ps_opinfo *ps_op(int op);               /* op is in range */
+const ps_opinfo *ps_op(int op);               /* true if op is a number of an op */
 
 /* -- helpers for rules (ops/rules.c) ------------------------------------------------------------------------------ */
 /* Fails with the op's name and all input shapes and types after the text. */
@@ -121,20 +124,22 @@ ps_meta ps_meta_like(const ps_tensor *t);                    /* dtype and shape 
 ps_meta ps_tensor_meta(const ps_tensor *t);                  /* dtype, shape, strides and offset of t */
 void ps_meta_set_contiguous(ps_meta *m);                     /* strides from shape, offset 0 */
 const char *ps_shape_text(int ndim, const int64_t *shape, char *buf, size_t size);   /* "[2, 3]" */
-int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative counts from the end; checked */
+int ps_rule_dim(const ps_infer *f, int ndim, int32_t *dim);  /* negative numbers count from the end; the result is
+                                                              * checked */
 int ps_rule_broadcast(const ps_infer *f, const ps_tensor *a, const ps_tensor *b, ps_meta *out);   /* shape only */
 bool ps_same_shape(const ps_tensor *a, const ps_tensor *b);
 int ps_rule_ranks(const ps_infer *f);        /* checks size, rank and root of an op of several ranks (ops/ranks.c) */
 /* Checks that `t`, a tensor that an op passes to its gradient op, has this type and shape. The error names `name`. */
 int ps_rule_like(const ps_infer *f, const ps_tensor *t, const char *name, int dtype, int ndim, const int64_t *shape);
-/* For gradient rules: run an op of one output. */
+/* For gradient rules: each runs an op with one output. */
 int ps_run1(ps_grad *g, int op, ps_tensor **out, ps_tensor *a, ps_tensor *b);   /* no attributes; b may be NULL */
 int ps_affine(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha, double beta);
-int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, the sign of zeros kept */
+int ps_scaled(ps_grad *g, ps_tensor **out, ps_tensor *x, double alpha);         /* alpha * x, with the sign of zeros
+                                                                                 * kept */
 int ps_cast(ps_grad *g, ps_tensor **out, ps_tensor *x, int dtype);
 int ps_filled(ps_grad *g, ps_tensor **out, int device, const ps_meta *meta, double value);
 int ps_scalar_like(ps_grad *g, ps_tensor **out, const ps_tensor *like,
-                   double value); /* 0-dim, type and device of like */
+                   double value); /* 0 dimensions, with the type and device of `like` */
 int ps_tensor_read_scalar(const ps_tensor *t, double *out);  /* waits for the device */
 int ps_sum_to(ps_grad *g, ps_tensor **out, ps_tensor *x, const ps_meta *like);  /* undoes broadcasting */
 int ps_reshape_to(ps_grad *g, ps_tensor **out, ps_tensor *x, int ndim, const int64_t *shape);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Records the effects of spans of micro-batches, and repeats them (replay.h). NOTED micro-batches must have had equal
- * effects: then the effects of those between the first and the last do not depend on their number. */
+ * Records the effects of spans of micro-batches, and repeats them (replay.h). NOTED micro-batches in sequence must have
+ * had equal effects. From then on the effects of micro-batches before the last do not depend on their number. */
 #include "tensor/replay.h"
 #include <stdlib.h>
 #include <string.h>
@@ -12,12 +12,13 @@ enum { MADE, GONE, OP, PIN, UNPIN, TAKE, GIVE };
 
 typedef struct effect {
     int32_t kind, device;
-    int32_t span, at;             /* for GONE: the storage, number `at` of those that `span` of the micro-batch made */
+    int32_t span, at;             /* for GONE: the storage has number `at` among the storages that `span` of the
+                                   * micro-batch made */
     int64_t access;               /* for PIN */
     int64_t nbytes;               /* for MADE and TAKE */
-    ps_storage *storage;          /* for PIN and UNPIN: one that outlives the step, such as those in chunks */
+    ps_storage *storage;          /* for PIN and UNPIN: a storage that outlives the step, such as those in chunks */
 } effect;
-_Static_assert(sizeof(effect) == 40, "no holes: effects are compared byte by byte");
+_Static_assert(sizeof(effect) == 40, "no padding: effects are compared byte by byte");
 
 typedef struct place { int32_t span, at; } place;
 typedef struct made { ps_storage *storage; place at; bool ended; } made;            /* storage NULL: it was dropped */
@@ -26,13 +27,14 @@ typedef struct made { ps_storage *storage; place at; bool ended; } made;        
 typedef struct noted {
     effect *effects;
     int32_t n, capacity, n_made;
-    place *ended;                 /* [n_ended] sorted: storages whose bytes wait for Lua's collector from here on */
+    place *ended;                 /* [n_ended] sorted: storages whose bytes, from this point on, wait for Lua's
+                                   * collector */
     int32_t n_ended, ended_capacity;
     ps_rank_calls calls;
     bool whole;
 } noted;
 
-typedef struct notes {            /* of one micro-batch */
+typedef struct notes {            /* effects of one micro-batch */
     noted *spans;                 /* [n_spans] */
     made *made;                   /* [n_made] */
     int32_t n_made, capacity;
@@ -49,15 +51,15 @@ enum { NOTED = PS_PIPE_PERFORMED - 1 };           /* the micro-batches after the
 struct ps_replay {
     ps_ctx *ctx;
     int32_t n_spans, n_micros, first, end;
-    notes notes[NOTED];           /* for micro-batches first - NOTED to first - 1 */
-    int32_t span, micro;          /* under way; span -1: none */
-    int32_t n_calls;              /* value of ctx->dry.calls at its begin */
+    notes notes[NOTED];           /* the effects of micro-batches first - NOTED to first - 1 */
+    int32_t span, micro;          /* the span under way; span -1: none */
+    int32_t n_calls;              /* value of ctx->dry.calls at the begin of the span */
     bool differs;
     twins *twins;                 /* [n_micros x n_spans] */
     waiting *waiting;             /* [n_waiting] */
     int32_t n_waiting, waiting_capacity;
-    int64_t number, began;        /* number of the next storage, and of the first one in this run */
-    taken *scratch;               /* [n_scratch] while a span is repeated */
+    int64_t number, began;        /* number of the next storage; number of the first storage in this run */
+    taken *scratch;               /* [n_scratch] used while a span is repeated */
     int32_t n_scratch, scratch_capacity;
 };
 
@@ -79,8 +81,8 @@ static void notes_drop(notes *of, int32_t n_spans)
     *of = (notes){ .spans = NULL };
 }
 
-/* Frees the waiting bytes, the youngest first. The order must not depend on the collector, since it decides where the
- * next bytes are placed. */
+/* Frees the waiting bytes, the youngest first. The order must not depend on the collector, because it determines where
+ * the next bytes are placed. */
 static int by_number(const void *a, const void *b)
 {
     int64_t x = ((const waiting *)a)->number, y = ((const waiting *)b)->number;
@@ -145,7 +147,7 @@ int ps_replay_begin(ps_ctx *ctx, int32_t micros, int32_t spans, int32_t first, i
 }
 
 /* -- noting -------------------------------------------------------------------------------------------------------- */
-/* The notes of the micro-batch; NULL: it is not one of those that are noted. */
+/* Returns the record of the micro-batch; NULL: the micro-batch is not recorded. */
 static notes *notes_of(ps_replay *r, int32_t micro)
 {
     int32_t at = micro - (r->first - NOTED);
@@ -191,7 +193,7 @@ void ps_replay_made(ps_ctx *ctx, ps_storage *s)
     note(r, (effect){ .kind = MADE, .device = s->device, .nbytes = s->nbytes });
 }
 
-/* Notes that a storage of a noted micro-batch loses its bytes. late: they wait for Lua's collector. */
+/* Records that a storage of a recorded micro-batch loses its bytes. late: the bytes wait for Lua's collector. */
 static void note_gone(ps_replay *r, const ps_storage *s, bool late)
 {
     notes *of = &r->notes[s->replay.noted % NOTED];
@@ -199,7 +201,8 @@ static void note_gone(ps_replay *r, const ps_storage *s, bool late)
     m->storage = NULL;
     if (m->ended) return;
     noted *p = noting(r);
-    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* in another micro-batch, or between two */
+    if (!p || notes_of(r, r->micro) != of) r->differs = true;         /* made in another micro-batch, or between two
+                                                                       * micro-batches */
     else if (late) note_ended(r, p, m);
     else note(r, (effect){ .kind = GONE, .span = m->at.span, .at = m->at.at });
 }
@@ -267,7 +270,7 @@ static int by_place(const void *a, const void *b)
     return x->at < y->at ? -1 : x->at > y->at ? 1 : 0;
 }
 
-/* Finds storages of the micro-batch that are no longer held: only a script's header keeps their bytes. */
+/* Finds storages of the micro-batch that are no longer held, so that only a script's header keeps their bytes. */
 static void find_ended(ps_replay *r, notes *of, noted *p)
 {
     for (int32_t i = 0; i < of->n_made; i++) {
@@ -308,9 +311,8 @@ int ps_replay_leave(ps_ctx *ctx)
     }
     r->span = -1;
     if (!r->differs || r->first == r->end) return 0;
-    return ps_fail(PS_ESTATE, "micro-batch %d allocated or held different memory in a dry run from the one before "
-                              "it, so no "
-                   "later one can repeat it", r->micro);
+    return ps_fail(PS_ESTATE, "in a dry run micro-batch %d allocated or held other memory than the micro-batch before "
+                              "it, so no later one can repeat it", r->micro);
 }
 
 bool ps_replay_differs(const ps_ctx *ctx) { return ctx->dry.replay && ctx->dry.replay->differs; }

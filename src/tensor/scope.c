@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The scope stack. A storage is in exactly one scope's list (or in none after it was dropped). Small storages are made
- * in the root scope, which never ends. Ending a scope drops the bytes of its storages. Kept storages move to the root
- * instead, and those that the caller names move to the parent. Bytes that the tape holds stay in the root until the
- * tape releases them. */
+ * The scope stack. A storage is in the list of exactly one scope. After it was dropped, it is in no list. Small
+ * storages are made in the root scope, which never ends. Ending a scope drops the bytes of its storages. Kept storages
+ * move to the root instead, and those that the caller names move to the parent. Bytes that the tape holds stay in the
+ * root until the tape releases them. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -10,7 +10,7 @@
 
 int ps_fail_suspended(const char *what)
 {
-    return ps_fail(PS_ESTATE, "the script is paused: %s has to wait until it resumes (continue)", what);
+    return ps_fail(PS_ESTATE, "the script is paused: %s must wait until it resumes (continue)", what);
 }
 
 static void link_to(ps_scope *scope, ps_storage *s)
@@ -25,7 +25,7 @@ static void link_to(ps_scope *scope, ps_storage *s)
 void ps_scope_unlink(ps_storage *s)
 {
     if (!s->scope.of) return;
-    if (s->scope.unscoped) {                 /* it was freed by itself, or stays: it needs no collection */
+    if (s->scope.unscoped) {                 /* it was freed by itself, or it stays: it does not need a collection */
         int64_t left = s->scope.of->unscoped_nbytes - s->nbytes;
         s->scope.of->unscoped_nbytes = left > 0 ? left : 0;
         s->scope.unscoped = false;
@@ -47,7 +47,7 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
 {
     bool small = s->nbytes < PS_SCOPE_MIN_NBYTES, takes = !ctx->devices[s->device]->no_data && !ctx->step->dry;
     ps_scope *outer = &ctx->scope.root;
-    if (ctx->engine.suspended.on)                   /* nothing made in a pause outlives it */
+    if (ctx->engine.suspended.on)                   /* tensors that are made in a pause do not outlive the pause */
         for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope.now, s);
     if (!takes || s->scope.of != &ctx->scope.root) return;
@@ -76,7 +76,7 @@ static void end_innermost(ps_ctx *ctx)
         ps_scope_unlink(s);
         if (!s->bytes.kept) ps_storage_drop(s);
         ps_storage_leave(ctx, s);
-        if (s->block) link_to(&ctx->scope.root, s);        /* kept, or held by the tape for now */
+        if (s->block) link_to(&ctx->scope.root, s);        /* kept, or still held by the tape */
     }
     ctx->scope.now = scope->parent;
     ps_free(scope);
@@ -118,7 +118,7 @@ int ps_collect_due(ps_ctx *ctx)
     ctx->scope.root.unscoped_nbytes = 0;
     ps_memory_info info;
     ctx->mem.now->table->info(ctx->mem.now, 0, &info);
-    int64_t half = info.used / 2, least = 256 << 20;      /* bytes; a collection would not pay off for fewer */
+    int64_t half = info.used / 2, least = 256 << 20;      /* in bytes: for fewer bytes a collection would not pay off */
     ctx->scope.collect_at = half > least ? half : least;
     return 1;
 }

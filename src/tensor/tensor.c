@@ -173,7 +173,7 @@ void ps_storage_leave(ps_ctx *ctx, ps_storage *s)
     bool fits = s->holds > 0 && !s->bytes.kept && s->nbytes >= PS_SCOPE_MIN_NBYTES;
     bool of_dry = ps_storage_is_of(s, ctx->dry.mem);
     if (!ctx->offload.on || !fits || of_dry != (ctx->step->dry != NULL)) return;
-    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages have left */
+    if (ctx->dry.replay) ps_replay_spoil(ctx);                  /* fetches depend on which storages are away */
     ps_away_leave(ctx->offload.away, s);
 }
 
@@ -355,7 +355,8 @@ void ps_tensor_drop(ps_tensor *t)
 void ps_tensor_release(ps_tensor *t)
 {
     while (t && --t->refs == 0) {
-        ps_tensor *grad = t->grad_;                       /* a gradient has no gradient, so the recursion ends soon */
+        ps_tensor *grad = t->grad_;                       /* a gradient has no gradient of its own, so the recursion
+                                                           * ends soon */
         if (t->node) ps_node_release(t->node);
         if (t->hook) ps_hook_release(t->hook);
         ps_storage_release(t->storage);
@@ -401,14 +402,13 @@ int ps_tensor_set_data(ps_tensor *t, ps_tensor *from)
     bool same = t->ndim == from->ndim && !memcmp(t->shape_, from->shape_, sizeof(int64_t) * (size_t)t->ndim);
     if (!same || t->dtype_ != from->dtype_) {
         char x[160], y[160];
-        return ps_fail(PS_EINVAL, "a %s tensor of shape %s cannot take the bytes of a %s tensor of shape %s",
+        return ps_fail(PS_EINVAL, "a %s tensor of shape %s cannot use the bytes of a %s tensor of shape %s",
                        ps_dtype_name(t->dtype_), ps_shape_text(t->ndim, t->shape_, x, sizeof x),
                        ps_dtype_name(from->dtype_), ps_shape_text(from->ndim, from->shape_, y, sizeof y));
     }
     if (t->node || t->grad_ || t->managed || old->pins || old->holds || old->engine.taken)
-        return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes are not in use, can take the bytes "
-                                  "of another "
-                                  "tensor");
+        return ps_fail(PS_ESTATE, "only a leaf without a gradient, whose bytes are not in use, can use the bytes "
+                                  "of another tensor");
     new->refs++;
     ps_storage_follow(new, old);
     if (old->bytes.kept) {
@@ -485,7 +485,7 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     int rc = 0;
     if (access == PS_WRITE) {
         if (be->copy_in) rc = be->copy_in(be, bytes, host, (size_t)nbytes);
-        else memmove(bytes, host, (size_t)nbytes);       /* may belong to a lender */
+        else memmove(bytes, host, (size_t)nbytes);       /* the bytes may belong to a lender */
     } else {
         if (be->copy_out) rc = be->copy_out(be, host, bytes, (size_t)nbytes);
         else memmove(host, bytes, (size_t)nbytes);
@@ -494,7 +494,8 @@ static int copy_whole(const ps_tensor *t, void *host, int64_t nbytes, unsigned a
     return rc;
 }
 
-/* Whether bytes that a script writes are stored: on a simulated device only those in host memory outside chunks are. */
+/* True if bytes that a script writes are stored. On a simulated device only bytes in host memory outside chunks are
+ * stored. */
 static bool takes_bytes(const ps_tensor *t)
 {
     const ps_backend *be = t->ctx->devices[t->device_];
@@ -521,7 +522,7 @@ int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes)
 
 enum { LOADED_NBYTES = 8 << 20 };
 
-/* Loads from a reader into memory of a device: into host memory directly, into other memory through a buffer. */
+/* Loads from a reader into memory of a device. Host memory is loaded directly, other memory through a buffer. */
 static int load(ps_backend *be, char *to, ps_reader read, const void *from, int64_t at, int64_t nbytes)
 {
     if (be->load) return be->load(be, to, read, from, at, (size_t)nbytes);
@@ -648,7 +649,7 @@ static void element_set(char *p, int dtype, double v)
     }
 }
 
-/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`, or writes them from `src`. */
+/* Reads elements [first, first + numel) of a host tensor, in row-major order, into `dst`; or writes them from `src`. */
 static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst, const double *src)
 {
     PS_TRY(ps_tensor_check_alive(t));
@@ -659,7 +660,8 @@ static int walk_f64(const ps_tensor *t, int64_t first, int64_t numel, double *ds
     PS_TRY(check_has_data(t));
     if (!be->is_host) return ps_fail(PS_EUNSUP, "move the tensor to the cpu first: it is on %s", be->name);
     if (first < 0 || numel < 0 || first + numel > t->numel_)
-        return ps_fail(PS_ERANGE, "elements %lld to %lld of %lld", (long long)first, (long long)(first + numel),
+        return ps_fail(PS_ERANGE, "there are no elements %lld to %lld in a tensor of %lld",
+                       (long long)first, (long long)(first + numel),
                        (long long)t->numel_);
     if (numel == 0) return 0;
     void *p;
@@ -700,7 +702,7 @@ int ps_tensor_read_scalar(const ps_tensor *t, double *out)
     if (t->numel_ != 1) return ps_fail(PS_EINVAL, "a single value was requested, but the tensor has "
                                                   "%lld", (long long)t->numel_);
     ps_backend *be = t->ctx->devices[t->device_];
-    if (!ps_tensor_has_data(t)) {               /* a dry run uses no values, so any number will do */
+    if (!ps_tensor_has_data(t)) {               /* a dry run does not use values, so any number will do */
         *out = 1;
         return 0;
     }
@@ -727,7 +729,7 @@ int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out)
     ps_tensor *all[PS_MAX_OUT] = { NULL }, *between = NULL;
     const ps_backend *from = ctx->devices[t->device_], *to = ctx->devices[device];
     int host = 0;
-    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* by way of the host */
+    if (!from->is_host && !to->is_host && !from->no_data && !to->no_data) {         /* through the host */
         while (host < ctx->n_devices && !ctx->devices[host]->is_host) host++;
         PS_TRY(ps_tensor_to_device(t, host, &between));
     }

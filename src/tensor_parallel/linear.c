@@ -17,33 +17,33 @@
 #include "tensor_parallel/ops.h"
 #include "tensor_parallel/rows.h"
 
-typedef ps_attrs_row_linear with_product;       /* the other ops' attributes begin with these */
+typedef ps_attrs_row_linear with_product;       /* the attributes of the other ops begin with these */
 
 typedef struct work {
     ps_group *g;
     place at;
     ps_call *call;
     const with_product *attrs;
-    int rank, size, failed;                     /* failed: this rank's error before the op takes memory, or 0 */
+    int rank, size, failed;                     /* failed: this rank's error before the op allocates memory, or 0 */
     int32_t pieces;                             /* 1: whole */
-    int64_t n, each;                            /* rows of a rank, of a piece; the last piece may be short */
-    group_call *moving;                         /* [PS_COMM_LANES]: exchanges under way, for the record */
+    int64_t n, each;                            /* number of rows of a rank; of a piece. The last piece may be short */
+    group_call *moving;                         /* [PS_COMM_LANES] exchanges under way, for the record */
 } work;
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* -- rows ---------------------------------------------------------------------------------------------------------- */
-/* Memory of `rows` rows as v has them, for the call's duration. */
+/* Allocates memory of `rows` rows like those of v, for the duration of the call. */
 static int rows_new(work *w, const ps_view *v, int64_t rows, ps_view *out)
 {
     *out = rows_of(v, 0, rows);
     if (w->failed < 0) return w->failed;
     size_t nbytes = (size_t)(rows * row_nbytes(v));
     out->data = w->call->scratch(w->call, nbytes ? nbytes : 1);
-    return out->data ? 0 : PS_ENOMEM;           /* scratch() left the message */
+    return out->data ? 0 : PS_ENOMEM;           /* the error that scratch() recorded */
 }
 
-/* Piece k of n rows: its first one, and how many. */
+/* Piece k of n rows: its first row and its number of rows. */
 static int64_t first_of(const work *w, int64_t k) { return least(k * w->each, w->n); }
 static int64_t rows_in(const work *w, int64_t k) { return first_of(w, k + 1) - first_of(w, k); }
 
@@ -55,7 +55,7 @@ static ps_comm_part piece_of(const work *w, const ps_view *v, int r, int64_t k)
 }
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
-/* Rows [first, first + rows) of y = linear(x, w, b). dry: only asks for the kernel's memory. */
+/* Computes rows [first, first + rows) of y = linear(x, w, b). dry: only requests the kernel's memory. */
 static int multiply(const work *w, const ps_view *x, const ps_view *weight, const ps_view *b, int out_in,
                     const ps_view *y, int64_t first, int64_t rows, bool dry)
 {
@@ -66,7 +66,7 @@ static int multiply(const work *w, const ps_view *x, const ps_view *weight, cons
     return ps_call_part(w->call, &part);
 }
 
-/* Product i of column_linear: its weight, bias and output; of column_linear_grad: its dy and weight. */
+/* Product i of column_linear: its weight, bias and output. Product i of column_linear_grad: its dy and weight. */
 static const ps_view *weight_of(const work *w, int i) { return &w->call->in[1 + 2 * i]; }
 static const ps_view *bias_of(const work *w, int i) { return &w->call->in[2 + 2 * i]; }
 static const ps_view *output_of(const work *w, int i) { return &w->call->out[i ? 1 + i : 0]; }
@@ -74,7 +74,7 @@ static const ps_view *dy_of(const work *w, int i) { return &w->call->in[i ? 2 + 
 static const ps_view *dy_weight_of(const work *w, int i) { return &w->call->in[i ? 3 + 2 * i : 1]; }
 
 /* Computes dw and, if wanted, db from x [N, I] and dy [N, O], for each weight that needs a gradient. Has the signature
- * that ps_give_weights calls. */
+ * that ps_give_weights expects. */
 static int multiply_weights(const work *w, const ps_view *x, bool dry)
 {
     const ps_attrs_column_linear_grad *at = w->call->attrs;
@@ -97,7 +97,7 @@ static int multiply_weights(const work *w, const ps_view *x, bool dry)
     return 0;
 }
 
-/* Rows [first, first + rows) of all outputs of column_linear, from the ranks' x [rows, I] in these places. */
+/* Computes rows [first, first + rows) of all outputs of column_linear, from the ranks' x [rows, I] in these places. */
 static int multiply_columns(const work *w, const ps_view *x, int64_t first, int64_t rows, bool dry)
 {
     for (int i = 0; i < PS_MAX_COLUMNS; i++) {
@@ -118,8 +118,8 @@ static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int6
     return ps_call_part(w->call, &part);
 }
 
-/* Rows [first, first + rows) of dx, this rank's addend `all` [size n, I]. more: room for as many rows, where there are
- * several products. */
+/* Computes rows [first, first + rows) of dx, which is this rank's addend `all` [size n, I]. more: memory for as many
+ * rows, used if there are several products. */
 static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_view *all, const ps_view *more,
                            bool dry)
 {
@@ -135,11 +135,11 @@ static int multiply_inputs(const work *w, int64_t first, int64_t rows, const ps_
     return 0;
 }
 
-/* The first row of piece k of the rank that is i places after this one. */
+/* The first row of piece k of the rank that comes i places after this rank. */
 static int64_t others_first(const work *w, int i, int64_t k) { return (w->rank + i) % w->size * w->n + first_of(w, k); }
 
-/* How many rows the largest of these products have, and those that may be more by their number: kernels are asked for
- * the memory of both. */
+/* The number of rows of the largest of these products, and of products whose number of rows may be larger. The kernels'
+ * memory for both is requested. */
 static int tried_rows(const work *w, int64_t rows[2])
 {
     rows[0] = w->pieces == 1 ? w->size * w->n : w->n;
@@ -149,7 +149,7 @@ static int tried_rows(const work *w, int64_t rows[2])
 
 /* -- exchanges ----------------------------------------------------------------------------------------------------- */
 /* Begins to move the bytes of g->send and g->recv, of rows of v, piece k of each rank. The record has an exchange as a
- * call of OP_*, from here to the moment at which move_end has seen its end. */
+ * call of OP_*, from this moment to the moment when move_end finds that it has ended. */
 static int move_begin(const work *w, int op, int lane, const ps_view *v, int64_t k)
 {
     w->moving[lane] = (group_call){ op, group_call_begin(), w->size * rows_in(w, k) * row_nbytes(v) };
@@ -163,7 +163,8 @@ static int move_end(const work *w, int lane)
     return rc;
 }
 
-/* Begins to gather piece k of the ranks' rows: own [n, features], which the others get, all [size n, features]. */
+/* Begins to gather piece k of the ranks' rows. own [n, features]: sent to the other ranks. all [size n, features]:
+ * receives. */
 static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, const ps_view *all)
 {
     ps_group *g = w->g;
@@ -177,15 +178,15 @@ static int gather_begin(const work *w, int lane, int64_t k, const ps_view *own, 
     return move_begin(w, OP_COLUMN, lane, own, k);
 }
 
-/* The addends of rank r to this rank's piece k: all [size n, features] has this rank's, addends
- * [(size - 1) n, features] those of the others. */
+/* The addends of rank r to this rank's piece k. all [size n, features] has this rank's addends, and addends [(size - 1)
+ * n, features] has those of the other ranks. */
 static ps_comm_part addend(const work *w, const ps_view *all, const ps_view *addends, int r, int64_t k)
 {
     if (r == w->rank) return piece_of(w, all, r, k);
     return piece_of(w, addends, r - (r > w->rank), k);
 }
 
-/* Begins to send the others their rows of piece k of `all`, and to receive their addends to this rank's. */
+/* Begins to send the other ranks their rows of piece k of `all`, and to receive their addends to this rank's rows. */
 static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_view *addends)
 {
     ps_group *g = w->g;
@@ -198,7 +199,7 @@ static int reduce_begin(const work *w, int64_t k, const ps_view *all, const ps_v
     return move_begin(w, w->call->op == PS_OP_row_linear ? OP_ROW : OP_COLUMN_GRAD, PS_COMM_PIECE + (int)k, all, k);
 }
 
-/* Takes the sums of this rank's rows, out [n, features], as the addends come. */
+/* Computes the sums of this rank's rows, out [n, features], as the addends arrive. */
 static int reduce_end(const work *w, const ps_view *all, const ps_view *addends, const ps_view *out)
 {
     ps_group *g = w->g;
@@ -211,8 +212,8 @@ static int reduce_end(const work *w, const ps_view *all, const ps_view *addends,
     return 0;
 }
 
-/* A call without bytes: what it would gather of each rank's x, and add up. A dry run of a step notes one call for all
- * pieces. rc: the result of this rank's preparation. */
+/* A call without bytes. It records what the call would gather of each rank's x, and what it would sum. A dry run of a
+ * step records one call for all pieces. rc: the result of this rank's preparation. */
 static int without_bytes(const work *w, int op, const ps_view *x, const ps_view *adds, int rc)
 {
     const ps_view *some = adds ? adds : x;
@@ -223,8 +224,8 @@ static int without_bytes(const work *w, int op, const ps_view *x, const ps_view 
     return adds ? group_without_bytes(w->g, OP_REDUCE_SCATTER, w->at, adds->dtype, nbytes_of(adds), 0) : 0;
 }
 
-/* The end of a call whose ranks agreed. Where this rank fails beside its exchanges, the others must not wait for the
- * rest: the connections are closed, and they are told this error. */
+/* Ends a call on which the ranks agreed. If this rank fails outside its exchanges, the other ranks must not wait for
+ * the rest. So the connections are closed, and the other ranks get this error. */
 static int ended(const work *w, int op, int rc)
 {
     ps_comm *comm = w->g->at[w->at].comm;
@@ -318,7 +319,7 @@ static bool gathers_x(const work *w)
     return ((const ps_attrs_column_linear_grad *)w->call->attrs)->want_w && !ps_has(&w->call->in[3]);
 }
 
-/* Gathers x during the products of dx, and adds up the rows of dx during the products of dw. */
+/* Gathers x during the products of dx, and sums the rows of dx during the products of dw. */
 static int grad_pieces(const work *w, const ps_view *full, const ps_view *all, const ps_view *more,
                        const ps_view *addends)
 {
@@ -374,7 +375,7 @@ static int carry_out(work *w)
     case PS_OP_column_linear: return column(w);
     case PS_OP_row_linear: return row(w);
     case PS_OP_column_linear_grad: return column_grad(w);
-    default: return ps_fail(PS_EUNSUP, "no such product of several ranks");
+    default: return ps_fail(PS_EUNSUP, "there is no such product of several ranks");
     }
 }
 

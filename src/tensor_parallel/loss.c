@@ -19,12 +19,12 @@ typedef struct head {
     place at;
     ps_call *call;
     const ps_attrs_parallel_lm_loss *attrs;
-    ps_view x, dx;                              /* of all rows [N, C]; dx may be absent */
+    ps_view x, dx;                              /* gradients for all rows [N, C]; dx may be absent */
     int wide;                                   /* the type of losses and of the ranks' numbers */
-    int64_t N, V, C, rows, kinds;               /* rows: of a panel; kinds: numbers of a row */
-    int64_t first, words;                       /* this rank's words; the columns after them are padding */
+    int64_t N, V, C, rows, kinds;               /* rows: number of rows of a panel; kinds: number of values per row */
+    int64_t first, words;                       /* number of this rank's words; the columns after them are padding */
     void *logits, *mine, *all, *losses;         /* [rows, V], [kinds, rows], [size, kinds, rows], [N] */
-    void *hits;                                 /* int32 [2, rows], or NULL: they are not wanted */
+    void *hits;                                 /* int32 [2, rows]; NULL: hits are not wanted */
 } head;
 
 /* -- views --------------------------------------------------------------------------------------------------------- */
@@ -62,7 +62,7 @@ static ps_view targets_of(const head *h, int64_t first, int64_t n)
     return vector(place_in(target, first), target->dtype, n);
 }
 
-/* The logits of n rows, and this rank's numbers of them. */
+/* Computes the logits of n rows, and this rank's values for them. */
 static int tell(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in;
@@ -75,7 +75,7 @@ static int tell(const head *h, int64_t first, int64_t n, bool dry)
     return run(h, dry, PS_OP_logit_stats, &attrs, 3, told, 1, &mine);
 }
 
-/* dw += dlogits^T x, or dw = that for the first panel. */
+/* dw += dlogits^T x; for the first panel dw = dlogits^T x. */
 static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, bool add, bool dry)
 {
     ps_view *dw = &h->call->out[2], *db = &h->call->out[3];
@@ -88,14 +88,14 @@ static int add_weights(const head *h, const ps_view *dlogits, const ps_view *x, 
     return ps_has(db) ? run(h, dry, PS_OP_sum, &sum, 1, dlogits, 1, db) : 0;
 }
 
-/* Adds the hits of n rows to the op's. */
+/* Adds the hits of n rows to the hits of the op. */
 static int add_hits(const head *h, const ps_view *hits, bool add, bool dry)
 {
     ps_attrs_sum sum = { .dims = 2, .accumulate = add };
     return h->hits ? run(h, dry, PS_OP_sum, &sum, 1, hits, 1, &h->call->out[4]) : 0;
 }
 
-/* The losses of n rows from all ranks' numbers, and what they add to the gradients. */
+/* Computes the losses of n rows from all ranks' values, and their contribution to the gradients. */
 static int lose(const head *h, int64_t first, int64_t n, bool dry)
 {
     const ps_view *in = h->call->in, *share = &in[3];
@@ -120,7 +120,7 @@ static int lose(const head *h, int64_t first, int64_t n, bool dry)
     return add_weights(h, &logits, &x, first > 0, dry);
 }
 
-/* The sum of the losses. With no rows dw, db and the hits are 0. */
+/* Computes the sum of the losses. With no rows, dw, db and the hits are 0. */
 static int finish(const head *h, bool dry)
 {
     ps_attrs_sum sum = { .dims = 1 };
@@ -134,7 +134,7 @@ static int finish(const head *h, bool dry)
 /* -- all ----------------------------------------------------------------------------------------------------------- */
 static int64_t in_panel(const head *h, int64_t first) { return h->N - first < h->rows ? h->N - first : h->rows; }
 
-/* Asks for this call's memory, and for that of its largest products. */
+/* Requests the memory of this call, and of its largest products. */
 static int take_room(head *h)
 {
     const ps_view *x = &h->call->in[0], *dx = &h->call->out[1];
@@ -149,7 +149,7 @@ static int take_room(head *h)
     if (hits) h->hits = room(h, 2 * h->rows, PS_I32);
     bool there = h->logits && h->mine && h->all && h->losses && (h->hits || !hits);
     if (parted) there = there && h->x.data && (h->dx.data || !ps_has(dx));
-    if (!there) return PS_ENOMEM;               /* scratch() left the message */
+    if (!there) return PS_ENOMEM;               /* the error that scratch() recorded */
     if (h->N > 0) {
         PS_TRY(tell(h, 0, h->rows, true));
         PS_TRY(lose(h, 0, h->rows, true));
@@ -170,7 +170,7 @@ static int without_bytes(const head *h)
                                nbytes_of(&h->dx), 0);
 }
 
-/* rc: of this rank's preparation. */
+/* rc: the result of this rank's preparation. */
 static int panels(const head *h, int rc)
 {
     ps_group *g = h->g;

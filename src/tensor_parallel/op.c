@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives as ops: dispatch calls group_op for rows of ops.def with the flag RANKS. Inputs and outputs are
- * contiguous and on one device. The gradients of these ops are such ops, too (ops/ranks.c). Those with products are
- * carried out in linear.c and loss.c. */
+ * contiguous and on one device. The gradients of these ops are also such ops (ops/ranks.c). linear.c and loss.c perform
+ * the ops with products. */
 #include "base/error.h"
 #include "tensor/tensor.h"
 #include "tensor_parallel/ops.h"
@@ -14,13 +14,14 @@ static int find_group(ps_ctx *ctx, const ps_attrs_all_reduce *at, ps_group **out
     ps_group *g = at->group >= 0 && at->group < PS_MAX_GROUPS ? ctx->ranks.groups[at->group] : NULL;
     if (!g) return ps_fail(PS_ESTATE, "the group of ranks was closed");
     if (g->comm->size != at->size || g->comm->rank != at->rank)
-        return ps_fail(PS_EINVAL, "rank %d of %d was said, the group has rank %d of %d", at->rank, at->size,
+        return ps_fail(PS_EINVAL, "the op was called for rank %d of %d, but this is rank %d of %d in the group",
+                       at->rank, at->size,
                        g->comm->rank, g->comm->size);
     *out = g;
     return 0;
 }
 
-/* The call of OP_* that an op is; -1: the op has products, too. */
+/* Returns the call of OP_* that performs an op; -1: the op also has products. */
 static int call_of(int op)
 {
     switch (op) {
@@ -74,6 +75,6 @@ int group_op(ps_ctx *ctx, int device, ps_call *call)
     if (rc == 0) return 0;
     ps_error_kept why;
     ps_error_keep(&why);
-    group_catch_up(g, at, -1);             /* the output's copy may be under way, and its bytes will go */
+    group_catch_up(g, at, -1);             /* a copy of the output may be under way, and its bytes will be freed */
     return ps_error_again(&why);
 }

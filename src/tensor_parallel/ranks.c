@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ranks that have a part each of the same layers, as the engine sees them: sums over them, in their order. */
+ * The tensor-parallel ranks, which each have a part of the same layers, as the engine sees them: sums over the ranks,
+ * in rank order. */
 #include "base/alloc.h"
 #include "base/error.h"
 #include "collectives/collectives.h"

@@ -82,7 +82,7 @@ end
 ---@param what string
 function M.check_running(what)
   if C.ps_is_suspended(M.ctx) == 0 then return end
-  caller.error(("the script is paused: %s has to wait until the script continues (type 'continue')"):format(what))
+  caller.error(("the script is paused: %s must wait until the script continues (type 'continue')"):format(what))
 end
 
 local ctx_out = ffi.new("ps_ctx *[1]")
