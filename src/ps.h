@@ -10,14 +10,14 @@
  * Errors. A function that can fail returns 0 (or a number that is not negative) or a negative PS_E* code, and leaves a
  * message (ps_error_message). Outputs are untouched on failure. The comment of a function, or of the group of functions
  * that it stands in, names its codes and their causes. Three codes have one cause everywhere, which is not repeated:
- * PS_EINVAL, an argument is NULL, of a wrong size, shape or type, or contradicts another one; PS_ENOMEM, memory for
- * records, for a result or for work space is not to be had; PS_ESTATE, the context is closed. A call that runs ops
- * gives the errors of ps_apply as well. */
+ * PS_EINVAL, an argument is NULL, of a wrong size, shape or type, or contradicts another one; PS_ENOMEM, there is no
+ * memory for records, for a result or for work space; PS_ESTATE, the context is closed. A call that runs ops also
+ * returns the errors of ps_apply. */
 #ifndef PS_H
 #define PS_H
 #include <stddef.h>
 #include <stdint.h>
-#include "ps_gen.h" /* printed from ops.def and errors.def: enum of errors, enum of ops, struct ps_attrs_<op> */
+#include "ps_gen.h" /* generated from ops.def and errors.def: enum of errors, enum of ops, struct ps_attrs_<op> */
 
 #ifdef __cplusplus
 extern "C" {
@@ -37,7 +37,7 @@ typedef struct ps_node ps_node;
 
 /* A tensor: a strided view of a storage. Scripts may read dtype_ .. stride_ (strides and offset in elements). */
 typedef struct ps_tensor {
-  int32_t dtype_, ndim, device_, flags;   /* `_`: scripts have a method of that name */
+  int32_t dtype_, ndim, device_, flags;   /* the `_` is there because scripts have a method of that name */
   int64_t numel_, offset;
   int64_t shape_[8];
   int64_t stride_[8];
@@ -45,13 +45,14 @@ typedef struct ps_tensor {
   int32_t refs, node_out;
   ps_ctx *ctx;
   ps_storage *storage;
-  ps_node *node;               /* the op that computed it, if backward may pass it */
-  struct ps_tensor *grad_;     /* for a leaf */
-  void *managed;               /* for a leaf: an engine's record of this parameter, or NULL */
-  ps_node *hook;               /* for a leaf with hooks: where its gradients are summed before they run; else NULL */
+  ps_node *node;               /* the op that computed it, if backward may pass that op */
+  struct ps_tensor *grad_;     /* only of a leaf */
+  void *managed;               /* only of a leaf: an engine's record of this parameter, or NULL */
+  ps_node *hook;               /* only of a leaf with hooks: the node where its gradients are summed before the hooks
+                                * run; else NULL */
 } ps_tensor;
 /* GRAD_F32: gradients of this leaf are summed in fp32. SLOT: a gradient in its parameter's place. LATER: a gradient
- * that weight gradients which were put off will read. */
+ * that will be read when weight gradients that were put off are computed. */
 enum { PS_T_REQUIRES_GRAD = 1, PS_T_GRAD_F32 = 2, PS_T_SLOT = 4, PS_T_LATER = 8 };
 
 /* -- errors: the last one of this thread ------------------------------------------------------------------------- */
@@ -59,27 +60,28 @@ const char *ps_error_message(void);
 const char *ps_error_where(void);        /* file:line in the engine */
 const char *ps_error_op(void);           /* the op that was running, or NULL */
 const char *ps_error_name(int code);     /* "EINVAL" ... */
-const char *ps_error_sub_name(int sub);  /* "OP_CHUNKS" ...; NULL for PS_SUB_NONE */
+const char *ps_error_sub_name(int sub);  /* name such as "OP_CHUNKS"; NULL for PS_SUB_NONE */
 /* Numbers that a program may act on without parsing the message. -1: the error has no such number. */
 typedef struct ps_error_detail {
-  int32_t sub;                 /* PS_SUB_*: which of its code's errors this is */
-  int32_t tier;                /* the tier without room (a number of ps_engine_tier_get); -1 also for other memory */
-  int32_t rank, stripe;        /* the rank to blame, and its stripe of chunks */
-  int32_t other_rank, other_stripe;       /* of two ranks that do not match, the other one */
-  int64_t wanted, left;        /* bytes wanted at once, and bytes left for them, negative if the other contents of
-                                * the tier alone exceed it. wanted -1: neither is known */
+  int32_t sub;                 /* PS_SUB_*: which error of its code this is */
+  int32_t tier;                /* number of the tier without room (ps_engine_tier_get); -1 also for other memory */
+  int32_t rank, stripe;        /* the rank that caused it, and its stripe of chunks */
+  int32_t other_rank, other_stripe;       /* if two ranks do not match: the other rank */
+  int64_t wanted, left;        /* number of bytes wanted at once, and number of bytes left for them, which is negative
+                                * if the other contents of the tier alone exceed it. wanted -1: neither is known */
 } ps_error_detail;
-const ps_error_detail *ps_error_get_detail(void);   /* of the last error; valid until this thread's next one */
+const ps_error_detail *ps_error_get_detail(void);   /* message of the last error; valid until this thread's next
+                                                     * error */
 const char *ps_version(void);
-const char *ps_abi_hash(void);           /* of this declaration text; the Lua half compares it */
+const char *ps_abi_hash(void);           /* hash of this declaration text; the Lua half compares it */
 
 /* -- context ----------------------------------------------------------------------------------------------------- */
 int ps_ctx_new(ps_ctx **out);           /* PS_ENOMEM */
-void ps_ctx_free(ps_ctx *ctx);           /* tensors still held stay valid headers without bytes */
+void ps_ctx_free(ps_ctx *ctx);           /* tensors that are still held stay valid headers without bytes */
 /* A simulated machine. host_nbytes: its free memory; 0: as much as this machine's. device_nbytes: memory of the GPU,
  * the device cuda; 0: there is none. device_total: all bytes of the GPU, including those that the engine cannot use.
- * device_sms: its multiprocessors. The work space of kernels follows from these two. 0: it is that of the processor's
- * kernels. */
+ * device_sms: its multiprocessors. device_total and device_sms determine the work space of kernels; if they are 0, it
+ * is that of the processor's kernels. */
 typedef struct ps_machine { int64_t host_nbytes, device_nbytes, device_total, device_sms; } ps_machine;
 /* From now on, new contexts have that machine's devices, without their memory: ops allocate but do not compute, the
  * disk tier has no file, and only values that a script writes exist. PS_EINVAL: NULL, or below 0. */
@@ -87,12 +89,12 @@ int ps_machine_pretend(const ps_machine *machine);
 int ps_machine_pretended(void);          /* 1 after ps_machine_pretend */
 int ps_device_count(ps_ctx *ctx);
 const char *ps_device_name(ps_ctx *ctx, int device);                 /* "cpu", "ref", "meta" */
-const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads, libraries in use */
+const char *ps_device_describe(ps_ctx *ctx, int device);             /* instruction set, threads and libraries in use */
 /* A device by name; "cuda" is opened at its first use. PS_EUNSUP: no such device, or it cannot be opened. */
 int ps_device_find(ps_ctx *ctx, const char *name, int *out);
-/* The abilities of a device. is_host: the processor reads its memory; has_data: its tensors have contents (those of
- * meta have none); fast_bf16: it multiplies bf16 faster than fp32; fuses: ops that join several are faster than those
- * apart. PS_EINVAL: there is no such device. */
+/* The abilities of a device. is_host: the processor can read its memory. has_data: its tensors have contents (tensors
+ * of meta do not). fast_bf16: it multiplies bf16 faster than fp32. fuses: an op that combines several ops is faster
+ * than these ops. PS_EINVAL: there is no such device. */
 typedef struct ps_device_info { uint8_t is_host, has_data, fast_bf16, fuses; } ps_device_info;
 int ps_device_info_get(ps_ctx *ctx, int device, ps_device_info *out);
 /* This process's number on its machine, which selects one of several cards when "cuda" is opened. -1: the number in a
@@ -110,29 +112,32 @@ enum { PS_HOLDERS = 16 };
 enum { PS_HOLD_NOW, PS_HOLD_PEAK, PS_HOLD_FAILED };
 typedef struct ps_holder {
   int64_t nbytes;
-  const char *op;              /* that made it; NULL: none, for example ps.zeros */
-  int32_t module;              /* under way then (ps_module_enter); for a backward op, its forward's; 0: none */
-  int32_t line;                /* from ps_tensor_note_line; 0: none */
-  uint8_t backward, scratch;   /* made by a gradient rule; work space of a kernel */
+  const char *op;              /* the op that made it; NULL: none, for example for ps.zeros */
+  int32_t module;              /* the module under way then (ps_module_enter); for an op of backward, the module of its
+                                * forward; 0: none */
+  int32_t line;                /* line from ps_tensor_note_line; 0: none */
+  uint8_t backward, scratch;   /* made by a gradient rule; used as work space of a kernel */
   uint8_t pad[6];
 } ps_holder;
 int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used);
-int64_t ps_memory_available(ps_ctx *ctx, int device);     /* bytes that could still be allocated; -1: no such device */
-/* True once, when enough bytes were allocated outside any scope since the last call to make a collection due. */
+int64_t ps_memory_available(ps_ctx *ctx, int device);     /* number of bytes that could still be allocated; -1: there is
+                                                           * no such device */
+/* True if a collection is due: since the last call, enough bytes were allocated outside any scope. It is true once. */
 int ps_collect_due(ps_ctx *ctx);
 
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
 int64_t ps_dtype_size(int dtype);        /* bytes per element */
 const char *ps_dtype_name(int dtype);    /* "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" */
-/* A tensor whose contents are not set. PS_EINVAL: no such type or device, or a shape that is out of range. PS_ENOMEM
- * names the device, the bytes wanted and the bytes free. */
+/* Makes a tensor whose contents are not set. PS_EINVAL: no such type or device, or a shape that is out of range.
+ * PS_ENOMEM names the device, the bytes wanted and the bytes free. */
 int ps_tensor_new(ps_ctx *ctx, int dtype, int device, int ndim, const int64_t *shape, ps_tensor **out);
 void ps_tensor_retain(ps_tensor *t);
 void ps_tensor_release(ps_tensor *t);
-void ps_tensor_note_line(ps_tensor *t, int32_t line);       /* the caller's number for the script's line that made it */
+void ps_tensor_note_line(ps_tensor *t, int32_t line);       /* the caller's number for the line of the script that made
+                                                             * it */
 void ps_tensor_drop(ps_tensor *t);         /* frees its bytes, unless other tensors share them; the header stays */
-int ps_tensor_keep(ps_tensor *t);        /* outlives every scope, until released. PS_ESTALE: its bytes are gone */
-int ps_tensor_alive(const ps_tensor *t); /* 0 once a scope dropped its bytes */
+int ps_tensor_keep(ps_tensor *t);        /* outlives every scope until it is released. PS_ESTALE: its bytes are gone */
+int ps_tensor_alive(const ps_tensor *t); /* 0 after a scope dropped its bytes */
 /* From now on t, and everything that refers to it, has the bytes, device and strides of `from`; its own bytes are
  * freed. For a leaf that was made without data (device meta) and gets its values later. PS_EINVAL: another type or
  * shape. PS_ESTALE: the bytes of `from` are gone. PS_ESTATE: an op computed t, it has a gradient, or its bytes are in
@@ -145,7 +150,8 @@ uint32_t ps_tensor_version(const ps_tensor *t);      /* increases with every wri
  * exactly. PS_ESTALE: the tensor's bytes are gone. PS_EUNSUP: not contiguous, or on a device without contents. PS_EDRY:
  * a read in a dry run. */
 int ps_tensor_write(ps_tensor *t, const void *src, int64_t nbytes);
-/* Reads bytes at .. at + nbytes of a source to dst. Several threads may call it at the same time. 0, or an error. */
+/* Reads bytes at .. at + nbytes of a source to dst. Several threads may call it at the same time. Returns 0 or an
+ * error. */
 typedef int (*ps_reader)(const void *from, int64_t at, void *dst, int64_t nbytes);
 /* Like ps_tensor_write, but with bytes from a reader, on all compute threads; into host memory without an extra copy.
  * Also errors of the reader; the contents are then partly the old ones. */
@@ -153,11 +159,11 @@ int ps_tensor_load(ps_tensor *t, ps_reader read, const void *from, int64_t at, i
 /* Lent bytes: a tensor may use them as its own, and write to them. */
 typedef struct ps_loan {
     void *bytes;
-    int (*check)(void *lender);          /* before each use: 0 if they are unchanged, else an error */
-    void (*end)(void *lender);           /* they are no longer used */
+    int (*check)(void *lender);          /* called before each use: 0 if the bytes are unchanged, else an error */
+    void (*end)(void *lender);           /* the bytes are no longer used */
     void *lender;
 } ps_loan;
-/* Lends bytes at .. at + nbytes of a source. 0, or an error. */
+/* Lends bytes at .. at + nbytes of a source. Returns 0 or an error. */
 typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
 /* Like ps_tensor_load, but from now on the tensor uses the lent bytes themselves, without a copy; its own are freed.
  * The loan ends with the tensor, or when its bytes move into a chunk. PS_EUNSUP, without an effect: the tensor is a
@@ -168,16 +174,16 @@ int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* Like ps_tensor_read, for contents that are written to a file: after ps_machine_pretend, a tensor without values
  * yields zeros. Errors of ps_tensor_read. */
 int ps_tensor_save(const ps_tensor *t, void *dst, int64_t nbytes);
-/* XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in host
- * memory. PS_ESTALE: its bytes are gone. */
+/* Returns XXH3 of a contiguous tensor's bytes in host memory, in chunks or not. PS_EUNSUP: not contiguous, or not in
+ * host memory. PS_ESTALE: its bytes are gone. */
 int ps_tensor_hash(ps_tensor *t, uint64_t *out);
 /* Statistics of a host tensor with any strides, all in fp64. PS_ESTALE: its bytes are gone. PS_EUNSUP: a device apart
  * from the host. PS_EDRY: a tensor of a dry run. */
 typedef struct ps_stats {
   int64_t numel;
   double mean;                 /* NaN without elements */
-  double squares;              /* sum of (x - mean)^2: divided by numel - 1 it is PyTorch's variance */
-  double min, max;             /* NaN without elements, or if an element is NaN */
+  double squares;              /* sum of (x - mean)^2: PyTorch's variance is this divided by numel - 1 */
+  double min, max;             /* NaN if there are no elements, or if an element is NaN */
 } ps_stats;
 int ps_tensor_stats(const ps_tensor *t, ps_stats *out);
 /* The address of a contiguous tensor's bytes in plain host memory, valid as long as the tensor has them. PS_EUNSUP: any
@@ -188,7 +194,7 @@ int ps_tensor_address(ps_tensor *t, void **out);
  * host. PS_EDRY: a tensor of a dry run. */
 int ps_tensor_read_f64(const ps_tensor *t, int64_t first, int64_t numel, double *dst);
 int ps_tensor_write_f64(ps_tensor *t, int64_t first, int64_t numel, const double *src);
-/* A copy on a device, or t itself, retained, if it is already there. Errors of ps_apply. */
+/* Returns a copy on a device. If t is already there, returns t itself, retained. Errors of ps_apply. */
 int ps_tensor_to_device(ps_tensor *t, int device, ps_tensor **out);
 /* Indices of elements that are not zero: int64 [count, ndim]; host devices only. PS_EUNSUP: another device. PS_EDRY: in
  * a dry run. PS_ESTALE: its bytes are gone. */
@@ -196,12 +202,12 @@ int ps_tensor_nonzero(ps_tensor *t, ps_tensor **out);
 
 /* -- ops --------------------------------------------------------------------------------------------------------- */
 /* Runs op `op` (PS_OP_*) on n_in inputs (NULL for an absent optional one). attrs is the op's struct ps_attrs_<op>.
- * outputs has PS_MAX_OUT places; on entry one that is not NULL asks the op to write into that tensor (ops that say so).
- * PS_EINVAL: inputs or attributes do not fit the op; the message has all shapes and types. PS_ESTALE: bytes of an input
- * are gone, or it was made in a dry run. PS_ERANGE: an index or target is out of range. PS_EUNSUP: no kernel for the
- * device and types. PS_ENOMEM names the device or tier, the bytes wanted and the bytes free. PS_EBACKEND: the device
- * failed. PS_EIO, PS_ENOSPC: a chunk could not be moved to or from the disk. PS_ETIME, PS_EIO: of ranks (see
- * groups). */
+ * outputs has PS_MAX_OUT places. If a place is not NULL on entry, the op writes into that tensor (only ops that declare
+ * this). PS_EINVAL: inputs or attributes do not fit the op; the message has all shapes and types. PS_ESTALE: bytes of
+ * an input are gone, or it was made in a dry run. PS_ERANGE: an index or target is out of range. PS_EUNSUP: no kernel
+ * for the device and types. PS_ENOMEM names the device or tier, the bytes wanted and the bytes free. PS_EBACKEND: the
+ * device failed. PS_EIO, PS_ENOSPC: a chunk could not be moved to or from the disk. PS_ETIME, PS_EIO: errors of ranks
+ * (see groups). */
 int ps_apply(ps_ctx *ctx, int op, int n_in, ps_tensor *const *in, const void *attrs, int64_t attrs_nbytes,
              ps_tensor **out);
 /* Attention of T positions that follow `at` positions whose keys and values are in caches. Appends the keys and values
@@ -236,8 +242,8 @@ void ps_anomaly_at(ps_ctx *ctx, int64_t place);     /* the caller's number for t
 void ps_anomaly_scaled(ps_ctx *ctx, int on);
 typedef struct ps_anomaly_info {
   int64_t place;               /* where the op, or the op whose gradient it computed, was called; -1: unknown */
-  int32_t op;                  /* PS_OP_* that made it */
-  int32_t of;                  /* PS_OP_* whose gradient was computed; -1: not in backward */
+  int32_t op;                  /* PS_OP_* of the op that made it */
+  int32_t of;                  /* PS_OP_* of the op whose gradient was computed; -1: not in backward */
   int32_t nan;                 /* 1: a NaN; 0: an infinity */
   int32_t module;              /* number of the module that called it (ps_module_enter); 0: none */
 } ps_anomaly_info;
@@ -257,10 +263,10 @@ enum { PS_REC_OP = 1, PS_REC_MODULE, PS_REC_STEP, PS_REC_ACTION, PS_REC_COPY, PS
        PS_REC_WAIT, PS_REC_CHUNK, PS_REC_TIER, PS_REC_DEVICE, PS_REC_PART };
 enum { PS_WAIT_COPY, PS_WAIT_COLLECTIVE, PS_WAIT_MESSAGE };
 enum { PS_CHUNK_ALLOCATE, PS_CHUNK_MOVE, PS_CHUNK_RELEASE, PS_CHUNK_THERE };   /* THERE: at the begin of the record */
-enum { PS_RECORD_MOST = 1 << 26 };       /* events that a record can hold, 64 bytes each */
+enum { PS_RECORD_MOST = 1 << 26 };       /* the most events that a record can hold, 64 bytes each */
 typedef struct ps_record_event {
   int64_t begin_ns, end_ns;
-  int64_t number;              /* from 1, in the order of the events' ends */
+  int64_t number;              /* number from 1, in the order of the events' ends */
   int64_t bytes;
   int64_t flops;               /* for an OP; for a TIER or DEVICE: bytes of other tensors */
   int32_t step, module;        /* 0: none */
@@ -273,14 +279,14 @@ typedef struct ps_record_total { int64_t calls, ns, bytes, flops; } ps_record_to
 int ps_record_start(int64_t events);
 void ps_record_stop(void);
 int ps_record_is_on(void);
-void ps_record_settle(ps_ctx *ctx);      /* waits for devices whose work is missing in the record */
+void ps_record_settle(ps_ctx *ctx);      /* waits for devices whose work is not in the record yet */
 int64_t ps_record_count(int64_t *dropped);           /* number of events; *dropped: those that were overwritten */
 /* Event i, oldest first. 1: it is being overwritten. PS_ERANGE: there is no such event. */
 int ps_record_get(int64_t i, ps_record_event *out);
 int ps_record_op_total(int op, ps_record_total *out);    /* all calls, including overwritten ones. PS_EINVAL: no such
                                                           * op */
 const char *ps_record_call_name(int name);           /* for a COLLECTIVE; NULL: there is no such number */
-int64_t ps_record_clock(void);           /* now, by the clock of the events: nanoseconds */
+int64_t ps_record_clock(void);           /* the present time by the clock of the events, in nanoseconds */
 /* Counts operations (ps_op_cost) of the ops that run while counting is on, except in dry runs. It needs no record. on
  * 1: begins; 0: ends one such begin. */
 void ps_flops_count(int on);
@@ -290,19 +296,19 @@ int64_t ps_flops_counted(void);
  * ps_record_call_name; 0 stops. A new begin drops earlier sums. verbose: each call is printed when it ends. */
 void ps_calls_count(uint32_t names, int verbose);
 typedef struct ps_calls_total {
-  int32_t name, group, ranks, pad;     /* group: its number, or -1 */
-  int64_t nbytes;                      /* of the whole tensor */
+  int32_t name, group, ranks, pad;     /* group: number of the group, or -1 */
+  int64_t nbytes;                      /* bytes of the whole tensor */
   int64_t calls, ns;
   char axis[16];                       /* the group's name, such as "tp"; "": all ranks */
 } ps_calls_total;
-/* Sum i, from 0, in the order of first calls. 1: there is none. There are no other errors. */
+/* Returns sum i, from 0, in the order of first calls. 1: there is no such sum. There are no other errors. */
 int ps_calls_total_get(int64_t i, ps_calls_total *out);
 /* The bytes that a call sends over each rank's link, per byte of the whole tensor. The "bus bandwidth" of NCCL's tests
  * is bytes per second times this. With n ranks: 2 (n - 1) / n for sums that all ranks get, (n - 1) / n for gathers and
  * for sums of which each rank gets a part, else 1. */
 double ps_calls_bus(int name, int ranks);
-/* A call of a module, by a number above 0. enter returns the depth, which leave needs. Errors of memory name the module
- * under way, even without a record. The end of a scope leaves the modules that were entered in it. */
+/* A call of a module, which has a number above 0. enter returns the depth, which leave needs. Errors of memory name the
+ * module under way, even without a record. The end of a scope also leaves the modules that were entered in it. */
 int ps_module_enter(int id);
 void ps_module_leave(int depth);
 int ps_module_now(void);                 /* 0: none */
@@ -336,8 +342,8 @@ int ps_tensor_keep_grad(ps_tensor *t, ps_tensor *holder);
 int ps_tensor_detach(ps_tensor *t, ps_tensor **out);        /* same bytes, no history. PS_ENOMEM */
 /* 1: t is one of n tensors, or recorded ops made it from one of them; else 0. PS_ENOMEM. */
 int ps_tensor_made_from(const ps_tensor *t, int n, ps_tensor *const *from);
-/* The number of the op that made t; it increases with each recorded op. -1: no recorded op made t. The number stays
- * valid after t is freed. */
+/* Returns the number of the op that made t, which increases with each recorded op. -1: no recorded op made t. The
+ * number stays valid after t is freed. */
 int64_t ps_tensor_op_number(const ps_tensor *t);
 /* Sets found[i] to 1 if the op with number ops[i] made t, or recorded ops made t from its result, else to 0. The search
  * does not continue beyond an op that it found. PS_ENOMEM. */
@@ -430,7 +436,7 @@ typedef struct ps_st_entry {
     int32_t dtype, ndim;
     int64_t shape[8];
     int64_t at, nbytes;          /* at: position of its bytes, for ps_st_read */
-} ps_st_entry; /* dtype -1: a type we lack */
+} ps_st_entry; /* dtype -1: a type that this library does not have */
 /* Maps the file and checks all of its header, and the header's checksum if there is one. PS_EIO: the file cannot be
  * read. PS_EFORMAT: it is not a safetensors file, or damaged. */
 int ps_st_open(const char *path, ps_st **out);
@@ -456,7 +462,8 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
  * loan of the same bytes. The file stays open until the last loan ends, even after ps_st_close. PS_EIO, here and at a
  * use of the bytes: the file was written to. PS_ERANGE: they are outside the data. */
 int ps_st_lend(void *st, int64_t at, int64_t nbytes, ps_loan *out);
-void ps_st_drop(const ps_st *st, int i);                  /* its bytes were read: their pages need not stay in memory */
+void ps_st_drop(const ps_st *st, int i);                  /* its bytes were read, so their pages need not stay in
+                                                           * memory */
 /* Compares a tensor's bytes with their checksum. 1: equal; 0: the file has no checksums. PS_EFORMAT: damaged. PS_EIO:
  * the file was truncated. PS_ERANGE: there is no tensor i. */
 int ps_st_verify(const ps_st *st, int i);
@@ -472,7 +479,8 @@ int ps_stw_add(ps_stw *w, const char *name, int dtype, int ndim, const int64_t *
 int ps_stw_begin(ps_stw *w);                            /* reserves the whole size, so that a full disk is found here */
 int ps_stw_write(ps_stw *w, const char *name, const void *data, int64_t nbytes);
 int ps_stw_append(ps_stw *w, const char *name, const void *data, int64_t nbytes);   /* the next bytes of a tensor */
-int64_t ps_stw_nbytes(const ps_stw *w);                     /* after begin: of all tensors; else -1 */
+int64_t ps_stw_nbytes(const ps_stw *w);                     /* after begin: the number of bytes of all tensors; else
+                                                             * -1 */
 int ps_stw_place(ps_stw *w, const char *name, int64_t *out);    /* position of a tensor in the data */
 int ps_stw_write_all(ps_stw *w, const void *data, int64_t nbytes);  /* all tensors at once, each at its position */
 int ps_stw_commit(ps_stw *w);                               /* fsync, rename over path, fsync the folder */
@@ -597,21 +605,23 @@ void ps_tokw_free(ps_tokw *w);
 
 typedef struct ps_loader ps_loader;
 typedef struct ps_loader_config {
-  int64_t batch, seq;        /* rows of seq tokens, for this rank; targets are the next token of each */
-  int64_t vocab;             /* a token >= vocab is an error that names file and place; 0: unchecked */
-  int64_t first, last;       /* range of the concatenated tokens to use, half-open; last 0: to the end */
+  int64_t batch, seq;        /* rows of seq tokens for this rank; the targets are the next token of each */
+  int64_t vocab;             /* a token >= vocab is an error that names file and place; 0: tokens are not checked */
+  int64_t first, last;       /* range of the concatenated tokens that is used, half-open; last 0: to the end */
   uint64_t seed;
-  int32_t shuffle;           /* 1: each epoch visits every window once, in a random order from a random start */
+  int32_t shuffle;           /* 1: each epoch visits every window once, in a random order that begins at a random
+                              * place */
   int32_t ahead;             /* batches prepared ahead by the background thread, >= 1 */
   int32_t rank, world_size;  /* returns rows [rank, rank + 1) * batch of batches of world_size * batch; size 0: like
                               * 1 */
 } ps_loader_config;
-typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;  /* position of all ranks' next batch */
+typedef struct ps_loader_position { int64_t epoch, batch; } ps_loader_position;  /* position of the next batch of all
+                                                                                  * ranks */
 /* PS_EINVAL: settings out of range, or too few tokens for one batch. PS_ERANGE: a range beyond the files. PS_ENOMEM: no
  * memory for batches, or no thread. */
 int ps_loader_new(int n, ps_tokens *const *shards, const ps_loader_config *config, ps_loader **out);
 void ps_loader_free(ps_loader *l);
-int64_t ps_loader_batches(const ps_loader *l);              /* full batches per epoch */
+int64_t ps_loader_batches(const ps_loader *l);              /* number of full batches per epoch */
 /* 1: there is a batch; 0: the epoch ended (the next call starts another). PS_ERANGE: a token >= vocab. PS_EIO: a file
  * was truncated. */
 int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y);
@@ -623,7 +633,7 @@ int ps_loader_set_position(ps_loader *l, const ps_loader_position *position);   
 typedef struct ps_tok ps_tok;            /* for one thread at a time */
 typedef struct ps_tok_ids {              /* lent, until the tokenizer's next call */
   const int32_t *ids;
-  const int32_t *offsets;                /* [n][2], half-open, in bytes of the text; NULL if not requested */
+  const int32_t *offsets;                /* [n][2] half-open ranges of bytes in the text; NULL if not requested */
   int64_t n;
 } ps_tok_ids;
 int ps_tok_new(const char *model, ps_tok **out);             /* "bpe", "wordpiece" */
@@ -657,8 +667,9 @@ enum { PS_TOK_SPECIAL = 1, PS_TOK_LSTRIP = 2, PS_TOK_RSTRIP = 4, PS_TOK_NORMALIZ
 int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int flags);
 int ps_tok_ready(ps_tok *t);             /* PS_EFORMAT: files or settings are missing */
 int64_t ps_tok_count(const ps_tok *t);                       /* 1 + the largest id */
-int64_t ps_tok_missing(const ps_tok *t);                     /* number of bytes without a token or unk */
-int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* as spelled in files; -1: there is none */
+int64_t ps_tok_missing(const ps_tok *t);                     /* number of bytes that have no token and no unk token */
+int32_t ps_tok_find(const ps_tok *t, const char *token, int64_t nbytes);    /* id of a token as spelled in files; -1:
+                                                                             * there is none */
 int ps_tok_name(const ps_tok *t, int64_t id, const char **token, int64_t *nbytes);   /* PS_ERANGE: there is none */
 /* Malformed UTF-8 becomes U+FFFD. PLAIN: special tokens in the text are plain text. PS_EINVAL: a text that is too long.
  * PS_ERANGE: a pattern needs too many steps. */
@@ -671,11 +682,12 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
 int ps_tok_print(ps_tok *t, const int32_t *ids, int64_t n, const char **text, int64_t *nbytes);  /* in decimal */
 typedef struct ps_tok_block {            /* a file that is processed in blocks */
   const char *path;                      /* for messages */
-  const char *field;                     /* JSON lines: the string that is a line's document; NULL: plain text */
+  const char *field;                     /* JSON lines: the key of the string that is a line's document; NULL: plain
+                                          * text */
   int64_t line;                          /* number of lines before this block; increased by its lines */
-  int64_t used;                          /* out: bytes that were used; the rest must begin the next block */
-  int32_t mark;                          /* id before each line's document; -1: none */
-  int32_t threads, last, flags;          /* last: 1: the last block. flags: as in ps_tok_encode */
+  int64_t used;                          /* out: number of bytes that were used; the rest must begin the next block */
+  int32_t mark;                          /* id that precedes each line's document; -1: none */
+  int32_t threads, last, flags;          /* last: 1: this is the last block. flags: as in ps_tok_encode */
 } ps_tok_block;
 /* PS_EFORMAT: a line that is not a JSON object with that string; the message has file and line. Else errors of
  * ps_tok_encode. */
@@ -780,16 +792,18 @@ enum { PS_ACT_NONE, PS_ACT_FORWARD, PS_ACT_BACKWARD, PS_ACT_INPUT, PS_ACT_WEIGHT
 typedef struct ps_action { int32_t kind, vstage, micro; } ps_action;
 /* The fields of a step that scripts may read at any time. */
 typedef struct ps_step_state {
-  ps_action now, due;          /* the action under way, and the next of the table; kind PS_ACT_NONE: none */
+  ps_action now, due;          /* the action under way, and the next action of the table; kind PS_ACT_NONE: there is
+                                * none */
   int32_t open;                /* 1: a step has begun and not ended */
-  int32_t micro, n_micro;      /* actions BACKWARD and WEIGHT that are done, and all of the table */
+  int32_t micro, n_micro;      /* number of actions BACKWARD and WEIGHT that are done, and of all of them in the
+                                * table */
   int32_t updating;            /* 1: an action that updates parameters has begun: the step can no longer be abandoned */
   double weight;               /* sum of the weights of the micro-batches whose backward has run */
 } ps_step_state;
 typedef struct ps_step ps_step;
 int ps_step_new(ps_ctx *ctx, ps_step **out);   /* PS_ENOMEM */
 void ps_step_free(ps_step *step);            /* an engine that was opened with it keeps it until the engine is closed */
-const ps_step_state *ps_step_look(const ps_step *step);     /* lent as long as the step */
+const ps_step_state *ps_step_look(const ps_step *step);     /* lent until the step is freed */
 enum { PS_TRACE_UNKNOWN = -1, PS_TRACE_NONE = -2 };
 typedef struct ps_step_config {
   const ps_action *actions;    /* copied */
@@ -822,8 +836,9 @@ int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale);
 typedef struct ps_action_how {
   double weight;               /* for a backward or INPUT: the weight of its micro-batch, which counts once, whatever
                                 * the number of virtual stages */
-  double scale;                /* for an update, and a backward that updates: a factor on gradients */
-  int32_t slot;                /* for a last backward: final gradients take the places of half parameters */
+  double scale;                /* for an update, and for a backward that updates: a factor for gradients */
+  int32_t slot;                /* for a last backward: final gradients replace parameters of half types in their
+                                * places */
   int32_t overlap;             /* for a last backward: a unit is updated as soon as its gradients are final */
   const ps_update_group *groups; /* [n_groups] settings of the optimizer, copied; NULL: those of the previous action */
   int32_t n_groups;

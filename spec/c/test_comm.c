@@ -54,7 +54,7 @@ static void test_values(void)
     FAILS(ps_store_get(b, "k", FAR_S, text, 3, &nbytes), PS_EFORMAT, "room for 3");
     ps_store_close(b, true);
     double start = ps_now();
-    FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "nobody set 'never'");
+    FAILS(ps_store_get(a, "never", 0.1, text, sizeof text, &nbytes), PS_ETIME, "no rank has set 'never'");
     CHECK(ps_now() - start < PROMPT_S);
     char long_key[PS_STORE_MAX_KEY + 2];
     memset(long_key, 'k', sizeof long_key);
@@ -364,7 +364,7 @@ static void test_files(void)
     FAILS(come(port, 0, 1, 0.3, &s), PS_ETIME, "was turned away");
     CHECK(strstr(ps_store_lacks(server), "as many files open as it may (ulimit -n)") != NULL);
     files_left(0);
-    FAILS(come(port, 0, 1, 0.3, &s), PS_EIO, "no socket to reach the other ranks: Too many open files (ulimit -n)");
+    FAILS(come(port, 0, 1, 0.3, &s), PS_EIO, "cannot open a socket to the other ranks: Too many open files (ulimit -n)");
     files_left(-1);
     if (OK(come(port, 0, 1, FAR_S, &s))) ps_store_close(s, true);
     ps_store_stop(server, false);

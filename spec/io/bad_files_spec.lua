@@ -200,7 +200,7 @@ describe("token files that are no good", function()
     local rest = ps.now() + 0.05                               -- the thread has filled its one place again
     while ps.now() < rest do end                               -- luacheck: ignore 542
     write("shrink.bin", read(path):sub(1, 5000))
-    fails_with("EIO", { "shrink.bin", "was cut from 41024 to" }, function()
+    fails_with("EIO", { "shrink.bin", "was truncated from 41024 to" }, function()
       for _ = 1, 200 do loader:next() end
     end)
   end)

@@ -124,7 +124,7 @@ describe("ps.load with mmap = true", function()
     check.fails_saying({ path, "was written to", "load it again" }, function() got:sum() end)
     got = ps.load(path, { mmap = true, verify = false }).a
     assert.equal(0, os.execute(("truncate -s 512 '%s'"):format(path)))
-    check.fails_saying({ path, "was cut from", "to 512 bytes" }, function() got:sum() end)
+    check.fails_saying({ path, "was truncated from", "to 512 bytes" }, function() got:sum() end)
     ps.load(saved { a = a }, { mmap = true, lazy = true }):read_into("a", got)
     same(got, a)
   end)

@@ -545,7 +545,7 @@ class Evil:
 torch.save({"w": torch.ones(2), "evil": Evil()}, sys.argv[1])
 torch.save(nn.Linear(2, 2), sys.argv[3])
 ]=], path "evil.pt", path "touched", path "module.pt")
-    fails({ "'posix.system'", "nothing was run" }, ps.load, path "evil.pt")
+    fails({ "'posix.system'", "nothing was executed" }, ps.load, path "evil.pt")
     fails("'posix.system'", ps.load, path "evil.pt", { lazy = true })
     fails("torch.nn.modules.linear.Linear", ps.load, path "module.pt")
     assert.falsy(io.open(path "touched"))

@@ -24,14 +24,14 @@ int ps_file_divert(const char *folder)
     return 0;
 }
 
-/* Devices, the system's own files, and files in the folder keep their paths. */
+/* The paths of devices, of the system's own files and of files in the folder do not change. */
 static bool stays(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 ||
            (strncmp(path, diverted_to, length_of_it) == 0 && path[length_of_it] == '/');
 }
 
-/* The absolute path, without empty parts and ".", so that each file has one name. False: it is too long. */
+/* Makes the absolute path, without empty parts and ".", so that each file has one name. False: the path is too long. */
 static bool whole_path(const char *path, char out[PATH_MAX])
 {
     size_t n = 0;

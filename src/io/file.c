@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Maps and atomic replacement of files (see file.h). All of src/io's calls to the operating system about files are
+ * Maps and atomic replacement of files (see file.h). All file operations of src/io that call the operating system are
  * here. Invariant: the file at the final path is always, even after a crash, either the old one or the complete new
  * one. */
 #define _GNU_SOURCE
@@ -28,7 +28,7 @@ static int64_t time_of(const struct stat *st)
 
 static int map_file(ps_map *m)
 {
-    /* O_NONBLOCK: opening a pipe must fail below instead of waiting for a writer. */
+    /* O_NONBLOCK: if the path is a pipe, the open must not wait for a writer, so that the check below rejects it. */
     char other[PATH_MAX];
     int diverted = ps_file_diverted(m->path, 0, other, sizeof other);
     PS_TRY(diverted);
@@ -76,7 +76,8 @@ static int check_size(const ps_map *m, struct stat *st)
 {
     if (fstat(m->fd, st) < 0) return ps_fail(PS_EIO, "cannot read %s: %s", m->path, strerror(errno));
     if (st->st_size < m->nbytes)
-        return ps_fail(PS_EIO, "%s was cut from %lld to %lld bytes while it was in use", m->path, (long long)m->nbytes,
+        return ps_fail(PS_EIO, "%s was truncated from %lld to %lld bytes while it was in use",
+                       m->path, (long long)m->nbytes,
                        (long long)st->st_size);
     return 0;
 }
@@ -93,14 +94,14 @@ int ps_map_unchanged(const ps_map *m)
     if (m->fd < 0) return 0;
     PS_TRY(check_size(m, &st));
     if (time_of(&st) == m->written) return 0;
-    return ps_fail(PS_EIO, "%s was written to while it holds the bytes of tensors (mmap = true): load it again, and "
+    return ps_fail(PS_EIO, "%s was written to while tensors use its bytes (mmap = true): load it again, and "
                    "replace such a file instead of writing to it", m->path);
 }
 
 int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
 {
     *out = (ps_lent_map){ 0 };
-    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s: not a file, so its bytes cannot be lent", m->path);
+    if (m->fd < 0) return ps_fail(PS_EUNSUP, "%s is not a file, so its bytes cannot be lent", m->path);
     if (!nbytes) return 0;
     int64_t before = at % sysconf(_SC_PAGESIZE);
     /* MAP_NORESERVE: reserves no memory for pages that may never be written. */
@@ -130,7 +131,7 @@ int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
                            (long long)at, strerror(errno));
         if (n == 0) {
             PS_TRY(ps_map_check(m));
-            return ps_fail(PS_EIO, "%s was cut to %lld bytes or less while it was read", m->path, (long long)at);
+            return ps_fail(PS_EIO, "%s was truncated to %lld bytes or less while it was read", m->path, (long long)at);
         }
         to += n, at += n, nbytes -= n;
     }
@@ -160,7 +161,7 @@ void ps_copy_strided(const void *data, int64_t each, int ndim, const int64_t *sh
 {
     if (numel <= 0) return;
     int64_t at[PS_MAX_DIMS] = { 0 }, from = 0, run = 1;
-    int outer = ndim;           /* dimensions [outer, ndim) are contiguous: one memcpy copies `run` */
+    int outer = ndim;           /* dimensions [outer, ndim) are contiguous, so that one memcpy copies `run` elements */
     while (outer > 0 && (shape[outer - 1] == 1 || stride[outer - 1] == run)) run *= shape[--outer];
     int64_t row = first / run, inside = first % run;
     for (int d = outer - 1; d >= 0; d--) {
@@ -231,7 +232,7 @@ static int write_failed(const ps_tempfile *f, int err, int64_t nbytes)
 static int check_limit(const ps_tempfile *f, int64_t end)
 {
     if (end <= f->limit) return 0;
-    return ps_fail(PS_EIO, "cannot write %s: %lld bytes are needed, the process may write files of %lld bytes "
+    return ps_fail(PS_EIO, "cannot write %s: %lld bytes are needed, but the process may only write files of %lld bytes "
                    "(ulimit -f)", f->path, (long long)end, (long long)f->limit);
 }
 
@@ -244,8 +245,8 @@ static const char *name_of(const char *path)
     return slash ? slash + 1 : path;
 }
 
-/* The file to which `path` refers, to out [PATH_MAX]. Follows links, even to a file that does not exist yet: that file
- * is replaced or made, and the link stays. Opening the path will report other faults. */
+/* Finds the file to which `path` refers; out [PATH_MAX]. Follows links, even to a file that does not exist yet: that
+ * file is replaced or made, and the link stays. Opening the path will report other faults. */
 static int follow_links(const char *path, char *out)
 {
     char target[PATH_MAX], folder[PATH_MAX], next[PATH_MAX];
@@ -305,7 +306,8 @@ static int create_temp(ps_tempfile *f, const char *path)
         return no_temp(f, err);
     }
     f->temp = temp;
-    /* Best effort: replacing another user's file may be allowed when setting the new one's mode is not. */
+    /* Errors are ignored: a process may be allowed to replace another user's file but not to set the mode of the new
+     * one. */
     if (exists) (void)fchmod(f->fd, st.st_mode & 0777);
     return 0;
 }
@@ -334,7 +336,7 @@ int ps_tempfile_reserve(ps_tempfile *f, int64_t nbytes)
         if (rc == 0) return 0;
         if (errno != EOPNOTSUPP && errno != ENOSYS) return write_failed(f, errno, nbytes);
     }
-    /* This file system cannot reserve: at least compare with the free space. */
+    /* This file system cannot reserve space, so at least the free space is compared. */
     struct statvfs vfs;
     if (!f->sparse && fstatvfs(f->fd, &vfs) == 0 && vfs.f_blocks && vfs.f_bavail < (uint64_t)nbytes / vfs.f_frsize)
         return write_failed(f, ENOSPC, nbytes);
@@ -361,7 +363,7 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
         ssize_t n = should_fail() ? -1 : pwrite(f->fd, from, piece, offset);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return write_failed(f, n < 0 ? errno : EIO, nbytes);
-        /* Starts to write it to the disk while the next piece is prepared; the fsync of commit reports errors. */
+        /* Starts to write the piece to the disk while the next one is prepared. The fsync of commit reports errors. */
         if (n >= PIECE / 8) (void)sync_file_range(f->fd, offset, n, SYNC_FILE_RANGE_WRITE);
         from += n, offset += n, nbytes -= n;
     }
@@ -370,7 +372,7 @@ int ps_tempfile_write(ps_tempfile *f, int64_t offset, const void *data, int64_t 
 
 int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t nbytes)
 {
-    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* large: the disk has work while this thread waits */
+    enum { ALIGNED = 4096, AHEAD = 8 * PIECE };     /* large, so that the disk has work while this thread waits */
     const char *from = data;
     int fd = -1;
     PS_TRY(check_limit(f, offset + nbytes));
@@ -385,19 +387,20 @@ int ps_tempfile_stream(ps_tempfile *f, int64_t offset, const void *data, int64_t
             close(fd);
             return write_failed(f, err, nbytes);
         }
-        if (n <= 0 || n % ALIGNED) break;           /* not on this file system: the rest is written through the cache */
+        if (n <= 0 || n % ALIGNED) break;           /* not possible on this file system: the rest is written through the
+                                                     * cache */
         from += n, offset += n, nbytes -= n;
     }
     if (fd >= 0) close(fd);
     return ps_tempfile_write(f, offset, from, nbytes);
 }
 
-/* `folder`: an open one; `path`: its name. */
+/* `folder`: an open folder; `path`: its name. */
 static int sync_folder(int folder, const char *path)
 {
     int rc;
     do rc = should_fail() ? -1 : fsync(folder); while (rc < 0 && errno == EINTR);
-    /* EINVAL: this file system has no such operation; its renames cannot be made more durable. */
+    /* EINVAL: this file system does not have the operation, so its renames cannot be made more durable. */
     if (rc < 0 && errno != EINVAL) return ps_fail(PS_EIO, "cannot sync the folder %s: %s", path, strerror(errno));
     return 0;
 }
@@ -454,8 +457,9 @@ int ps_file_write_atomic(const char *path, const void *data, int64_t nbytes)
     return rc;
 }
 
-/* Three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, nothing has the
- * name `path`: after a crash there, the old file has the name `aside`, where lua/ps/checkpoints/folder.lua finds it. */
+/* Three renames, for a file system that cannot exchange two names at once (NFS). Between the first two, no file has the
+ * name `path`. If the machine crashes at that moment, the old file has the name `aside`, where
+ * lua/ps/checkpoints/folder.lua finds it. */
 static int swap_by_renames(const char *from, const char *path, const char *aside)
 {
     if (rename(path, aside) < 0) return -1;
@@ -481,7 +485,7 @@ int ps_file_swap_folder(const char *from, const char *path)
     int rc = should_fail() ? -1
         : exists ? renameat2(AT_FDCWD, from, AT_FDCWD, path, RENAME_EXCHANGE) : rename(from, path);
     if (rc < 0 && exists && (errno == EINVAL || errno == ENOSYS)) rc = swap_by_renames(from, path, aside);
-    if (rc < 0) return ps_fail(PS_EIO, "cannot give the folder %s the name %s: %s", from, path, strerror(errno));
+    if (rc < 0) return ps_fail(PS_EIO, "cannot rename the folder %s to %s: %s", from, path, strerror(errno));
     folder_of(path, above);
     PS_TRY(ps_file_fsync_dir(above));
     return exists;

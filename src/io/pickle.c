@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The pickle machine: a stack, marks, a memo, and one function per family of opcodes. It knows protocol 2, which
- * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5. It lacks all opcodes that make objects of classes. The input
- * is hostile until proven otherwise. */
+ * PyTorch writes, and the binary opcodes of 1, 3, 4 and 5. It does not implement the opcodes that make objects of
+ * classes. The input is treated as hostile until it is checked. */
 #include "io/pickle.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -16,10 +16,10 @@
 typedef struct machine {
     pk *p;
     const uint8_t *at, *end;
-    int32_t *stack, *memo;          /* ids of values; memo: -1 if empty */
+    int32_t *stack, *memo;          /* ids of values; memo: -1 for an empty place */
     int64_t n, stack_room, memo_n, memo_used;
-    int64_t floor;                  /* values below it are not popped: the position of the last mark, or 0 */
-    int64_t *marks;                 /* [n_marks]: earlier floors */
+    int64_t floor;                  /* values below this position are not popped: the position of the last mark, or 0 */
+    int64_t *marks;                 /* [n_marks] earlier values of `floor` */
     int64_t n_marks, marks_room;
     bool stopped;
 } machine;
@@ -101,8 +101,8 @@ static int take_items(machine *m, int32_t to, int64_t n)
 /* -- the stack --------------------------------------------------------------------------------------------------- */
 static int push_id(machine *m, int32_t id)
 {
-    if (id < 0) return id;                  /* the function that should have made it left the error */
-    if (m->n == PK_MAX_VALUES) return bad(m, "more than %d values wait on the stack", PK_MAX_VALUES);
+    if (id < 0) return id;                  /* the function that should have made the value recorded the error */
+    if (m->n == PK_MAX_VALUES) return bad(m, "the stack has more than %d values", PK_MAX_VALUES);
     PS_TRY(ps_grow(m->stack, m->stack_room, m->n + 1));
     m->stack[m->n++] = id;
     return 0;
@@ -116,7 +116,7 @@ static int push(machine *m, pk_value value)
 
 static int need_stack(const machine *m, int64_t n)
 {
-    return m->n - m->floor >= n ? 0 : bad(m, "a value is taken from an empty stack");
+    return m->n - m->floor >= n ? 0 : bad(m, "an instruction needs a value, but the stack is empty");
 }
 
 static int push_mark(machine *m)
@@ -128,7 +128,7 @@ static int push_mark(machine *m)
     return 0;
 }
 
-/* Removes the last mark; `n`: the number of values above it, which stay on the stack. */
+/* Removes the last mark. Sets `n` to the number of values above it, which stay on the stack. */
 static int pop_mark(machine *m, int64_t *n)
 {
     if (!m->n_marks) return bad(m, "a mark is missing");
@@ -151,7 +151,7 @@ static int number(machine *m, int nbytes, uint64_t *out)
     return 0;
 }
 
-/* A text whose length is written in `width` bytes. */
+/* Reads a text whose length is written in `width` bytes. */
 static int push_text(machine *m, int kind, int width)
 {
     uint64_t n;
@@ -164,9 +164,9 @@ static int push_text(machine *m, int kind, int width)
 
 static pk_value integer(int64_t i) { return (pk_value){ .kind = PS_PT_INT, .u.integer = i }; }
 
-enum { MOST_DIGITS = 309 };     /* of the largest double */
+enum { MOST_DIGITS = 309 };     /* digits of the largest double */
 
-/* The double nearest to an integer that does not fit into 64 bits; text: decimal, or hexadecimal with 0x. */
+/* Finds the double nearest to an integer that does not fit into 64 bits. text: decimal, or hexadecimal with 0x. */
 static int push_large(machine *m, const char *text)
 {
     double value = strtod(text, NULL);
@@ -174,7 +174,7 @@ static int push_large(machine *m, const char *text)
     return push(m, (pk_value){ .kind = PS_PT_FLOAT, .u.number = value });
 }
 
-/* A two's complement integer of any length; one that does not fit into 64 bits becomes the nearest double. */
+/* Reads a two's complement integer of any length. If it does not fit into 64 bits, it becomes the nearest double. */
 static int push_long(machine *m, int width)
 {
     uint64_t n;
@@ -192,7 +192,7 @@ static int push_long(machine *m, int width)
     }
     char text[2 * 129 + 4] = "-0x", *to = text + 3;
     if (n > 129) return bad(m, "an integer of %llu bytes", (unsigned long long)n);
-    bool carry = negative;      /* the magnitude of a negative one: all bits inverted, plus 1 */
+    bool carry = negative;      /* the magnitude of a negative number: all bits inverted, plus 1 */
     uint8_t magnitude[129];
     for (uint64_t i = 0; i < n; i++) {
         magnitude[i] = negative ? (uint8_t)(~p[i] + carry) : p[i];
@@ -212,7 +212,7 @@ static int push_double(machine *m)
     return push(m, v);
 }
 
-/* The rest of the line. */
+/* Reads the rest of the line. */
 static int line(machine *m, const uint8_t **text, int64_t *n)
 {
     const uint8_t *newline = memchr(m->at, '\n', (size_t)(m->end - m->at));
@@ -265,7 +265,7 @@ static int get(machine *m, uint64_t i)
 }
 
 /* -- containers -------------------------------------------------------------------------------------------------- */
-/* A container of the top n values. */
+/* Makes a container of the top n values. */
 static int push_items(machine *m, int kind, int64_t n)
 {
     PS_TRY(need_stack(m, n));
@@ -328,17 +328,18 @@ static int call(machine *m)
     PS_TRY(need_stack(m, 2));
     int32_t args = m->stack[m->n - 1], function = m->stack[m->n - 2];
     const pk_value *v = m->p->values;
-    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "a call of something that is "
+    if (v[function].kind != PK_GLOBAL || v[args].kind != PS_PT_TUPLE) return bad(m, "the value to be called is "
         "not a function");
     m->n -= 2;
     return push_id(m, pt_call(m->p, function, args));
 }
 
-/* State of an object: only an OrderedDict may have some (the _metadata of a state dict), which is dropped. */
+/* Handles the state of an object. Only an OrderedDict may have state (the _metadata of a state dict), which is
+ * dropped. */
 static int build(machine *m)
 {
     PS_TRY(need_stack(m, 2));
-    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "state for something that is not a dict");
+    if (m->p->values[m->stack[m->n - 2]].kind != PS_PT_DICT) return bad(m, "only a dict may have a state");
     m->n--;
     return 0;
 }
@@ -393,7 +394,7 @@ static int step(machine *m, int op)
     case 0x80:
         PS_TRY(number(m, 1, &n));
         return n <= 5 ? 0 : bad(m, "protocol %d of pickle is not known", (int)n);
-    case 0x95: return number(m, 8, &n);                     /* a frame: only a hint for readers of streams */
+    case 0x95: return number(m, 8, &n);                     /* a frame, which only helps readers of streams */
     case '.': m->stopped = true; return need_stack(m, 1);
     case 'K': PS_TRY(number(m, 1, &n)); return push(m, integer((int64_t)n));
     case 'M': PS_TRY(number(m, 2, &n)); return push(m, integer((int64_t)n));
@@ -420,7 +421,7 @@ static int step(machine *m, int op)
 /* -- the finished tree ------------------------------------------------------------------------------------------- */
 enum { UNSEEN, ON_PATH = 0xffff };
 
-/* The depth of the tree below `id`; heights [count] caches it. */
+/* Returns the depth of the tree below `id`. heights [count] caches it. */
 static int height(const pk *p, uint16_t *heights, int32_t id, int depth)
 {
     const pk_value *v = &p->values[id];

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A restricted pickle machine: reads the values that PyTorch's state files hold into a tree and runs nothing. A pickle
- * may ask for the names in the table of pt_rebuild.c; any other name is refused. Included by src/io only.
+ * A restricted pickle machine: reads the values in PyTorch's state files into a tree, and executes nothing. A pickle
+ * may use the names in the table of pt_rebuild.c; any other name is rejected. Included by src/io only.
  *
- * Invariants of a read pk: every item is a value of it; following items from the root never meets a value twice on one
- * path (no cycles) and is at most PK_MAX_DEPTH deep, but a value may be reached by several paths (it is shared, as in
- * Python). Memory is linear in the pickle's size: no opcode makes more than one value, and copies share. */
+ * Invariants of a pk that was read: Every item is one of its values. A path of items from the root never has a value
+ * twice (there are no cycles) and is at most PK_MAX_DEPTH long. Several paths may lead to the same value, which is then
+ * shared, as in Python. Memory is linear in the pickle's size: no opcode makes more than one value, and copies
+ * share. */
 #ifndef PS_IO_PICKLE_H
 #define PS_IO_PICKLE_H
 #include "io/zip.h"
@@ -16,35 +17,37 @@ enum { PK_MAX_NBYTES = 256 << 20, PK_MAX_VALUES = 1 << 24, PK_MAX_DEPTH = 200, P
 enum { PK_GLOBAL = 100, PK_STORAGE };
 
 typedef struct pk_value {
-    int32_t kind, count;        /* count: of items; of a text, see nbytes */
+    int32_t kind, count;        /* count: number of items; for a text see nbytes */
     union {
         int64_t integer;
         double number;
-        int32_t *items;         /* [count], owned; room for the next power of two. A dict: keys and values in turn */
-        struct { uint32_t at, nbytes; } text;       /* in pk.bytes, or (BYTES with count 1) in pk.decoded */
+        int32_t *items;         /* [count] owned; has room for the next power of two. In a dict keys and values
+                                 * alternate */
+        struct { uint32_t at, nbytes; } text;       /* points into pk.bytes or (BYTES with count 1) into pk.decoded */
         struct { int32_t args, entry; } tuple;
     } u;
 } pk_value;
 
 typedef struct pk {
-    const char *path;           /* of the file, for messages; lent */
-    const zip *archive;         /* where storages are */
-    const char *prefix;         /* of the names in it: "archive" */
+    const char *path;           /* name of the file, for messages; lent */
+    const zip *archive;         /* the archive with the storages */
+    const char *prefix;         /* prefix of the archive's names: "archive" */
     uint8_t *bytes;             /* the pickle, owned: texts point into it */
     int64_t nbytes;
-    uint8_t *decoded;           /* [nbytes] or NULL: decoded byte strings; each is charged once */
+    uint8_t *decoded;           /* [nbytes] or NULL: decoded byte strings; each one counts once */
     int64_t decoded_used;
     pk_value *values;           /* [count] */
     int32_t count, room, root;
 } pk;
 
-/* Reads p->bytes; on failure, too, the caller closes p. */
+/* Reads p->bytes. The caller closes p, also after a failure. */
 int pk_read(pk *p);
 void pk_close(pk *p);
 
-/* For the functions that names refer to. Returns a new value, which may move pk.values, or a negative code. */
+/* For the functions to which names refer. Returns a new value (pk.values may move), or a negative code. */
 int32_t pk_new(pk *p, pk_value value);
-const uint8_t *pk_text(const pk *p, const pk_value *v);     /* of a STRING or BYTES: v->u.text.nbytes of it */
+const uint8_t *pk_text(const pk *p, const pk_value *v);     /* text of a STRING or BYTES: v->u.text.nbytes bytes of
+                                                             * it */
 const char *pk_shown(const uint8_t *text, int64_t nbytes, char out[PK_SHOWN]);
 bool pk_is_text(const pk *p, const pk_value *v, const char *text);
 /* PS_EFORMAT, prefixed with the file's name. */

@@ -56,7 +56,7 @@ const char *pt_name_text(const pk_value *global)
 }
 
 /* -- names ------------------------------------------------------------------------------------------------------- */
-/* Whether "module.name" is `text`. */
+/* True if "module.name" is `text`. */
 static bool names_it(const char *text, const uint8_t *module, int64_t module_n, const uint8_t *name, int64_t name_n)
 {
     return (int64_t)strlen(text) == module_n + 1 + name_n && !memcmp(text, module, (size_t)module_n) &&
@@ -79,9 +79,9 @@ int32_t pt_global(pk *p, const uint8_t *module, int64_t module_n, const uint8_t 
         return pk_new(p, v);
     }
     char module_shown[PK_SHOWN], name_shown[PK_SHOWN];
-    return pk_bad(p, "data.pkl asks for '%s.%s', which is not among the names that are read; nothing was run. Files "
-                  "hold tensors, numbers, strings, booleans, lists, tuples, sets and dicts of these: if you trust it, "
-                  "load it in PyTorch and save its state_dict", pk_shown(module, module_n, module_shown),
+    return pk_bad(p, "data.pkl uses '%s.%s', which is not one of the allowed names; nothing was executed. Files "
+                  "may have tensors, numbers, strings, booleans, lists, tuples, sets and dicts of these: if you trust "
+                  "it, load it in PyTorch and save its state_dict", pk_shown(module, module_n, module_shown),
                   pk_shown(name, name_n, name_shown));
 }
 
@@ -221,7 +221,7 @@ static int32_t new_bytes(pk *p, const pk_value *text)
     return pk_new(p, v);
 }
 
-/* function(args...) for the calls that are not about tensors. */
+/* Performs function(args...) for calls that do not make tensors. */
 static int32_t call_plain(pk *p, int32_t function, const pk_value *args)
 {
     pk_value *v = p->values;
@@ -233,7 +233,7 @@ static int32_t call_plain(pk *p, int32_t function, const pk_value *args)
     if (what == PT_COUNTER && n == 1 && kind == PS_PT_DICT) return first;
     if (what == PT_SET && n == 0) return pk_new(p, (pk_value){ .kind = PS_PT_SET });
     if (what == PT_SET && n == 1 && kind == PS_PT_LIST) {
-        v[first].kind = PS_PT_SET;          /* the list was made for this call and is not used elsewhere */
+        v[first].kind = PS_PT_SET;          /* the list was made for this call and has no other use */
         return first;
     }
     if (what == PT_SET && n == 1 && kind == PS_PT_SET) return first;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing PyTorch's .pt files. Storages and the value are declared first (a container, then its items), so that `begin`
- * knows the whole file and reserves its space; then each storage's bytes are handed over, in one or more pieces.
- * Memory: data.pkl (some hundred bytes a tensor); tensor bytes are never kept. The file appears under its name only
- * with commit, complete and on its disk. torch.load(weights_only=True) reads it (1.13's only without floats). */
+ * knows the whole file and reserves its space. Then the bytes of each storage are passed in one or more pieces. The
+ * writer keeps data.pkl in memory (some hundred bytes per tensor), but no tensor bytes. The file gets its name only at
+ * commit, when it is complete and on its disk. torch.load(weights_only=True) reads it (1.13's only without floats). */
 #include "io/torch_pt.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -13,7 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: missing items, number in the memo */
+typedef struct frame { int32_t kind, left, number; } frame;   /* an open container: the number of missing items, and its
+                                                               * number in the memo */
 typedef struct ptw_storage { int32_t dtype; int entry; int64_t numel; } ptw_storage;
 enum { W_STORAGE, W_CPU, W_REBUILD, W_ORDERED_DICT, W_TYPES, N_WORDS = W_TYPES + PS_DTYPE_COUNT };  /* words of all
                                                                                                      * tensors */
@@ -27,8 +28,8 @@ struct ps_ptw {
     int64_t n, room;
     frame open[PK_MAX_DEPTH];
     int depth;
-    int words[N_WORDS];         /* a word's number in the memo, plus 1; 0: it was not written yet */
-    int memo;                   /* count of numbers used by words and containers */
+    int words[N_WORDS];         /* a word's number in the memo, plus 1; 0: the word was not written yet */
+    int memo;                   /* count of the numbers that words and containers use */
     ptw_storage *storages;
     int count, storages_room;
 };
@@ -82,14 +83,14 @@ static int put_text(ps_ptw *w, const char *text, int64_t n)
     return put(w, text, n);
 }
 
-/* The memo's number i: stores the value written last (q, r), or uses the stored one as the next value (h, j). */
+/* Memo number i: stores the value that was written last (q, r), or writes the stored value again (h, j). */
 static int put_memo(ps_ptw *w, bool takes, int i)
 {
     return i < 256 ? put_number(w, takes ? 'q' : 'h', (uint64_t)i, 1)
                    : put_number(w, takes ? 'r' : 'j', (uint64_t)i, 4);
 }
 
-/* Writes word i, after its first use by its number. */
+/* Writes word i; after its first use writes only its number. */
 static int put_word(ps_ptw *w, int i)
 {
     if (w->words[i]) return put_memo(w, false, w->words[i] - 1);
@@ -196,7 +197,7 @@ static int open_container(ps_ptw *w, const ps_pt_value *v)
     if (w->depth == PK_MAX_DEPTH)
         return ps_fail(PS_EINVAL, "writing %s: values are nested more than %d deep", w->path, PK_MAX_DEPTH);
     int number = w->memo++;
-    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* it exists before its items do */
+    bool whole = v->kind != PS_PT_TUPLE || !v->count;       /* the container exists before its items do */
     if (whole) {
         PS_TRY(put_op(w, dict ? '}' : v->kind == PS_PT_TUPLE ? ')' : ']'));
         PS_TRY(put_memo(w, true, number));
@@ -229,7 +230,7 @@ int ps_ptw_put(ps_ptw *w, const ps_pt_value *v)
     PS_NEED(v);
     bool is_text = v->kind == PS_PT_STRING || v->kind == PS_PT_BYTES;
     if (is_text && (v->integer < 0 || !v->text))
-        return ps_fail(PS_EINVAL, "writing %s: a string without text", w->path);
+        return ps_fail(PS_EINVAL, "writing %s: a string is NULL", w->path);
     PS_TRY(begin_value(w, is_text || v->kind == PS_PT_INT || v->kind == PS_PT_FLOAT || v->kind == PS_PT_BOOL));
     switch (v->kind) {
     case PS_PT_NONE: PS_TRY(put_op(w, 'N')); break;
@@ -348,7 +349,7 @@ int ps_ptw_begin(ps_ptw *w)
     PS_NEED(w);
     PS_TRY(check_state(w, DECLARING));
     if (!w->has_root || w->depth) return ps_fail(PS_ESTATE, "writing %s: the value is not complete", w->path);
-    w->state = DONE;                                /* a failure is final: the pickle has been closed */
+    w->state = DONE;                                /* a failure is final, because the pickle has been closed */
     PS_TRY(write_archive(w));
     w->state = WRITING;
     return 0;

@@ -132,9 +132,10 @@ const char *ps_st_meta_value(const ps_st *st, int i)
     return st && i >= 0 && i < st->meta_count ? st->meta[i].value : NULL;
 }
 
-/* NULL leaves an error. The pointer is as aligned as the file's writer made it. Every call checks the size again: a
- * file that was truncated since it was opened is an error here. Only a truncation between this call and the reading of
- * the bytes still kills the reader (a property of maps, which ps_st_read does not have). */
+/* Returns NULL with an error on failure. The pointer is aligned as the file's writer has aligned the data. Every call
+ * checks the size again, so that it detects a file that was truncated since it was opened. Only a truncation between
+ * this call and the reading of the bytes still kills the reader. Maps have this property; ps_st_read does not have
+ * it. */
 const void *ps_st_data(const ps_st *st, int i)
 {
     const st_tensor *t = tensor_at(st, i);
@@ -211,7 +212,7 @@ int ps_st_copy(const ps_st *st, int i, const int64_t *offset, const int64_t *sha
     int64_t stride[PS_MAX_DIMS], run = 1, from = 0, room = 1;
     for (int d = t->ndim - 1; d >= 0; d--) {
         if (offset[d] < 0 || shape[d] < 0 || offset[d] > t->shape[d] || shape[d] > t->shape[d] - offset[d])
-            return ps_fail(PS_ERANGE, "%s: of tensor '%s' %lld from %lld on of dimension %d were requested, which has "
+            return ps_fail(PS_ERANGE, "%s: tensor '%s': %lld from %lld on of dimension %d were requested, but it has "
                            "%lld", st->map.path, st_shown(t->name, shown), (long long)shape[d], (long long)offset[d], d,
                            (long long)t->shape[d]);
         stride[d] = run, from += offset[d] * run;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Shared by the reader, the header parser and the writer of safetensors. Included by src/io and the fuzz target only.
  *
- * A file is: u64 header length N (little-endian), N bytes of JSON, the data. An opened ps_st holds checked tensors
- * only. Every tensor's bytes lie inside the data and have the size of type and shape. Together they cover the data
- * without hole or overlap. */
+ * A file is: u64 header length N (little-endian), N bytes of JSON, the data. An opened ps_st has only checked tensors.
+ * Every tensor's bytes are inside the data, and their number follows from type and shape. Together the tensors cover
+ * the data without gaps or overlaps. */
 #ifndef PS_IO_SAFETENSORS_H
 #define PS_IO_SAFETENSORS_H
 #include "io/file.h"
@@ -11,7 +11,8 @@
 
 enum { ST_MAX_HEADER = 100000000, ST_NAME_SHOWN = 160 };
 
-/* Checksums (st_sum.c): a file with checksums begins, after its length, with this text, then the header's digits. */
+/* Checksums (st_sum.c): the header of a file with checksums begins with this text. After it come the header's
+ * digits. */
 #define ST_SUM_KEY "xxh3_64"
 #define ST_SUM_HEAD "{\"__metadata__\":{\"" ST_SUM_KEY "\":\""
 enum { ST_SUM_AT = 8 + sizeof ST_SUM_HEAD - 1, ST_SUM_DIGITS = 16 };
@@ -21,15 +22,15 @@ void st_sum_add(st_sum *s, const void *data, int64_t nbytes);
 uint64_t st_sum_end(st_sum *s);                     /* frees it */
 void st_sum_free(st_sum *s);
 void st_sum_print(uint64_t sum, char *out);         /* [ST_SUM_DIGITS], without a final 0 */
-int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* of everything before the data */
+int st_sum_header(const void *bytes, int64_t nbytes, uint64_t *out);    /* checksum of all bytes before the data */
 
 typedef struct st_type {
-    const char *text;       /* as in files */
+    const char *text;       /* the name in files */
     int bits;               /* bits per element */
-    int dtype;              /* PS_*, or -1: known, not supported */
+    int dtype;              /* PS_*, or -1: a known type that is not supported */
 } st_type;
-const st_type *st_type_by_text(const char *text);   /* NULL: the format does not have it */
-const st_type *st_type_by_dtype(int dtype);         /* NULL: not a dtype */
+const st_type *st_type_by_text(const char *text);   /* NULL: the format does not have the type */
+const st_type *st_type_by_dtype(int dtype);         /* NULL: not a type */
 
 typedef struct st_tensor {
     const char *name;       /* in ps_st.text */
@@ -44,23 +45,23 @@ struct ps_st {
     ps_map map;
     const uint8_t *data;
     int64_t data_nbytes;
-    char *text;             /* all decoded strings; never longer than the header they come from */
-    st_tensor *tensors;     /* [count], by place in the data */
+    char *text;             /* all decoded strings; never longer than the header that they come from */
+    st_tensor *tensors;     /* [count] in the order of their places in the data */
     const st_tensor **by_name;  /* [count] */
-    st_meta *meta;          /* [meta_count], by key */
+    st_meta *meta;          /* [meta_count] in the order of their keys */
     int count, tensors_room, meta_count, meta_room;
     int64_t loans;          /* under way */
-    bool closed;            /* closed, except for the map, which loans need */
+    bool closed;            /* the file was closed, but its map exists until loans end */
 };
 
 /* Reads and checks st->map's header into st, whose other fields are zero. On failure the caller closes st. */
 int st_parse(ps_st *st);
-/* ps_st_open on bytes in memory, which must outlive it. */
+/* Does the same as ps_st_open for bytes in memory, which must outlive st. */
 int st_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_st **out);
 /* Compares the header's checksum, if the file has checksums. */
 int st_check_header(const ps_st *st);
 /* Number of elements of a shape, or -1 if the product (without zero dimensions) does not fit. */
 int64_t st_numel(int ndim, const int64_t *shape);
-/* A name in the form for messages: shortened, without control characters. Returns out. */
+/* Writes a name in the form for messages: shortened, without control characters. Returns out. */
 const char *st_shown(const char *name, char out[ST_NAME_SHOWN]);
 #endif

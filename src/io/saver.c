@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not touch meanwhile.
- * The thread calls only src/io, and blocks all signals; nearly all of its time it waits for the disk. Its error is
- * kept, with its text, for the thread that waits. A saver has one owner, which makes all calls. */
+ * Writes a safetensors file in a separate thread, from bytes that the caller has copied and does not change meanwhile.
+ * The thread calls only src/io, and blocks all signals. Most of the time it waits for the disk. Its error is kept, with
+ * its text, for the thread that waits. A saver has one owner, which makes all calls. */
 #define _GNU_SOURCE
 #include "io/file.h"
 #include "base/alloc.h"
@@ -13,12 +13,12 @@
 
 struct ps_saver {
     pthread_t thread;
-    bool running;               /* a thread to join */
-    atomic_bool busy;           /* the thread is at work; it sets the fields below before this turns false */
+    bool running;               /* there is a thread to join */
+    atomic_bool busy;           /* the thread is working; it sets the fields below before it clears this */
     ps_stw *writer;
     const void *data;           /* [nbytes], lent */
     int64_t nbytes;
-    ps_error_kept error;        /* of the last save, until a thread has waited for it */
+    ps_error_kept error;        /* error of the last save, until a thread has waited for it */
     double seconds;
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The header of a safetensors file: a strict parser for the little JSON that the format allows, and every check of its
- * contents. The input is hostile until proven otherwise. No recursion: the grammar has three levels, each a loop.
- *   header   = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
+ * contents. The input is treated as hostile until it is checked. There is no recursion: the grammar has three levels,
+ * each a loop. header = { (name : tensor | "__metadata__" : ({ (string : string)* } | null))* }
  *   tensor   = { "dtype" : string, "shape" : [ints], "data_offsets" : [int, int] }     in any order, each once */
 #define _GNU_SOURCE
 #include "io/safetensors.h"
@@ -17,7 +17,7 @@ typedef struct parser {
     ps_st *st;
     const uint8_t *at, *end;    /* end: of the header */
     char *text;                 /* next free place in st->text */
-    const char *tensor;         /* the one being read, for messages */
+    const char *tensor;         /* the tensor that is being read, for messages */
     bool has_meta;
 } parser;
 
@@ -35,7 +35,7 @@ int64_t st_numel(int ndim, const int64_t *shape)
 }
 
 /* -- errors ------------------------------------------------------------------------------------------------------ */
-/* The message always has the file, the byte in the file, the tensor (inside one) and the fault. */
+/* The message always names the file, the byte in the file, the tensor (if the fault is in one) and the fault. */
 static int bad(const parser *p, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const parser *p, const char *fmt, ...)
 {
@@ -93,7 +93,7 @@ static int expect(parser *p, char c)
     return bad(p, "'%c' expected, %s found", c, next_shown(p, next));
 }
 
-/* After an item of a list: 1 if another follows, 0 at `close`. */
+/* Called after an item of a list. Returns 1 if another item follows, 0 at `close`. */
 static int more(parser *p, char close)
 {
     char next[16];
@@ -116,7 +116,7 @@ static int hex4(parser *p, uint32_t *out)
     return 0;
 }
 
-/* The character of an \u escape (or of the two that make a surrogate pair), as UTF-8. */
+/* Reads the character of a \u escape (or of the two that form a surrogate pair), as UTF-8. */
 static int unicode_escape(parser *p)
 {
     uint32_t c, low;
@@ -142,7 +142,8 @@ static int unicode_escape(parser *p)
     return 0;
 }
 
-/* A string, decoded to st->text with a final zero. Its two quotes and the decoded length make room for that. */
+/* Reads a string and decodes it to st->text with a final zero. There is room: the string's two quotes are longer than
+ * the zero, and the decoded text is not longer than the string. */
 static int string(parser *p, const char **out)
 {
     static const char plain[] = "\"\\/bfnrt", meant[] = "\"\\/\b\f\n\r\t";
@@ -214,7 +215,7 @@ static int offsets(parser *p, st_tensor *t)
     return expect(p, ']');
 }
 
-/* The three entries of a tensor, in any order, each exactly once. */
+/* Reads the three entries of a tensor, in any order, each exactly once. */
 static int tensor_fields(parser *p, st_tensor *t)
 {
     enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -251,7 +252,7 @@ static int check_tensor(const parser *p, const st_tensor *t)
         return bad(p, "the shape is too large: its size does not fit in 63 bits");
     if (nbits % 8) return bad(p, "%lld elements of %s do not fill whole bytes", (long long)numel, t->type->text);
     if (t->begin > t->end)
-        return bad(p, "data_offsets [%lld, %lld) run backwards", (long long)t->begin, (long long)t->end);
+        return bad(p, "data_offsets [%lld, %lld) end before they begin", (long long)t->begin, (long long)t->end);
     held = t->end - t->begin;
     if (held != nbits / 8)
         return bad(p, "%lld elements of %s need %lld bytes, data_offsets [%lld, %lld) hold %lld", (long long)numel,
@@ -281,7 +282,8 @@ static int metadata(parser *p)
     if (p->has_meta) return bad(p, "'__metadata__' twice");
     p->has_meta = true;
     skip_space(p);
-    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference treats it as absent */
+    if (p->end - p->at >= 4 && !memcmp(p->at, "null", 4)) {           /* the reference implementation treats it as
+                                                                       * absent */
         p->at += 4;
         return 0;
     }
@@ -309,7 +311,7 @@ static int order_by_place(const void *a, const void *b)
 {
     const st_tensor *s = a, *t = b;
     if (s->begin != t->begin) return s->begin < t->begin ? -1 : 1;
-    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* empty ones first */
+    if (s->end != t->end) return s->end < t->end ? -1 : 1;      /* empty tensors come first */
     return strcmp(s->name, t->name);
 }
 

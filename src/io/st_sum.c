@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Checksums of safetensors files: XXH3 with 64 bits, of each tensor's bytes and of the header. They are in the header's
- * metadata under "xxh3_64", which a file with checksums has as its very first key: 16 hexadecimal digits of the header
- * (all bytes before the data, these digits counted as zeros), then those of each tensor in the order of their data,
- * with spaces between. So every byte of the file is covered. The header's is compared when a file is opened, a
- * tensor's by ps_st_verify. A file that another program rewrote has none at that place, and none are compared. */
+ * metadata under "xxh3_64", which is the first key of a file with checksums. The first 16 hexadecimal digits are the
+ * checksum of the header (all bytes before the data, with these digits as zeros). After them come 16 digits for each
+ * tensor, in the order of the data, with spaces between. So checksums cover every byte of the file. The header's
+ * checksum is compared when a file is opened, a tensor's by ps_st_verify. If another program rewrote the file, there
+ * are no checksums at that place, and none are compared. */
 #define XXH_INLINE_ALL
 #include "io/safetensors.h"
 #include "base/alloc.h"
@@ -11,10 +12,10 @@
 #include <string.h>
 #include <xxhash.h>
 
-enum { PIECE = 8 << 20 };       /* bytes of a map that are read at once */
+enum { PIECE = 8 << 20 };       /* number of bytes of a map that are read at once */
 
 struct st_sum {
-    void *whole;                /* the allocation with `state` in it, which xxHash needs 64-aligned */
+    void *whole;                /* the allocation that contains `state`, which xxHash requires to be 64-aligned */
     XXH3_state_t *state;
 };
 
@@ -82,7 +83,7 @@ int st_check_header(const ps_st *st)
                    "again, or take an older one", st->map.path, digits, saved);
 }
 
-/* The checksums' text, or NULL if the file has none; it must have one for each tensor. */
+/* Returns the checksums' text, or NULL if the file has none. The text must have a checksum for each tensor. */
 static int sums_of(const ps_st *st, const char **out)
 {
     *out = NULL;
@@ -90,7 +91,7 @@ static int sums_of(const ps_st *st, const char **out)
     for (int i = 0; i < st->meta_count; i++)
         if (!strcmp(st->meta[i].key, ST_SUM_KEY)) *out = st->meta[i].value;
     if (!*out || strlen(*out) != ((size_t)st->count + 1) * (ST_SUM_DIGITS + 1) - 1)
-        return ps_fail(PS_EFORMAT, "%s: its checksums are not one for each of %d tensors", st->map.path, st->count);
+        return ps_fail(PS_EFORMAT, "%s: it does not have one checksum for each of %d tensors", st->map.path, st->count);
     return 0;
 }
 

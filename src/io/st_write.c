@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing safetensors. Tensors are declared first, so that `begin` knows the whole file. `begin` lays out the data
  * (element size descending, then name), reserves the space and writes the header. Each tensor is then written, in any
- * order, whole or piece by piece. Checksums (st_sum.c) are taken while tensors pass through, and commit writes the
- * header once more, with them in it. The file appears under its name only with commit, complete and on its disk. */
+ * order, whole or piece by piece. Checksums (st_sum.c) are computed while tensors are written, and commit writes the
+ * header again with the checksums. The file gets its name only at commit, when it is complete and on its disk. */
 #include "io/safetensors.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A growing text; the first failed allocation is remembered. */
+/* A growing text. The first allocation that fails is remembered. */
 typedef struct text { char *p; size_t n, room; bool failed; } text;
 
 typedef struct stw_tensor {
@@ -20,10 +20,10 @@ typedef struct stw_tensor {
     const st_type *type;
     int ndim;
     int64_t shape[PS_MAX_DIMS];
-    int64_t nbytes, begin;      /* begin: from the start of the data */
+    int64_t nbytes, begin;      /* begin: position from the start of the data */
     int64_t written;            /* bytes written so far */
     st_sum *sum;                /* checksum of the bytes so far */
-    uint64_t checksum;          /* of all bytes */
+    uint64_t checksum;          /* checksum of all bytes */
 } stw_tensor;
 typedef struct stw_meta { char *key, *value; } stw_meta;
 
@@ -31,13 +31,13 @@ struct ps_stw {
     enum { DECLARING, WRITING, DONE } state;
     char *path;
     ps_tempfile file;
-    stw_tensor *tensors;        /* [count]; in the file's order from begin on */
-    stw_tensor **by_name;       /* [count], from begin on */
+    stw_tensor *tensors;        /* [count] in the file's order after begin */
+    stw_tensor **by_name;       /* [count] after begin */
     stw_meta *meta;
     int count, room, meta_count, meta_room;
     bool sums;
-    text header;                /* with sums: kept from begin to commit */
-    int64_t data_start;         /* byte of the file, a multiple of 64; with sums, of 4096 */
+    text header;                /* with checksums: kept from begin to commit */
+    int64_t data_start;         /* position in the file, a multiple of 64; with checksums, of 4096 */
     int64_t data_nbytes;
 };
 
@@ -215,8 +215,8 @@ static int lay_out(ps_stw *w, int64_t *data_nbytes)
     return 0;
 }
 
-/* Length and JSON, padded so that the data begins at a multiple of 64 bytes: every tensor is then aligned in a map.
- * Checksums are still zeros. */
+/* Writes the header's length and the JSON, padded so that the data begins at a multiple of 64 bytes. Every tensor is
+ * then aligned in a map. Checksums are still zeros. */
 static int print_header(const ps_stw *w, text *t)
 {
     bool has_format = false;
@@ -236,7 +236,7 @@ static int print_header(const ps_stw *w, text *t)
         put(t, ":", 1);
         put_string(t, w->meta[i].value);
     }
-    if (!has_format) {          /* without it transformers refuses the file */
+    if (!has_format) {          /* without this entry transformers rejects the file */
         if (w->meta_count || w->sums) put(t, ",", 1);
         put(t, "\"format\":\"pt\"", 13);
     }

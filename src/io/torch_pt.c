@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reading PyTorch's .pt files: opens and maps a file, checks the archive (zip.c) and the pickle (pickle.c), and lends
- * their contents. Memory: the archive's directory, a copy of data.pkl and about the same again for its values, which
- * for a state dict is some hundred bytes per tensor. Tensor bytes are not read until they are requested. They are then
- * copied directly from the map, one tensor at a time, and ps_pt_drop frees their pages. */
+ * their contents. It needs memory for the archive's directory, for a copy of data.pkl, and about as much again for its
+ * values. For a state dict this is some hundred bytes per tensor. Tensor bytes are not read until they are requested.
+ * They are then copied directly from the map, one tensor at a time, and ps_pt_drop frees their pages. */
 #define _GNU_SOURCE
 #include "io/torch_pt.h"
 #include "base/alloc.h"
@@ -13,7 +13,7 @@
 #define CONVERT "; in PyTorch: torch.save(torch.load(\"%s\", map_location=\"cpu\"), \"new.pt\")"
 
 /* -- opening ----------------------------------------------------------------------------------------------------- */
-/* Recognizes files of other formats, before they would be reported as a broken archive. */
+/* Recognizes files of other formats. Otherwise they would be reported as damaged archives. */
 static int check_format(const ps_map *map)
 {
     static const uint8_t magic[] = { 0x8a, 0x0a, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19 };
@@ -50,7 +50,7 @@ static int find_pickle(ps_pt *pt, int *pickle)
                    pt->archive.map.path);
 }
 
-/* Index of "prefix/name", or -1. */
+/* Returns the index of "prefix/name", or -1. */
 static int find_beside(const ps_pt *pt, const char *name)
 {
     size_t n = strlen(pt->prefix);
@@ -73,7 +73,7 @@ static int read_archive(ps_pt *pt)
                        "torch.save(torch.jit.load(\"%s\").state_dict(), \"new.pt\")", z->map.path, z->map.path);
     int order = find_beside(pt, "byteorder");
     if (order >= 0 && (z->entries[order].nbytes != 6 || memcmp(z->map.bytes + z->entries[order].begin, "little", 6)))
-        return ps_fail(PS_EFORMAT, "%s: its numbers are not little-endian; save it again on a little-endian machine",
+        return ps_fail(PS_EFORMAT, "%s: its numbers are big-endian; save it again on a little-endian machine",
                        z->map.path);
     pk *p = &pt->pickle;
     p->nbytes = z->entries[pickle].nbytes;
@@ -219,7 +219,7 @@ int ps_pt_copy(const ps_pt *pt, const ps_pt_tensor *tensor, int64_t first, void 
     bool wrong = t.storage < 0 || t.storage >= pt->archive.count || t.dtype < 0 || t.dtype >= PS_DTYPE_COUNT ||
                  t.ndim < 0 || t.ndim > PS_MAX_DIMS || t.offset < 0;
     for (int d = 0; d < t.ndim && !wrong; d++) wrong = t.shape[d] < 0 || t.stride[d] < 0;
-    if (wrong) return ps_fail(PS_EINVAL, "%s: this describes no tensor of the file", pt->archive.map.path);
+    if (wrong) return ps_fail(PS_EINVAL, "%s: this does not describe a tensor of the file", pt->archive.map.path);
     int64_t each = (int64_t)ps_dtype_bytes(t.dtype);
     t.storage_nbytes = pt->archive.entries[t.storage].nbytes;
     PS_TRY(pt_measure(&pt->pickle, (int)each, &t));

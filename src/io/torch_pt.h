@@ -2,15 +2,16 @@
  * Shared by the reader and the writer of PyTorch's .pt files. Included by src/io, the C tests and the fuzz target.
  *
  * A file is a ZIP archive of stored entries under one folder: data.pkl (the values; tensors refer to storages by key),
- * data/KEY (a storage's bytes each), version, byteorder; of ours also psluajit, a text. */
+ * data/KEY (the bytes of one storage), version, byteorder. Files that psluajit wrote also have a text named
+ * psluajit. */
 #ifndef PS_IO_TORCH_PT_H
 #define PS_IO_TORCH_PT_H
 #include "io/pickle.h"
 
 typedef struct pt_type {
     const char *text;           /* "torch.float32" */
-    const char *storage;        /* "torch.FloatStorage"; NULL: it has none */
-    int dtype, nbytes;          /* PS_* or -1: known, not supported; nbytes: bytes per element */
+    const char *storage;        /* "torch.FloatStorage"; NULL: the type has none */
+    int dtype, nbytes;          /* PS_* or -1: a known type that is not supported; nbytes: bytes per element */
 } pt_type;
 const pt_type *pt_type_at(int i);
 const pt_type *pt_type_by_dtype(int dtype);
@@ -22,11 +23,12 @@ struct ps_pt {
     pk pickle;
 };
 
-/* The tensor that value `id` (a TENSOR or STORAGE) describes, checked against its storage. out->data is not set. */
+/* Reads the tensor that value `id` (a TENSOR or STORAGE) describes, and checks it against its storage. Does not set
+ * out->data. */
 int pt_tensor_of(const pk *p, int32_t id, ps_pt_tensor *out);
 /* Sets numel and nbytes; PS_EFORMAT if an element is outside the storage. */
 int pt_measure(const pk *p, int nbytes_each, ps_pt_tensor *t);
-/* ps_pt_open on bytes in memory, which must outlive it. */
+/* Does the same as ps_pt_open for bytes in memory, which must outlive the result. */
 int pt_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_pt **out);
 /* For tests: numbers from `n` on are written as in archives beyond 4 GiB. */
 void pt_write_wide_from(ps_ptw *w, int64_t n);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Reading ZIP archives of stored entries. Only the directory at the end of the file and the entries' own short headers
- * are touched here. The input is hostile until proven otherwise. */
+ * Reading ZIP archives of stored entries. This file only reads the directory at the end of the archive and the short
+ * header of each entry. The input is treated as hostile until it is checked. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include <pthread.h>
@@ -14,12 +14,12 @@
 
 enum { END_SIZE = 22, LOCATOR_SIZE = 20, END64_SIZE = 56, ENTRY_SIZE = 46, LOCAL_SIZE = 30, MAX_COMMENT = 65535 };
 #define VERIFY_PIECE ((int64_t)32 << 20)
-#define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes: about four million storages */
+#define MAX_DIRECTORY ((int64_t)256 << 20)      /* bytes; enough for about four million storages */
 
 /* -- checksum: by tables, sixteen bytes per step, or by carry-less products if the processor has them
  * ---------------- */
 enum { CRC_STEP = 16, FOLD_STEP = 64 };
-static uint32_t table[CRC_STEP][256];       /* [t][b]: of byte b followed by t zero bytes */
+static uint32_t table[CRC_STEP][256];       /* [t][b] the checksum of byte b followed by t zero bytes */
 
 static void make_tables(void)
 {
@@ -45,7 +45,7 @@ static uint32_t load32(const uint8_t *p)
     return p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
 }
 
-/* The register after these bytes (a checksum is its complement, before and after). */
+/* Returns the register after these bytes. A checksum is the complement of the register, before and after. */
 static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 {
     for (; n >= CRC_STEP; p += CRC_STEP, n -= CRC_STEP) {
@@ -60,16 +60,16 @@ static uint32_t crc_by_table(uint32_t c, const uint8_t *p, int64_t n)
 }
 
 #ifdef __x86_64__
-/* Moves x 16 bytes (or, with the factors of 64, 64 bytes) ahead in the message, and adds the bytes there. The factors
- * are x^(d + 31) and x^(d - 33) modulo the polynomial for a distance of d bits, reflected. */
+/* Moves x 16 bytes ahead in the message (with the factors of 64: 64 bytes), and adds the bytes there. For a distance of
+ * d bits the factors are x^(d + 31) and x^(d - 33) modulo the polynomial, reflected. */
 __attribute__((target("pclmul,sse4.1"))) static inline __m128i fold(__m128i x, __m128i factors, __m128i there)
 {
     return _mm_xor_si128(there, _mm_xor_si128(_mm_clmulepi64_si128(x, factors, 0x00),
                                               _mm_clmulepi64_si128(x, factors, 0x11)));
 }
 
-/* n: a multiple of FOLD_STEP, not 0. Four lanes fold the bytes; the remainder is sixteen bytes with the same register
- * as the whole. */
+/* n: a multiple of FOLD_STEP, not 0. Four lanes fold the bytes. The remainder is sixteen bytes with which the register
+ * is the same as after the whole message. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_products(uint32_t c, const uint8_t *p, int64_t n)
 {
     const __m128i by64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by16 = _mm_set_epi64x(0xccaa009e, 0x1751997d0);
@@ -117,7 +117,7 @@ static bool has_mark(const uint8_t *p, int a, int b) { return p[0] == 'P' && p[1
 
 typedef struct directory { int64_t begin, nbytes; uint64_t count; } directory;
 
-/* The record at the end of the file, which may be followed by a comment; -1: there is none. */
+/* Finds the record at the end of the file, which may be followed by a comment. -1: there is none. */
 static int64_t find_end(const zip *z)
 {
     const uint8_t *bytes = z->map.bytes;
@@ -135,7 +135,7 @@ static int read_end64(const zip *z, int64_t end, uint64_t *count, uint64_t *nbyt
     uint64_t at = load(bytes + end - LOCATOR_SIZE + 8, 8);
     if (end - LOCATOR_SIZE < END64_SIZE || at > (uint64_t)(end - LOCATOR_SIZE - END64_SIZE) ||
         !has_mark(bytes + at, 6, 6))
-        return bad(z, "its ZIP64 record is not where the file says");
+        return bad(z, "its ZIP64 record is not at the position in the file's end record");
     if (*count == 0xffff) *count = load(bytes + at + 32, 8);
     if (*nbytes == 0xffffffff) *nbytes = load(bytes + at + 40, 8);
     if (*begin == 0xffffffff) *begin = load(bytes + at + 48, 8);
@@ -173,13 +173,13 @@ static int read_wide(const zip *z, const char *name, const uint8_t *extra, int64
         const uint8_t *from = extra + 4;
         for (int i = 0; i < 3; i++) {
             if (*fields[i] != 0xffffffff) continue;
-            if (length < 8) return bad(z, "entry '%.100s' lacks its 64-bit sizes", name);
+            if (length < 8) return bad(z, "entry '%.100s' has no 64-bit sizes", name);
             *fields[i] = load(from, 8);
             from += 8, length -= 8;
         }
         return 0;
     }
-    return bad(z, "entry '%.100s' lacks its 64-bit sizes", name);
+    return bad(z, "entry '%.100s' has no 64-bit sizes", name);
 }
 
 /* Checks one entry of the directory against the file and the entry's own header. */
@@ -194,7 +194,7 @@ static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *
         return ps_fail(PS_EFORMAT, "%s: entry '%.100s' is compressed (method %d); only stored entries are read, as "
                        "PyTorch writes them: unpack the file and pack it with zip -0 -r", z->map.path, e->name,
                        (int)load(p + 10, 2));
-    if (packed != nbytes) return bad(z, "entry '%.100s' has two sizes", e->name);
+    if (packed != nbytes) return bad(z, "entry '%.100s' has two different sizes", e->name);
     if (header > (uint64_t)d->begin || (uint64_t)d->begin - header < LOCAL_SIZE)
         return bad(z, "entry '%.100s' lies outside the file", e->name);
     const uint8_t *local = z->map.bytes + header;
@@ -202,7 +202,7 @@ static int place_entry(zip *z, const directory *d, const uint8_t *p, zip_entry *
     int64_t before = local_name + (int64_t)load(local + 28, 2);
     if (!has_mark(local, 3, 4) || before > room || (size_t)local_name != name_length ||
         memcmp(local + LOCAL_SIZE, e->name, name_length))
-        return bad(z, "the header of entry '%.100s' is not where the directory says", e->name);
+        return bad(z, "the header of entry '%.100s' is not at the position in the directory", e->name);
     if (nbytes > (uint64_t)(room - before)) return bad(z, "entry '%.100s' lies outside the file", e->name);
     e->begin = (int64_t)header + LOCAL_SIZE + before;
     e->nbytes = (int64_t)nbytes;
@@ -272,11 +272,11 @@ int zip_verify(zip *z, int i)
     for (int64_t left = e->nbytes, n; left > 0; from += n, left -= n) {
         n = left < VERIFY_PIECE ? left : VERIFY_PIECE;
         crc = zip_crc32(crc, from, n);
-        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);   /* a large entry is never in memory as a whole */
+        if (e->nbytes > VERIFY_PIECE) ps_map_drop(&z->map, from, n);   /* a large entry is never completely in memory */
     }
     if (crc != e->crc)
-        return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' were damaged: their checksum is not the one that the "
-                       "file holds; copy the file again, or pass verify = false to take them as they are",
+        return ps_fail(PS_EFORMAT, "%s: the bytes of '%.100s' are damaged: their checksum is not the checksum in the "
+                       "file; copy the file again, or pass verify = false to use them as they are",
                        z->map.path, e->name);
     e->verified = true;
     return 0;

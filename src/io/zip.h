@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * ZIP archives as PyTorch uses them: every entry stored as it is, none compressed. Included by src/io only.
+ * ZIP archives as PyTorch uses them: every entry is stored, and none is compressed. Included by src/io only.
  *
- * An opened zip holds checked entries only: every entry's bytes lie inside the file, before the directory, and no name
- * occurs twice. Sizes and places may be 64 bits wide (ZIP64) in both directions. */
+ * An opened zip has only checked entries: every entry's bytes lie inside the file, before the directory, and no name
+ * occurs twice. Sizes and positions may be 64 bits wide (ZIP64), both in reading and in writing. */
 #ifndef PS_IO_ZIP_H
 #define PS_IO_ZIP_H
 #include "io/file.h"
 #include <stdbool.h>
 
-uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the bytes before */
+uint32_t zip_crc32(uint32_t crc, const void *data, int64_t nbytes);    /* crc: 0, or the checksum of the bytes before
+                                                                        * these */
 
 typedef struct zip_entry {
     const char *name;       /* in zip.names */
-    int64_t begin, nbytes;  /* its data, in bytes of the file */
+    int64_t begin, nbytes;  /* position and size of its data in the file */
     uint32_t crc;
     bool verified;
 } zip_entry;
@@ -20,18 +21,19 @@ typedef struct zip_entry {
 typedef struct zip {
     ps_map map;
     char *names;
-    zip_entry *entries;     /* [count], by name */
+    zip_entry *entries;     /* [count] in the order of names */
     int count;
-    bool has_checksums;     /* false: its writer computed none and stored 0 for each entry (PyTorch can be told so) */
+    bool has_checksums;     /* false: the writer computed no checksums and stored 0 for each entry (an option of
+                             * PyTorch) */
 } zip;
 /* Reads and checks the directory of z->map; the other fields are zero. On failure the caller closes z. */
 int zip_open(zip *z);
 void zip_close(zip *z);
-int zip_find(const zip *z, const char *name);       /* index or -1 */
+int zip_find(const zip *z, const char *name);       /* returns an index or -1 */
 /* Checks the bytes of an entry against its checksum, once, if the archive has checksums; PS_EFORMAT if they differ. */
 int zip_verify(zip *z, int i);
 
-/* Writing: add all entries, begin (which knows the whole size), write each, commit. */
+/* Writing: add all entries, call begin (which then knows the whole size), write each entry, call commit. */
 typedef struct zipw_entry {
     char *name;             /* owned */
     int64_t nbytes, written;
@@ -43,10 +45,10 @@ typedef struct zipw {
     zipw_entry *entries;
     int count, room;
     int64_t directory, directory_nbytes, nbytes;
-    int64_t wide_from;      /* numbers from this one on are written as ZIP64: 0xffffffff, smaller in tests */
+    int64_t wide_from;      /* numbers from this value on are written as ZIP64: 0xffffffff, smaller in tests */
 } zipw;
 void zipw_init(zipw *w);
-int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* its number, from 0 */
+int zipw_add(zipw *w, const char *name, int64_t nbytes);            /* returns its number, from 0 */
 int zipw_begin(zipw *w, const char *path);                          /* reserves the whole size */
 int zipw_write(zipw *w, int i, const void *data, int64_t nbytes);   /* the next bytes of entry i */
 int zipw_commit(zipw *w);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing ZIP archives of stored entries. All sizes are known before the first byte is written, and so is every
  * position. An entry's header is written after its last byte, when its checksum is known. Data begins at multiples of
- * 64 bytes, padded with an extra field as in PyTorch. Equal contents give equal bytes: no clock is read. */
+ * 64 bytes, padded with an extra field as in PyTorch. Equal contents result in equal bytes, because no clock is
+ * read. */
 #include "io/zip.h"
 #include "base/alloc.h"
 #include "base/grow.h"
@@ -46,7 +47,7 @@ static uint8_t *store_mark(uint8_t *p, int a, int b)
 {
     return store(p, 'P' | 'K' << 8 | (uint64_t)a << 16 | (uint64_t)b << 24, 4);
 }
-/* A size or position in its narrow field: all ones if ZIP64 holds it. */
+/* A size or position in its narrow field. The field has all bits set if ZIP64 has the value. */
 static uint8_t *store_narrow(const zipw *w, uint8_t *p, int64_t n)
 {
     return store(p, wide(w, n) ? 0xffffffff : (uint64_t)n, 4);
@@ -60,7 +61,7 @@ static int lay_out(zipw *w)
         e->header = at;
         int64_t before = LOCAL_SIZE + (int64_t)strlen(e->name) + local_wide_size(w, e) + 4 + ALIGN;
         if (__builtin_add_overflow(at, before, &at)) return ps_fail(PS_EINVAL, "an archive would be too large");
-        at -= at % ALIGN;           /* leaves 1 to 64 bytes of padding */
+        at -= at % ALIGN;           /* this leaves 1 to 64 bytes of padding */
         e->begin = at;
         if (__builtin_add_overflow(at, e->nbytes, &at)) return ps_fail(PS_EINVAL, "an archive would be too large");
     }
@@ -72,7 +73,7 @@ static int lay_out(zipw *w)
     return 0;
 }
 
-/* The fields that a local header and a directory entry share: flags to extra length. */
+/* The fields that a local header and a directory entry share, from the flags to the length of the extra field. */
 static uint8_t *store_common(const zipw *w, uint8_t *p, const zipw_entry *e, int needs, int extra)
 {
     p = store(store(p, (uint64_t)needs, 2), UTF8_NAMES, 2);
@@ -158,7 +159,7 @@ int zipw_commit(zipw *w)
 {
     for (int i = 0; i < w->count; i++)
         if (w->entries[i].written < w->entries[i].nbytes)
-            return ps_fail(PS_ESTATE, "writing %s: entry '%s' has %lld of its %lld bytes", w->file.path,
+            return ps_fail(PS_ESTATE, "writing %s: entry '%s' has only %lld of its %lld bytes", w->file.path,
                            w->entries[i].name, (long long)w->entries[i].written, (long long)w->entries[i].nbytes);
     int64_t nbytes = w->nbytes - w->directory;
     uint8_t *directory = ps_alloc((size_t)nbytes), *p = directory;

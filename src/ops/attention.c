@@ -15,7 +15,7 @@ int grad_rope(ps_grad *g);
 
 static int check_dropout(const ps_infer *f, double p, int32_t first_head)
 {
-    if (first_head < 0) return ps_rule_fail(f, "first_head is %d", first_head);
+    if (first_head < 0) return ps_rule_fail(f, "first_head is %d; it must be 0 or more", first_head);
     return p >= 0 && p < 1 ? 0 : ps_rule_fail(f, "dropout p = %g is not in [0, 1)", p);
 }
 
@@ -58,7 +58,7 @@ static int check_qkv(const ps_infer *f, const ps_tensor *const *in, int32_t caus
     return check_any_mask(f, in[3], q, k->shape_[2]);
 }
 
-/* Like t [B, H, T, D]; its bytes are laid out as [B, T, H, D] if those of t are. */
+/* Makes a tensor like t [B, H, T, D]. If the bytes of t are laid out as [B, T, H, D], so are its bytes. */
 static ps_meta like_heads(const ps_tensor *t)
 {
     ps_meta m = ps_meta_like(t);

@@ -8,7 +8,7 @@ int infer_channel_norm(ps_infer *f);
 int infer_channel_norm_backward(ps_infer *f);
 int grad_channel_norm(ps_grad *g);
 
-/* The statistics' type and shape: [C], or [N, groups]. */
+/* The type and shape of a statistic: [C], or [N, groups]. */
 static int stats_of(const ps_infer *f, const ps_tensor *x, int groups, const ps_tensor *w, const ps_tensor *b,
                     ps_meta *stats)
 {
@@ -34,11 +34,12 @@ int infer_channel_norm(ps_infer *f)
     ps_meta stats;
     PS_TRY(stats_of(f, x, a->groups, f->in[1], f->in[2], &stats));
     if (!mean != !var || (mean && a->groups))
-        return ps_rule_fail(f, "mean and var are given together, and with groups 0");
+        return ps_rule_fail(f, "mean and var must be passed together, and only with groups = 0");
     if (mean) PS_TRY(ps_rule_like(f, mean, "the given mean", stats.dtype, 1, stats.shape));
     if (mean) PS_TRY(ps_rule_like(f, var, "the given variance", stats.dtype, 1, stats.shape));
-    int64_t count = x->numel_ / x->shape_[1];                 /* that a statistic is of */
-    if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "no values to take the mean of");
+    int64_t count = x->numel_ / x->shape_[1];                 /* the number of values that a statistic is computed
+                                                               * from */
+    if (!mean && !a->groups && count < 1) return ps_rule_fail(f, "there are no values to compute the mean of");
     f->out[0] = ps_meta_like(x);
     f->out[1] = f->out[2] = stats;
     if (mean) f->out[1].ndim = f->out[2].ndim = -1;

@@ -11,7 +11,7 @@ int infer_conv_weight(ps_infer *f);
 int grad_conv(ps_grad *g);
 int grad_conv_transpose(ps_grad *g);
 
-/* The attributes, and those of the H that a tensor of three dimensions lacks. */
+/* The attributes, completed for the dimension H that a tensor of three dimensions does not have. */
 static int check_attrs(const ps_infer *f, ps_attrs_conv *a, int spatial)
 {
     if (spatial == 1) a->stride[0] = a->dilation[0] = 1, a->padding[0] = a->padding[2] = 0;
@@ -37,7 +37,7 @@ static int check_bias(const ps_infer *f, const ps_tensor *b, int64_t channels)
     return ps_rule_fail(f, "the bias must be float [%lld]", (long long)channels);
 }
 
-/* The size to which conv maps `size` elements along dimension i of its pairs with a kernel of k. */
+/* The size to which conv maps `size` elements along dimension i of its pairs, with a kernel of k elements. */
 static int size_of(const ps_infer *f, const ps_attrs_conv *a, int i, int64_t size, int64_t k, int64_t *out)
 {
     int64_t span = (k - 1) * a->dilation[i] + 1, padded = size + a->padding[i] + a->padding[i + 2];
@@ -68,7 +68,7 @@ int infer_conv(ps_infer *f)
     PS_TRY(check_groups(f, a, x->shape_[1], "input"));
     PS_TRY(check_groups(f, a, w->shape_[0], "output"));
     if (w->shape_[1] * a->groups != x->shape_[1])
-        return ps_rule_fail(f, "x has %lld channels, w takes %lld (%lld in each of %d groups)",
+        return ps_rule_fail(f, "x has %lld channels, but w needs %lld (%lld in each of %d groups)",
                             (long long)x->shape_[1], (long long)(w->shape_[1] * a->groups), (long long)w->shape_[1],
                             a->groups);
     PS_TRY(check_bias(f, f->in[2], w->shape_[0]));
@@ -92,7 +92,8 @@ int infer_conv_transpose(ps_infer *f)
     PS_TRY(check_attrs(f, a, spatial));
     PS_TRY(check_groups(f, a, x->shape_[1], "input"));
     if (w->shape_[0] != x->shape_[1])
-        return ps_rule_fail(f, "x has %lld channels, w takes %lld", (long long)x->shape_[1], (long long)w->shape_[0]);
+        return ps_rule_fail(f, "x has %lld channels, but w needs %lld",
+                            (long long)x->shape_[1], (long long)w->shape_[0]);
     PS_TRY(check_bias(f, f->in[2], w->shape_[1] * a->groups));
     f->out[0] = ps_meta_like(x);
     f->out[0].shape[1] = w->shape_[1] * a->groups;
@@ -126,7 +127,8 @@ int infer_conv_weight(ps_infer *f)
     PS_TRY(check_groups(f, a, x->shape_[1], "input"));
     PS_TRY(check_groups(f, a, dy->shape_[1], "output"));
     if (x->shape_[0] != dy->shape_[0])
-        return ps_rule_fail(f, "%lld samples of x and %lld of dy", (long long)x->shape_[0], (long long)dy->shape_[0]);
+        return ps_rule_fail(f, "x has %lld samples, but dy has %lld",
+                            (long long)x->shape_[0], (long long)dy->shape_[0]);
     f->out[0] = (ps_meta){ .dtype = x->dtype_, .ndim = x->ndim,
                            .shape = { dy->shape_[1], x->shape_[1] / a->groups } };
     for (int i = 2 - spatial; i < 2; i++) {
@@ -134,7 +136,7 @@ int infer_conv_weight(ps_infer *f)
         int64_t size;
         PS_TRY(size_of(f, a, i, x->shape_[d], at->size[i], &size));
         if (size != dy->shape_[d])
-            return ps_rule_fail(f, "dy has %lld elements along the %s; a kernel of %lld gives %lld",
+            return ps_rule_fail(f, "dy has %lld elements along the %s, but a kernel of %lld results in %lld",
                                 (long long)dy->shape_[d], i == 0 ? "height" : "width", (long long)at->size[i],
                                 (long long)size);
         f->out[0].shape[d] = at->size[i];
@@ -146,7 +148,7 @@ int infer_conv_weight(ps_infer *f)
 }
 
 /* -- gradients ----------------------------------------------------------------------------------------------------- */
-/* Gives the gradient of the bias, input 2: the sum of dy over samples and positions. */
+/* Computes and passes on the gradient of the bias, input 2: the sum of dy over samples and positions. */
 static int give_bias(ps_grad *g, ps_tensor *dy)
 {
     ps_attrs_sum sum = { .dims = ((1u << dy->ndim) - 1) & ~2u };
@@ -157,8 +159,8 @@ static int give_bias(ps_grad *g, ps_tensor *dy)
     return 0;
 }
 
-/* Gives the gradient of the weight, input 1, and with_b also that of the bias, from the input and the gradient of the
- * output of the conv that has this weight. */
+/* Computes and passes on the gradient of the weight, input 1, and with with_b also that of the bias. It uses the input,
+ * and the gradient of the output, of the conv that has this weight. */
 static int give_weight(ps_grad *g, ps_tensor *x, ps_tensor *dy, bool with_b)
 {
     const ps_meta *w = ps_grad_in_meta(g, 1);

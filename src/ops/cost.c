@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The cost of an op (ps_op_cost): one rule for each family of rows of ops.def. FLOPs are those of matrix products and
- * of attention, two for a multiplication with its addition, whatever the kernel does. PatrickStar and Megatron-LM use
- * the same count for their speeds. Elementwise work is bound by bytes and counts no FLOPs. */
+ * of attention: two for each multiplication with its addition, no matter how the kernel computes them. PatrickStar and
+ * Megatron-LM use the same count for their speeds. Elementwise work is bound by bytes and counts no FLOPs. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -13,7 +13,7 @@
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 
-/* Bytes of the elements of t, each counted once: an expanded dimension is in memory once. */
+/* The bytes of the elements of t, each counted once: an expanded dimension exists in memory once. */
 static int64_t nbytes(const ps_tensor *t)
 {
     if (!t) return 0;
@@ -121,7 +121,8 @@ void cost_parallel_lm_loss(ps_cost *c)            /* x [N or N / size, C], w [V,
 }
 
 /* -- convolutions: a product for each element of the kernel -------------------------------------------------------- */
-static int64_t of_kernel(const ps_tensor *w)      /* [O, C / groups, ...]: what an element of the output adds up */
+static int64_t of_kernel(const ps_tensor *w)      /* [O, C / groups, ...]: the number of products that an element of the
+                                                   * output sums */
 {
     return w->shape_[0] > 0 ? w->numel_ / w->shape_[0] : 0;
 }
@@ -147,16 +148,16 @@ void cost_conv_weight(ps_cost *c)                 /* x, dy -> dw */
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
-/* Pairs of the queries at positions 0 to n - 1 with the keys that they see: those up to their own position, or the last
- * `window` of them (0: no window). */
+/* The number of pairs of the queries at positions 0 to n - 1 with the keys that they see. A query sees keys up to its
+ * own position, or the last `window` of these (0: no window). */
 static int64_t pairs_up_to(int64_t n, int64_t window)
 {
     int64_t w = window > 0 && window < n ? window : n;
     return w * (w + 1) / 2 + (n - w) * w;
 }
 
-/* Pairs of query and key of one head that see each other. With a causal mask, query i is at position keys - queries +
- * i. */
+/* The number of pairs of query and key of one head that see each other. With a causal mask, query i is at position keys
+ * - queries + i. */
 static int64_t pairs(int64_t queries, int64_t keys, int causal, int64_t window)
 {
     if (!causal) return queries * keys;
@@ -177,7 +178,7 @@ void cost_attention(ps_cost *c)
     c->flops += attention_flops(c->in[0], c->in[1], c->in[2], c->attrs);
 }
 
-/* Five products, against forward's two, since the scores are computed again. */
+/* Five products, while forward has two, because the scores are computed again. */
 void cost_attention_backward(ps_cost *c)          /* dy q k v mask? y lse; its attributes are those of attention */
 {
     cost_moves(c);

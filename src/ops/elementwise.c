@@ -63,10 +63,10 @@ int infer_unary(ps_infer *f)
     return 0;
 }
 
-/* A sample's random words are generated four at a time, with a counter of 32 bits. */
+/* The random words of a sample are generated four at a time, with a counter of 32 bits. */
 static const int64_t MOST_OF_SAMPLE = (int64_t)1 << 34;
 
-/* Checks that x has the rows with these numbers, from a whole whose samples have whole rows. */
+/* Checks that x consists of the rows with these numbers, in a whole whose samples consist of whole rows. */
 static int check_dropout_rows(const ps_infer *f, const ps_attrs_dropout *at)
 {
     const ps_tensor *x = f->in[0], *rows = f->in[1];
@@ -91,7 +91,8 @@ int infer_dropout(ps_infer *f)
     if (!(at->p >= 0 && at->p < 1)) return ps_rule_fail(f, "p = %g is not in [0, 1)", at->p);
     if (!ps_dtype_is_float(x->dtype_)) return ps_rule_fail(f, "a float tensor is needed");
     if (at->first < 0 || at->per_sample < 0 || __builtin_add_overflow(at->first, x->numel_, &end))
-        return ps_rule_fail(f, "first = %lld, per_sample = %lld", (long long)at->first, (long long)at->per_sample);
+        return ps_rule_fail(f, "first = %lld and per_sample = %lld are negative or too large",
+                            (long long)at->first, (long long)at->per_sample);
     if (f->in[1]) PS_TRY(check_dropout_rows(f, at));
     if (at->per_sample == 0) at->per_sample = x->ndim > 0 && x->numel_ > 0 ? x->numel_ / x->shape_[0] : 1;
     if (at->per_sample > MOST_OF_SAMPLE)
@@ -403,7 +404,7 @@ int grad_abs(ps_grad *g) { return times_function(g, PS_OP_sign, 1); }
 int grad_sin(ps_grad *g) { return times_function(g, PS_OP_cos, 1); }
 int grad_cos(ps_grad *g) { return times_function(g, PS_OP_sin, -1); }
 
-/* sign, floor, ceil, round: constant almost everywhere. */
+/* sign, floor, ceil, round are constant almost everywhere. */
 int grad_zero(ps_grad *g)
 {
     ps_tensor *t;
@@ -447,7 +448,8 @@ int grad_relu(ps_grad *g)
     PS_TRY(ps_grad_out(g, 0, &y));
     PS_TRY(ps_scalar_like(g, &t, y, 0));
     PS_TRY(ps_run1(g, PS_OP_le, &t, y, t));
-    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes the gradient on, as it passes the value */
+    PS_TRY(select_dy(g, &t, t, false));                       /* NaN passes on the gradient, as it passes on the
+                                                               * value */
     ps_grad_give(g, 0, t);
     return 0;
 }
@@ -463,7 +465,7 @@ static int fused(ps_grad *g, int op)
 int grad_silu(ps_grad *g) { return fused(g, PS_OP_silu_backward); }
 int grad_gelu(ps_grad *g) { return fused(g, PS_OP_gelu_backward); }
 
-/* dy where x is above `from`, else `other`. */
+/* dy if x is above `from`, else `other`. */
 static int give_above(ps_grad *g, ps_tensor *x, double from, ps_tensor *other)
 {
     ps_tensor *t, *all[PS_MAX_OUT] = { NULL };
@@ -514,7 +516,7 @@ int grad_act_mul(ps_grad *g)
     return 0;
 }
 
-/* The same elements are dropped from dy. */
+/* Drops the same elements from dy. */
 int grad_dropout(ps_grad *g)
 {
     ps_tensor *rows, *all[PS_MAX_OUT] = { NULL };

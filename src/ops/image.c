@@ -20,7 +20,8 @@ int infer_pad(ps_infer *f)
     for (int d = 0; d < x->ndim; d++) {
         int64_t before = a->before[d], after = a->after[d], most = INT64_MAX / 8;
         if (before > most || before < -most || after > most || after < -most)
-            return ps_rule_fail(f, "padding %lld and %lld of dimension %d", (long long)before, (long long)after, d);
+            return ps_rule_fail(f, "padding %lld and %lld of dimension %d is out of range",
+                                (long long)before, (long long)after, d);
         f->out[0].shape[d] = x->shape_[d] + before + after;
         if (f->out[0].shape[d] < 0 || -before > x->shape_[d] || -after > x->shape_[d])
             return ps_rule_fail(f, "padding %lld and %lld cut more than the %lld elements of dimension %d",
@@ -49,8 +50,8 @@ static int check_image(const ps_infer *f, const ps_tensor *x)
 
 static const char *along(int i) { return i == 0 ? "height" : "width"; }
 
-/* Whether `out` windows of `kernel` elements lie within `in` elements and their padding: all of them begin before the
- * padding at the end. */
+/* True if `out` windows of `kernel` elements are within `in` elements and their padding, and all of them begin before
+ * the padding at the end. */
 static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int64_t kernel, int64_t dilation,
                          int64_t stride, int64_t before, int64_t after)
 {
@@ -68,14 +69,14 @@ static int check_windows(const ps_infer *f, int i, int64_t in, int64_t out, int6
     return 0;
 }
 
-/* Whether each window has an element that is not padding: with a dilation it may step over all of them. */
+/* True if each window has an element that is not padding. With a dilation, a window may step over all elements. */
 static int check_elements(const ps_infer *f, int i, int64_t in, const ps_attrs_max_pool *a)
 {
     int64_t k = a->kernel[i], d = a->dilation[i], p = a->padding[i];
     for (int64_t w = 0; d > 1 && w < a->size[i]; w++) {
         int64_t first = w * a->stride[i] - p, skipped = first < 0 ? (-first + d - 1) / d : 0;
         if (skipped < k && first + skipped * d < in) continue;
-        return ps_rule_fail(f, "window %lld along the %s has padding only: kernel %lld, dilation %lld, padding %lld, "
+        return ps_rule_fail(f, "window %lld along the %s has only padding: kernel %lld, dilation %lld, padding %lld, "
                             "%lld elements", (long long)w, along(i), (long long)k, (long long)d, (long long)p,
                             (long long)in);
     }
@@ -89,7 +90,7 @@ int infer_resample(ps_infer *f)
     const ps_attrs_resample *a = f->attrs;
     const ps_tensor *x = f->in[0];
     PS_TRY(check_image(f, x));
-    if (a->kind < 0 || a->kind >= KINDS) return ps_rule_fail(f, "kind %d; it is 0 to %d", a->kind, KINDS - 1);
+    if (a->kind < 0 || a->kind >= KINDS) return ps_rule_fail(f, "kind is %d; it must be 0 to %d", a->kind, KINDS - 1);
     f->out[0] = ps_meta_like(x);
     for (int i = 0; i < 2; i++) {
         int64_t size = a->size[i], in = a->transpose ? size : x->shape_[2 + i];

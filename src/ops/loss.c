@@ -27,7 +27,7 @@ static int softmax_like(ps_grad *g, int op)
 int grad_softmax(ps_grad *g) { return softmax_like(g, PS_OP_softmax_backward); }
 int grad_log_softmax(ps_grad *g) { return softmax_like(g, PS_OP_log_softmax_backward); }
 
-/* Targets must be integers with one entry per row of `rows` [..., last]. */
+/* Checks the targets: integers, one for each row of `rows` [..., last]. */
 static int check_targets(const ps_infer *f, const ps_tensor *rows, const ps_tensor *target)
 {
     if (rows->ndim < 1 || !ps_dtype_is_float(rows->dtype_)) return ps_rule_fail(f, "float rows are needed");
@@ -42,7 +42,7 @@ static int check_reduction(const ps_infer *f, int reduction)
     return reduction >= 0 && reduction <= 2 ? 0 : ps_rule_fail(f, "reduction %d is not 0, 1 or 2", reduction);
 }
 
-/* How many rows are hits, and how many count. */
+/* The number of rows that are hits, and the number of rows that count. */
 static ps_meta hits_of(int want)
 {
     return want ? (ps_meta){ .dtype = PS_I64, .ndim = 1, .shape = { 2 } } : (ps_meta){ .ndim = -1 };
@@ -95,10 +95,12 @@ int infer_lm_loss(ps_infer *f)
     if (at->reduction != 1 && at->reduction != 2)
         return ps_rule_fail(f, "reduction %d is not 1 (mean) or 2 (sum)", at->reduction);
     if (f->in[3]) PS_TRY(ps_rule_like(f, f->in[3], "bias", x->dtype_, 1, w->shape_));
-    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));  /* otherwise grad_lm_loss sets it */
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 1 & 4));  /* otherwise grad_lm_loss sets
+                                                                                     * want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
-    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow: scale by a power */
+    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow, so it is scaled by a
+                                                    * power */
         while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);
@@ -112,9 +114,9 @@ int infer_lm_loss(ps_infer *f)
 }
 
 /* -- losses of a product, whose gradients are computed with them ------------------------------------------------- */
-/* Gradients that were left to backward: runs the op again, in the same panels, hence with the same bits. inputs: x, w
- * and bias, in the order of their gradients; want: the field of attrs with the gradients that forward computed. attrs
- * requests no hits, which forward has counted. */
+/* Computes gradients that were left to backward: runs the op again in the same panels, so that the bits are the same.
+ * inputs: x, w and bias, in the order of their gradients. want: the field of attrs with the gradients that forward
+ * computed. attrs requests no hits, because forward has counted them. */
 static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, int32_t *want, ps_tensor **all)
 {
     ps_tensor *in[8] = { NULL };
@@ -126,8 +128,8 @@ static int panels_again(ps_grad *g, int op, const int inputs[3], void *attrs, in
     return ps_run_list(g, op, attrs, all, g->n_in, in);
 }
 
-/* The gradients were computed with the loss, for a gradient of 1 / alpha, a power of two. They are scaled in place by a
- * factor that the host does not need to know. again: the result of panels_again. */
+/* The gradients were computed together with the loss, for a gradient of 1 / alpha, a power of two. They are scaled in
+ * place by a factor that the host does not need to know. again: the result of panels_again. */
 static int give_panels(ps_grad *g, const int inputs[3], double alpha, ps_tensor *const *again)
 {
     ps_attrs_scale_by_ attrs = { .alpha = alpha };
@@ -222,7 +224,8 @@ int infer_parallel_lm_loss(ps_infer *f)
     PS_TRY(ps_rule_like(f, f->in[3], "share", wide(x), 2, coefficients));
     if (f->in[4]) PS_TRY(ps_rule_like(f, f->in[4], "bias", x->dtype_, 1, w->shape_));
     if (f->in[5]) PS_TRY(ps_rule_like(f, f->in[5], "mass", wide(x), 1, w->shape_));
-    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* otherwise its rule sets it */
+    if (f->needs) at->want_grad = (int32_t)((f->needs & 3) | (f->needs >> 2 & 4));     /* otherwise its gradient rule
+                                                                                        * sets want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     f->out[0] = (ps_meta){ .dtype = wide(x) };
     f->out[1] = ps_meta_like(x);

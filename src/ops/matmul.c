@@ -47,7 +47,8 @@ static int transpose(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return 0;
 }
 
-/* Gives input i the product a b, added into an existing gradient if that needs no further pass. */
+/* Computes the product a b as the gradient of input i. Adds it directly to an existing gradient if that needs no
+ * further pass. */
 static int give_product(ps_grad *g, int i, ps_tensor *a, ps_tensor *b)
 {
     const ps_meta *m = ps_grad_in_meta(g, i);
@@ -77,8 +78,8 @@ static int rows_of(ps_grad *g, ps_tensor **out, ps_tensor *t)
     return ps_reshape_to(g, out, t, 2, shape);
 }
 
-/* db of one matrix b that is multiplied with all of a's batch: one product over the rows of the whole batch. In half
- * types, separate products would be rounded before they are summed. */
+/* db of one matrix b that is multiplied with every matrix of a's batch. It is one product over the rows of the whole
+ * batch. In half types, separate products would be rounded before they are summed. */
 static int give_of_rows(ps_grad *g, ps_tensor *a)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
@@ -217,7 +218,7 @@ int infer_mlp(ps_infer *f)
     int64_t C = w1->shape_[at->out_in ? 1 : 0], H = w1->shape_[at->out_in ? 0 : 1];
     int64_t H2 = w2->shape_[at->out_in ? 1 : 0], O = w2->shape_[at->out_in ? 0 : 1];
     if (x->shape_[x->ndim - 1] != C || H != H2)
-        return ps_rule_fail(f, "x has %lld features, w1 needs %lld and makes %lld, w2 needs %lld",
+        return ps_rule_fail(f, "x has %lld features; w1 needs %lld and returns %lld; w2 needs %lld",
                             (long long)x->shape_[x->ndim - 1], (long long)C, (long long)H, (long long)H2);
     if (!is_bias(f->in[2], H) || !is_bias(f->in[4], O))
         return ps_rule_fail(f, "the biases must be float [%lld] and [%lld]", (long long)H, (long long)O);
@@ -265,7 +266,8 @@ int grad_mlp(ps_grad *g)
     PS_TRY(ps_give_weights(g, 3, 4, at->out_in, h, dy));
     if (ps_grad_wants(g, 5)) ps_grad_give(g, 5, dy);
     if (!ps_grad_wants(g, 0) && !wants_1 && !ps_grad_wants(g, 2)) return 0;
-    if (!dpre) {                                       /* the bias' gradient is computed with it, earlier than needed */
+    if (!dpre) {                                       /* the gradient of the bias is computed together with it, earlier
+                                                        * than it is needed */
         ps_attrs_linear_gelu_backward back = { .out_in = at->out_in, .want_b = wants_b1 };
         PS_TRY(ps_grad_in(g, 3, &w));
         if (wants_b1) PS_TRY(ps_grad_dest(g, 2, &all[1], &back.add_b));

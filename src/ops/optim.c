@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Optimizer steps: lists of tensors in groups, which are checked here; storing of gradients. None of them has a
- * gradient rule. */
+ * Optimizer steps, whose groups of tensors are checked here, and ops that store gradients. None of them has a gradient
+ * rule. */
 #include "base/error.h"
 #include "tensor/optable.h"
 
@@ -39,7 +39,7 @@ int infer_adam(ps_infer *f)
 
 int infer_sgd(ps_infer *f) { return check_groups(f, 4); }
 
-/* The kernel checks the dtype of an output that the caller passed, which is not known here. */
+/* The kernel checks the dtype of an output that the caller passed, because this function does not know it. */
 int infer_grad_store(ps_infer *f)
 {
     const ps_attrs_grad_store *at = f->attrs;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops of several ranks: shapes and gradients. For most of them every rank's loss counts: the gradient of x is that of
- * the sum of all ranks' losses, where each rank has its own dy. The rows of tensor parallelism (..._tp) have one loss,
+ * the sum of all ranks' losses, where each rank has its own dy. The ops of tensor parallelism (..._tp) have one loss,
  * which all ranks compute identically (Shoeybi et al. 2019, "Megatron-LM"). */
 #include "base/error.h"
 #include "tensor/optable.h"
@@ -20,7 +20,7 @@ int infer_column_linear_grad(ps_infer *f);
 int grad_column_linear(ps_grad *g);
 int grad_row_linear(ps_grad *g);
 
-typedef ps_attrs_all_reduce of_ranks;           /* all have these attributes; those with products have more */
+typedef ps_attrs_all_reduce of_ranks;           /* all of them have these attributes; ops with products have more */
 
 static bool gathers(int op)
 {
@@ -78,7 +78,7 @@ int grad_counted_once(ps_grad *g)
     return 0;
 }
 
-/* Only the root's x was used. */
+/* Only the root's x was used, so only the root gets a gradient. */
 int grad_broadcast(ps_grad *g)
 {
     const of_ranks *at = g->attrs;
@@ -94,7 +94,7 @@ int grad_broadcast(ps_grad *g)
 /* column_linear and column_linear_grad begin with the attributes of row_linear. */
 typedef ps_attrs_row_linear with_product;
 
-/* x [..., I] and w of one float type; out_in: w is [O, I]; *out: O. */
+/* Checks x [..., I] and w, which have one float type. out_in: w is [O, I]. *out is O. */
 static int check_product(const ps_infer *f, const ps_tensor *x, const ps_tensor *w, bool out_in, int64_t *out)
 {
     const with_product *at = f->attrs;
@@ -182,7 +182,7 @@ int infer_column_linear_grad(ps_infer *f)
     return 0;
 }
 
-/* All ranks' rows of t. */
+/* The rows of t of all ranks. */
 static int gathered(ps_grad *g, ps_tensor **out, ps_tensor *t)
 {
     const of_ranks *at = g->attrs;

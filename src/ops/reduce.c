@@ -74,7 +74,7 @@ int grad_mean(ps_grad *g)
     return give_expanded(g, t);
 }
 
-/* Elements that equal the result share its gradient. */
+/* The elements that equal the result share its gradient. */
 int grad_amax(ps_grad *g)
 {
     const ps_attrs_amax *at = g->attrs;
@@ -136,7 +136,7 @@ int infer_topk(ps_infer *f)
     return 0;
 }
 
-/* The gradients of the values go back to the places from which they were taken. */
+/* The gradients of the values are added at the places from which the values were read. */
 int grad_topk(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 0);

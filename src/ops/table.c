@@ -29,7 +29,7 @@ static int check_index(const ps_infer *f, const ps_tensor *index)
 static int check_part(const ps_infer *f, int64_t first, int64_t total, int64_t rows)
 {
     if (first >= 0 && total >= 0 && first <= INT64_MAX - rows && (total > 0 || first == 0)) return 0;
-    return ps_rule_fail(f, "rows from %lld on of a table of %lld", (long long)first, (long long)total);
+    return ps_rule_fail(f, "there are no rows from %lld on in a table of %lld", (long long)first, (long long)total);
 }
 
 int infer_embedding(ps_infer *f)
@@ -59,7 +59,8 @@ int infer_embedding_backward(ps_infer *f)
         !ps_dtype_is_float(dy->dtype_))
         return ps_rule_fail(f, "dy must be float [..., C] over the indices");
     if (at->rows < 0 || at->dtype < 0 || at->dtype >= PS_DTYPE_COUNT || !ps_dtype_is_float(at->dtype))
-        return ps_rule_fail(f, "rows = %lld, dtype = %d", (long long)at->rows, at->dtype);
+        return ps_rule_fail(f, "rows = %lld, dtype = %d; rows must be 0 or more, and dtype a float type",
+                            (long long)at->rows, at->dtype);
     PS_TRY(check_part(f, at->first, at->total, at->rows));
     if (!f->given) at->accumulate = 0;
     f->out[0] = (ps_meta){ .dtype = at->dtype, .ndim = 2, .shape = { at->rows, dy->shape_[dy->ndim - 1] } };

@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 static const double ONE_OF_MANY_S = 3;
-static _Atomic double linger_s = -1;       /* negative: the usual seconds */
+static _Atomic double linger_s = -1;       /* negative: the usual number of seconds */
 
 void ps_test_linger(double seconds) { atomic_store(&linger_s, seconds); }
 
@@ -52,8 +52,8 @@ static bool is_localhost(const char *host)
     return n == own || (n > own + 1 && host[n - own - 1] == '.');
 }
 
-/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up: RFC 6761 wants their addresses to
- * be those of loopback, also if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
+/* getaddrinfo for stream sockets. Names of the loopback interface are not looked up. RFC 6761 requires that their
+ * addresses are loopback addresses, even if no file or server of the system knows the names. flags: AI_PASSIVE or 0. */
 static int look_up(const char *host, int port, int flags, struct addrinfo **list)
 {
     char service[16];
@@ -63,13 +63,13 @@ static int look_up(const char *host, int port, int flags, struct addrinfo **list
     return getaddrinfo(local ? NULL : host, service, &hints, list);
 }
 
-/* Tries one address once; 0: nobody answers there now. */
+/* Tries one address once. Returns 0 if no process answers there now. */
 static int try_connect(const struct addrinfo *at, double until)
 {
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0), error = 0, on = 1;
     socklen_t length = sizeof error;
     if (fd < 0 && ps_net_no_files(errno))
-        return ps_fail(PS_EIO, "no socket to reach the other ranks: %s (ulimit -n)", strerror(errno));
+        return ps_fail(PS_EIO, "cannot open a socket to the other ranks: %s (ulimit -n)", strerror(errno));
     if (fd < 0) return 0;
     bool ok = connect(fd, at->ai_addr, at->ai_addrlen) == 0;
     if (!ok && errno == EINPROGRESS && ps_net_ready(fd, POLLOUT, until) > 0)
@@ -88,7 +88,8 @@ int ps_net_reach(const char *host, int port, double until)
     if (look_up(host, port, 0, &list) != 0) return 0;
     int fd = 0;
     for (a = list; a && !fd; a = a->ai_next) {
-        double most = ps_now() + ONE_OF_MANY_S;             /* of several addresses one may lead nowhere */
+        double most = ps_now() + ONE_OF_MANY_S;             /* if there are several addresses, one of them may be
+                                                             * wrong */
         fd = try_connect(a, a->ai_next && most < until ? most : until);
     }
     freeaddrinfo(list);
@@ -127,7 +128,8 @@ static int try_listen(const struct addrinfo *at)
     int fd = socket(at->ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0), on = 1, off = 0;
     if (fd < 0) return -1;
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* "::": IPv4, too */
+    if (at->ai_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);   /* "::" also accepts
+                                                                                                   * IPv4 */
     if (bind(fd, at->ai_addr, at->ai_addrlen) == 0 && listen(fd, 1024) == 0) return fd;
     int why = errno;
     close(fd);

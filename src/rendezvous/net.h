@@ -9,21 +9,24 @@
 
 /* Listens only at this address of this machine; "0.0.0.0" and "::" are all addresses. port 0: any free port. */
 int ps_net_listen(const char *host, int port, int *out_fd, int *out_port);
-bool ps_net_is_loopback(const char *host);                     /* no address of `host` reaches another machine */
-/* Tries once to connect to host:port. Returns a non-blocking file descriptor, or 0: nobody answers there now. PS_EIO:
- * this process cannot open a socket. */
+bool ps_net_is_loopback(const char *host);                     /* true if no address of `host` can reach another
+                                                                * machine */
+/* Tries once to connect to host:port. Returns a non-blocking file descriptor. Returns 0 if no process answers there
+ * now. PS_EIO: this process cannot open a socket. */
 int ps_net_reach(const char *host, int port, double until);
 bool ps_net_knows(const char *host);                           /* this machine finds an address for the name */
-bool ps_net_no_files(int why);                                 /* why: an errno; no more files may be opened */
-/* Waits until the socket is ready (POLLIN, POLLOUT): 1; the time is over: 0; failed: -1. */
+bool ps_net_no_files(int why);                                 /* why: an errno. True if the process may open no more
+                                                                * files */
+/* Waits until the socket is ready (POLLIN, POLLOUT). Returns 1; 0 if the time is over; -1 if it failed. */
 int ps_net_ready(int fd, short events, double until);
-/* Sends or receives as many bytes as possible without waiting, and returns their number; 0: none yet; -1: the other end
- * hung up, or the socket failed. */
+/* Sends or receives as many bytes as possible without waiting, and returns their number. 0: none yet; -1: the other end
+ * closed the connection, or the socket failed. */
 int64_t ps_net_some(int fd, void *bytes, size_t nbytes, bool out);
-/* Sends or receives exactly nbytes: 1; the time is over: 0; the other end hung up, or the socket failed: -1. */
+/* Sends or receives exactly nbytes. Returns 1; 0 if the time is over; -1 if the other end closed the connection, or the
+ * socket failed. */
 int ps_net_transfer(int fd, void *bytes, size_t nbytes, bool out, double until);
-/* Seconds for which an end waits until the peers have heard its last words, at most: `usual`, or those of
- * ps_test_linger. */
+/* The longest time, in seconds, that an end waits until its peers have received its last message: `usual`, or the value
+ * of ps_test_linger. */
 double ps_net_linger_s(double usual);
 /* The numeric address of this end, or of the other one. */
 int ps_net_address(int fd, bool peer, char *text, size_t room);

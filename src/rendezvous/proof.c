@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The handshake of proof.h. The only file that knows libsodium. */
+ * The handshake of proof.h. Only this file uses libsodium. */
 #define _GNU_SOURCE
 #include "rendezvous/proof.h"
 #include "base/error.h"
@@ -61,8 +61,8 @@ static void say_hello(ps_proof_hello *h, const ps_run *run)
     randombytes_buf(h->random, sizeof h->random);
 }
 
-/* The hash by which one side proves that it knows the key. Each side has a role of its own in it, so that the other's
- * hash sent back proves nothing. */
+/* The hash by which one side proves that it knows the key. It contains the role of that side, so that the other side's
+ * hash, sent back, proves nothing. */
 static void prove(const ps_run *run, const char role[8], const ps_proof_hello *open, const ps_proof_hello *offer,
                   uint8_t out[PS_PROOF_BYTES])
 {
@@ -86,7 +86,7 @@ static bool proves(const ps_run *run, const char role[8], const ps_proof_hello *
 
 static bool same_run(const ps_run *run, const ps_proof_hello *h) { return !memcmp(h->run, run->name, sizeof h->run); }
 
-/* The run's name in a message of a peer that has proved nothing yet, made fit to be shown. */
+/* Returns the run's name from a message of a peer that has proved nothing yet, in a form that is safe to print. */
 static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
 {
     char name[PS_RUN_NAME + 1];
@@ -94,7 +94,7 @@ static const char *theirs(const ps_proof_hello *h, char out[PS_RUN_NAME + 32])
     return ps_run_shown(name, out);
 }
 
-/* How the other end's secret differs from this end's, for messages. */
+/* Describes, for messages, how the other end's secret differs from this end's. */
 static const char *unlike(bool mine, bool other)
 {
     if (mine == other) return "has another secret";
@@ -125,7 +125,7 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
     say_hello(&open, run);
     PS_TRY(transfer(fd, &open, sizeof open, true, until, what));
     PS_TRY(transfer(fd, &offer.magic, sizeof offer.magic, false, until, what));
-    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* another protocol's answer may be shorter */
+    if (offer.magic != PS_PROOF_MAGIC) return foreign(what);      /* the answer of another protocol may be shorter */
     PS_TRY(transfer(fd, &offer.secret, sizeof offer - sizeof offer.magic, false, until, what));
     if (!same_run(run, &offer))
         return ps_fail(PS_ESTATE, "%s: %s answers there, and this rank is of %s; two runs use one address, or ranks "
@@ -143,7 +143,7 @@ int ps_proof_ask(int fd, const ps_run *run, double until, const char *what)
 
 /* -- the server ---------------------------------------------------------------------------------------------------- */
 
-/* Sends all at once, for which a new connection has room. False: it had none, or the peer hung up. */
+/* Sends all bytes at once; a new connection has room for them. False: it had no room, or the peer closed it. */
 static bool send_all(int fd, void *bytes, size_t nbytes)
 {
     return ps_net_some(fd, bytes, nbytes, true) == (int64_t)nbytes;

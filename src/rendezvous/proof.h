@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The proof that a connection belongs to a run. Both ends of a connection of the store or of the watch first name their
  * run and prove to each other that they know its secret. Each sends 32 random bytes, and a keyed hash (BLAKE2b of
- * libsodium) of the bytes that both sent. The secret itself is never sent. Messages have a fixed size, so a stranger
- * uses a bounded amount of memory. The proof does not protect against an attacker who reads or alters packets.
+ * libsodium) of the bytes that both sent. The secret itself is never sent. Messages have a fixed size, so an unknown
+ * client uses a bounded amount of memory. The proof does not protect against an attacker who reads or alters packets.
  *
  *   rank            server
  *   OPEN       ->                its run, 32 random bytes
@@ -34,7 +34,7 @@ void ps_run_derive(const ps_run *run, const char *salt, ps_run *out);
 void ps_run_token(char hex[2 * PS_PROOF_BYTES + 1]);        /* 256 random bits, as text */
 /* Whether a and b are equal, in a time that does not depend on the bytes. */
 bool ps_proof_same(const uint8_t a[PS_PROOF_BYTES], const uint8_t b[PS_PROOF_BYTES]);
-/* "run 'NAME'" or "a run without a name", fit to be shown. */
+/* Returns "run 'NAME'" or "a run without a name", in a form that is safe to print. */
 const char *ps_run_shown(const char *name, char out[PS_RUN_NAME + 32]);
 
 typedef struct ps_proof_hello {            /* OPEN and OFFER */
@@ -48,8 +48,9 @@ typedef struct ps_proof_word {             /* PROOF and WELCOME */
 } ps_proof_word;
 enum { PS_PROOF_MAGIC = 0x31485350 };      /* "PSH1" */
 
-/* A rank's side, over a new connection. PS_EIO: the server hung up. PS_ETIME: no answer. PS_EFORMAT: the answer is of
- * another protocol. PS_ESTATE: another run, or another secret; the message says which. Messages begin with `what`. */
+/* A rank's side, over a new connection. PS_EIO: the server closed the connection. PS_ETIME: it did not answer.
+ * PS_EFORMAT: the answer belongs to another protocol. PS_ESTATE: another run, or another secret; the message says
+ * which. Messages begin with `what`. */
 int ps_proof_ask(int fd, const ps_run *run, double until, const char *what);
 
 /* The server's side of one connection; all zeros at first. */
@@ -60,8 +61,8 @@ typedef struct ps_proof {
     ps_proof_word word;
 } ps_proof;
 enum { PS_PROOF_HANG_UP = -1, PS_PROOF_MORE, PS_PROOF_DONE };
-/* Reads the bytes that have arrived, and answers; never waits. HANG_UP: `why` says why if the client spoke the protocol
- * of ranks; for any other client it is "". */
+/* Reads the bytes that have arrived, and answers. Never waits. HANG_UP: if the client used the protocol of ranks, `why`
+ * has the reason; for any other client it is "". */
 int ps_proof_answer(ps_proof *p, int fd, const ps_run *run, char why[PS_PROOF_TEXT]);
 
 #ifdef __cplusplus

@@ -33,16 +33,17 @@ typedef struct entry {
 
 typedef struct client {
     struct client *next;
-    int fd, rank;                          /* rank -1: a stranger, which has not said its rank */
-    bool proved;                           /* the client has proved to be of this run */
+    int fd, rank;                          /* rank -1: a stranger, which has not sent its rank */
+    bool proved;                           /* the client has proved that it belongs to this run */
     ps_proof proof;
-    bool waits;                            /* for the key in `in`, or for all ranks */
-    bool done, told, gone;                 /* done: it sent BYE or FAULT; told: it got the fault; gone: to be closed */
-    double deadline;                       /* ps_now(), of a wait or of a stranger */
+    bool waits;                            /* waits for the key in `in`, or for all ranks */
+    bool done, told, gone;                 /* done: it sent BYE or FAULT; told: it got the fault; gone: it must be
+                                            * closed */
+    double deadline;                       /* ps_now() at the begin of a wait, or at the arrival of a stranger */
     ps_store_request request;
-    uint32_t got;                          /* bytes of this request so far */
+    uint32_t got;                          /* number of bytes of this request that have arrived */
     char *in;                              /* key, then value, of this request */
-    char *out;                             /* the answer under way, or NULL */
+    char *out;                             /* the answer that is being sent, or NULL */
     uint32_t out_nbytes, out_sent;
 } client;
 
@@ -51,17 +52,18 @@ struct ps_store_server {
     char host[NI_MAXHOST];
     ps_run run;
     pthread_t thread;
-    client *clients;                       /* the newest first */
+    client *clients;                       /* list of clients, newest first */
     int n_strangers;
-    char turned_away[300];                 /* on the last client that failed the proof, for messages; empty: none */
+    char turned_away[300];                 /* describes the last client that failed the proof, for messages; empty:
+                                            * there is none */
     entry *entries;
     int64_t total;
     struct pollfd *polls;
-    int8_t *seen;                          /* [size]; 1: the rank said HELLO */
+    int8_t *seen;                          /* [size]; 1: the rank has sent HELLO */
     atomic_int n_seen;
-    atomic_int n_untold;                   /* connected ranks that have not got the fault */
+    atomic_int n_untold;                   /* number of connected ranks that have not received the fault */
     atomic_bool faulty;                    /* there is a fault */
-    atomic_bool no_files;                  /* a client could not be accepted: no more files may be open */
+    atomic_bool no_files;                  /* a client could not be accepted, because no more files may be opened */
     char fault[PS_STORE_TEXT];             /* the first fault; empty: none */
     int fault_code;
 };
@@ -111,7 +113,7 @@ static void answer_fault(const ps_store_server *s, client *c)
     answer_text(c, s->fault_code, s->fault);
 }
 
-/* All clients that wait, and all requests that come later, get the first fault as their answer. */
+/* The first fault becomes the answer for all clients that wait, and for all later requests. */
 static void set_fault(ps_store_server *s, int code, const char *text)
 {
     if (s->fault[0]) return;
@@ -132,7 +134,7 @@ static entry *find(const ps_store_server *s, const char *key, uint32_t nbytes)
 
 enum { MISSING_NAMED = 16, MISSING_TEXT = MISSING_NAMED * 12 + 32 };      /* room for the text of `missing` */
 
-/* The ranks that have not connected, as text: the first 16, and the number of others. text: [MISSING_TEXT] */
+/* Writes the ranks that have not connected: the first 16, and the number of the others. text: [MISSING_TEXT] */
 static void missing(const ps_store_server *s, char *text)
 {
     int n = 0;
@@ -251,7 +253,8 @@ static bool next_body(client *c)
     return c->in != NULL;
 }
 
-/* Whether the client has proved to belong to this run. False: it is to be closed, or its proof is not complete yet. */
+/* True if the client has proved that it belongs to this run. False: it must be closed, or its proof is not complete
+ * yet. */
 static bool is_ours(ps_store_server *s, client *c)
 {
     char why[PS_PROOF_TEXT], from[64];
@@ -295,7 +298,7 @@ static void receive(ps_store_server *s, client *c)
     }
 }
 
-/* Closes the oldest stranger that has proved nothing, else the oldest of all. False: there is no stranger. */
+/* Closes the oldest stranger that has proved nothing, or else the oldest of all. False: there is no stranger. */
 static bool drop_stranger(ps_store_server *s)
 {
     client **oldest = NULL;
@@ -316,7 +319,7 @@ static void admit(ps_store_server *s)
         if (fd < 0 && ps_net_no_files(errno)) {
             atomic_store(&s->no_files, true);
             if (drop_stranger(s)) continue;
-            poll(NULL, 0, 10);             /* 10 ms, or the loop would spin */
+            poll(NULL, 0, 10);             /* 10 ms, since otherwise the loop would use the whole processor */
         }
         if (fd < 0) return;
         if (s->n_strangers == MAX_STRANGERS) drop_stranger(s);
@@ -349,7 +352,8 @@ static void sweep(ps_store_server *s)
             missing(s, absent);
             if (absent[0]) snprintf(text, sizeof text, "rank %s of %d did not come; is it running, and does it reach "
                                     "this address?%s%s", absent, s->size, ps_store_lacks(s), s->turned_away);
-            else snprintf(text, sizeof text, "all ranks came, but nobody set '%.*s'", (int)c->request.key_nbytes,
+            else snprintf(text, sizeof text, "all ranks connected, but no rank has set '%.*s'",
+                          (int)c->request.key_nbytes,
                           c->in);
             answer_text(c, PS_ETIME, text);
         }
@@ -396,9 +400,10 @@ static void *serve_all(void *arg)
             if (!news) continue;
             if (c->out) flush(c);
             if (!c->waits) receive(s, c);
-            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* who waits sends nothing */
+            else if (news & (POLLERR | POLLHUP | POLLRDHUP)) c->gone = true;       /* a client that waits sends
+                                                                                    * nothing */
         }
-        if (s->polls[1].revents) admit(s); /* changes the list, so after the walk */
+        if (s->polls[1].revents) admit(s); /* this changes the list, so it comes after the loop */
         sweep(s);
     }
 }
@@ -439,9 +444,10 @@ int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_s
     if (rc == 0) rc = ps_net_listen(host, port, &s->fd, &s->port);
     if (rc == 0) rc = ps_net_address(s->fd, false, s->host, sizeof s->host);
     if (rc == 0 && fcntl(s->fd, F_SETFL, O_NONBLOCK) < 0) rc = ps_fail(PS_EIO, "no socket: %s", strerror(errno));
-    if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "no pipe for the store: %s", strerror(errno));
+    if (rc == 0 && pipe2(s->wake, O_CLOEXEC) < 0) rc = ps_fail(PS_EIO, "cannot make a pipe for the store: %s",
+                                                               strerror(errno));
     if (rc == 0 && (errno = ps_thread_start(&s->thread, serve_all, s)) != 0)
-        rc = ps_fail(PS_EIO, "no thread for the store: %s", strerror(errno));
+        rc = ps_fail(PS_EIO, "cannot start a thread for the store: %s", strerror(errno));
     if (rc < 0) {
         server_free(s);
         return rc;

@@ -22,8 +22,8 @@ int ps_store_serve(const char *host, int port, int size, const ps_run *run, ps_s
 int ps_store_port(const ps_store_server *server);
 const char *ps_store_host(const ps_store_server *server);      /* the numeric address at which it listens */
 const char *ps_store_lacks(const ps_store_server *server);     /* why ranks could not connect, for messages; or "" */
-/* Ends the server. failed: it first waits, at most PS_STORE_LINGER_S seconds, until all ranks have connected and got
- * the fault, or have ended. NULL: does nothing. */
+/* Ends the server. failed: first waits until all ranks have connected and received the fault, or have ended, for at
+ * most PS_STORE_LINGER_S seconds. NULL: does nothing. */
 void ps_store_stop(ps_store_server *server, bool failed);
 #define PS_STORE_LINGER_S 2
 
@@ -35,13 +35,13 @@ typedef struct ps_store_rank {
     const ps_run *run;
     double timeout_s;                      /* for connecting, and for each later call */
 } ps_store_rank;
-/* Tries until the store of this run answers or the time is over; a rank that is turned away tries again. If the server
+/* Tries until the store of this run answers or the time is over. A rank that is rejected tries again. If the server
  * belongs to another run, has another secret or is not a store, it has PS_STORE_FOREIGN_S seconds to end; after that
  * the call fails. */
 int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_store **out);
 /* Tries once to connect, until the moment `until` of ps_now(). After NOBODY, TURNED_AWAY and FOREIGN another try may
- * succeed. TURNED_AWAY: the server hung up or did not answer. FOREIGN: the server belongs to another run, or is not a
- * store. After TURNED_AWAY and FOREIGN this thread's error has the details. < 0: an error. */
+ * succeed. TURNED_AWAY: the server closed the connection or did not answer. FOREIGN: the server belongs to another run,
+ * or is not a store. After TURNED_AWAY and FOREIGN this thread's error has the details. < 0: an error. */
 enum { PS_STORE_REACHED, PS_STORE_NOBODY, PS_STORE_TURNED_AWAY, PS_STORE_FOREIGN };
 int ps_store_try(const char *host, int port, const ps_store_rank *me, double until, ps_store **out);
 #define PS_STORE_AGAIN_S 0.05                           /* pause between two tries */
@@ -58,14 +58,15 @@ int ps_store_meet(ps_store *store, double timeout_s);
 int ps_store_set(ps_store *store, const char *key, const void *value, int64_t nbytes);
 /* Waits for the key. *nbytes: bytes of the value; more than `room` is an error. */
 int ps_store_get(ps_store *store, const char *key, double timeout_s, void *value, int64_t room, int64_t *nbytes);
-/* Raises the fault that the server knows of as this thread's error; 0: none within PS_STORE_FAULT_S seconds. */
+/* Raises the fault that the server has as this thread's error. Returns 0 if there is none within PS_STORE_FAULT_S
+ * seconds. */
 int ps_store_ask_fault(ps_store *store);
-#define PS_STORE_FAULT_S 0.3                            /* a rank that broke a connection may just be ending */
+#define PS_STORE_FAULT_S 0.3                            /* a rank that closed a connection may be about to end */
 void ps_store_fault(ps_store *store, const char *text); /* sends it to all ranks; a failure to send is ignored */
-void ps_store_close(ps_store *store, bool ok);          /* ok: this rank is done with the store; false: a fault */
+void ps_store_close(ps_store *store, bool ok);          /* ok: this rank no longer needs the store; false: a fault */
 /* The numeric address from which this machine reached the store. Other ranks can reach this machine at it, too. */
 const char *ps_store_local_address(const ps_store *store);
-const char *ps_store_server_address(const ps_store *store); /* the store's, as this machine reached it */
+const char *ps_store_server_address(const ps_store *store); /* the address of the store, as this machine reached it */
 
 /* Serves (rank 0) and connects by "tcp://host:port" or by "file:///path", a file to which rank 0 writes the address of
  * its store and, if the run has no secret, a secret (store_meet.c). *run: the meeting's run; if it has no secret, with

@@ -17,13 +17,13 @@
 #include <unistd.h>
 
 static const double SLACK_S = 2;           /* seconds by which the server's answer to a time-out may be late */
-static const double LONG_S = 10;           /* seconds of waiting until a rank prints a note */
+static const double LONG_S = 10;           /* seconds of waiting after which a rank prints a note */
 static const double ANSWER_S = 10;         /* seconds that a server has to prove itself before a rank tries again */
 
 struct ps_store {
     int fd, rank;
     double timeout_s;
-    bool hello;                            /* the server knows this rank */
+    bool hello;                            /* true if the server knows this rank */
     char local[NI_MAXHOST], server[NI_MAXHOST];
 };
 
@@ -75,7 +75,7 @@ void ps_store_pause(void)
     nanosleep(&t, NULL);
 }
 
-/* Proves itself over a new connection and says HELLO. fd is the store's from now on, or closed. */
+/* Proves itself over a new connection and sends HELLO. Afterwards fd belongs to the store, or is closed. */
 static int introduce(int fd, const ps_store_rank *me, double until, ps_store **out)
 {
     static const char *const what = "joining the other ranks";
@@ -151,8 +151,8 @@ int ps_store_connect(const char *host, int port, const ps_store_rank *me, ps_sto
     }
 }
 
-/* Sends a request that the server answers once other ranks have done their part, or timeout_s is over. in_all: the
- * seconds that an error tells. */
+/* Sends a request that the server answers when other ranks have done their part, or when timeout_s is over. in_all: the
+ * number of seconds in the error. */
 static int ask_to_wait(ps_store *s, ps_store_request q, const char *key, double timeout_s, double in_all, void *value,
                        int64_t room, int64_t *nbytes)
 {
@@ -177,7 +177,7 @@ int ps_store_meet(ps_store *s, double timeout_s)
 int ps_store_ask_fault(ps_store *s)
 {
     int64_t nbytes;
-    int rc = ps_store_get(s, "a fault, which nobody sets", PS_STORE_FAULT_S, NULL, 0, &nbytes);
+    int rc = ps_store_get(s, "the fault, which is never set", PS_STORE_FAULT_S, NULL, 0, &nbytes);
     return rc == PS_ETIME ? 0 : rc;
 }
 

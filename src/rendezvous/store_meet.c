@@ -22,7 +22,7 @@
 
 enum { LINE = 512 };
 
-/* "host:port" or "[host]:port" into both; host is cut in place. */
+/* Splits "host:port" or "[host]:port". host is changed in place. */
 static int split(char *text, char **host, int *port, const char *whole)
 {
     char *colon = strrchr(text, ':'), *end = colon;
@@ -39,7 +39,7 @@ static int split(char *text, char **host, int *port, const char *whole)
     return 0;
 }
 
-/* The first address of this machine that others may reach. */
+/* Returns the first address of this machine that other machines may reach. */
 static void own_address(char *text, size_t room)
 {
     struct ifaddrs *list = NULL;
@@ -63,7 +63,7 @@ typedef struct note {
     int port;
 } note;
 
-/* Writes the file as a whole (by a rename). Only this user may read it, from its first byte on. */
+/* Writes the file as a whole (by a rename). From its first byte on, only this user may read it. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
     char temp[PATH_MAX];
@@ -80,8 +80,9 @@ static int write_note(const char *path, const char *text, size_t nbytes)
     return ps_fail(PS_EIO, "rank 0 cannot write its address to %s: %s", path, strerror(why));
 }
 
-/* NULL: the file is complete; else why it is not. A secret counts only in a file of this user, since whoever can put
- * another file there could pass for rank 0. (An NFS server may show root's files as nobody's.) */
+/* Returns NULL if the file is complete, else the reason why it is not. A secret counts only if the file belongs to this
+ * user, because a user who can put another file there could pretend to be rank 0. (An NFS server may show root's files
+ * as those of `nobody`.) */
 static const char *read_note(const char *path, note *n)
 {
     enum { NOBODY = 65534 };

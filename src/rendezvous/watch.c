@@ -24,13 +24,13 @@
 #include <time.h>
 #include <unistd.h>
 
-/* All in seconds. */
-static const double BEAT_S = 1;            /* between beats; less if less silence is allowed */
-static const double LINGER_S = 1;          /* most seconds that a process at its end waits to send its last words */
-static const double AGAIN_S = 0.05;        /* between tries to connect */
-static const double SLACK_S = 3;           /* most seconds from the end of the allowed silence to its verdict */
+/* All times are in seconds. */
+static const double BEAT_S = 1;            /* time between beats; less if less silence is allowed */
+static const double LINGER_S = 1;          /* longest time that a process waits at its end to send its last message */
+static const double AGAIN_S = 0.05;        /* time between attempts to connect */
+static const double SLACK_S = 3;           /* longest time from the end of the allowed silence to its verdict */
 static const double STRANGER_S = 10;       /* seconds in which a new connection must send its rank */
-static const double TELL_S = 1e-4;         /* x number of ranks: least seconds between two PLACE messages */
+static const double TELL_S = 1e-4;         /* times the number of ranks: shortest time between two PLACE messages */
 
 enum { MAGIC = 0x31575350 /* "PSW1" */, MAX_STRANGERS = 64, MAX_EVENTS = 64 };
 static const char *const ADDRESS_KEY = "watch";
@@ -86,7 +86,7 @@ static void flush(ps_watch *w, watch_peer *p)
     if (p->fd < 0) return;
     while (sent < p->out_nbytes) {
         int64_t n = ps_net_some(p->fd, p->out + sent, p->out_nbytes - sent, true);
-        if (n <= 0) break;                 /* a failure is found by reading */
+        if (n <= 0) break;                 /* a failure is detected by the next read */
         sent += (uint32_t)n;
     }
     memmove(p->out, p->out + sent, p->out_nbytes - sent);
@@ -113,7 +113,7 @@ static void post_all(ps_watch *w, watch_message m, const char *text)
     for (int r = 0; r < w->size; r++) post(w, w->peers[r], m, text);
 }
 
-/* One beat for each place. */
+/* Sends one beat for each place. */
 static void post_places(ps_watch *w, watch_peer *p)
 {
     watch_places own;
@@ -125,8 +125,8 @@ static void post_places(ps_watch *w, watch_peer *p)
             post(w, p, (watch_message){ .kind = WATCH_BEAT, .code = w->n_beats, .at = own.at[i], .places = n-- }, NULL);
 }
 
-/* Beats and pokes are left out while earlier bytes to this peer wait to be sent. Messages of other kinds are few, so
- * the buffer has room for them. */
+/* Beats and pokes are omitted while earlier bytes to this peer wait to be sent. Messages of other kinds are few, so the
+ * buffer has room for them. */
 static bool is_behind(const watch_peer *p) { return !p || p->fd < 0 || p->out_nbytes > 0; }
 
 static void beat_to(ps_watch *w, watch_peer *p) { if (!is_behind(p)) post_places(w, p); }
@@ -187,8 +187,9 @@ static void judge(ps_watch *w)
     if (!watch_judge(w, ps_now())) no_answer(w);
 }
 
-/* Whether a complaint replaces an earlier one. There is one at a time, since its verdict is for all ranks. A complaint
- * of another kind replaces one about a lost connection, since a rank that hung up gives a better reason. */
+/* True if a complaint replaces an earlier one. There is only one at a time, because its verdict is for all ranks. A
+ * complaint of another kind replaces a complaint about a lost connection, because a rank that closed a connection has a
+ * better reason. */
 static bool replaces(const watch_complaint *c, const watch_complaint *earlier)
 {
     return c->on && (!earlier->on || (earlier->what == PS_WATCH_LOST && c->what != PS_WATCH_LOST));
@@ -211,12 +212,13 @@ static void complained(ps_watch *w, const watch_complaint *c)
     judge(w);
 }
 
-/* The first message of a connection that has proved to be of this group. False: no rank would send it. */
+/* Handles the first message of a connection that has proved that it belongs to this group. False: no rank would send
+ * it. */
 static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char *text)
 {
     if (m->kind != WATCH_HELLO || m->rank < 1 || m->rank >= w->size || w->peers[m->rank])
         return false;
-    bool over = atomic_load(&w->over);     /* there was a verdict before this rank came */
+    bool over = atomic_load(&w->over);     /* there was a verdict before this rank connected */
     p->rank = m->rank;
     snprintf(p->host, sizeof p->host, "%.*s", WATCH_HOST - 1, text);
     for (watch_peer **at = &w->strangers; *at; at = &(*at)->next)
@@ -236,7 +238,7 @@ static bool hello(ps_watch *w, watch_peer *p, const watch_message *m, const char
     return true;
 }
 
-/* The peer leaves. code < 0: with its verdict, which may be one about this rank that this rank does not know. */
+/* The peer leaves. code < 0: it has a verdict, which may be about this rank and which this rank does not know. */
 static void bye(ps_watch *w, watch_peer *p, int code, int blamed, const char *text)
 {
     p->left = true;
@@ -329,7 +331,7 @@ static bool receive(ps_watch *w, watch_peer *p)
 static void drop_stranger(ps_watch *w)
 {
     watch_peer *oldest = NULL;
-    for (watch_peer *p = w->strangers; p; p = p->next)     /* the newest first */
+    for (watch_peer *p = w->strangers; p; p = p->next)     /* newest first */
         if (p->fd >= 0 && (!oldest || oldest->proved || !p->proved)) oldest = p;
     if (oldest) forget(w, &oldest->fd);
 }
@@ -410,7 +412,7 @@ static double tell(ps_watch *w, double now)
     watch_message m = { .kind = WATCH_PLACE, .places = 1 };
     pthread_mutex_lock(&w->lock);
     int place = w->moved;
-    bool known = place >= 0 && w->places.known[place];            /* else its group was closed */
+    bool known = place >= 0 && w->places.known[place];            /* otherwise its group was closed */
     if (known) m.at = w->places.at[place];
     if (now >= due) w->moved = -1;
     pthread_mutex_unlock(&w->lock);
@@ -455,7 +457,7 @@ static void events(ps_watch *w, int wait_ms)
             while (read(w->wake[0], bytes, sizeof bytes) > 0) { }
         } else if ((void *)p == w) {
             if (w->listener >= 0) admit(w);
-            stranger = true;               /* admit may have hung up on one */
+            stranger = true;               /* admit may have closed one */
         } else {
             stranger = stranger || p->rank < 0;
             if (p->fd >= 0 && (list[i].events & EPOLLOUT)) flush(w, p);
@@ -562,7 +564,7 @@ static int reach(const ps_watch *w, const char *host, int port, double timeout_s
     double until = ps_now() + timeout_s;
     for (;;) {
         int fd = ps_net_reach(host, port, until), rc = 0;
-        if (fd > 0 && (rc = ps_proof_ask(fd, &w->run, until, "reaching the watch of rank 0")) == 0) {
+        if (fd > 0 && (rc = ps_proof_ask(fd, &w->run, until, "connecting to the watch of rank 0")) == 0) {
             *out = fd;
             return 0;
         }
@@ -599,7 +601,7 @@ static int join(ps_watch *w, ps_store *store, const ps_watch_options *o)
 static int start_thread(ps_watch *w)
 {
     int why = ps_thread_start(&w->thread, run, w);
-    return why ? ps_fail(PS_EIO, "no thread to watch over the ranks: %s", strerror(why)) : 0;
+    return why ? ps_fail(PS_EIO, "cannot start a thread to watch over the ranks: %s", strerror(why)) : 0;
 }
 
 static void watch_free(ps_watch *w)
@@ -629,7 +631,7 @@ static int open_thread_files(ps_watch *w)
     struct epoll_event e = { .events = EPOLLIN, .data.ptr = NULL };
     if (pipe2(w->wake, O_CLOEXEC | O_NONBLOCK) < 0 || (w->epoll = epoll_create1(EPOLL_CLOEXEC)) < 0 ||
         epoll_ctl(w->epoll, EPOLL_CTL_ADD, w->wake[0], &e) < 0)
-        return ps_fail(PS_EIO, "no files to watch over the ranks: %s", strerror(errno));
+        return ps_fail(PS_EIO, "cannot open files to watch over the ranks: %s", strerror(errno));
     return 0;
 }
 
@@ -686,7 +688,7 @@ void ps_watch_close(ps_watch *w)
             break;
         }
     pthread_mutex_unlock(&all_lock);
-    if (getpid() == w->pid) {              /* a fork has no such thread */
+    if (getpid() == w->pid) {              /* a forked process does not have this thread */
         pthread_mutex_lock(&w->lock);
         w->farewell = WATCH_LEAVES;
         pthread_mutex_unlock(&w->lock);
@@ -789,7 +791,8 @@ bool ps_watch_over(const ps_watch *w) { return w && atomic_load(&w->over); }
 
 int ps_watch_verdict(ps_watch *w)
 {
-    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock: they are final */
+    return ps_watch_over(w) ? ps_fail_rank(w->code, w->blamed, "%s", w->verdict) : 0;  /* no lock is needed: these
+                                                                                        * fields are final */
 }
 
 int ps_watch_failed_before(ps_watch *w)
@@ -836,11 +839,11 @@ static int complain(ps_watch *w, int place, const char *op, uint64_t call, int w
     watch_complaint c = { .on = at.inside || what == PS_WATCH_GIVES_UP, .what = what, .from = w->rank, .peer = peer,
                           .seconds = seconds, .at = at };
     snprintf(c.text, sizeof c.text, "%s", text);
-    if (replaces(&c, &w->asks)) w->asks = c;               /* else that of another thread stays */
+    if (replaces(&c, &w->asks)) w->asks = c;               /* else the complaint of another thread stays */
     w->unanswered = w->farewell_done == WATCH_GONE;
     wake(w);
-    /* Outside of a call (the group is being made) nobody judges a complaint, but a verdict on a rank that died may
-     * come. */
+    /* Outside of a call (the group is being made) no rank judges a complaint, but a verdict on a rank that died may
+     * arrive. */
     if (what != PS_WATCH_GIVES_UP) wait_for(w, c.on ? w->silence_s + SLACK_S : SLACK_S, answered);
     pthread_mutex_unlock(&w->lock);
     return what == PS_WATCH_GIVES_UP ? 0 : ps_watch_verdict(w);

@@ -19,16 +19,18 @@ struct ps_run;                             /* rendezvous/proof.h */
 struct ps_store;                           /* rendezvous/store.h */
 
 typedef struct ps_watch_options {
-    int rank, size;                        /* size: 2 at least */
-    double silence_s;                      /* seconds without a beat until a rank is lost; the same on all ranks */
-    double timeout_s;                      /* most seconds to reach the other ranks */
-    const char *host;                      /* rank 0: the address to listen at */
+    int rank, size;                        /* size: at least 2 */
+    double silence_s;                      /* number of seconds without a beat after which a rank is lost; the same on
+                                            * all ranks */
+    double timeout_s;                      /* largest number of seconds to connect to the other ranks */
+    const char *host;                      /* on rank 0: the address at which it listens */
     const struct ps_run *run;
-    void (*on_verdict)(void *arg);         /* called at most once, in the watch's thread, when there is a verdict */
+    void (*on_verdict)(void *arg);         /* called at most once, when there is a verdict; the watch's thread calls
+                                            * it */
     void *arg;
 } ps_watch_options;
 
-enum { PS_WATCH_TEXT = 800 };              /* most bytes of a verdict, including its 0 */
+enum { PS_WATCH_TEXT = 800 };              /* largest number of bytes of a verdict, with its final 0 */
 
 /* All ranks call it while they have the store. `o`, its host and its run may be freed afterwards; `arg` must stay valid
  * until ps_watch_close. */
@@ -41,7 +43,8 @@ void ps_watch_close(ps_watch *w);
  * group's name in verdicts. Returns the place's number on this rank, or PS_EINVAL: all PS_WATCH_PLACES are taken. */
 enum { PS_WATCH_PLACES = 32 };
 int ps_watch_join(ps_watch *w, uint64_t key, const char *axis);
-void ps_watch_part(ps_watch *w, int place);            /* the group is closed here; place 0 and -1: nothing happens */
+void ps_watch_part(ps_watch *w, int place);            /* the group is closed on this rank; place 0 and -1: does
+                                                        * nothing */
 /* enter: this rank begins a call in a place. leave: it has finished the call. peer: the other rank of a send or recv,
  * else -1. call: the call's number; PS_WATCH_NO_CALL: it has no number. waits: the script is blocked until all ranks of
  * the call, or the peer, have begun it; false for a call that runs concurrently with the script. For messages
@@ -49,9 +52,9 @@ void ps_watch_part(ps_watch *w, int place);            /* the group is closed he
 #define PS_WATCH_NO_CALL UINT64_MAX
 void ps_watch_enter(ps_watch *w, int place, const char *op, uint64_t call, int peer, bool waits);
 void ps_watch_leave(ps_watch *w, int place);
-/* Messages of a place. sent: call it before a message is sent. came: a message has arrived; a script that waits for one
- * looks again. waits: whether the script, which is in a call without a number, is blocked until the peer's script sends
- * a message. */
+/* Messages of a place. sent: called before a message is sent. came: a message has arrived; wakes a script that waits
+ * for one. waits: whether the script, which is in a call without a number, is blocked until the peer's script sends a
+ * message. */
 void ps_watch_sent(ps_watch *w, int place);
 void ps_watch_came(ps_watch *w, int place);
 void ps_watch_waits(ps_watch *w, int place, bool waits);
@@ -60,7 +63,7 @@ void ps_watch_waits(ps_watch *w, int place, bool waits);
  * other are sent as one message, with the last state, so that rank 0 gets at most 10,000 such messages per second. */
 void ps_watch_tell(ps_watch *w, int place);
 
-/* True in the first call (NULL: in every call): the caller is the one that reports the ranks' failure to the script. */
+/* True in the first call (w NULL: in every call): that caller reports the ranks' failure to the script. */
 bool ps_watch_first_to_tell(ps_watch *w);
 bool ps_watch_over(const ps_watch *w);     /* there is a verdict */
 int ps_watch_verdict(ps_watch *w);         /* raises the verdict as this thread's error; 0: there is none */
@@ -73,7 +76,7 @@ enum { PS_WATCH_TIME_OUT, PS_WATCH_LOST, PS_WATCH_GIVES_UP };
  * ps_watch_verdict. 0: there will be no verdict, so the caller reports its own error. PS_WATCH_GIVES_UP does not wait,
  * and does not change this thread's error. */
 int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds, const char *text);
-/* The same for a collective that this rank has left while its bytes were under way. */
+/* The same for a collective whose bytes were still under way when this rank left it. */
 int ps_watch_complain_of(ps_watch *w, int place, const char *op, uint64_t call, int what, double seconds,
                          const char *text);
 

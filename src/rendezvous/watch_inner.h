@@ -11,14 +11,16 @@
 
 enum { WATCH_HOST = 64, WATCH_OP = 40, WATCH_AXIS = 16, WATCH_IN = 1024, WATCH_OUT = 16384 };
 
-/* The progress of a rank in the calls of one of its groups. Sent over the wire, so it has no holes. */
+/* The progress of a rank in the calls of one of its groups. It is sent between ranks, so it has no padding. */
 typedef struct watch_place {
     uint64_t key;                          /* the group's key; 0: the group of all ranks */
-    uint64_t turn;                         /* the place that the rank entered or left last has the highest turn */
-    uint64_t moved;                        /* the same, but also raised by a message sent or received */
+    uint64_t turn;                         /* the place that the rank entered or left last has the highest number */
+    uint64_t moved;                        /* the same, but a message that is sent or received also raises it */
     uint64_t calls;                        /* number of collectives that the rank has begun */
-    uint64_t call, last_call;              /* numbers: of the call that it is or was in last; of the last finished */
-    int64_t under_way;                     /* messages sent minus received; the sum over ranks is those under way */
+    uint64_t call, last_call;              /* numbers of the call in which the rank is, or was last, and of the last
+                                            * finished call */
+    int64_t under_way;                     /* messages sent minus messages received; the sum over all ranks is the
+                                            * number under way */
     int32_t peer;                          /* the other rank of a send or recv, else -1 */
     int16_t inside, waits;                 /* 1 or 0; inside: in a call; waits: the script is blocked in it */
     char op[WATCH_OP], last_op[WATCH_OP];  /* names of `call` and `last_call`; empty: none yet */
@@ -34,14 +36,16 @@ typedef struct watch_places {
 /* A message between ranks is this header, then `nbytes` of text. */
 typedef struct watch_message {
     uint32_t magic;
-    int32_t kind, rank, code;              /* code: of a verdict (VERDICT, BYE). BEAT: number of rank 0's last beat */
-    int32_t what, peer;                    /* as in ps_watch_complain. VERDICT, BYE: peer is the rank to blame */
+    int32_t kind, rank, code;              /* code: the code of a verdict (VERDICT, BYE). BEAT: number of rank 0's last
+                                            * beat */
+    int32_t what, peer;                    /* as in ps_watch_complain. VERDICT, BYE: peer is the rank that caused it */
     double seconds;                        /* COMPLAIN: as ps_watch_complain. HELLO, WELCOME: the allowed silence */
     watch_place at;                        /* one of the sender's places; COMPLAIN: the place of the call */
     uint32_t nbytes;
-    int32_t places;                        /* messages left with places of the sender, with this one; 0: no `at` */
+    int32_t places;                        /* number of messages that follow with places of the sender, including this
+                                            * one; 0: no `at` */
 } watch_message;
-_Static_assert(sizeof(watch_message) == 32 + 160 + 8, "what goes over the wire has no holes");
+_Static_assert(sizeof(watch_message) == 32 + 160 + 8, "a message between ranks has no padding");
 _Static_assert(sizeof(watch_message) + PS_WATCH_TEXT <= WATCH_IN, "a message fits");
 
 /* PLACE: one place of the sender, sent between two beats. A beat carries all places. */
@@ -50,7 +54,7 @@ enum { WATCH_HELLO, WATCH_WELCOME, WATCH_BEAT, WATCH_POKE, WATCH_COMPLAIN, WATCH
 
 /* A connection, and the state of the rank at its other end. */
 typedef struct watch_peer {
-    struct watch_peer *next;               /* in the list of strangers, which have not identified themselves yet */
+    struct watch_peer *next;               /* the list of strangers, which have not identified themselves yet */
     int fd, rank;                          /* fd -1: closed; rank -1: a stranger */
     bool proved;                           /* the peer has proved to belong to this group */
     bool left, fresh;                      /* left: the peer sent BYE; fresh: its places arrived since the last poke */
@@ -66,17 +70,18 @@ typedef struct watch_complaint {
     bool on;
     int what, from, peer;
     double seconds, since;
-    watch_place at;                        /* of the rank that complains */
+    watch_place at;                        /* the complaint of the rank */
     char text[PS_WATCH_TEXT];
 } watch_complaint;
 
-/* How long a rank has not moved, as far as rank 0 knows. */
+/* How long a rank has made no progress, as far as rank 0 knows. */
 typedef struct watch_rest {
     uint64_t moved;                        /* the highest `moved` of the rank's places */
     int32_t since;                         /* number of the first beat that rank 0 sent after it knew `moved` */
-    int32_t heard;                         /* number of the last beat that the rank had got when it sent its places */
-    bool rests;                            /* the rank has not moved since an earlier moment (watch_circle) */
-    bool held;                             /* rests, and its script waits for a rank whose script waits, too */
+    int32_t heard;                         /* number of the last beat that the rank had received when it sent its
+                                            * places */
+    bool rests;                            /* the rank has made no progress since an earlier moment (watch_circle) */
+    bool held;                             /* it rests, and its script waits for a rank whose script also waits */
 } watch_rest;
 
 enum { WATCH_STAYS, WATCH_FAILED, WATCH_LEAVES, WATCH_GONE };
@@ -88,12 +93,13 @@ struct ps_watch {
     void (*on_verdict)(void *arg);
     void *arg;
     char host[WATCH_HOST];
-    int launcher;                          /* our launcher's pipe (ps_watch_start), or -1 */
-    pid_t pid;                             /* the process that has the thread; its forks have no thread */
+    int launcher;                          /* the pipe to our launcher (ps_watch_start), or -1 */
+    pid_t pid;                             /* the process that has the thread; processes forked from it do not have
+                                            * it */
     pthread_t thread;
     int wake[2];
 
-    /* Used only by the thread. */
+    /* Only the thread uses this. */
     int epoll, listener;                   /* listener: rank 0, until all ranks are connected; else -1 */
     int n_come, n_strangers;
     watch_peer **peers;                    /* [size]; rank 0: all others (NULL: not connected); others: only rank 0 */
