@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Errors about a script's mistake. Their messages begin with the script's position instead of one in psluajit's own
--- files, however deep in them the mistake was found. Only this file knows how to find that position. Modules raise a
--- script's mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua
--- itself also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
--- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
+-- Errors about a script's mistake. Their messages begin with the script's position instead of a position in psluajit's
+-- own files, no matter how deep in these files the mistake was found. Only this file knows how to find that position.
+-- Modules raise a script's mistakes with caller.error (which they name `error`) and check arguments with the functions
+-- below. Lua itself also raises errors in these files (an index of nil, a conversion). The program's handler passes
+-- them through caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local lfs = require "lfs"
@@ -12,7 +12,7 @@ local paths = require "ps.paths"
 
 local caller = {}
 
--- Folders of psluajit's own files, as they begin in chunk names.
+-- Folders of psluajit's own files, in the form in which chunk names begin.
 local own = {}
 for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
   paths.gen and paths.gen .. "/" } do
@@ -55,8 +55,8 @@ function caller.pauses(func) pause = func end
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
--- The last error that psluajit caught on its way to the script: its value, its text, and the traceback of the place
--- that raised it. passing: whether it has been raised again since.
+-- The last error that psluajit caught before it reached the script: its value, its text, and the traceback of the place
+-- that raised it. passing: whether it has been raised again since then.
 local noted
 
 --- Raises an error at the script's line. With level 0, or if the message is a table, it is raised unchanged.
@@ -69,16 +69,16 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Whether a source as messages show it, possibly cut at its beginning, is one of psluajit's files.
+-- Whether a source is one of psluajit's files. The source has the form that messages show, which may be cut at its
+-- beginning.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
---- Replaces a place in psluajit's files at the beginning of a message by the script's place. Other values stay as
---- they are.
---- For handlers: the frames of the error must still be there.
+--- Replaces a place in psluajit's files at the beginning of a message by the script's place. Other values are returned
+--- unchanged. Only handlers may call this, because the frames of the error must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
@@ -100,7 +100,8 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Whether the function at a level (counted from this function's caller) raises again an error that psluajit had caught.
+-- Whether the function at a level (counted from this function's caller) is raising an error again that psluajit had
+-- caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
@@ -121,8 +122,8 @@ function caller.note(e, told)
   return e
 end
 
---- Whether an error that ends the script was caught by psluajit on its way. Only a function that the program's handler
---- calls may call this.
+--- Whether psluajit had caught an error before it ended the script. Only a function that the program's handler calls
+--- may call this.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
@@ -130,8 +131,8 @@ function caller.was_noted(e)
   return again
 end
 
---- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call: a
---- script's mistake is in the script. With PS_TRACEBACK=all the traceback stays whole.
+--- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call:
+--- the user has to find the mistake in the script. With PS_TRACEBACK=all the traceback stays whole.
 ---@param text string
 ---@return string
 function caller.trace(text)
@@ -160,7 +161,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- Kinds of options in addition to Lua's types: the kind's name in errors, and whether a value is one.
+-- Kinds of options in addition to Lua's types. Each has the kind's name in errors, and a function that checks a value.
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -187,7 +188,7 @@ local function sorted_names(keys)
   return names
 end
 
--- "no option 'casual'; did you mean 'causal'? (there are causal, mask)"
+-- Text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)
   if type(key) ~= "string" then return "options are named, { name = value }, and one has no name" end
   local names = sorted_names(keys)
@@ -205,8 +206,8 @@ local function of_kind(value, kinds)
   return ("is %s, not %s"):format(is, table.concat(words, " or "))
 end
 
---- Checks options by name. An unknown option is an error that names the nearest known one; so is a value of the wrong
---- type. nil becomes an empty table.
+--- Checks options by name. An unknown option is an error that names the nearest known one. A value of the wrong type is
+--- also an error. nil becomes an empty table.
 ---@param options any
 ---@param call string the called function, for the message
 ---@param keys table<string, string> the kind of each: a Lua type, "whole" (number), "callable", "tensor" or "any";
@@ -225,7 +226,7 @@ function caller.options(options, call, keys)
   return options
 end
 
---- The value that a table has for a word. An unknown word is an error that names the nearest one.
+--- Looks a word up in a table and returns its value. An unknown word is an error that names the nearest one.
 ---@param value any
 ---@param words table<string, any>
 ---@param what string "F.gelu: approximate"
@@ -271,7 +272,8 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- Checks a seed. A number that would wrap or lose digits in 64 bits is refused: two such seeds would give one stream.
+--- Checks a seed. A number that would wrap or lose digits in 64 bits is refused, because two such seeds could select
+--- the same stream.
 ---@param value any
 ---@param what string "ps.manual_seed"
 ---@return integer value
@@ -301,7 +303,7 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
---- Checks a list, whose values have the keys 1, 2, ...: any other key would be ignored, and is an error.
+--- Checks a list, whose values have the keys 1, 2, ... Any other key would be ignored, so it is an error.
 ---@param value table
 ---@param what string "ps.zeros: the shape"
 ---@return table value
@@ -323,7 +325,8 @@ function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- An input of an op: a tensor, or nil, which the op may refuse. name: its name, or its place in a list.
+  --- Checks an input of an op: a tensor, or nil, which the op may refuse. name: the input's name, or its place in a
+  --- list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL
@@ -332,7 +335,7 @@ function caller.for_tensors(tensor_type)
   end
 
   --- A number that an op takes; nil is the default. The wrappers of ops call this function and caller.tensor if their
-  --- quick check fails. ctype: the integer type that the number does not fit, if that is why the quick check failed.
+  --- quick check fails. ctype: the integer type, if the quick check failed because the number does not fit that type.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The pace of Lua's garbage collector. The bytes of small tensors and of tensor headers become free only when the
--- collector runs. Left alone, the collector runs at other times in each run, and the peaks of two runs differ by these
--- bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua also collect
--- when memory is short, and at the end of scopes.
+-- collector runs. If nothing controls it, the collector runs at different times in each run, and the peaks of two runs
+-- differ by these bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua
+-- also collect when memory is short, and at the end of scopes.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -10,8 +10,8 @@ local C = native.C
 
 local collector = {}
 
--- Forwards between two collections in the first step of a planned script: about as many as between two collections at
--- the collector's own pace. Within an engine's dry run there are PS_UNCOLLECTED.
+-- The number of forwards between two collections in the first step of a planned script. It is approximately the number
+-- at the collector's own pace. Within an engine's dry run the number is PS_UNCOLLECTED.
 local UNCOLLECTED = 32
 
 --- Collects after a model, its layout or a block of it has been made, and drops the temporary tensors of its making.
@@ -64,7 +64,7 @@ function collector.without(fn, ...)
   return restored(pcall(fn, ...))
 end
 
-local forwards = 0                  -- forwards that the step of the planned script has performed so far
+local forwards = 0                  -- number of forwards that the step of the planned script has performed so far
 
 --- Paces the collector in a planned script, at the begin and the end of each action of a step: it runs after a fixed
 --- number of forwards, so that the peak of a plan is the same in each run.

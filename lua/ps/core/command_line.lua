@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checks of a program's command line. For argparse: whole(parser:option("--steps", "Steps."), 1) accepts whole numbers
--- only. A value that is not a number, not whole or out of range ends the program with the option's name and the
+-- Checks of a program's command line, for argparse: whole(parser:option("--steps", "Steps."), 1) accepts only whole
+-- numbers. A value that is not a number, not whole or out of range ends the program with the option's name and the
 -- accepted range. try("train.lua", fn) ends the program with a one-line error if fn raises one.
 local environment = require "ps.core.environment"
 
 local command_line = {}
 
-local MOST = 2 ^ 53                -- whole numbers up to here are exact
+local MOST = 2 ^ 53                -- all whole numbers up to this one are exact
 
--- Numbers in decimal: 480, 2.5, 5e3, -1.
+-- Decimal numbers such as 480, 2.5, 5e3, -1.
 local function decimal(text)
   return (text:match "^%-?%d+%.?%d*$" or text:match "^%-?%d+%.?%d*[eE][+-]?%d+$") and tonumber(text) or nil
 end

@@ -6,7 +6,7 @@
 local json = require("cjson").new()
 local utf8 = require "ps.core.utf8"
 
-local MAX_DEPTH = 200                                      -- tables in tables; cjson reads 1,000
+local MAX_DEPTH = 200                                      -- the most tables inside each other; cjson reads 1,000
 
 local function refuse(place, what) error(("%s is %s"):format(place, what), 0) end
 
@@ -15,7 +15,7 @@ local function number(x)
   return tonumber(text) == x and text or ("%.17g"):format(x)
 end
 
--- n of a table with the keys 1 .. n; 0 of a table whose keys are all strings. Other tables are refused.
+-- Returns n for a table with the keys 1 .. n, and 0 for a table whose keys are all strings. Other tables are refused.
 local function length(value, place)
   local n, names, odd = #value, false, nil
   for key in pairs(value) do

@@ -5,10 +5,10 @@ local caller = require "ps.core.caller"
 
 local exact = {}
 
--- wrapper -> the function that it wraps
+-- table from a wrapper to the function that it wraps
 local inner = setmetatable({}, { __mode = "k" })
 
---- The function that a wrapper calls. Any other function is returned as it is.
+--- Returns the function that a wrapper calls. Any other function is returned unchanged.
 ---@param fn function
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
@@ -21,7 +21,7 @@ local function parameters(fn, first)
 end
 
 local NONE = { set_to_none = "boolean" }
-local EXTRA = 3                                            -- number of surplus arguments that are checked
+local EXTRA = 3                                            -- number of surplus arguments for which there is a check
 
 -- The code of a wrapper for n parameters. The parameters are named because `...` would add a trace. Each wrapper has
 -- its own code, so that LuaJIT compiles a trace for each function.

@@ -177,17 +177,17 @@ function M.note_line(t)
 end
 local note_line = M.note_line
 
--- M.placer: called before each op, in anomaly mode (ps/inspect/anomaly.lua).
--- M.recorder: while a model is made without data, notes how tensors get their values (ps/nn/deferred.lua).
+-- M.placer: called before each op in anomaly mode (ps/inspect/anomaly.lua). M.recorder: while a model is made without
+-- data, records how tensors get their values (ps/nn/deferred.lua).
 
--- Output i and all later ones, of n outputs.
+-- Returns output i and all later ones, of n outputs.
 local function owned_from(i, n)
   if i == n then return end
   local t = outs[i] ~= nil and own(outs[i]) or nil
   return t, owned_from(i + 1, n)
 end
 
---- Runs an op; `ins` is the shared array that the generated wrappers fill.
+--- Runs an op. `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
   local note = M.recorder and M.recorder:begin(op, n_in, ins, attrs, nbytes)
   if M.placer then M.placer() end

@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who wants to hear of what happens elsewhere: the one way in which a file below (ps.ffi, ps.scope, ps.nn) reaches one
--- above it that it does not know. A listener stays until it is taken off.
+-- Subscriptions: functions that are called when another part of the library reports an event. Through them a lower file
+-- (ps.ffi, ps.scope, ps.nn) reaches a higher file that it does not know. A listener stays until it is removed.
 local hooks = {}
 
 -- The events: the arguments of a listener, the situation, and for `ask` the expected answer. `ask` returns the first
 -- answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
-  memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
+  memory_short = "nothing: an error that memory ran out is being raised. Answer: the largest holders, a list with a " ..
+    "text",
   begins = "nothing: a step of an engine is about to begin",
   stepped = "module, how: a step of the module's engine, which computes, begins (\"begins\"), has ended (\"done\"), or "
     .. "was given up or skipped (\"given_up\")",
@@ -46,10 +47,10 @@ local EVENTS = {
   ranks_wanted = "ranks: the mesh of a script needs this number of ranks, or a multiple, and the run has another "
     .. "number. Answer: how to start that number",
 }
-local listeners = {}                                -- by event: a list that is replaced, never changed
+local listeners = {}                                -- by event: a list, which is replaced as a whole and never changed
 for event in pairs(EVENTS) do listeners[event] = {} end
 
---- Calls fn at an event from now on.
+--- Subscribes fn: it is called at each later event of this name.
 ---@param event string one of EVENTS
 ---@param fn function
 ---@return fun() off unsubscribes; a second call does nothing
@@ -77,7 +78,7 @@ end
 ---@return boolean
 function hooks.heard(event) return #listeners[event] > 0 end
 
---- The first answer of the listeners that is not nil or false.
+--- Returns the first answer of the listeners that is not nil or false.
 ---@param event string
 ---@param ... any
 ---@return any

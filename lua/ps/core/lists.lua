@@ -23,10 +23,10 @@ local function list_of(value)
   return meta.ps_list, value
 end
 
--- Iterators of cdata that ipairs and pairs go through: { type, function }.
+-- Iterators for cdata in ipairs and pairs: { type, function }.
 local cdata = {}
 
---- Has ipairs and pairs go through values of a C type.
+--- Makes ipairs and pairs iterate over values of a C type.
 ---@param ctype ffi.ctype*
 ---@param each fun(value: ffi.cdata*): function, any, integer as ipairs returns it
 function lists.of_cdata(ctype, each) cdata[#cdata + 1] = { ctype, each } end

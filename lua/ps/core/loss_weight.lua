@@ -5,8 +5,9 @@
 -- ones, by factors or as a sum, has their weight: the tape knows which ops made it. A loss made of losses with
 -- different weights has no weight.
 --
--- A note also has the hits of a loss: the number of targets whose logit is the first largest of its row. The ops count
--- them while they compute the largest logit. They are counted only while a user of loss_weight.watch reads hits.
+-- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of several equal
+-- ones, the first). The ops count them while they compute the largest logit. They are counted only while a user of
+-- loss_weight.watch reads hits.
 --
 -- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
 -- backward. It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
@@ -20,7 +21,7 @@ local number_array, found_array = array "int64_t", array "int8_t"
 
 local loss_weight = {}
 
-local MOST = 256                    -- most notes that are kept; some losses never reach a backward
+local MOST = 256                    -- the most notes that are kept, since some losses never reach a backward
 
 ---@class ps.LossNote
 ---@field op integer the number of the op that made the loss; -1: no recorded op
@@ -128,17 +129,17 @@ local function add(loss, note)
   return loss
 end
 
--- Whether a loss is to be noted. A segment that backward runs again was noted in its first run.
+-- Whether a loss must be noted. A segment that backward runs again was already noted in its first run.
 local function notes_it(loss)
   return watching > 0 and muted == 0 and native.device_info(loss.device_).has_data ~= 0
     and not (scope.segment and scope.segment.again)
 end
 
---- The attribute want_hits of the ops of losses: 1 while somebody reads hits.
+--- The attribute want_hits of the ops of losses: 1 while a user reads hits.
 ---@return 0|1
 function loss_weight.wants_hits() return scoring > 0 and 1 or 0 end
 
--- The hits of a note, kept beyond the scope of the forward.
+-- Keeps the hits of a note beyond the scope of the forward.
 local function kept(hits)
   if hits == nil then return nil end
   hits:keep()
@@ -252,8 +253,8 @@ function loss_weight.of(loss)
   return found
 end
 
---- The hits of a loss, by the ops that made it: the number of targets whose logit is the first largest of its row. The
---- host waits for the device that counted them.
+--- The hits of a loss, by the ops that made it: the number of targets whose logit is the largest of its row (of several
+--- equal ones, the first). The host waits for the device that counted them.
 ---@param loss ps.Tensor
 ---@return number? hits nil: no op of the loss counted them
 ---@return number? targets number of targets that count

@@ -25,8 +25,8 @@ function process.threads() return native.C.ps_threads() end
 function process.now() return native.C.ps_now() end
 
 --- From now on the first Ctrl-C, SIGTERM or SIGHUP is counted instead of ending the process, so that a loop can check
---- ps.interrupts(), save and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was ignored when
---- the process began (nohup, a job in the background) stays ignored.
+--- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was
+--- ignored when the process began (nohup, a job in the background) stays ignored.
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end
 --- The number of signals counted since ps.catch_interrupts().
 ---@return integer

@@ -54,7 +54,8 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- The place of `offset` in a tensor that stores the rectangle that begins at `from`, with its first element at `at`.
+--- The place of `offset` in a tensor that stores a rectangle. The rectangle begins at `from`, and its first element is
+--- at `at` in that tensor.
 ---@param offset integer[]
 ---@param from integer[]
 ---@param at? integer[] default zeros
@@ -93,7 +94,8 @@ function rectangles.inside(whole, offset, shape)
   return true
 end
 
--- Calls fn for runs of at most `most` elements that make up a rectangle. The dimensions before d are cut already.
+-- Calls fn for runs of at most `most` elements that together form a rectangle. The dimensions before d are already
+-- divided.
 local function cut_up(offset, shape, d, most, fn)
   local row = 1
   for k = d + 1, #shape do row = row * shape[k] end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The error about something in a user's file that is not supported here.
+-- Raises the error that something in a user's file is not supported here.
 local native = require "ps.core.ffi"
 local error = native.caller.error
 

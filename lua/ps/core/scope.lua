@@ -17,7 +17,8 @@ local pointer_array = array "ps_tensor *"
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
 
---- Collects the tensors in values and nested tables (also as keys' values of modules' outputs), at most 6 levels down.
+--- Collects the tensors in values and nested tables, at most 6 levels deep. Tables may have any keys, as outputs of
+--- modules do.
 local function gather(list, x, depth)
   if is_tensor(x) then
     list[#list + 1] = x

@@ -33,7 +33,7 @@ types.list = new("a list", function(value)
   return type(value) == "table" and (next(value) == nil or #value > 0), value
 end)
 
---- A whole number.
+--- Accepts a whole number.
 ---@param min? number
 ---@param max? number
 ---@return ps.config.Type
@@ -65,7 +65,7 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
---- A norm to clip gradients to. An infinite one only measures.
+--- A norm to which gradients are clipped. With an infinite norm they are only measured.
 types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
@@ -82,8 +82,8 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters. Outside them
---- an update would go uphill, or make NaN.
+--- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters. Outside these
+--- ranges an update would increase the loss, or make NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 

@@ -14,7 +14,7 @@ local agree = {}
 
 local SHORT = 192                                          -- bytes of a message sent in the first exchange
 local SILENT = "an error without words"
-local NO = "\0no"                                          -- differs from every error's text
+local NO = "\0no"                                          -- a text that differs from the text of every error
 
 --- The upper 53 bits of a hash, which a double, and so a tensor made from numbers, holds exactly.
 ---@param hash ffi.cdata* uint64_t
@@ -112,7 +112,7 @@ function agree.run(group, fn, heard)
   return result
 end
 
---- Runs fn on every rank, as run does, and returns whether it returned true on all of them.
+--- Runs fn on every rank, in the same way as run. Returns whether fn returned true on all ranks.
 ---@param group? ps.Group
 ---@param fn fun(): boolean?
 ---@return boolean

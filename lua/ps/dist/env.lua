@@ -19,7 +19,7 @@ local env = {}
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
 local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those that the system assigns
-local USUAL_PORT = 29500                     -- if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
+local USUAL_PORT = 29500                     -- used if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
 local MOST_HOSTS = 65536
 
 local function fail(text, ...) error(text:format(...), 0) end
@@ -63,7 +63,8 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends the names that one element of a list expands to: text with any number of [1-3,07] in it.
+-- Appends the names to which one element of a list expands. The element is text with any number of parts such as
+-- [1-3,07].
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
   if not plain then
@@ -107,7 +108,7 @@ function env.hosts(text, name)
   return list
 end
 
--- The number of tasks on node `index` (from 0), from "2(x3),1"; nil if the list is shorter.
+-- Returns the number of tasks on node `index` (from 0) from a text such as "2(x3),1"; nil if the list is shorter.
 local function tasks_on(text, index, name)
   local seen = 0
   for part in (text .. ","):gmatch("([^,]*),") do
@@ -133,7 +134,8 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end                -- counts of the whole job; this step has fewer tasks
+  if size and size > world_size then size = nil end                -- these are counts of the whole job, and this step
+                                                                   -- has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
@@ -155,8 +157,9 @@ function sources.torchrun(get)
     or "LOCAL_SIZE", size)
   local assumed = not local_rank
   if assumed then
-    -- One process per pod (PyTorchJob) has no LOCAL_RANK, since it is alone on its node. If the job sets several per
-    -- pod, a launcher should have started this process; without one, it would wait for ranks that nobody starts.
+    -- If there is one process per pod (PyTorchJob), LOCAL_RANK is missing, since the process is alone on its node. If
+    -- the job sets several processes per pod, a launcher should have started this process. Without a launcher it would
+    -- wait for ranks that are never started.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
       fail("PET_NPROC_PER_NODE is '%d', but LOCAL_RANK is not set; start the script with tools/launch.lua in each pod, "
@@ -194,7 +197,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script has SLURM_PROCID, too, but is one process: only srun starts ranks.
+  -- A batch script also has SLURM_PROCID, but it is one process: only srun starts ranks.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -207,7 +210,8 @@ end
 
 local ORDER = { "torchrun", "OpenMPI", "PMI", "Slurm" }
 
--- Refuses half of a pair of variables. Starting without the other would make N runs of one rank instead of one of N.
+-- Refuses half of a pair of variables. If a launcher started N processes with only one of the two, there would be N
+-- runs of one rank instead of one run of N ranks.
 local function check_halves(get, found)
   if get("RANK") and get("WORLD_SIZE") then return end
   local size = number(get, "WORLD_SIZE", 1)
@@ -264,7 +268,8 @@ local function starter()
   return parent
 end
 
--- 1, 2 (several) or 0 (unknown) machines, from the variables. One process per pod does not tell where other pods run.
+-- Determines from the variables whether there is 1 machine, several (2), or whether that is unknown (0). With one
+-- process per pod it is unknown where other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -309,7 +314,8 @@ local function meet(get, found, ppid)
   local addr_given = addr ~= nil
   local own = number(get, "PS_MASTER_PORT", 1, 65535)
   local port = number(get, "MASTER_PORT", 1, 65535)
-  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- the agent uses MASTER_PORT
+  if port and found.agent_port then port = port < 65535 and port + 1 or port - 1 end   -- torchrun's agent uses
+                                                                                       -- MASTER_PORT itself
   port = own or port
   if found.world_size == 1 then return addr, port, nil end
   local one_node = machines_of(found) == 1
@@ -328,7 +334,7 @@ local function meet(get, found, ppid)
   if not port then
     fail("MASTER_PORT is not set; expected a free port from 1 to 65535 on %s, the same for all ranks", addr)
   end
-  local at = one_node and "127.0.0.1" or addr                      -- no other machine needs to reach it
+  local at = one_node and "127.0.0.1" or addr                      -- no other machine needs to reach this one
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
@@ -366,7 +372,8 @@ function env.read(getenv, o)
   if rendezvous then
     addr, port = rendezvous:match("^tcp://%[?(.-)%]?:(%d+)$")
     port = tonumber(port)
-    if addr then machines = 0 end                                    -- an explicit address may be for other machines
+    if addr then machines = 0 end                                    -- an explicit address may be meant for other
+                                                                     -- machines
   else
     addr, port, rendezvous = meet(get, found, o.ppid)
   end

@@ -43,7 +43,8 @@ function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered",
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Like `gathered`, but for a result of 1 MiB and more backward keeps only x, and gathers again what it needs.
+--- Like `gathered`. But if the result has 1 MiB or more, backward keeps only x, and gathers the result again if it
+--- needs it.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
@@ -141,7 +142,8 @@ function Group:linear_scattered(x, w, how)
     error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
       size))
   end
-  -- x without a reshape: backward can recompute x (a gelu's output, for example) instead of keeping it.
+  -- Returns x without a reshape. Then backward can recompute x (for example the output of a gelu) instead of keeping
+  -- it.
   local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
   if how.flat or #shape == 2 then return y end
   shape[1], shape[#shape] = shape[1] / size, y:size(1)
@@ -185,9 +187,8 @@ function Group:copied(x, root)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
 end
 
--- -- for layers of which each rank has a part -----------------------------------------------------------------------
--- There is one loss, computed equally by all ranks: outside such a layer, every tensor and its gradient is the same on
--- all ranks.
+-- There is one loss, which all ranks compute equally. Outside such a layer, every tensor and its gradient is the same
+-- on all ranks.
 
 --- Returns x itself. For the input of products with a part of the outputs on each rank. Gradient: the sum of all ranks'
 --- gradients, since each has the gradient of its part.
@@ -215,7 +216,7 @@ local function dimension(x, dim, call)
   return dim < 0 and dim + n or dim
 end
 
--- The dimensions 0 to n - 1, with `from` moved to place `to`.
+-- Returns the dimensions 0 to n - 1, with `from` moved to place `to`.
 local function moved(n, from, to)
   local axes = {}
   for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end

@@ -28,7 +28,8 @@ local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", ra
 -- Options that are keys of a configuration, with BMTrain's names.
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- Backends: whether direct transfers between devices are forbidden or required. "cpu:gloo,cuda:nccl" is PyTorch's name.
+-- Backends, and whether each forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is PyTorch's
+-- name.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
@@ -152,7 +153,7 @@ end
 
 --- Closes the group and the groups that were split from it, which cannot be used afterwards. Closing twice does
 --- nothing. Waits for transfers of GPU memory that are still running, in all groups of the process. If one does not
---- complete, that is an error, raised after the group is closed.
+--- complete, the call raises an error after it has closed the group.
 function Group:close()
   if not self.c then return end
   local ended, why = pcall(check, C.ps_groups_settle())
@@ -301,7 +302,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- fail here instead of in the first step
+  if devices.must then                            -- so that a failure appears here and not in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()

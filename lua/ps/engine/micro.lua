@@ -107,7 +107,7 @@ function Loop:next()
   local engine = self.engine
   if self.trains then return step.next(engine, self) end
   local ok, out = pcall(engine.driver.look, engine.driver, self)
-  if not ok then engine.driver:abandon(out) end              -- other ranks get the reason
+  if not ok then engine.driver:abandon(out) end              -- so that other ranks get the reason
   if not (ok and out) then self:left() end
   if not ok then error(out, 0) end
   return out
@@ -128,7 +128,7 @@ function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Makes a loop over the rows of a batch. If they do not divide evenly, the first micro-batches have one row more.
+-- Makes a loop over the rows of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)

@@ -94,7 +94,7 @@ local function hear(server, peers, o, seconds)
   for _, peer in ipairs(peers) do
     local got, stays = fds[peer.fd].revents or {}, true
     if got.IN or got.HUP or got.ERR then
-      local line = not peer.known and line_of(peer)              -- a known peer sends nothing more
+      local line = not peer.known and line_of(peer)              -- a peer that is already numbered sends nothing more
       local why = line and mismatch(line, o)
       if why then say(peer.fd, "no " .. why .. "\n") end
       stays, peer.known = line ~= false and not why, line ~= nil
@@ -131,7 +131,7 @@ local function serve(server, o, ends)
   for number, peer in ipairs(known(peers)) do
     if number < o.nnodes then say(peer.fd, ("node %d\n"):format(number)) end
   end
-  for _, peer in ipairs(known(peers)) do                 -- the peers close first, so that the port is free at once
+  for _, peer in ipairs(known(peers)) do                 -- the peers close first, so that the port is free immediately
     poll.rpoll(peer.fd, 2000)
   end
   for _, peer in ipairs(peers) do unistd.close(peer.fd) end

@@ -35,16 +35,18 @@ local ranks = {}
 local SIG_BLOCK, SIG_SETMASK = 0, 2
 local SFD_FLAGS = 0x80000 + 0x800            -- close on exec, do not block
 local PR_SET_PDEATHSIG = 1
-local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo); its first word is the signal
+local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo), whose first word is the number of the
+                                             -- signal
 local READ = 65536
-local LONGEST_LINE = 1048576                 -- longer ones are cut here
+local LONGEST_LINE = 1048576                 -- longer lines are cut at this length
 local KEPT_LINES = 24                 -- last lines of a rank in the report of its failure: a message and its traceback
-local GATHER_NS = 1000000                    -- between two polls of the output: many lines at a time cost far less
--- The time to wait for the end of a rank that other ranks blame. A silent one may not end by itself.
+local GATHER_NS = 1000000                    -- time between two polls of the output: reading many lines at a time costs
+                                             -- far less
+-- The time to wait for the end of a rank that other ranks blame. A silent rank may not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
 local MARK = 30                              -- precedes each line of the error that ends a rank
 local HELD_S = 2                             -- time for which the error of a rank that does not end is held back
-local DRAIN_S = 2                            -- time to wait for output of a dead rank's remaining processes
+local DRAIN_S = 2                            -- time to wait for output of processes that a dead rank left behind
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
 local PASSED = { SIGUSR1 = true, SIGUSR2 = true }
@@ -66,7 +68,8 @@ ranks.now = now
 
 -- -- signals ----------------------------------------------------------------------------------------------------------
 
-local before, signal_fd                     -- the mask that ranks get back; the descriptor from which signals are read
+local before, signal_fd                     -- the signal mask that ranks get back; the descriptor from which signals
+                                            -- are read
 
 -- Returns the signals that were ignored when the launcher began (nohup, a background job); they stay ignored.
 local function ignored()
@@ -83,7 +86,7 @@ local function ignored()
   return set
 end
 
---- Called once, before the first rank.
+--- Called once, before the first rank is started.
 function ranks.take_signals()
   local set, skip = ffi.new("ps_signal_set"), ignored()
   ffi.C.sigemptyset(set)
@@ -166,7 +169,7 @@ local function start(spec)
     unistd.close(blames_r)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
-  unistd.setpid("p", pid, pid)                            -- in both processes, whichever runs first
+  unistd.setpid("p", pid, pid)                            -- called in both processes, since either may run first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
     blames = blames_r, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
@@ -226,7 +229,7 @@ local function show_rest(self)
   end
 end
 
--- Reads the available bytes. Returns false at the end of the stream, where the last line is shown even without a
+-- Reads the available bytes. Returns false at the end of the stream; the last line is then shown even without a
 -- newline.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
@@ -239,7 +242,7 @@ local function take(self, r, s)
     return false
   end
   local at, stop = 1, data:find("\n", 1, true)
-  while stop do                                            -- not a pattern, which is slow on long lines
+  while stop do                                            -- plain search, because a pattern is slow on long lines
     put(self, r, s, s.pending .. data:sub(at, stop))
     s.pending, at = "", stop + 1
     stop = data:find("\n", at, true)
@@ -288,7 +291,8 @@ local function drain(self, r)
     poll_once(self, { r }, math.max(deadline - now(), 0), false)
   end
   for _, s in ipairs(r.streams) do
-    if s.fd then                                          -- a process that left the group holds it open
+    if s.fd then                                          -- a process that left the rank's process group still holds
+                                                          -- the pipe open
       if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
       unistd.close(s.fd)
       s.fd = nil
@@ -316,8 +320,8 @@ local function blamed_by(r)
   return others
 end
 
--- How likely a failed rank is the cause: one that a signal ended is more likely than one that failed by itself, which
--- is more likely than one that was notified of another's failure.
+-- How likely a failed rank is to be the cause. A rank that a signal ended is the most likely cause, then a rank that
+-- failed by itself, then a rank that was notified of another's failure.
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end
@@ -415,7 +419,7 @@ local function watch(self)
   show_rest(self)
 end
 
---- Runs one attempt to its end. Afterwards none of its processes is left, whatever happens.
+--- Runs one attempt to its end. Afterwards none of its processes is left, no matter how it ended.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
 ---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
 ---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
@@ -429,7 +433,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- out of processes or memory: no rank is left
+  if not ok then                                          -- no process or memory left to start more, so no rank stays
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A process that outlives the launcher briefly. It holds the reading end of a pipe. When the launcher ends, in whatever
--- way, the writing end closes, and the warden kills every process group that it knows. Ranks die with the launcher
--- anyway; the warden is for their children. It has its own session, so that a terminal's signals to the launcher's
+-- way, the writing end closes, and the warden kills every process group that it knows. Ranks end with the launcher in
+-- any case. The warden is for their children. It has its own session, so that a terminal's signals to the launcher's
 -- group do not reach it. If it is killed, ranks' children may outlive the launcher; the rest still works.
 local fcntl = require "posix.fcntl"
 local signal = require "posix.signal"
@@ -16,7 +16,8 @@ local pid, to                       -- the warden's, and the pipe's writing end;
 local function guard(from)
   unistd.setpid("s")
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
-  for fd = 0, 2 do unistd.dup2(null, fd) end           -- readers of the launcher's output must not wait for the warden
+  for fd = 0, 2 do unistd.dup2(null, fd) end           -- so that readers of the launcher's output do not wait for the
+                                                       -- warden
   local groups, text = {}, ""
   while true do
     local data, _, code = unistd.read(from, 4096)
@@ -33,7 +34,7 @@ function warden.start()
   local from, why = unistd.pipe()
   if not from then error("no pipe for the launcher's warden: " .. why, 0) end
   to = why
-  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- ranks must not hold it
+  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- so that ranks do not inherit it
   pid, why = unistd.fork()
   if pid == 0 then
     unistd.close(to)

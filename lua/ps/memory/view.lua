@@ -94,8 +94,9 @@ end
 
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
--- "title: param 2.90 GiB, exp_avg 5.80 GiB": sums of bytes by key, in the order of first appearance or of `order`, on
--- as many lines as needed. each(chunk, add) calls add(key) for every key to which the chunk counts.
+-- Sums of bytes by key, as text such as "title: param 2.90 GiB, exp_avg 5.80 GiB", on as many lines as needed. Keys
+-- appear in the order of first appearance or of `order`. each(chunk, add) calls add(key) for every key to which the
+-- chunk counts.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}
   for _, chunk in ipairs(chunks) do

@@ -16,7 +16,7 @@ local monitor = {}
 ---@class ps.Monitor
 ---@field private batch integer samples per step
 ---@field private sinks table[] each has a method write(seconds, x, list)
----@field private said table<string, boolean> warnings that were printed
+---@field private said table<string, boolean> warnings that have been printed
 ---@field private warn fun(text: string)
 local Monitor = {}
 Monitor.__index = Monitor

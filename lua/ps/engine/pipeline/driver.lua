@@ -58,7 +58,7 @@ local function next_event(engine, s, pipe)
   return kind, v, micro
 end
 
--- Does again the work segment at which the walk of C's action stopped.
+-- Performs again the work of the segment at which the walk of C's action stopped.
 local function resume(engine, pipe, factor)
   local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end

@@ -334,7 +334,7 @@ end
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
---- Tells C that Lua's collector has run in a dry run.
+--- Reports to C that Lua's collector has run in a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
 --- Abandons the row. Other ranks' calls fail with the reason.
@@ -378,8 +378,8 @@ function Pipe:collects() return self.event.collect ~= 0 end
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Tells listeners that the step's actions that C performed before the event under way have ended, and that the action
---- that C performs next begins. Virtual stages are numbered through the model.
+--- Notifies listeners that the actions that C performed before the event under way have ended, and that the action that
+--- C performs next begins. Virtual stages have their numbers in the whole model.
 ---@return number seconds that these actions took
 function Pipe:tell()
   local event = self.event
@@ -392,7 +392,7 @@ function Pipe:tell()
   return event.seconds
 end
 
---- Tells C that the action has ended, and which tensors it returned.
+--- Reports to C that the action has ended, and which tensors it returned.
 function Pipe:done()
   native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
   self.given = nil

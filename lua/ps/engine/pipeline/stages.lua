@@ -40,8 +40,8 @@ Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
 -- Cuts `weights` into n contiguous non-empty runs so that the largest sum is as small as possible, and returns the
--- first index of each run. It bisects the bound on the sum. Of equal cuts it takes the one whose first runs are
--- fullest.
+-- first index of each run. It bisects the bound of the sum. Of several equal cuts it chooses the one whose first runs
+-- are fullest.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
@@ -249,10 +249,10 @@ local function users(self, module)
   return of
 end
 
--- Refuses a parameter whose gradients would be added in a different order from that of its virtual stages. Each rank
--- first adds the gradients of its own virtual stages, in their order, and then the ranks' sums are added in the order
--- of ranks (src/engine/ties.c). With two virtual stages either order gives the same bits. With more, the order is that
--- of the virtual stages if their ranks ascend and only the lowest rank has several of them.
+-- Refuses a parameter whose gradients would be added in another order than that of its virtual stages. Each rank first
+-- adds the gradients of its own virtual stages, in their order. Then the ranks' sums are added in the order of ranks
+-- (src/engine/ties.c). With two virtual stages either order results in the same bits. With more, the order is that of
+-- the virtual stages if their ranks ascend and only the lowest rank has several of them.
 local function check_order(self, name, list)
   if #list < 3 then return end
   local on, ordered = {}, true
@@ -339,7 +339,7 @@ function Stages:other_uses(name)
   return list
 end
 
---- Whether several virtual stages, on any ranks, use one parameter.
+--- Whether several virtual stages use one parameter, on any ranks.
 ---@return boolean
 function Stages:has_ties()
   for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end

@@ -33,7 +33,7 @@ local data_parallel = {}
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices along these axes if all ranks can. If not, bytes go through host memory, unless
+-- Connects the ranks' devices along these axes if all ranks can. If not, bytes are sent through host memory, unless
 -- init_distributed forbade that.
 local function connect(engine, groups)
   local noted = false
@@ -112,8 +112,8 @@ local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other
 local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
--- Refuses ranks of one model replica that have different rows, or continue with different settings. records: of all
--- ranks; same_rows: the model's stages have the same rows.
+-- Refuses ranks of one model replica that have different rows, or would continue with different settings. records:
+-- those of all ranks. same_rows: the stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do

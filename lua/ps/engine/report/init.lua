@@ -105,7 +105,7 @@ end
 ---@return boolean
 function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
 
---- Takes how many targets of a micro-batch the model hit.
+--- Records how many targets of a micro-batch the model hit.
 ---@param hits number
 ---@param targets number
 function Report:take_score(hits, targets) self.hits, self.targets = self.hits + hits, self.targets + targets end

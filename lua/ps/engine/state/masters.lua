@@ -32,8 +32,9 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- built.list: {param, master, place}; master may be the parameter itself; place: the parameter as the host sees it, if
---- it is on a device or shared by ranks. Parameters of other owners are marked, so that this rank does not load them.
+--- built.list has rows {param, master, place}. master may be the parameter itself. place is the parameter as the host
+--- sees it, if it is on a device or shared by ranks. Parameters of other owners are marked, so that this rank does not
+--- load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)

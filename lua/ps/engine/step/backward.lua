@@ -35,7 +35,8 @@ function step.weight_of(engine, loss, options)
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
---- How many targets of a loss its logits hit, by the ops that made it. In a pipeline the last stage has told all ranks.
+--- Returns how many targets of a loss its logits hit, from the ops that made the loss. In a pipeline the last stage has
+--- sent this number to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@return number? hits nil: no op of the loss counted them

@@ -116,8 +116,8 @@ end
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Whether the step has only forwards in evaluation mode so far. Such a step ends without a trace if the next call is
---- not a backward.
+--- Whether the step has had only forwards in evaluation mode so far. If the next call is not a backward, such a step
+--- ends without a trace.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end
