@@ -612,8 +612,8 @@ int advance(ps_chunks *cs)
     return cs->n_back > 0 ? go_back(cs) : 0;
 }
 
-/* -- ahead of the plan ---------------------------------------------------------------------------------------------- A
- * plan covers one step and moves a chunk up when its use there is near. If there is room, it pays to make two kinds of
+/* -- ahead of the plan ----------------------------------------------------------------------------------------------
+ * A plan covers one step and moves a chunk up when its use there is near. If there is room, it pays to make two kinds of
  * moves sooner. A chunk that was used above and is used below next moves down at once, instead of together with all
  * others. A chunk that was updated below for the last time in this step moves back up while no other chunk is moving
  * up. Without that the next step would begin with all these copies. */

@@ -7,8 +7,7 @@ local hooks = {}
 -- answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
-  memory_short = "nothing: an error that memory ran out is being raised. Answer: the largest holders, a list with a " ..
-    "text",
+  memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
   begins = "nothing: a step of an engine is about to begin",
   stepped = "module, how: a step of the module's engine, which computes, begins (\"begins\"), has ended (\"done\"), or "
     .. "was given up or skipped (\"given_up\")",

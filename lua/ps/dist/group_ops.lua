@@ -187,6 +187,7 @@ function Group:copied(x, root)
   return ops.broadcast(x, number, size, rank, whole(root or 0, "root", "copied"))
 end
 
+-- -- for layers of which each rank has a part -----------------------------------------------------------------------
 -- There is one loss, which all ranks compute equally. Outside such a layer, every tensor and its gradient is the same
 -- on all ranks.
 
