@@ -364,7 +364,8 @@ static void test_files(void)
     FAILS(come(port, 0, 1, 0.3, &s), PS_ETIME, "was turned away");
     CHECK(strstr(ps_store_lacks(server), "as many files open as it may (ulimit -n)") != NULL);
     files_left(0);
-    FAILS(come(port, 0, 1, 0.3, &s), PS_EIO, "cannot open a socket to the other ranks: Too many open files (ulimit -n)");
+    FAILS(come(port, 0, 1, 0.3, &s), PS_EIO,
+          "cannot open a socket to the other ranks: Too many open files (ulimit -n)");
     files_left(-1);
     if (OK(come(port, 0, 1, FAR_S, &s))) ps_store_close(s, true);
     ps_store_stop(server, false);

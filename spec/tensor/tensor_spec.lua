@@ -391,7 +391,8 @@ describe("bytes of a tensor", function()
       local ok, problem = pcall(file.read_into, file, "z_many", t)
       assert.falsy(ok)
       assert.equal("EIO", problem.name)
-      assert.truthy(tostring(problem):find(("%s was truncated from %d to"):format(path, length), 1, true), tostring(problem))
+      assert.truthy(tostring(problem):find(("%s was truncated from %d to"):format(path, length), 1, true),
+        tostring(problem))
       assert.equal(0, t:fill_(0):to("cpu"):sum():item())      -- it is as usable as before
     end
     file:close()

@@ -613,8 +613,8 @@ int advance(ps_chunks *cs)
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up when its use there is near. If there is room, it pays to make two kinds of
- * moves sooner. A chunk that was used above and is used below next moves down at once, instead of together with all
+ * A plan covers one step and moves a chunk up when its use there is near. If there is room, two kinds of moves are worth
+ * making sooner. A chunk that was used above and is used below next moves down at once, instead of together with all
  * others. A chunk that was updated below for the last time in this step moves back up while no other chunk is moving
  * up. Without that the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
