@@ -16,7 +16,7 @@
 #include "base/dtype.h"
 
 typedef struct ps_backend ps_backend;
-typedef struct ps_copy ps_copy;       /* a copy under way */
+typedef struct ps_copy ps_copy;       /* a copy that is under way */
 
 /* An operand. Absent optional inputs have ndim -1. Strides are in elements; `data` points at element (0, ..., 0). */
 typedef struct ps_view {
@@ -28,8 +28,8 @@ typedef struct ps_view {
 static inline bool ps_has(const ps_view *v) { return v->ndim >= 0; }
 
 /* One call of a kernel. The op's infer rule has checked shapes and types. Inputs of ops without the STRIDED flag, and
- * every output that dispatch made, are contiguous. An output that is not requested (a gradient that is not needed) has
- * ndim -1. Optional inputs and outputs keep their positions. */
+ * every output that dispatch made, are contiguous. If an output is not requested (a gradient that is not needed), it
+ * has ndim -1. Optional inputs and outputs keep their positions. */
 typedef struct ps_call {
     int op, n_in, n_out;
     const ps_view *in;
@@ -39,8 +39,8 @@ typedef struct ps_call {
      * PS_ENOMEM. Not thread-safe: call it before going parallel. Dispatch frees it. */
     void *(*scratch)(struct ps_call *call, size_t nbytes);
     void *owner;
-    bool dry;                         /* for scratch_nbytes of a backend whose kernels support it: request scratch,
-                                       * compute nothing */
+    bool dry;                         /* for scratch_nbytes of a backend whose kernels support it: the kernel requests
+                                       * scratch memory and computes nothing */
 } ps_call;
 
 typedef int (*ps_kernel)(ps_call *call);
@@ -48,27 +48,27 @@ typedef int (*ps_kernel)(ps_call *call);
 struct ps_backend {
     const char *name;
     bool is_host;                     /* the CPU may read its pointers */
-    bool no_data;                     /* meta: addresses only, nothing may be read or written */
-    bool pretends;                    /* it stands for a simulated device: dispatch asks for work space and runs no
-                                       * kernel, and only values that a script wrote itself, or computed from them on
-                                       * the host, exist */
-    bool fast_bf16;                   /* it multiplies bf16 faster than fp32 */
+    bool no_data;                     /* meta: it has only addresses; nothing may be read or written */
+    bool pretends;                    /* it stands for a simulated device. Dispatch asks it for work space and runs no
+                                       * kernel. Only values that a script wrote itself, or that were computed from them
+                                       * on the host, exist */
+    bool fast_bf16;                   /* the device multiplies bf16 faster than fp32 */
     bool fuses;                       /* ops that join several (mlp) are faster than separate ones */
     char describe[256];
-    /* Regions that the arenas divide; not called in a steady state. `reserve` may return address space that costs
-     * memory only when touched. */
+    /* Regions that the arenas divide. They are not called once memory use is steady. `reserve` may return address space
+     * that costs memory only when touched. */
     int (*region_new)(ps_backend *be, size_t nbytes, void **out);
     void (*region_free)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional; if memory is not allocated by touching it) Addresses for a region, without memory; and memory for
-     * those whole pages of it that have none. region_free frees both. */
+    /* (optional; for memory that is not allocated by touching it) One call returns addresses for a region, without
+     * memory. The other allocates memory for those whole pages of the region that have none. region_free frees both. */
     int (*region_reserve)(ps_backend *be, size_t nbytes, void **out);
     int (*region_commit)(ps_backend *be, void *p, size_t nbytes);
-    /* (optional) The contents of whole pages are no longer needed: the system gets their memory until they are touched,
-     * or committed, again. */
+    /* (optional) The contents of whole pages are no longer needed. The system may use their memory until they are
+     * touched, or committed, again. */
     void (*region_discard)(ps_backend *be, void *p, size_t nbytes);
     size_t page_nbytes;               /* size of those pages; a power of two; 0: 4096 */
-    /* Bytes that the system could still provide, to refuse before the system kills the process; INT64_MAX if
-     * unknown. */
+    /* The bytes that the system can still provide, so that a request is rejected before the system kills the process.
+     * INT64_MAX: unknown. */
     int64_t (*bytes_available)(ps_backend *be);
     /* (optional) Copies between host memory and the device; NULL: memmove. The caller may reuse the host's bytes when
      * the call returns. If the device's memory is host memory, the two may overlap. */
@@ -76,11 +76,12 @@ struct ps_backend {
     int (*copy_out)(ps_backend *be, void *host_dst, const void *src, size_t nbytes);
     /* (optional; only host backends) Loads from a reader, from `at` on, to dst; NULL: one call of the reader. */
     int (*load)(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes);
-    int (*clear)(ps_backend *be, void *dst, size_t nbytes);   /* (optional) zeros; NULL: by copy_in */
+    int (*clear)(ps_backend *be, void *dst, size_t nbytes);   /* (optional) writes zeros; NULL: copy_in is used */
     /* (optional; needed if !is_host) Copies that run while the caller continues, in each direction in the order of the
      * calls. copy_start begins one between host memory and device memory after copy `after` of the other direction (or
-     * NULL) has ended. Both buffers must stay until copy_wait has returned 1 (ended, freed) or an error (freed); 0:
-     * under way. If `after` fails, so does this copy, and the bytes that it wrote must not be read. */
+     * NULL) has ended. Both buffers must stay valid until copy_wait has returned 1 (the copy has ended and is freed) or
+     * an error (it is freed). 0: it is under way. If `after` fails, this copy also fails, and the bytes that it wrote
+     * must not be read. */
     int (*copy_start)(ps_backend *be, bool to_device, void *dst, const void *src, size_t nbytes, ps_copy *after,
                       ps_copy **out);
     int (*copy_wait)(ps_backend *be, ps_copy *copy, bool block);
@@ -91,24 +92,26 @@ struct ps_backend {
     int (*time_begin)(ps_backend *be, int32_t run);
     int (*time_end)(ps_backend *be, const ps_record_event *what);
     int (*time_read)(ps_backend *be, bool wait, ps_record_event *out);
-    bool times;                       /* set by the code that begins copies: they are timed, too */
+    bool times;                       /* set by the code that begins copies, so that these copies are timed, too */
     int64_t copied_ns[2];             /* begin and end of the copy that copy_wait ended last; 0: unknown */
-    /* One entry per op; NULL: the backend has none and dispatch uses that of `fallback` (only host backends). A kernel
-     * may also return PS_EUNSUP before touching anything; then the fallback runs. */
+    /* One entry per op. NULL: the backend has no kernel, and dispatch uses that of `fallback` (only host backends). A
+     * kernel may also return PS_EUNSUP before it changes any memory; then the fallback runs. */
     ps_kernel kernel[PS_OP_COUNT];
     ps_backend *fallback;             /* (optional) */
-    /* (optional) About how much scratch memory the kernel of a call would request; reads no operand's bytes. */
+    /* (optional) The approximate bytes of scratch memory that the kernel of a call would request. Reads no operand's
+     * bytes. */
     int64_t (*scratch_nbytes)(ps_backend *be, const ps_call *call);
     void (*close)(ps_backend *be);    /* (optional) */
-    /* (optional) How its bytes are sent to other processes' devices. */
+    /* (optional) Sends bytes of this device to other processes' devices. */
     const ps_wire_table *wire;
     bool host_carries;                /* alternatively: like host memory; the processor can read them */
 };
 
-/* registry.c: opens the backends that every machine has; out has room for `max`. Returns their number, or an error. */
+/* registry.c: opens the backends that every machine has. out has room for `max` backends. Returns their number, or an
+ * error. */
 int ps_backends_open(ps_backend **out, int max);
-/* Opens a backend that not every machine has. PS_EUNSUP: there is none with that name, or its own error says what is
- * missing. */
+/* Opens a backend that not every machine has. PS_EUNSUP: there is no backend with that name, or its own error says
+ * which part is missing. */
 int ps_backend_open_named(const char *name, ps_backend **out);
 void ps_backends_local_rank(int number);         /* as ps_local_rank_set of ps.h */
 /* From now on, devices are opened as those of this simulated machine; NULL: as those of the real one. */
@@ -119,19 +122,19 @@ void ps_backends_close(ps_backend **all, int n);
 int ps_backend_ref_open(ps_backend **out);
 int ps_backend_cpu_open(ps_backend *ref, ps_backend **out);
 int ps_backend_meta_open(ps_backend **out);
-int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* with cpu's kernels */
-/* A simulated device called `name`, with the abilities and the work space of `real`, which it takes over. nbytes: size
- * of its memory; 0: the free memory of `real`. machine (or NULL): the machine of its GPU. On failure `real` stays the
- * caller's. */
+int ps_backend_sim_open(ps_backend *ref, const ps_backend *cpu, ps_backend **out);   /* uses cpu's kernels */
+/* Makes a simulated device called `name`, with the abilities and the work space of `real`, which it owns afterwards.
+ * nbytes: size of its memory; 0: the free memory of `real`. machine (or NULL): the machine of its GPU. On failure the
+ * caller still owns `real`. */
 int ps_backend_pretend(ps_backend *real, const char *name, int64_t nbytes, const ps_machine *machine,
                        ps_backend **out);
 
 /* cuda_load.c: opens the backend of the plug-in libps_cuda.so, on the card that `local_rank` selects (-1: by the
- * environment). The error says which of driver, device, library and memory is missing. */
+ * environment). The error says whether the driver, the device, the library or the memory is missing. */
 int ps_backend_cuda_open(int local_rank, ps_backend **out);
 
-/* sim.c: changes sim's settings from now on; copies that were started keep their time. Sizes and rates of 0 and a
- * negative latency keep the present setting. PS_ESTATE: more memory is in use than the new size. */
+/* sim.c: changes sim's settings from now on. Copies that were already started keep their time. Sizes and rates of 0 and
+ * a negative latency keep the present setting. PS_ESTATE: more memory is in use than the new size. */
 int ps_sim_configure(ps_backend *be, int64_t memory_nbytes, double h2d_bytes_per_s, double d2h_bytes_per_s,
                      double latency_s);
 
@@ -140,9 +143,9 @@ int ps_host_region_new(ps_backend *be, size_t nbytes, void **out);
 void ps_host_region_free(ps_backend *be, void *p, size_t nbytes);
 void ps_host_region_discard(ps_backend *be, void *p, size_t nbytes);
 int64_t ps_host_bytes_available(ps_backend *be);
-const char *ps_host_limited_by(void);   /* the limit that allows no more than that: "of its address space (ulimit
-                                         * -v)", ... */
-/* For a backend that pins host memory: calls `goes` before bytes of any region lose their memory, until another
- * function is set. One watcher; NULL: none. */
+const char *ps_host_limited_by(void);   /* names the limit that allows no more: "of its address space (ulimit -v)",
+                                         * ... */
+/* For a backend that pins host memory: `goes` is called before bytes of any region lose their memory, until another
+ * function is set. There is only one such function; NULL: none. */
 void ps_host_region_watch(void (*goes)(void *p, size_t nbytes));
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How much work space a kernel of cuda asks for, on a card that need not be here: op by op as the kernels do, out of
- * the functions that they ask, too (cuda/rules.h). The emulated plug-in compares both at every call. */
+ * The work space that cuda's kernels request, also for a card that this machine does not have. It is computed op by op
+ * as the kernels compute it, by the functions that they call, too (cuda/rules.h). The emulated plug-in compares the two
+ * at every call. */
 #include "backend/cuda_rules.h"
 #include <string.h>
 

@@ -7,7 +7,7 @@
 #include <string.h>
 #include "backend/backend.h"
 
-/* For the processor and, where CUDA's compiler reads it, for the device. */
+/* For the processor and, if CUDA's compiler reads it, for the device. */
 #ifdef __CUDACC__
 #define PS_BOTH static __host__ __device__ inline
 #else

@@ -54,7 +54,7 @@ typedef struct ps_wire_table {
     int (*event_before)(ps_wire *w, ps_wire_event *e);       /* exchanges that begin from now on run after the event */
     /* Sets the event after all exchanges, the last of which is ready, and all sums and copies. */
     int (*event_end)(ps_wire *w, ps_wire_event *e);
-    int (*event_over)(ps_wire_event *e);                     /* 1, 0, or an error. Any thread */
+    int (*event_over)(ps_wire_event *e);                     /* returns 1, 0 or an error; any thread may call it */
     int (*memory)(ps_wire *w, int64_t nbytes, void **out);
     void (*memory_free)(ps_wire *w, void *p);
     /* Ends everything under way, also sums and copies, as far as this rank can: afterwards nothing uses the callers'

@@ -613,10 +613,10 @@ int advance(ps_chunks *cs)
 }
 
 /* -- ahead of the plan ----------------------------------------------------------------------------------------------
- * A plan covers one step and moves a chunk up when its use there is near. If there is room, two kinds of moves are worth
- * making sooner. A chunk that was used above and is used below next moves down at once, instead of together with all
- * others. A chunk that was updated below for the last time in this step moves back up while no other chunk is moving
- * up. Without that the next step would begin with all these copies. */
+ * A plan covers one step and moves a chunk up when its use there is near. If there is room, two kinds of moves pay
+ * off if they are made sooner. A chunk that was used above and is used below next moves down at once, instead of
+ * together with all others. A chunk that was updated below for the last time in this step moves back up while no other
+ * chunk is moving up. Without that the next step would begin with all these copies. */
 static void leave_early(ps_chunks *cs, chunk *c, int t)
 {
     if (t + 1 >= cs->n_tiers || is_disk(cs, t + 1) || c->transfer || !has_copy(c, t)) return;

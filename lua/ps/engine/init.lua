@@ -199,8 +199,8 @@ end
 --- Copies values into the model by name; for half parameters, into their masters. Abandons a step under way. Only one
 --- tensor at a time is in memory, regardless of the budgets. If ranks share the state, each rank loads the tensors that
 --- it owns. If a state has none of the other ranks' tensors, it is treated as this rank's own state, as state_dict
---- returns it: it may lack those tensors, and missing buffers come from rank 0. All ranks call this, and an error of one
---- rank is an error of all.
+--- returns it: it may lack those tensors, and missing buffers come from rank 0. All ranks call this, and an error of
+--- one rank is an error of all.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Ops that other devices compute in one go and the cpu as a chain of its kernels: the bits are those of the ops apart.
- * Called by cpu.c's table. */
+ * Ops that other devices compute in one kernel, and the cpu computes by a chain of its kernels. The bits are those of
+ * the separate ops. The table in cpu.c has these functions. */
 #include <string.h>
 #include "backend/cpu/cpu.h"
 #include "base/error.h"
 
-/* The same in every context of a process. */
+/* The same object serves every context of a process. */
 static ps_kernel kernels[2][PS_OP_COUNT];
 
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
@@ -16,7 +16,7 @@ void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback)
 
 static const ps_view absent = { .ndim = -1 };
 
-/* One kernel of the chain, this backend's or, for types it has none for, its fallback's. */
+/* Runs one kernel of the chain: this backend's or, if it does not support the types, its fallback's. */
 static int run(ps_call *call, int op, const void *attrs, int n_in, const ps_view *in, ps_view *out)
 {
     ps_call one = *call;
@@ -33,7 +33,7 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, int add)
 {
     ps_attrs_sum attrs = { .dims = (1u << (d->ndim - 1)) - 1, .accumulate = add };
     if (d->ndim > 1) return run(call, PS_OP_sum, &attrs, 1, d, db);
-    ps_attrs_axpy_ one = { .alpha = 1 };                     /* a single row */
+    ps_attrs_axpy_ one = { .alpha = 1 };                     /* it has a single row */
     ps_attrs_copy_ none = { 0 };
     ps_view in[2] = { *db, *d };
     return add ? run(call, PS_OP_axpy_, &one, 2, in, db) : run(call, PS_OP_copy_, &none, 2, in, db);
@@ -57,7 +57,7 @@ int ps_cpu_linear_grad(ps_call *call)
     return sum_rows(call, dy, &call->out[1], at->add_b);
 }
 
-/* v, or memory for it when it is absent. */
+/* Returns v or, if it is absent, new memory for it. */
 static int make(ps_call *call, ps_view *v, const ps_view *like, int64_t last)
 {
     if (ps_has(v)) return 0;

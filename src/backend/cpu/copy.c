@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Copies bytes of the caller, or of a file, to tensors and back, on all compute threads if there are many: weights are
- * written into memory that is touched for the first time, which the system clears page by page. */
+ * Copies bytes of the caller, or of a file, to tensors and back. If there are many bytes, it uses all compute threads,
+ * because weights are written into memory that is touched for the first time, and the system clears such memory page by
+ * page. */
 #include "backend/cpu/cpu.h"
 #include <stdatomic.h>
 #include <string.h>
 #include "base/error.h"
 
-enum { PIECE = 2 << 20 };             /* a huge page, which the system clears at once */
+enum { PIECE = 2 << 20 };             /* a huge page, which the system clears as a whole */
 
 /* After an error the remaining pieces are skipped. */
 int ps_cpu_load(ps_backend *be, void *dst, ps_reader read, const void *from, int64_t at, size_t nbytes)
 {
     int64_t pieces = (int64_t)(nbytes / PIECE);
     if (pieces < 2) return read(from, at, dst, (int64_t)nbytes);
-    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* pieces begin where huge pages do */
+    size_t head = (size_t)(-(uintptr_t)dst % PIECE);         /* pieces begin at the begin of huge pages */
     ps_error_kept error = { .code = 0 };
     atomic_bool failed = false;
 #pragma omp parallel for schedule(dynamic)

@@ -65,7 +65,7 @@ static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cp
 static int best_set(void) { return 0; }
 #endif
 
-/* The set that an environment variable names, or the best one of this machine. */
+/* Returns the set that an environment variable names, or the best set of this machine. */
 static int choose_set(const char *variable, const isa **out)
 {
     const char *want = getenv(variable);
@@ -145,7 +145,7 @@ static void *count(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;                          /* never accessed */
 }
 
-/* The sum of all that the kernel requests: dispatch keeps it until the kernel returns. */
+/* The sum of all requests of the kernel, because dispatch keeps the memory until the kernel returns. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     int64_t asked = 0;

@@ -8,12 +8,13 @@
 #define PS_CPU_H
 #include "backend/backend.h"
 
-enum { PS_PAR_MIN = 1 << 14 };        /* for fewer elements a fork and join costs more than it saves */
+enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, a fork and join costs more than it saves */
 
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope) \
     X(channel_norm) X(image)
 
-/* A matrix for onednn.c: [rows, cols], element (i, j) at data[i * stride_row + j * stride_col], one stride 1. */
+/* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the strides
+ * is 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;
 /* dst = a b (+ bias [cols], + residual [rows, cols] row-major with dst's type and leading dimension ld_residual,
  * + dst when accumulate); a [M, K], b [K, N], dst [M, N] row-major. bias and residual may be NULL. Float types fp32,
@@ -21,7 +22,7 @@ typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_ro
  * lacking. */
 int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *dst, const void *bias, int bias_dtype,
                 const void *residual, int64_t ld_residual, int accumulate);
-int ps_cpu_matmul(ps_call *call);      /* kernels of ops.def rows */
+int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_sample(ps_call *call);
@@ -33,12 +34,13 @@ int ps_cpu_conv_transpose(ps_call *call);
 int ps_cpu_conv_weight(ps_call *call);
 void ps_cpu_conv_close(void);                    /* frees cached primitives */
 /* Kernels for chain.c: this backend's own and, for types that these do not support, its fallback's. */
-bool ps_cpu_asks(int op);              /* its kernel uses scratch memory, and supports ps_call.dry */
+bool ps_cpu_asks(int op);              /* true if the op's kernel uses scratch memory and supports ps_call.dry */
 void ps_cpu_chain_open(const ps_kernel *own, const ps_kernel *fallback);
-/* The kernels of the instruction set that an environment variable names (default: the best one), entered into a table
- * that the cpu's have filled: the same bits at another speed. */
+/* Enters the kernels of the instruction set that an environment variable names (default: the best set) into a table
+ * that already has the cpu's. They compute the same bits at another speed. */
 int ps_cpu_kernels(const char *variable, ps_kernel *kernel);
-/* Bytes of a vector in the set that PS_CPU_ISA names, or the best one; and whether this machine has a set. */
+/* Bytes of a vector in the instruction set that PS_CPU_ISA names, or in the best one; and whether this machine has an
+ * instruction set. */
 int ps_cpu_vector_nbytes(int *nbytes);
 bool ps_cpu_has_set(const char *name);
 /* copy.c: copy_in and copy_out, and load, of backend.h. */
@@ -51,7 +53,7 @@ void ps_cpu_gemm_close(void);          /* frees cached primitives */
 /* loss.c, one per instruction set, called through a pointer that cpu.c sets: turns one row of logits into its gradient.
  * logits [V] of `dtype` (fp32, bf16 or fp16) is overwritten by (softmax - onehot(target)) * scale, of type `dtype`;
  * target < 0: the row is ignored and becomes 0. Returns the loss of the row (0 if ignored). want_grad 0 leaves the
- * logits unchanged. *hit: whether the first largest logit is the target's. */
+ * logits unchanged. *hit: true if the target's logit is the largest (of several equal ones, the first). */
 typedef float (*ps_cpu_loss_row_fn)(void *logits, int dtype, int64_t V, int64_t target, float scale, int want_grad,
                                     bool *hit);
 extern ps_cpu_loss_row_fn ps_cpu_loss_row;

@@ -5,16 +5,17 @@
 #define PS_CPU_GEMM_H
 #include "backend/cpu/cpu.h"
 
-/* Scratch of one kernel call. Start with { .call = call }; each buffer grows to the largest need and is given back with
- * the call's other scratch. */
+/* The scratch memory of one kernel call. Start with { .call = call }. Each buffer grows to the largest size needed, and
+ * is freed with the call's other scratch memory. */
 typedef struct ps_gemm_space {
     ps_call *call;
     void *work, *panels;
     size_t work_nbytes, panels_nbytes;
 } ps_gemm_space;
 
-/* dst = a b + bias + residual + dst (when accumulate), as ps_cpu_gemm says, `batch` times: matrix i of an operand
- * starts i * step elements after the first; step 0 repeats it. bias and residual only with batch 1. */
+/* dst = a b + bias + residual + dst (if `accumulate` is set), as ps_cpu_gemm computes it, `batch` times. Matrix i of an
+ * operand begins i * step elements after the first; step 0 repeats the same matrix. bias and residual are only
+ * supported with batch 1. */
 typedef struct ps_gemm {
     ps_mat a, b, dst;
     const void *bias, *residual;
@@ -36,6 +37,6 @@ void ps_cpu_few_rows_avx512(const ps_gemm *, const float *, float *, float *);
 /* n neighbouring elements of a float type to fp32, and back, rounded to nearest even. */
 void ps_cpu_row_load(float *dst, const void *src, int64_t n, int dtype);
 void ps_cpu_row_store(void *dst, const float *src, int64_t n, int dtype);
-/* True when oneDNN multiplies this type without conversion to fp32, but for small products. */
+/* True if oneDNN multiplies this type without conversion to fp32, except in small products. */
 bool ps_cpu_gemm_native(int dtype);
 #endif

@@ -3,10 +3,9 @@
  * panel of logits ever exists; each row's loss and gradient are made in place (ps_cpu_loss_row). Called by dispatch
  * only.
  *
- * Rounding: logits and their gradients have the type of x, except where that type is multiplied as fp32 anyway: then
- * they are fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel, db over all rows in
- * fp32, in row order; losses are added in double, in row order. The panels depend on the shapes alone
- * (base/panels.h). */
+ * Rounding: logits and their gradients have the type of x. If that type is multiplied as fp32 in any case, they are
+ * fp32. dw is summed over a panel's rows in fp32 and rounded to its type once per panel, db over all rows in fp32, in
+ * row order; losses are added in double, in row order. The panels depend on the shapes alone (base/panels.h). */
 #include "backend/cpu/gemm.h"
 #include "base/error.h"
 #include "base/panels.h"
@@ -14,22 +13,24 @@
 
 enum {
     DB_COLUMNS = 1024,
-    DW_ROWS = 2048              /* rows of dw at a time: the part in work stays in cache (+20% with 50257 words) */
+    DW_ROWS = 2048              /* rows of dw that are computed at a time, so that they stay in the cache (+20% with
+                                 * 50257 words) */
 };
 
 typedef struct problem {
     ps_call *call;
     ps_gemm_space space;
     const ps_view *x, *w, *target;
-    const ps_view *dx, *dw, *db;                /* NULL when not wanted */
+    const ps_view *dx, *dw, *db;                /* NULL if not wanted */
     const ps_view *bias;        /* [V], or NULL */
     int64_t N, V, C;            /* x [N, C], w [V, C], target [N] */
     int64_t ignore;
     int type;                   /* of logits */
     void *logits;               /* [panel rows, V] */
     float *loss;                /* [N] */
-    int64_t hits;               /* rows whose first largest logit is the target's */
-    float *db_sum;              /* [V], when db is wanted */
+    int64_t hits;               /* number of rows in which the target's logit is the largest (of several equal ones, the
+                                 * first) */
+    float *db_sum;              /* [V], if db is wanted */
 } problem;
 
 static int64_t target_at(const problem *p, int64_t i)
@@ -39,7 +40,7 @@ static int64_t target_at(const problem *p, int64_t i)
 
 static void *at(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
 
-/* Counts the rows that matter; a target outside [0, V) is an error. */
+/* Counts the rows that are not ignored. A target outside [0, V) is an error. */
 static int count_targets(const problem *p, int64_t *count)
 {
     *count = 0;
@@ -69,7 +70,7 @@ static int add_dw(problem *p, int64_t first, int64_t rows)
     return 0;
 }
 
-/* db_sum += the rows of a panel's dlogits, in their order; columns are shared out. */
+/* db_sum += the rows of a panel's dlogits, in their order. The threads share the columns. */
 static void add_db(const problem *p, int64_t rows)
 {
 #pragma omp parallel for schedule(static) if (rows * p->V > PS_PAR_MIN)
@@ -134,7 +135,8 @@ int ps_cpu_lm_loss(ps_call *call)
     p.loss = call->scratch(call, (size_t)p.N * sizeof *p.loss);
     p.logits = p.loss ? call->scratch(call, (size_t)(rows * p.V * ps_dtype_bytes(p.type))) : NULL;
     if (p.logits && p.db) p.db_sum = call->scratch(call, (size_t)p.V * sizeof *p.db_sum);
-    if (!p.logits || (p.db && !p.db_sum)) return PS_ENOMEM;                         /* scratch() left the message */
+    if (!p.logits || (p.db && !p.db_sum)) return PS_ENOMEM;                         /* the error that scratch()
+                                                                                     * recorded */
     for (int64_t v = 0; p.db && !call->dry && v < p.V; v++) p.db_sum[v] = 0;
     float scale = attrs->reduction == 1 ? (float)(attrs->dloss / (double)(count ? count : 1)) : (float)attrs->dloss;
     for (int64_t first = 0; first < p.N; first += rows)
@@ -143,7 +145,7 @@ int ps_cpu_lm_loss(ps_call *call)
     if (p.db) ps_cpu_row_store(p.db->data, p.db_sum, p.V, p.db->dtype);
     double sum = 0;
     for (int64_t i = 0; i < p.N; i++) sum += p.loss[i];
-    bool mean = attrs->reduction == 1 && count > 0;          /* the mean of none is 0 */
+    bool mean = attrs->reduction == 1 && count > 0;          /* the mean of no rows is 0 */
     *(float *)call->out[0].data = (float)(mean ? sum / (double)count : sum);
     if (attrs->want_hits && ps_has(&call->out[4])) {
         int64_t *hits = call->out[4].data;

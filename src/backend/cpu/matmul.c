@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The ops matmul and linear on the cpu: operands of any strides become the matrices that onednn.c takes, by collapsing
- * dimensions and transposition flags where their strides allow, else through a contiguous copy in scratch. Types other
- * than fp32, bf16 and fp16 are left to the fallback (PS_EUNSUP before anything is touched). Called by dispatch only. */
+ * The ops matmul and linear on the cpu: operands of any strides are turned into the matrices that onednn.c requires. If
+ * their strides allow it, dimensions are merged and flags for transposition are set; otherwise the operand is copied to
+ * contiguous scratch memory. The fallback computes types other than fp32, bf16 and fp16 (this file returns PS_EUNSUP
+ * before it changes any memory). Only dispatch calls it. */
 #include "backend/cpu/gemm.h"
 #include "backend/dims.h"
 #include "base/error.h"
@@ -9,7 +10,7 @@
 
 static bool multiplies(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
 
-/* One stride is 1, and lines do not overlap: oneDNN takes it as a matrix. */
+/* True if one stride is 1 and lines do not overlap: oneDNN accepts it as a matrix. */
 static bool is_plain(ps_mat *m)
 {
     if (m->cols == 1 && m->stride_row >= 1) m->stride_col = 1;
@@ -39,7 +40,7 @@ static void pack(const ps_view *v, void *dst)
     }
 }
 
-/* Makes v contiguous, in scratch. */
+/* Makes v contiguous, in scratch memory. */
 static int pack_view(ps_call *call, ps_view *v)
 {
     void *p = call->scratch(call, (size_t)(v->numel * ps_dtype_bytes(v->dtype)));
@@ -51,7 +52,7 @@ static int pack_view(ps_call *call, ps_view *v)
     return 0;
 }
 
-/* v [..., cols] as the matrix [rows, cols], copied when its strides do not allow it otherwise. */
+/* Returns v [..., cols] as the matrix [rows, cols]. Copies it if its strides require that. */
 static int rows_matrix(ps_call *call, const ps_view *given, ps_mat *out)
 {
     ps_view v = *given;
@@ -80,7 +81,7 @@ int ps_cpu_linear(ps_call *call)
     if (y->numel == 0) return 0;
     ps_gemm_space space = { .call = call };
     ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
-    if (x->numel == 0) {                                     /* nothing to sum over: strides do not matter */
+    if (x->numel == 0) {                                     /* there are no terms, so strides do not matter */
         g.a = (ps_mat){ x->data, x->dtype, product(x->shape, x->ndim - 1), 0, 1, 1 };
         g.b = (ps_mat){ w->data, w->dtype, 0, y->shape[y->ndim - 1], 1, 1 };
     } else {
@@ -116,7 +117,7 @@ static ps_mat last_two(const ps_view *v)
 
 static ps_mat turned(ps_mat m) { return (ps_mat){ m.data, m.dtype, m.cols, m.rows, m.stride_col, m.stride_row }; }
 
-/* Matrices of v for oneDNN, v made contiguous when they cannot be taken as they are. */
+/* The matrices of v for oneDNN. If v cannot be used as it is, it is made contiguous. */
 static int operand(ps_call *call, ps_view *v, ps_mat *out)
 {
     *out = last_two(v);
@@ -126,7 +127,7 @@ static int operand(ps_call *call, ps_view *v, ps_mat *out)
     return is_plain(out) ? 0 : ps_fail(PS_EUNSUP, "a matrix of these strides");
 }
 
-/* Rows of all batches in one tall product, when b is the same for all: one call, and b is packed once. */
+/* If b is the same for all batches: one product of the rows of all batches. It is one call, and b is packed once. */
 static bool merge_rows(ps_gemm *g, const batch_dims *bd)
 {
     if (bd->ndim != 1 || bd->step[1][0] != 0 || g->a.stride_col != 1 || g->dst.stride_col != 1) return false;
@@ -150,7 +151,7 @@ int ps_cpu_matmul(ps_call *call)
     ps_gemm g = { .batch = 1, .accumulate = attrs->accumulate };
     g.dst = last_two(y);
     if (!is_plain(&g.dst)) return PS_EUNSUP;
-    bool turn = g.dst.stride_col != 1;                       /* y^T = b^T a^T writes rows */
+    bool turn = g.dst.stride_col != 1;                       /* y^T = b^T a^T: writes y by rows */
     if (va.numel == 0) {
         g.a = (ps_mat){ va.data, va.dtype, va.shape[va.ndim - 2], 0, 1, 1 };
         g.b = (ps_mat){ vb.data, vb.dtype, 0, vb.shape[vb.ndim - 1], 1, 1 };

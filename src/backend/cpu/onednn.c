@@ -25,17 +25,18 @@
 #endif
 
 enum {
-    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* open addressing, at most half full */
-    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* fp32 panels: 20 MiB in all */
+    CACHE_SLOTS = 2048, CACHE_MAX = 1024,           /* a hash table with open addressing, at most half full */
+    PANEL_M = 1024, PANEL_N = 1024, PANEL_K = 2048, /* panels of fp32: 20 MiB in total */
     DEPTH = 512,                                    /* terms per part of a sum that is computed in parts */
-    SHARED = 2048,                                  /* oneDNN splits sums of this many terms over threads */
-    SCRATCH_MAX = 64 << 20,                         /* implementations that need more are skipped if others exist */
-    GEMM_SCRATCH_MAX = 24 << 20                     /* the same for implementations that are only a little faster */
+    SHARED = 2048,                                  /* oneDNN splits sums with this many terms over threads */
+    SCRATCH_MAX = 64 << 20,                         /* implementations that need more memory are skipped if there are
+                                                     * others */
+    GEMM_SCRATCH_MAX = 24 << 20                     /* the same, for implementations that are only slightly faster */
 };
 
 static dnnl_engine_t engine;
 static dnnl_stream_t stream;
-static int open_count;                               /* contexts that use the engine */
+static int open_count;                               /* number of contexts that use the engine */
 static bool native[PS_DTYPE_COUNT];
 static char description[160] = "oneDNN not opened";
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -53,7 +54,7 @@ static dnnl_data_type_t type_of(int dtype)
 
 /* -- two APIs ------------------------------------------------------------------------------------------------------ */
 #if DNNL_VERSION_MAJOR >= 3
-typedef dnnl_memory_desc_t shape_desc;              /* an owned handle */
+typedef dnnl_memory_desc_t shape_desc;              /* a handle that must be destroyed */
 typedef const_dnnl_memory_desc_t shape_ref;
 static shape_ref ref_of(const shape_desc *d) { return *d; }
 static dnnl_status_t desc_new(shape_desc *d, int ndim, const dnnl_dim_t *dims, dnnl_data_type_t type,
@@ -88,10 +89,11 @@ static dnnl_status_t add_sum(dnnl_post_ops_t ops) { return dnnl_post_ops_append_
 /* Iterates over oneDNN's implementations, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_matmul_desc_t op;                           /* read by the iterator for as long as it lives */
+    dnnl_matmul_desc_t op;                           /* the iterator reads it as long as it exists */
     dnnl_primitive_desc_iterator_t it;
 #endif
-    dnnl_primitive_desc_t pd;                        /* the current implementation; owned by the walk until taken */
+    dnnl_primitive_desc_t pd;                        /* the current implementation; the walk owns it until it is
+                                                      * taken */
 } impl_walk;
 
 #if DNNL_VERSION_MAJOR >= 3
@@ -131,7 +133,7 @@ static void walk_end(impl_walk *w)
 #endif
 
 /* -- the table of primitives --------------------------------------------------------------------------------------- */
-typedef struct key {                                 /* no padding: compared and hashed as words */
+typedef struct key {                                 /* no padding: keys are compared and hashed as words */
     int64_t m, n, k, batch, step_a, step_b, step_dst, ld_a, ld_b, ld_dst;
     int32_t trans_a, trans_b, type_a, type_b, type_dst, type_bias;    /* type_bias -1: none */
     int32_t residual, accumulate, threads, pad;
@@ -139,8 +141,8 @@ typedef struct key {                                 /* no padding: compared and
 
 typedef struct entry {
     key key;
-    bool supported;                                  /* false: run in panels or one by one */
-    int order;                                       /* order of creation in the table; 0: first */
+    bool supported;                                  /* false: run in panels, or one by one */
+    int order;                                       /* order in which the table's entries were created; 0: first */
     size_t scratch_nbytes;
     dnnl_primitive_t prim;
     dnnl_memory_t a, b, dst, bias, residual, scratch;
@@ -395,13 +397,14 @@ static int grow(ps_gemm_space *space, void **p, size_t *have, size_t want)
     if (want <= *have) return 0;
     *p = space->call->scratch(space->call, want);
     *have = *p ? want : 0;
-    return *p ? 0 : PS_ENOMEM;                       /* scratch() left the message */
+    return *p ? 0 : PS_ENOMEM;                       /* the error that scratch() recorded */
 }
 
 /* With one column, rows may have any stride; otherwise row-major means that the stride of columns is 1. */
 static int is_transposed(const ps_mat *m) { return m->cols > 1 && m->stride_col != 1; }
 
-/* The leading dimension of a matrix whose unit stride is known; if a size of 1 leaves it open, a dense matrix's. */
+/* The leading dimension of a matrix whose unit stride is known. If a size of 1 does not determine it, returns that of a
+ * dense matrix. */
 static int64_t leading(const ps_mat *m, int transposed)
 {
     int64_t outer = transposed ? m->cols : m->rows, inner = transposed ? m->rows : m->cols;
@@ -441,7 +444,7 @@ static int64_t depth_of(const ps_gemm *g)
     return shares_sums(&k) ? SHARED / 2 : K;
 }
 
-/* Runs an entry's primitive. The caller holds the lock. bias and residual are NULL or not as the key says. */
+/* Runs an entry's primitive. The caller holds the lock. The key says whether bias and residual are NULL. */
 static int execute(entry *e, const void *a, const void *b, void *dst, const void *bias, const void *residual,
                    void *work)
 {
@@ -581,7 +584,8 @@ static void finish(const ps_gemm *g, const float *c, int64_t ldc, int64_t i0, in
     }
 }
 
-/* The block of m at (i0, j0) as fp32: m itself if it is fp32, else a dense copy in `panel` in m's orientation. */
+/* Returns the block of m at (i0, j0) as fp32: m itself if it is fp32, else a dense copy in `panel` with m's
+ * orientation. */
 static ps_mat panel_of(const ps_mat *m, int64_t i0, int64_t rows, int64_t j0, int64_t cols, float *panel, int fresh)
 {
     const char *p = at(m->data, i0 * m->stride_row + j0 * m->stride_col, m->dtype);
@@ -637,7 +641,7 @@ static bool has_few_rows(const ps_gemm *g)
     return g->a.rows <= PS_FEW_ROWS && in_lines && line >= 64 && g->b.rows * g->b.cols >= 1 << 16;
 }
 
-/* Computes such a product: x, the parts and the sums are in scratch; store_block writes them to dst. */
+/* Computes such a product. x, the parts and the sums are in scratch memory, and store_block writes the sums to dst. */
 static int run_few_rows(ps_gemm_space *space, const ps_gemm *g)
 {
     int64_t M = g->a.rows, K = g->a.cols, N = g->b.cols;
@@ -710,7 +714,8 @@ static size_t nbytes_of(dnnl_memory_t m)
     return m && dnnl_memory_get_memory_desc(m, &md) == dnnl_success ? dnnl_memory_desc_get_size(md) : 0;
 }
 
-enum { REHEARSED_NBYTES = 128 << 20 };       /* limit per product: several plans may run at once */
+enum { REHEARSED_NBYTES = 128 << 20 };       /* limit for each product, because several plans may run at the same
+                                              * time */
 
 static size_t written_by(const entry *e) { return (nbytes_of(e->dst) + 4095) / 4096 * 4096 + e->scratch_nbytes; }
 

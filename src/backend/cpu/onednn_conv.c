@@ -20,11 +20,12 @@
 #include <string.h>
 
 enum {
-    SHAPES_MAX = 256,                                /* in the table; it is emptied when full */
+    SHAPES_MAX = 256,                                /* entries of the table, which is emptied when it is full */
     TASK_FLOPS = 1 << 25,                            /* work of a task, if there are enough samples */
     TASKS_MIN = 4,                                   /* least number of tasks, even for few samples */
-    SUMS_MAX = 16,                                   /* most tasks of a weight's gradient; each has its own sum */
-    SUMS_NBYTES = 64 << 20,                          /* limit of all these sums together, bytes */
+    SUMS_MAX = 16,                                   /* largest number of tasks of a weight's gradient; each has its own
+                                                      * sum */
+    SUMS_NBYTES = 64 << 20,                          /* limit of the bytes of all these sums together */
     SCRATCH_MAX = 64 << 20                           /* implementations that need more are skipped */
 };
 
@@ -33,7 +34,7 @@ typedef enum role { X, W, Y, ROLES } role;
 typedef enum direction { FORWARD, BACK_DATA, BACK_WEIGHT } direction;
 
 #if DNNL_VERSION_MAJOR >= 3
-typedef dnnl_memory_desc_t desc;                     /* an owned handle */
+typedef dnnl_memory_desc_t desc;                     /* a handle that must be destroyed */
 typedef const_dnnl_memory_desc_t desc_ref;
 static desc_ref ref_of(const desc *d) { return *d; }
 static dnnl_status_t desc_new(desc *d, int ndim, const dnnl_dim_t *dims, dnnl_format_tag_t tag)
@@ -69,7 +70,7 @@ static int fail_dnnl(dnnl_status_t status, const char *what)
 }
 
 typedef struct key {                                 /* no padding: compared as bytes */
-    int64_t n;                                       /* samples of a task */
+    int64_t n;                                       /* number of samples of a task */
     ps_conv_shape s;                                 /* s.n is 0 */
     int64_t kind, bias;
 } key;
@@ -79,7 +80,7 @@ typedef struct sizes { dnnl_dims_t stride, dilation, before, after; } sizes;
 /* Iterates over oneDNN's implementations of a convolution, in its order of preference. */
 typedef struct impl_walk {
 #if DNNL_VERSION_MAJOR < 3
-    dnnl_convolution_desc_t op;                      /* read by the iterator for as long as it lives */
+    dnnl_convolution_desc_t op;                      /* the iterator reads it as long as it exists */
     dnnl_primitive_desc_iterator_t it;
 #endif
     dnnl_primitive_desc_t pd;                        /* the current implementation */
@@ -145,7 +146,7 @@ typedef struct slot { dnnl_memory_t plain[ROLES], laid[ROLES], bias, scratch; } 
 typedef struct entry {
     key key;
     bool supported;                                  /* false: oneDNN has only its plain loops */
-    desc plain[ROLES], laid[ROLES], scratch, bias;   /* row-major, and in the primitive's layout */
+    desc plain[ROLES], laid[ROLES], scratch, bias;   /* the row-major layout, and the layout of the primitive */
     bool same[ROLES];
     dnnl_primitive_t prim, to_laid[ROLES], to_plain[ROLES];
     size_t laid_nbytes[ROLES], scratch_nbytes;
@@ -329,7 +330,7 @@ static int entry_get(const key *k, int threads, entry **out)
 }
 
 /* -- one call ------------------------------------------------------------------------------------------------------ */
-/* An operand of the call, row-major. each: elements per sample (w: all elements). */
+/* An operand of the call, row-major. each: number of elements per sample (for w: of all elements). */
 typedef struct operand { void *data; int dtype; int64_t each; } operand;
 
 typedef struct work {
@@ -341,7 +342,7 @@ typedef struct work {
     int threads;
     entry *whole, *rest;                             /* for tasks of per_task samples, and for the last task */
     const float *late;                               /* bias of the transpose, which oneDNN does not add; or NULL */
-    char *w_laid, *buffers, *sums;                   /* sums: the weight's gradient, one sum per task */
+    char *w_laid, *buffers, *sums;                   /* sums: the sums of the weight's gradient, one per task */
     size_t thread_nbytes, sum_nbytes;
 } work;
 
@@ -356,7 +357,7 @@ static void cut_into_tasks(work *w)
     int64_t weight = s->o * (s->c / s->groups) * s->k[0] * s->k[1], places = s->out[0] * s->out[1];
     int64_t flops = most(2 * weight * places, 1), image = w->of[X].each + w->of[Y].each;
     w->per_task = (TASK_FLOPS + flops - 1) / flops;
-    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* w is read once per task */
+    w->per_task = most(w->per_task, weight / (2 * image + 1));         /* w is read once for each task */
     w->per_task = most(1, least(w->per_task, (s->n + TASKS_MIN - 1) / TASKS_MIN));
     if (w->kind == BACK_WEIGHT) {
         int64_t sums = least(SUMS_MAX, most(1, SUMS_NBYTES / (4 * weight + 1)));
@@ -409,7 +410,7 @@ static void set(dnnl_memory_t m, const void *p, dnnl_status_t *st)
     if (*st == dnnl_success) *st = dnnl_memory_set_data_handle(m, (void *)(uintptr_t)p);
 }
 
-/* The weight in oneDNN's layout, once per call. */
+/* Converts the weight to oneDNN's layout, once per call. */
 static int lay_weight(work *w, float *plain)
 {
     entry *e = w->whole;
@@ -485,7 +486,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
     slot *s = &e->slots[thread];
     role result = results[w->kind];
     char *p = w->buffers + (size_t)thread * w->thread_nbytes;
-    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw, then db; only for BACK_WEIGHT */
+    char *sum = w->sums + (size_t)task * w->sum_nbytes;               /* dw and then db; only for BACK_WEIGHT */
     set(s->scratch, p, &st);
     p += rounded(e->scratch_nbytes);
     stage(w, e, s, X, task, &p, result == X, &st);
@@ -505,7 +506,7 @@ static dnnl_status_t do_task(const work *w, int64_t task, int thread)
 static int do_tasks(work *w)
 {
     dnnl_status_t worst = dnnl_success;
-    /* oneDNN does not see a team of one thread as a parallel region and would use all threads. */
+    /* oneDNN does not treat a team of one thread as a parallel region, and would use all threads. */
     int was = omp_get_max_threads();
     if (w->threads == 1) omp_set_num_threads(1);
 #pragma omp parallel for schedule(static) num_threads(w->threads) if (w->threads > 1)
@@ -528,7 +529,8 @@ static operand operand_of(const ps_view *v, bool by_samples)
     return (operand){ v->data, v->dtype, by_samples && v->shape[0] ? v->numel / v->shape[0] : v->numel };
 }
 
-/* Forward and its transpose. The caller holds the lock. Returns 0, an error, or PS_EUNSUP before any write. */
+/* Runs the convolution or its transpose. The caller holds the lock. Returns 0, an error, or PS_EUNSUP before any
+ * write. */
 static int by_samples(work *w)
 {
     operand b = w->bias;

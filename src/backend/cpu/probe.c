@@ -9,7 +9,7 @@
 #include "base/error.h"
 #include "ps_test.h"
 
-enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* a step: 64 bytes of each stream */
+enum { STREAMS = 8, PASSES = 31, STEP = 16 };            /* one step: 64 bytes of each stream */
 struct streams { int reads, writes; float *in[STREAMS], *out[STREAMS]; };
 typedef void (*walk_fn)(const struct streams *s, int64_t first, int64_t last);
 
@@ -100,13 +100,14 @@ int ps_probe_bandwidth(int64_t nbytes, int reads, int writes, int in_place, int 
     void *memory;
     PS_TRY(ps_host_region_new(NULL, size, &memory));
     struct streams s = { .reads = reads, .writes = writes };
-    for (int k = 0; k < count; k++) {                        /* no two streams at equal offsets within a page */
+    for (int k = 0; k < count; k++) {                        /* so that no two streams have equal offsets within a
+                                                              * page */
         float *p = (float *)((char *)memory + (size_t)k * (stream + pad) / 64 * 64);
         if (k < reads) s.in[k] = p;
         else s.out[k - reads] = p;
     }
     if (in_place) memcpy(s.out, s.in, sizeof s.out);
-    memset(memory, 0x3d, size);                              /* 0.046; processors may skip writing zeros */
+    memset(memory, 0x3d, size);                              /* 0.046, since processors may skip writing zeros */
     double seconds[PASSES];
     walk_fn fn = walk_of(vector_nbytes);
     pass(&s, numel, fn);

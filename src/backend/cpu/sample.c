@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The op sample on the cpu, token for token what ref's gives: only candidates that the options leave are sorted, by the
- * digits of their keys, and each weight is computed once. Called by dispatch only. */
+ * The op sample on the cpu. It returns the same tokens as ref. It only sorts candidates that the options allow, by the
+ * digits of their keys, and computes each weight once. Only dispatch calls it. */
 #include <inttypes.h>
 #include <math.h>
 #include <omp.h>
@@ -12,13 +12,13 @@
 
 typedef struct candidate { uint32_t key; int32_t token; } candidate;
 
-enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* bits of a key that one pass sorts by */
+enum { DIGIT = 11, DIGITS = 1 << DIGIT };             /* bits of a key by which one pass sorts */
 
-/* Keys fall where logits rise, so that a rising, stable order has the largest logit, and of equal ones the first token,
- * in front. */
+/* Keys decrease as logits increase. So in a stable order of increasing keys the largest logit comes first, and of
+ * several equal logits the first token. */
 static uint32_t key_of(float x)
 {
-    x += 0.0f;                                        /* -0 is 0 */
+    x += 0.0f;                                        /* -0 counts as 0 */
     uint32_t bits;
     memcpy(&bits, &x, 4);
     return ~(bits ^ (bits >> 31 ? ~0u : 1u << 31));
@@ -40,7 +40,7 @@ static float load(const ps_view *x, int64_t i)
     return x->dtype == PS_BF16 ? ps_bf16_to_f32(h) : ps_f16_to_f32(h);
 }
 
-/* Sorts c [n] by rising key; other [n] is scratch. */
+/* Sorts c [n] by increasing key; other [n] is scratch memory. */
 static void sort(candidate *c, candidate *other, int64_t n)
 {
     int64_t place[DIGITS];
@@ -61,11 +61,11 @@ static void sort(candidate *c, candidate *other, int64_t n)
     if (from != c) memcpy(c, from, (size_t)n * sizeof *c);
 }
 
-/* Makes c the candidates that may be among the `most` largest, in order of token; gives their number. */
+/* Fills c with the candidates that may be among the `most` largest, in the order of tokens. Returns their number. */
 static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most, candidate *c)
 {
     int64_t count[DIGITS] = { 0 }, sum = 0, n = 0;
-    uint32_t last = DIGITS - 1;                       /* the largest leading digit of a key that counts */
+    uint32_t last = DIGITS - 1;                       /* the largest leading digit of a key that may be among them */
     enum { SHIFT = 32 - DIGIT };
     if (most < V) {
         for (int64_t j = 0; j < V; j++) count[key_of(load(x, first + j)) >> SHIFT]++;
@@ -78,7 +78,7 @@ static int64_t collect(const ps_view *x, int64_t first, int64_t V, int64_t most,
     return n;
 }
 
-/* As ref's pick: c [n], sorted; w [n] is scratch. */
+/* The same as pick of ref: c [n] is sorted, and w [n] is scratch memory. */
 static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sample *a, double u)
 {
     double total = 0, mass = 0, sum = 0, top = logit_of(c[0].key);
@@ -95,7 +95,7 @@ static int64_t pick(const candidate *c, double *w, int64_t n, const ps_attrs_sam
     return c[j].token;
 }
 
-/* The largest logit of each row, its token in index; an error where there is none. */
+/* Writes the token with the largest logit of each row to index. If there is none, it is an error. */
 static int largest(const ps_view *x, int64_t rows, int64_t V, int64_t *index)
 {
     for (int64_t r = 0; r < rows; r++) {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Sixteen float lanes as a GCC vector, whatever the machine has: AVX-512 takes one register, AVX2 two, SSE four. Every
+ * Sixteen float lanes as a GCC vector on every machine: AVX-512 uses one register for it, AVX2 two, SSE four. Every
  * kernel is compiled once per instruction set (PS_ISA) from the same source, with the same lanes, the same order of
- * sums and explicit fused multiply-adds, so that all of them give the same bits. Never rely on contraction: the build
- * sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
+ * sums and explicit fused multiply-adds, so that all of them give the same bits. No kernel may rely on contraction: the
+ * build sets -ffp-contract=off. Tails are masked by padded loads, never by another order of operations.
  *
- * GCC handles vectors wider than a register badly (through memory, often lane by lane). A file in which lanes never
- * meet may define PS_ANY_LANES before it includes this: it then gets eight lanes on AVX2 and four below, and uses VL,
- * never 16. */
+ * GCC handles vectors wider than a register badly (through memory, often lane by lane). If a file never combines
+ * different lanes, it may define PS_ANY_LANES before it includes this header. It then gets eight lanes on AVX2 and four
+ * below that, and must use VL instead of 16. */
 #ifndef PS_CPU_SIMD_H
 #define PS_CPU_SIMD_H
 #include <math.h>
@@ -34,7 +34,7 @@ enum { VL = PS_LANES };
 typedef float vf __attribute__((vector_size(PS_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(PS_LANES * 4)));
 typedef uint32_t vu __attribute__((vector_size(PS_LANES * 4)));
-typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* half as many */
+typedef uint64_t vw __attribute__((vector_size(PS_LANES * 4)));    /* half of them */
 typedef uint16_t vh __attribute__((vector_size(PS_LANES * 2)));
 typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 
@@ -51,16 +51,16 @@ typedef uint8_t vb __attribute__((vector_size(PS_LANES)));
 #define PS_LANE_NUMBERS { 0, 1, 2, 3 }
 #endif
 #if PS_LANES == 4 && defined(__SSE2__)
-#define PS_SSE2                                    /* one SSE register a vector, and no instruction of a newer set */
+#define PS_SSE2                                    /* one SSE register per vector, and no instruction of a newer set */
 #endif
 SIMD vf vf_set(float x) { return (vf)PS_EACH_LANE(x); }
 SIMD vf vf_zero(void) { return (vf){ 0 }; }
 SIMD vi vi_set(int32_t x) { return (vi)PS_EACH_LANE(x); }
 
 #if defined(__SSE2__) && !defined(__FMA__)
-/* The product of two floats is exact in fp64. Where the sum is not, it is rounded to odd, and rounding that to fp32
- * rounds the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
- * rounding to odd", 2008). The rest of the sum is Knuth's. */
+/* The product of two floats is exact in fp64. If the sum is not exact, it is rounded to odd. Rounding that value to
+ * fp32 then rounds the exact sum (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
+ * using rounding to odd", 2008). The rest of the sum is Knuth's. */
 SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
 {
     const __m128i one = _mm_set1_epi64x(1);
@@ -69,7 +69,7 @@ SIMD __m128d vf_fma_odd(__m128d a, __m128d b, __m128d c)
     __m128i inexact = _mm_castpd_si128(_mm_and_pd(_mm_cmpneq_pd(rest, _mm_setzero_pd()), _mm_cmpord_pd(rest, rest)));
     __m128i bits = _mm_castpd_si128(s), even = _mm_andnot_si128(bits, one);
     __m128i apart = _mm_srli_epi64(_mm_xor_si128(bits, _mm_castpd_si128(rest)), 63);      /* 1: towards zero */
-    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 where even */
+    __m128i step = _mm_sub_epi64(even, _mm_add_epi64(apart, apart));                      /* 1 or -1 if it is even */
     step = _mm_and_si128(step, _mm_sub_epi64(_mm_setzero_si128(), even));
     return _mm_castsi128_pd(_mm_add_epi64(bits, _mm_and_si128(step, inexact)));
 }
@@ -125,11 +125,12 @@ SIMD vf vf_sqrt(vf a)
     return a;
 #endif
 }
-SIMD vf vf_select(vi mask, vf a, vf b)             /* a where mask is all ones, b where it is 0 */
+SIMD vf vf_select(vi mask, vf a, vf b)             /* a if all bits of mask are set, b if it is 0 */
 {
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
-/* Larger and smaller of two; b where either is NaN or both are zeros. So vf_max(vf_set(c), x) keeps a NaN of x. */
+/* The larger and the smaller of two; b if one of them is NaN or both are zeros. So vf_max(vf_set(c), x) keeps a NaN of
+ * x. */
 SIMD vf vf_max(vf a, vf b)
 {
 #if defined(__AVX512F__)
@@ -161,7 +162,7 @@ SIMD vf vf_copysign(vf a, vf sign)                 /* magnitude of a, sign of th
     return (vf)(((vi)a & vi_set(0x7fffffff)) | ((vi)sign & vi_set(INT32_MIN)));
 }
 SIMD vf vf_from_int(vi a) { return __builtin_convertvector(a, vf); }
-SIMD int vi_any(vi mask)                           /* is any lane's mask set? */
+SIMD int vi_any(vi mask)                           /* true if the mask of any lane is set */
 {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -175,9 +176,9 @@ SIMD int vi_any(vi mask)                           /* is any lane's mask set? */
     return (w[0] | w[1] | w[2] | w[3] | w[4] | w[5] | w[6] | w[7]) != 0;
 #endif
 }
-SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   /* one byte a lane, 1 where set */
+SIMD vb vi_to_bool(vi mask) { return __builtin_convertvector(mask & 1, vb); }   /* one byte per lane, 1 if set */
 
-/* To an integer: ties to even, down, up. */
+/* Rounds to an integer: to nearest with ties to even, down, or up. */
 #if defined(__AVX512F__)
 #define PS_VF_ROUND(name, mode, scalar) \
     SIMD vf name(vf a) { return (vf)_mm512_roundscale_ps((__m512)a, (mode) | _MM_FROUND_NO_EXC); }
@@ -206,7 +207,7 @@ PS_VF_ROUND(vf_floor, _MM_FROUND_TO_NEG_INF, floorf)
 PS_VF_ROUND(vf_ceil, _MM_FROUND_TO_POS_INF, ceilf)
 
 #if PS_LANES == 16
-/* Horizontal sums and maxima by halving: the fixed order of all reductions. */
+/* Horizontal sums and maxima by halving. This is the fixed order of all reductions. */
 SIMD float vf_hsum(vf a)
 {
     float x[VL];
@@ -229,7 +230,7 @@ SIMD float vf_hmax(vf a)
 SIMD vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SIMD void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 #if defined(PS_SSE2)
-/* Lower halves. SSE2 packs signed numbers only. */
+/* The lower halves. SSE2 can only pack signed numbers. */
 SIMD vh vu_narrow(vu u)
 {
     __m128i w = _mm_srai_epi32(_mm_slli_epi32((__m128i)u, 16), 16);
@@ -338,7 +339,7 @@ SIMD void vf_store_f16(uint16_t *p, vf v)
     for (int i = 0; i < VL; i++) p[i] = ps_f32_to_f16(v[i]);
 #endif
 }
-/* By type (PS_F32, PS_BF16, PS_F16); constant `dtype` folds away. `i` counts elements. */
+/* Selects by type (PS_F32, PS_BF16, PS_F16). With a constant `dtype` the branch disappears. `i` counts elements. */
 SIMD vf vf_get(const void *p, int64_t i, int dtype)
 {
     if (dtype == 0) return vf_load((const float *)p + i);
@@ -351,7 +352,7 @@ SIMD void vf_put(void *p, int64_t i, int dtype, vf v)
     else if (dtype == 1) vf_store_bf16((uint16_t *)p + i, v);
     else vf_store_f16((uint16_t *)p + i, v);
 }
-/* The first n <= VL elements; other lanes are `pad` on load, untouched in memory on store. */
+/* The first n <= VL elements. On load, other lanes are `pad`; on store, their memory does not change. */
 SIMD vf vf_get_n(const void *p, int64_t i, int dtype, int n, float pad)
 {
     if (n == VL) return vf_get(p, i, dtype);
@@ -378,7 +379,7 @@ SIMD void vf_put_n(void *p, int64_t i, int dtype, int n, vf v)
 /* x = n ln2 + r with |r| <= ln2 / 2 (Cody and Waite's reduction): e^r by a polynomial, and n as an integer. */
 SIMD vf vf_exp_parts(vf x, vi *n)
 {
-    vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* rounds to an integer in the low bits */
+    vf shifted = vf_fma(x, vf_set(1.44269504f), vf_set(12582912.0f));       /* rounds to an integer, in the low bits */
     vf t = shifted - vf_set(12582912.0f);
     vf r = vf_fma(t, vf_set(-0.693147182f), x);
     r = vf_fma(t, vf_set(1.90465421e-9f), r);
@@ -390,7 +391,7 @@ SIMD vf vf_exp_parts(vf x, vi *n)
     *n = (vi)((vu)shifted - 0x4b400000u);
     return vf_fma(p * r, r, r) + vf_set(1.0f);
 }
-/* e^x within 1 ulp or so, subnormal results included; infinity above 88.7, NaN stays NaN. */
+/* e^x within about 1 ulp, also for subnormal results. Infinity above 88.7. NaN stays NaN. */
 SIMD vf vf_exp(vf x)
 {
     vi n;
@@ -400,7 +401,7 @@ SIMD vf vf_exp(vf x)
     y = vf_select(x > vf_set(88.72283f), vf_set(INFINITY), y);
     return vf_select(x != x, x, y);
 }
-/* The same for |x| <= 87 only (the caller has clamped it), without the cases at the ends; NaN stays NaN. */
+/* The same for |x| <= 87 only (the caller has limited x), without the special cases at the ends. NaN stays NaN. */
 SIMD vf vf_exp_core(vf x)
 {
     vi n;
@@ -409,7 +410,7 @@ SIMD vf vf_exp_core(vf x)
 }
 /* 1 / (1 + e^-x), 0 below -88.7. */
 SIMD vf vf_sigmoid(vf x) { return vf_set(1.0f) / (vf_set(1.0f) + vf_exp(-x)); }
-/* Below 0.62 an odd polynomial, above 1 - 2 / (e^2x + 1); within 2 ulp. */
+/* Below 0.62 an odd polynomial, above that 1 - 2 / (e^2x + 1). The error is within 2 ulp. */
 SIMD vf vf_tanh(vf x)
 {
     vf a = vf_min(vf_set(10.0f), vf_abs(x)), z = x * x;
@@ -445,7 +446,7 @@ SIMD vf vf_erf_parts(vf x, vf *tail)
     p = vf_fma(p, z, vf_set(0.128379166f));
     return vf_fma(p, x, x);
 }
-/* Within 2 ulp. */
+/* The error is within 2 ulp. */
 SIMD vf vf_erf(vf x)
 {
     vf tail, small = vf_erf_parts(x, &tail), big = vf_copysign(vf_set(1.0f) - tail, x);

@@ -19,7 +19,7 @@ void ps_set_threads(int n) { omp_set_num_threads(n > 0 ? n : 1); }
 #endif
 int ps_threads(void) { return omp_get_max_threads(); }
 
-/* More threads would only alternate, and libgomp ends the process if it cannot make them. */
+/* More threads would only take turns, and libgomp ends the process if it cannot create them. */
 int ps_threads_most(void)
 {
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
@@ -53,7 +53,7 @@ static int turns(void)
     return n < LEAST_TURNS ? LEAST_TURNS : n > MOST_TURNS ? MOST_TURNS : (int)n;
 }
 
-/* The first number in a list with commas, OpenMP's form for nested regions; 0 if there is none. */
+/* Returns the first number of a list with commas, OpenMP's form for nested regions; 0 if there is none. */
 static unsigned long long first_number(const char *list)
 {
     unsigned long long first = 0;
@@ -75,8 +75,8 @@ static unsigned long long first_number(const char *list)
 #define TUNABLES "GLIBC_TUNABLES"
 #define NO_CACHE "glibc.malloc.tcache_count=0"
 
-/* Makes this process's threads keep no blocks. True: it has to start again for that. Programs that it starts are not
- * affected, since the variable is removed from the environment after it was read. */
+/* Makes this process's threads keep no blocks. True: the process must start again for that. Programs that it starts are
+ * not affected, because the variable is removed from the environment after it was read. */
 static bool without_caches(void)
 {
     const char *had = getenv(TUNABLES);
@@ -104,7 +104,7 @@ void ps_threads_start(char **argv)
     bool again = false;
     if (wanted && n == 0) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is '%s', not a number of threads; it is ignored\n", wanted);
-        again = unsetenv("OMP_NUM_THREADS") == 0;               /* or libgomp complains once more */
+        again = unsetenv("OMP_NUM_THREADS") == 0;               /* otherwise libgomp prints one more complaint */
     }
     if (n > (unsigned long long)ps_threads_most()) {
         fprintf(stderr, "psluajit: OMP_NUM_THREADS is %s; %d threads are the most on this machine's %ld processors\n",

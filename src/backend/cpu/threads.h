@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * How the process's compute threads are set up. Their number: ps_threads and ps_set_threads of ps.h. */
+ * The settings of the process's compute threads. For their number see ps_threads and ps_set_threads of ps.h. */
 #ifndef PS_CPU_THREADS_H
 #define PS_CPU_THREADS_H
 

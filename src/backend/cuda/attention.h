@@ -9,7 +9,7 @@
 struct heads {
     void *p;
     int64_t b, h, row;
-    bool aligned;                                    /* 16 bytes at once, wherever a row begins */
+    bool aligned;                                    /* rows can be read 16 bytes at a time, wherever a row begins */
 };
 struct attention {
     heads q, k, v, y, dy, dq, dk, dv;                /* q, y, dy, dq [B, H, T, D]; the others [B, H / group, S, D] */
@@ -17,17 +17,18 @@ struct attention {
     bool ungrouped;                                  /* dk, dv are of each head by itself, [B, H, S, D] */
     const uint8_t *mask;                             /* [B, S] or NULL */
     int64_t mask_b, mask_j;
-    const int32_t *begin, *end;                      /* [B, T] of segments, or NULL: query i sees keys begin[i] to
-                                                        end[i] - 1. Both never fall. Padding begins where it ends,
-                                                        and ends where it begins */
+    const int32_t *begin, *end;                      /* [B, T] if there are segments, or NULL: query i sees keys
+                                                      * begin[i] to end[i] - 1. Neither ever decreases. In a run of
+                                                      * padding, begin is the run's end and end is its begin, so it has
+                                                      * no keys */
     const void *bias;                                /* a mask of 4 dimensions, of bool or floats, or NULL */
     int32_t bias_type;
     int64_t bias_b, bias_h, bias_i;                  /* its strides, 0 where one serves all; that of keys is 1 */
-    int64_t window;                                  /* keys that a query sees at most; 0: no such limit */
+    int64_t window;                                  /* largest number of keys that a query sees; 0: no limit */
     int32_t sure;                                    /* backward: sure_before of all samples, or, with a mask, of */
     const int32_t *sure_of;                          /* each, [B]; else NULL */
     void *lse;                                       /* [B, H, T], fp32 (fp64 for fp64); or NULL */
-    int64_t lse_b, lse_h;                            /* its strides; that of T is 1 */
+    int64_t lse_b, lse_h;                            /* strides of lse; the stride of T is 1 */
     void *delta;                                     /* [B, H, T], in the same type: dy . y */
     int64_t B, H, T, S, D;
     float scale, p, keep;                            /* p: of dropout; keep: 1 / (1 - p) */
@@ -35,7 +36,7 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int32_t first_head;                              /* heads of this rank, if ranks share out the heads */
+    int32_t first_head;                              /* number of heads of this rank, if ranks share the heads */
 };
 
 /* Whether the call has only causal or full attention, or a mask of 2 dimensions: tensor cores support these. */
@@ -90,7 +91,7 @@ DEV bool dropped(const attention &t, draws *d, int64_t b, int64_t h, int64_t i, 
     return ps_unit_f32(word) < t.p;
 }
 
-/* These return PS_EUNSUP for operands that they do not support, before they launch anything. */
+/* These functions return PS_EUNSUP for operands that they do not support, before they launch a kernel. */
 int ps_cuda_flash_forward(const attention *t, int dtype);
 int ps_cuda_flash_backward(const attention *t, int dtype);
 int ps_cuda_hopper_forward(const attention *t, int dtype);

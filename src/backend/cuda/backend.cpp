@@ -24,9 +24,10 @@ struct ps_copy {
 };
 
 enum { SLOTS = 16 };
-static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces of a copy in pinned memory */
-static const int64_t memory_least = (int64_t)512 << 20;   /* least free memory of the device to open it */
-static const int64_t memory_spare = (int64_t)64 << 20;    /* left to the driver: modules, local memory, cuBLASLt */
+static const size_t slot_nbytes = (size_t)256 << 10;      /* size of the pieces in which a copy passes pinned memory */
+static const int64_t memory_least = (int64_t)512 << 20;   /* least free memory that the device must have to be opened */
+static const int64_t memory_spare = (int64_t)64 << 20;    /* memory left to the driver: modules, local memory,
+                                                           * cuBLASLt */
 
 ps_cuda *ps_cu;
 static ps_copy *spare;
@@ -93,7 +94,7 @@ int ps_cuda_trapped(void)
     int kind = *(volatile int *)&ps_cu->trap_host->kind;
     if (kind == TRAP_NONE) return 0;
     CU_TRY(cudaStreamSynchronize(ps_cu->compute));
-    ps_trap t = *ps_cu->trap_host;             /* no copy writes it any more */
+    ps_trap t = *ps_cu->trap_host;             /* no copy writes to it any more */
     ps_cu->trap_host->kind = TRAP_NONE;
     CU_TRY(cudaMemsetAsync(ps_cu->trap_taken, 0, sizeof *ps_cu->trap_taken, ps_cu->compute));
     if (kind == TRAP_TARGET)
@@ -111,7 +112,7 @@ int ps_cuda_trapped(void)
 }
 
 static std::mutex lost_lock;
-static std::atomic<int> lost_code;             /* 0: no loss, or the loss was reported */
+static std::atomic<int> lost_code;             /* 0: no bytes were lost, or the loss was reported */
 static char lost_text[1000];
 
 void ps_cuda_lose(int code, const char *why)
@@ -151,7 +152,7 @@ static void *count_scratch(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;
 }
 
-/* -1: the kernel refuses the call. */
+/* -1: the kernel rejects the call. */
 static int64_t scratch_nbytes(ps_backend *be, const ps_call *call)
 {
     ps_call c = *call;
@@ -239,7 +240,7 @@ static int region_new(ps_backend *be, size_t nbytes, void **out)
     cudaError_t e = take_memory(nbytes ? nbytes : 1, out);
     if (ps_cu->broken) return say_broken();
     if (e == cudaErrorMemoryAllocation) {
-        cudaGetLastError();                    /* not sticky: the context still works */
+        cudaGetLastError();                    /* this error is not permanent: the context still works */
         return ps_fail(PS_ENOMEM, "cuda has no %.1f MiB of memory in one piece, %.1f MiB are free; use a smaller "
                        "batch, a smaller model or recompute", (double)nbytes / 1048576.0,
                        (double)bytes_available(be) / 1048576.0);
@@ -263,7 +264,7 @@ static int copy_in(ps_backend *be, void *dst, const void *src, size_t nbytes)
         cudaEvent_t is_free = slot_free[slot_next];
         n = nbytes - done < slot_nbytes ? nbytes - done : slot_nbytes;
         slot_next = (slot_next + 1) % SLOTS;
-        CU_TRY(cudaEventSynchronize(is_free));         /* one never recorded counts as ended */
+        CU_TRY(cudaEventSynchronize(is_free));         /* an event that was never recorded counts as ended */
         memcpy(slot, (const char *)src + done, n);
         CU_TRY(cudaMemcpyAsync((char *)dst + done, slot, n, cudaMemcpyHostToDevice, ps_cu->compute));
         CU_TRY(cudaEventRecord(is_free, ps_cu->compute));
@@ -370,7 +371,8 @@ static int copy_wait(ps_backend *be, ps_copy *c, bool block)
     if (ps_cu->broken) return say_broken();
     PS_TRY(rc);
     PS_TRY(ps_cuda_check(e, "a copy"));
-    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays: waiters could miss the copy */
+    if (!to_device) PS_TRY(ps_cuda_lost(false));           /* the error stays set, since otherwise a waiter could miss
+                                                            * the copy */
     return 1;
 }
 

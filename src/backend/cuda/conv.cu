@@ -38,7 +38,8 @@ template <class T> static __global__ void conv_kernel(const __grid_constant__ co
     }
 }
 
-/* Where the output is that element `at` of x meets through element `k` of the kernel along dimension d; -1: nowhere. */
+/* Returns the position in the output at which element `at` of x is multiplied with element `k` of the kernel, along
+ * dimension d. -1: there is none. */
 DEV int64_t met(const ps_conv_shape &s, int d, int64_t at, int64_t k)
 {
     int64_t i = at + s.before[d] - k * s.dilation[d];
@@ -67,7 +68,7 @@ template <class T> static __global__ void conv_transpose_kernel(const __grid_con
     }
 }
 
-/* A block for each element of dw; then, in further blocks, for each of db. */
+/* One block for each element of dw, followed by one block for each element of db. */
 template <class T> static __global__ void conv_weight_kernel(const __grid_constant__ conv_call p)
 {
     typedef typename type_info<T>::acc A;

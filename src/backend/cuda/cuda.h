@@ -13,8 +13,8 @@ extern "C" {
 #include "base/error.h"
 }
 
-/* The errors that a kernel can find in its operands' values. The first one counts; the host checks when it waits
- * anyway. */
+/* The errors that a kernel can find in its operands' values. The first one counts. The host checks for them when it
+ * waits for the device. */
 enum { TRAP_NONE, TRAP_INDEX, TRAP_TARGET, TRAP_NAN, TRAP_INFINITE };
 struct ps_trap {
     int kind, op;
@@ -28,13 +28,13 @@ struct ps_cuda {
     ps_backend base;
     cudaMemPool_t pool;                        /* of device memory, or NULL: plain allocations */
     cudaStream_t compute, lane[2];             /* lane: [to_device] */
-    cudaEvent_t fence;                         /* recorded on compute when a copy must come after it */
+    cudaEvent_t fence;                         /* recorded on `compute` if a copy must come after it */
     ps_trap *trap, *trap_host, *trap_device;   /* in device memory; and in host memory, at its two addresses */
-    int *trap_taken;                           /* in device memory: a kernel trapped */
-    int number;                                /* among this process's devices */
+    int *trap_taken;                           /* in device memory: set when a kernel traps */
+    int number;                                /* its number among this process's devices */
     ps_cuda_card card;
-    int capability;                            /* of compute; 90: 9.0 */
-    int wgmma;                                 /* which of its calls attention_hopper.cu computes */
+    int capability;                            /* compute capability of the device; 90 means 9.0 */
+    int wgmma;                                 /* determines which calls attention_hopper.cu computes */
     int64_t shared;                            /* largest dynamic shared memory of a block, in bytes */
     bool sync;                                 /* PS_CUDA_SYNC=1: wait for each op, so errors name the op */
     bool told;                                 /* PS_CUDA_SYNC=trace: also print each op's name first */
@@ -49,10 +49,10 @@ extern const ps_cuda_program *ps_cuda_host;    /* functions of the program; set 
 /* Turns a CUDA error into the engine's and poisons the device. 0 for cudaSuccess. */
 int ps_cuda_check(cudaError_t e, const char *what);
 #define CU_TRY(call) PS_TRY(ps_cuda_check((call), #call))
-int ps_cuda_launched(void);                    /* after a launch: 0, or the error */
-/* Poisons the device after a library's error. */
+int ps_cuda_launched(void);                    /* called after a launch; returns 0 or the error */
+/* Marks the device as unusable after a library's error. */
 int ps_cuda_broke(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
-/* The error that kernels of finished work trapped on; call it after waiting. */
+/* Returns the error at which kernels of finished work trapped. Called after waiting. */
 int ps_cuda_trapped(void);
 /* ps_cuda_lose records an error: bytes that kernels expect did not arrive from another rank. ps_cuda_lost returns that
  * error, or 0; call it after waiting. told: the caller reports the error, so it is cleared. Any thread. */
@@ -60,8 +60,8 @@ void ps_cuda_lose(int code, const char *why);
 int ps_cuda_lost(bool told);
 
 const char *ps_cuda_op_name(int op);
-ps_kernel ps_cuda_kernel(int op);              /* for kernels that call others */
-/* On the compute stream, unless dry. */
+ps_kernel ps_cuda_kernel(int op);              /* for kernels that call other kernels */
+/* Runs on the compute stream, unless the call is dry. */
 int ps_cuda_clear(void *p, size_t nbytes);
 int ps_cuda_move(void *dst, const void *src, size_t nbytes);
 

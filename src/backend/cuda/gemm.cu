@@ -70,7 +70,7 @@ struct lt_key {
 };
 struct lt_entry {
     lt_key key;
-    bool used, none;                                 /* none: cuBLASLt has no algorithm for it */
+    bool used, none;                                 /* none: cuBLASLt does not have an algorithm for this problem */
     cublasLtMatmulDesc_t desc;
     cublasLtMatrixLayout_t a, b, c, d;
     cublasLtMatmulAlgo_t algo;
@@ -331,7 +331,7 @@ int ps_cuda_gemm_fused(ps_call *call, const ps_cu_gemm *given, bool *done)
     lt_key key;
     lt_entry *e;
     *done = false;
-    if (ps_cu->dry) return 0;                        /* the other way asks for as much memory */
+    if (ps_cu->dry) return 0;                        /* the other way needs as much memory */
     if (g.a.rows == 0 || g.b.cols == 0 || g.a.cols == 0 || g.batch != 1 || !make_key(&g, &key)) return 0;
     if (g.pre && (key.m % 8 != 0 || !aligned16(g.pre))) return 0;
     if (g.sums && !aligned16(g.sums)) return 0;

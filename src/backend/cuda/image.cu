@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Padding, resampling and max pooling: a thread for each element of the result, which looks for all that it is made of,
- * so that sums have one order. */
+ * Padding, resampling and max pooling. Each element of the result has a thread, which finds all elements that
+ * contribute to it, so that sums have one order. */
 #include "backend/cuda/device.h"
 #include "backend/image.h"
 
@@ -50,10 +50,10 @@ struct resample_call {
     ps_attrs_resample a;
     const void *x;
     void *y;
-    int64_t numel, in[2], out[2];                    /* of x and y */
+    int64_t numel, in[2], out[2];                    /* sizes of x and y */
 };
 
-/* Results [*first, *end) of the map of `in` elements to `out` have all those in which element j may be. */
+/* Results [*first, *end) of the map of `in` elements to `out` include all results that depend on element j. */
 DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, int64_t j, int64_t *first, int64_t *end)
 {
     int64_t before = a.padding[d], after = a.padding[d + 2];
@@ -77,7 +77,7 @@ DEV void results_of(const ps_attrs_resample &a, int d, int64_t in, int64_t out, 
     if (*end > out) *end = out;
 }
 
-/* The weight that element j has in result i. */
+/* The weight of element j in result i. */
 DEV double weight_in(const ps_tap &t, int64_t j)
 {
     return j < t.first || j >= t.end ? 0 : j == t.end - 1 ? t.last : t.weight;
@@ -144,7 +144,7 @@ static int resample(ps_call *call)
 
 /* -- max pooling --------------------------------------------------------------------------------------------------- */
 struct pool_call {
-    ps_attrs_max_pool a;                             /* backward: its size is that of the windows */
+    ps_attrs_max_pool a;                             /* in backward it has the size of the windows */
     const void *x;                                   /* backward: dy */
     void *y;                                         /* backward: dx */
     int64_t *index;
@@ -170,7 +170,7 @@ template <class T> static __global__ void max_pool_kernel(const __grid_constant_
     }
 }
 
-/* Windows [*first, *end) along dimension d have all those that element `at` may be in. */
+/* Windows [*first, *end) along dimension d include all windows that may contain element `at`. */
 DEV void windows_of(const pool_call &p, int d, int64_t at, int64_t *first, int64_t *end)
 {
     if (p.a.adaptive) {

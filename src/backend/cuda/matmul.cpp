@@ -113,7 +113,7 @@ static int sum_rows(ps_call *call, const ps_view *d, ps_view *db, bool add)
     return run_part(call, PS_OP_sum, &attrs, 1, &rows, db);
 }
 
-/* A vector that a product may write directly: it is not added to, and has the result's type. */
+/* True for a vector that a product may write directly: nothing is added to it, and it has the type of the result. */
 static bool may_write(const ps_view *db, bool add, const ps_view *result) { return !add && db->dtype == result->dtype; }
 
 static int linear_grad(ps_call *call)
@@ -145,7 +145,7 @@ static int linear_grad(ps_call *call)
     return a->add_b ? 0 : ps_cuda_clear(db->data, (size_t)(db->numel * ps_dtype_bytes(db->dtype)));
 }
 
-/* Memory for [..., last] like v. */
+/* Allocates memory for [..., last], like v. */
 static int room_like(ps_call *call, const ps_view *v, int64_t last, ps_view *out)
 {
     *out = *v;
@@ -177,7 +177,8 @@ static int mlp(ps_call *call)
     }
     if (h.numel > 0 && !done) {
         ps_attrs_gelu gelu = { 1 };
-        ps_view *before = ps_has(&pre) ? &pre : &h;          /* without memory to keep it: in place */
+        ps_view *before = ps_has(&pre) ? &pre : &h;          /* there is no memory to keep it, so it is computed in
+                                                              * place */
         g.dst.data = before->data;
         PS_TRY(ps_cuda_gemm(call, &g));
         PS_TRY(run_part(call, PS_OP_gelu, &gelu, 1, before, &h));

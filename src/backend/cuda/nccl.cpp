@@ -57,12 +57,12 @@ static struct {
 enum { NOTHING = -1, CONNECTION = PS_WIRE_LANES };
 
 struct ps_wire {
-    ncclComm_t comm;                           /* NULL: a world of one without NCCL, or aborted */
-    int rank, size, number;                    /* number: the device's. A wire may be closed after the device. */
+    ncclComm_t comm;                           /* NULL: a world of one rank without NCCL, or aborted */
+    int rank, size, number;                    /* number: the device's number. A wire may be closed after the device. */
     cudaStream_t moving, adding;
-    cudaEvent_t marks[PS_WIRE_MARKS];          /* on compute, in turns */
+    cudaEvent_t marks[PS_WIRE_MARKS];          /* events on `compute`, used in turn */
     int next_mark;
-    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* by lane, and PS_WIRE_LOCAL */
+    cudaEvent_t ended[PS_WIRE_LANES + 1];      /* by lane, with one more for PS_WIRE_LOCAL */
     int starting;                              /* lane whose exchange NCCL has not queued yet; or see above */
 };
 
@@ -289,7 +289,8 @@ static int after(ps_wire *w, int i)
 static int end_group(ps_wire *w, ncclResult_t sent, int lane, const char *what)
 {
     ncclResult_t ended = nccl.group_end(), r = went(sent) ? ended : sent, state = ncclSuccess;
-    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* an earlier exchange's */
+    if (!went(r) && nccl.state(w->comm, &state) == ncclSuccess && !went(state)) r = state;   /* the error of an earlier
+                                                                                              * exchange */
     if (!went(r)) return nccl_failed(w, r, what);
     w->starting = lane;
     return 0;
@@ -301,11 +302,12 @@ static int begin(ps_wire *w, int lane, const ps_comm_part *send, const ps_comm_p
     for (int r = 0; r < w->size; r++)
         if (r != w->rank && (send[r].nbytes || recv[r].nbytes)) none = false;
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* the last of `adding`, so all of it */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so this
+                                                                                * waits for everything */
     if (none || !w->comm) return check(cudaEventRecord(w->ended[lane], w->moving), "an exchange of nothing");
     ncclResult_t r = nccl.group_start();
     if (r != ncclSuccess) return nccl_failed(w, r, "an exchange");
-    for (int i = 1; went(r) && i < w->size; i++) {       /* starts with the next rank, to spread the load */
+    for (int i = 1; went(r) && i < w->size; i++) {       /* begins with the next rank, to spread the load */
         int to = (w->rank + i) % w->size, from = (w->rank - i + w->size) % w->size;
         if (recv[from].nbytes)
             r = nccl.recv(recv[from].address, (size_t)recv[from].nbytes, ncclUint8, from, w->comm, w->moving);
@@ -393,7 +395,8 @@ static int event_before(ps_wire *w, ps_wire_event *e)
 static int event_end(ps_wire *w, ps_wire_event *e)
 {
     cudaSetDevice(w->number);
-    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* the last of `adding`, so all of it */
+    TRY_CUDA(cudaStreamWaitEvent(w->moving, w->ended[PS_WIRE_LOCAL], 0));      /* `adding` is the last in order, so this
+                                                                                * waits for everything */
     return check(cudaEventRecord(e->at, w->moving), "the end of what was begun");
 }
 

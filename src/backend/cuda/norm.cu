@@ -41,7 +41,8 @@ template <class A> DEV A weight(const weights &w, int64_t c, A otherwise)
     return w.p ? access<A>::load(w.p, w.dtype, c) : otherwise;
 }
 
-/* Threads that a kernel of slices is made for, and rows it takes at a time: as many as registers leave room for. */
+/* Number of threads for which a kernel of slices is compiled, and number of rows that it processes at a time: as many
+ * as registers allow. */
 enum { FEW = 256, FEW_ROWS = 4, MANY = 512, MANY_ROWS = 2 };
 /* Slices take rows of whole packs, one for each thread of a block, and vectors of the rows' type. */
 template <class T> static bool has_slices(int64_t C) { return C % pack<T>::n == 0 && C / pack<T>::n <= MANY; }
@@ -212,7 +213,7 @@ static __global__ void dw_kernel(void *parts, const T *dy, const T *x, const voi
     shared[1][line][column] = db;
     __syncthreads();
     if (line > 1 || c >= C) return;
-    A sum = 0;                                       /* line 0 adds up dw, line 1 db */
+    A sum = 0;                                       /* line 0 sums dw, line 1 sums db */
     for (int k = 0; k < 8; k++) sum += shared[line][k][column];
     ((A *)parts)[(line * P + blockIdx.y) * C + c] = sum;
 }
@@ -257,7 +258,7 @@ KERNEL_UP_TO(MOST, 512 / MOST) slices_backward_kernel(T *dx, const T *dy, const 
                 sums[ROWS + r] += g;
             }
         }
-        if (!dx) continue;                           /* the same for all threads */
+        if (!dx) continue;                           /* the same value for all threads */
 #pragma unroll
         for (int r = 0; r < ROWS; r++) stay_packed(v[r]), stay_packed(d[r]);
         if (RMS) block_sums<ROWS>(sums);

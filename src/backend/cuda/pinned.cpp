@@ -38,7 +38,7 @@ static void let_go(uintptr_t begin, uintptr_t end)
 
 static void host_memory_goes(void *p, size_t nbytes) { let_go((uintptr_t)p, (uintptr_t)p + nbytes); }
 
-/* Pins [begin, end), which touches no range, and puts it before *at. */
+/* Pins [begin, end), which does not overlap any range, and inserts it before *at. */
 static bool add(range **at, uintptr_t begin, uintptr_t end)
 {
     int64_t most = (int64_t)sysconf(_SC_PHYS_PAGES) / 8 * 7 * (int64_t)sysconf(_SC_PAGESIZE);

@@ -207,9 +207,9 @@ template <class T> DEV double weight_of(const logits_row<T> &r, typename logits_
     return block_sum(sum);
 }
 
-/* The least key of the shortest prefix of candidates whose weights (COUNT: number) reach `target`, or exceed it if
- * `past`. If rounding leaves the total below the target, it is the least key of all. Each pass finds four bits of
- * the key, from the sums for their sixteen values. */
+/* Returns the smallest key of the shortest prefix of candidates whose weights (COUNT: number) reach `target`, or exceed
+ * it if `past` is set. If rounding leaves the total below the target, it is the smallest key of all. Each pass finds
+ * four bits of the key, from the sums for their sixteen values. */
 template <bool COUNT, class T>
 DEV typename logits_row<T>::K choose_key(const logits_row<T> &r, typename logits_row<T>::K least, double target,
                                          bool past)

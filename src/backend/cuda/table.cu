@@ -317,7 +317,7 @@ static int embedding_backward(ps_call *call)
     int *count = room, *begin = count + V + 1, *cursor = begin + V + 1, *mixed = cursor + V + 1, *sorted = mixed + n;
     int *hot = sorted + n, *hot_count = count + V;
     indices x = indices_of(index, a->first, a->total > 0 ? a->total : V);
-    int64_t padding = a->padding_idx - a->first;     /* negative: the row is on another rank */
+    int64_t padding = a->padding_idx - a->first;     /* negative: another rank has the row */
     PS_TRY(ps_cuda_clear(count, (size_t)V * sizeof *count));
     PS_LAUNCH(histogram_kernel, blocks_for(n), THREADS, 0, ps_cu->compute, traps(), count, x, n, V, padding);
     PS_LAUNCH(scan_kernel, 1, 1024, 0, ps_cu->compute, begin, cursor, hot, hot_count, (const int *)count, V);
@@ -502,7 +502,7 @@ static __global__ void scatter_backward_kernel(trap_to t, U *dx, U *dsrc, const 
     });
 }
 
-/* Lanes of what an index names; 0: nothing. */
+/* The number of lanes of the elements that an index names; 0: there are none. */
 static int64_t lanes_of(const ps_view *index, const shape &s)
 {
     return index->numel == 0 ? 0 : index->numel * s.width / s.size[s.dim];

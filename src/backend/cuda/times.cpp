@@ -7,11 +7,13 @@
 #include "backend/cuda/cuda.h"
 
 struct timed { ps_record_event what; cudaEvent_t from, to; };
-static timed *queue;                           /* [room], a ring: `count` from `first` on, in the order of the stream */
+static timed *queue;                           /* [room] a ring: `count` entries from `first` on, in the order of the
+                                                * stream */
 static int64_t first, count, room;
-static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]; begun: of the op under way, or NULL */
+static cudaEvent_t *spare, begun, anchor;      /* spare [n_spare]: free events; begun: event of the op under way, or
+                                                * NULL */
 static int64_t n_spare, spare_room, anchor_ns; /* anchor_ns: the anchor's time by the host's clock */
-static int32_t aligned;                        /* the record that the clock was aligned for */
+static int32_t aligned;                        /* the record for which the clock was aligned */
 
 enum { TRIES = 8 };
 static const int64_t near_ns = 20000;          /* a round trip that is short enough */
@@ -153,7 +155,7 @@ int ps_cuda_time_read(ps_backend *be, bool wait, ps_record_event *out)
 
 int ps_cuda_copy_times(ps_copy_times *t, cudaStream_t lane, bool begins)
 {
-    if (!anchor) return 0;                     /* there was no record yet */
+    if (!anchor) return 0;                     /* there was no record before this one */
     return record(lane, begins ? &t->from : &t->to);
 }
 

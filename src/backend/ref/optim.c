@@ -38,7 +38,7 @@ static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
     }
 }
 
-/* The same in double, for fp64 masters. */
+/* The same in double precision, for fp64 masters. */
 static void adam_double(const ps_attrs_adam_ *a, const ps_view *in)
 {
     const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Attention forward and backward without a T x S buffer: FlashAttention (Dao et al., NeurIPS 2022). A thread takes one
- * (sample, head) at a time. Its K and V become fp32 panels, then blocks of QUERIES queries meet blocks of KEYS keys.
- * Scores are held transposed, [key][query], so that the softmax runs along vector lanes (a lane is a query) and needs
- * no horizontal sums. Forward keeps a running maximum and sum per query, the online softmax of Milakov and Gimelshein
- * (2018). Backward computes the weights again from lse. Sums are fp32. Their order depends on shapes only: not on the
- * thread count, the instruction set or addresses.
+ * (sample, head) at a time. It converts K and V to fp32 panels, and then multiplies blocks of QUERIES queries with
+ * blocks of KEYS keys. Scores are held transposed, [key][query], so that the softmax runs along vector lanes (a lane is
+ * a query) and needs no horizontal sums. Forward keeps a running maximum and sum per query, the online softmax of
+ * Milakov and Gimelshein (2018). Backward computes the weights again from lse. Sums are fp32. Their order depends on
+ * shapes only: not on the thread count, the instruction set or addresses.
  *
  * Invariants. Panels are [rows][Dp], Dp = D rounded up to 16, and zero in padding columns, in the rows of hidden keys,
  * and in padding rows up to a multiple of 16. In a causal block, key r is seen by query c when c >= r + shift; for keys

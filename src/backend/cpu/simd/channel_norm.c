@@ -15,14 +15,14 @@ enum { LANES = 16 };
 struct norm {
     int dtype, groups, given;
     int64_t N, C, S;                  /* x [N, C, S] */
-    int64_t sets, rows, n, np;        /* rows of a set, elements of a row, and these padded */
+    int64_t sets, rows, n, np;        /* number of rows of a set, of elements in a row, and of these with padding */
     double eps;
     const void *x, *dy;
     void *y, *dx;                     /* may be NULL in backward */
     const float *w, *b;               /* [C], or NULL */
-    const float *mean_in, *var_in;    /* [sets]: given, or in backward */
+    const float *mean_in, *var_in;    /* [sets]; given, or used in backward */
     float *mean, *var;                /* [sets] */
-    float *dw, *db;                   /* [N or 1, C]: of each set, its channels' sums */
+    float *dw, *db;                   /* [N or 1, C] for each set, the sums of its channels */
 };
 
 static void set_sizes(struct norm *m, const ps_view *x, int groups)
@@ -92,7 +92,7 @@ static double row_sum(const float *p, int64_t n)
     return sum_of(s);
 }
 
-/* The sum of the products of p and q, which may be one. */
+/* The sum of the products of p and q, which may be the same. */
 static double row_products(const float *p, const float *q, int64_t n)
 {
     vd s[PARTS] = { { 0 } };
@@ -112,7 +112,7 @@ SIMD void row_affine(float *p, int64_t n, int64_t np, float a, float b)
     for (int64_t i = n; i < np; i++) p[i] = 0;
 }
 
-/* Subtracts the mean from a set, and gives both moments. */
+/* Subtracts the mean from a set, and returns both moments. */
 static void center(const struct norm *m, float *buf, float *mean, float *var)
 {
     double sum = 0, squares = 0, count = (double)(m->rows * m->n);
@@ -123,7 +123,7 @@ static void center(const struct norm *m, float *buf, float *mean, float *var)
         row_affine(p, m->n, m->np, 1.0f, -*mean);
         squares += row_products(p, p, m->np);
     }
-    double rounded = sum / count - *mean;            /* which the squares are of, too */
+    double rounded = sum / count - *mean;            /* the squares are also of this difference */
     squares = squares / count - rounded * rounded;
     *var = squares < 0 ? 0.0f : (float)squares;
 }
@@ -184,7 +184,7 @@ static void backward_set(const struct norm *m, int64_t set, float *buf, float *d
 static bool usable(const ps_view *v) { return !ps_has(v) || (is_lane_type(v->dtype) && view_flat(v)); }
 static bool narrow(const ps_view *v) { return !ps_has(v) || (v->dtype == PS_F32 && view_flat(v)); }
 
-/* v [C] in fp32, or NULL if it is absent. PS_ENOMEM: scratch has left the message. */
+/* Returns v [C] in fp32, or NULL if v is absent. PS_ENOMEM: scratch() has recorded the error. */
 static int weights(ps_call *call, const ps_view *v, const float **out)
 {
     *out = NULL;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Dropout for contiguous fp32, bf16 and fp16, its random numbers made a vector at a time; compiled once per instruction
- * set. A mask follows from seed, step, op, sample and element alone. */
+ * Dropout for contiguous fp32, bf16 and fp16, compiled once per instruction set. It computes a vector of random numbers
+ * at a time. A mask depends only on seed, step, op, sample and element. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 
@@ -32,7 +32,7 @@ SIMD void mul_wide(vu a, uint32_t k, vu *hi, vu *lo)
     }
 #endif
 }
-/* Turns each group of four lanes of four vectors, seen as a 4 x 4 matrix, over its diagonal. */
+/* Transposes each group of four lanes of four vectors, seen as a 4 x 4 matrix. */
 SIMD void transpose_groups(vu w[4])
 {
 #if defined(__AVX512F__)
@@ -83,10 +83,11 @@ struct dropout {
     const void *x;
     void *y;
     const struct ps_attrs_dropout *attrs;
-    int32_t threshold;                /* a word's upper 24 bits drop below this: bits * 2^-24 < (float)p, exactly */
+    int32_t threshold;                /* an element is dropped if the upper 24 bits of its word are below this: bits *
+                                       * 2^-24 < (float)p, exactly */
     float scale;
 };
-/* y[i + from .. i + to) from x, by words of their own lanes from .. to; fewer than VL. */
+/* Computes y[i + from .. i + to) from x, by the words of the lanes from .. to; there are fewer than VL. */
 SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int to, int dtype)
 {
     for (int lane = from; lane < to; lane++) {
@@ -95,7 +96,7 @@ SIMD void drop_some(const struct dropout *d, int64_t i, vu word, int from, int t
         vf_put_n(d->y, i + lane, dtype, 1, x);
     }
 }
-/* Elements [begin, end) of a sample; x and y have element e at `at` + e. */
+/* Elements [begin, end) of a sample. Element e is at index `at` + e in x and y. */
 SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, int64_t end, int64_t at, int dtype)
 {
     vf scale = vf_set(d->scale);
@@ -104,7 +105,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         vu w[4];
         philox_block(d->attrs->seed, (uint32_t)(d->attrs->sample + sample), (uint32_t)d->attrs->step, d->attrs->op,
                      (uint32_t)(e / 4), w);
-#pragma GCC unroll 4                               /* the words are registers then */
+#pragma GCC unroll 4                               /* the words are then in registers */
         for (int k = 0; k < 4; k++) {
             int64_t v = e + k * VL, i = at + v;
             vi drop = (vi)(w[k] >> 8) < threshold;
@@ -118,7 +119,7 @@ SIMD void dropout_span(const struct dropout *d, uint64_t sample, int64_t begin, 
         }
     }
 }
-/* x has the rows of these numbers of a whole, each of `width` elements that follow one another in one sample. */
+/* x consists of the rows with these numbers of a whole. Each row has `width` consecutive elements of one sample. */
 static int dropout_rows(const struct dropout *d, const ps_view *rows, int64_t width, int dtype)
 {
     int64_t n = d->attrs->per_sample;
@@ -142,13 +143,14 @@ static int dropout(ps_call *call)
                          .scale = (float)(1.0 / (1.0 - a->p)) };
     if (ps_has(rows)) return dropout_rows(&d, rows, x->numel / rows->numel, x->dtype);
     int64_t n = a->per_sample, last = a->first + x->numel, blocks = (n - 1) / DROPOUT_BLOCK + 1;
-    int64_t from = a->first / n, to = (last - 1) / n;                         /* the samples that x has elements of */
+    int64_t from = a->first / n, to = (last - 1) / n;                         /* the samples of which x has elements */
     int64_t first_block = a->first % n / DROPOUT_BLOCK;
     int64_t last_block = (to - from) * blocks + (last - 1) % n / DROPOUT_BLOCK;
 #pragma omp parallel for schedule(static) if (x->numel >= PS_PAR_MIN / 4)
     for (int64_t b = first_block; b <= last_block; b++) {
         int64_t s = from + b / blocks, begin = b % blocks * DROPOUT_BLOCK, end = begin + DROPOUT_BLOCK;
-        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* the sample's part in x */
+        int64_t least = a->first - s * n, most = last - s * n < n ? last - s * n : n;   /* the part of x that belongs to
+                                                                                         * the sample */
         if (begin < least) begin = least;
         if (end > most) end = most;
         if (begin < end) PS_BY_VEC(x->dtype, dropout_span, &d, (uint64_t)s, begin, end, -least);

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Elementwise arithmetic. Float types of up to 32 bits are computed in fp32 lanes by one expression per op, compiled
- * for each storage type; fp64 and integers have plain loops for the few ops worth it. What is not here returns
- * PS_EUNSUP and runs on ref. Copies, casts, fills and random numbers: elementwise_copy.c. */
+ * for each storage type; fp64 and integers have plain loops for the few ops for which this pays. Other cases return
+ * PS_EUNSUP and run on ref. Copies, casts, fills and random numbers: elementwise_copy.c. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* The values that an expression may use besides its operands. */
+/* The values that an expression may use in addition to its operands. */
 typedef struct consts { float a, b; } consts;
 static const consts no_consts;
 
 /* -- expressions --------------------------------------------------------------------------------------------------- */
-/* Lanes too large for the vector's range reduction go through the C library, each by itself. */
+/* Lanes that are too large for the vector's range reduction are computed one by one by the C library. */
 static __attribute__((noinline)) void large_lanes(vf *y, const vf *x, float (*f)(float))
 {
     for (int i = 0; i < VL; i++)
@@ -41,14 +41,15 @@ SIMD vf sign(vf x)
 {
     return vf_select(x > vf_zero(), vf_set(1.0f), vf_zero()) - vf_select(x < vf_zero(), vf_set(1.0f), vf_zero());
 }
-SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself where it is NaN, or a bound with another sign of zero */
+SIMD vf clamp_between(vf x, vf low, vf high)       /* x itself if it is NaN, or if the bound is a zero with another
+                                                    * sign */
 {
     vf y = vf_select(x < low, low, x);
     return vf_select(y > high, high, y);
 }
 SIMD vf silu(vf x) { return vf_max(vf_set(-104.0f), x) * vf_sigmoid(x); }
-/* d = s + x s (1 - s), 1 - s without cancellation; x is limited where the product has long vanished, so that no
- * infinity meets a 0. */
+/* d = s + x s (1 - s), with 1 - s computed without cancellation. x is limited at a value where the product is already
+ * 0, so that infinity is never multiplied by 0. */
 SIMD vf silu_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-104.0f), vf_min(vf_set(104.0f), x)), e = vf_exp(-vf_abs(c));
@@ -65,7 +66,8 @@ SIMD vf gelu_tanh(vf x)
 {
     vf above = vf_max(vf_set(-9.9f), x), c = vf_min(vf_set(9.9f), above);
     vf s = vf_set(1.0f) / (vf_set(1.0f) + gelu_tanh_exp(c, c * c));
-    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* "x <= -9.9: 0, else s" would divide twice */
+    return above * vf_select(x > vf_set(-9.9f), s, vf_zero());      /* "x <= -9.9: 0, else s" would need two
+                                                                     * divisions */
 }
 SIMD vf gelu_tanh_backward(vf x, vf dy)
 {
@@ -83,13 +85,14 @@ SIMD vf gelu_erf(vf x)
 SIMD vf gelu_erf_backward(vf x, vf dy)
 {
     vf c = vf_max(vf_set(-15.0f), vf_min(vf_set(15.0f), x));                          /* e^-112 is 0 */
-    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e last: it may be subnormal */
+    vf e = vf_exp(c * c * vf_set(-0.5f)), scaled = c * vf_set(0.398942280f);      /* e last, because it may be
+                                                                                   * subnormal */
     vf w = vf_set(1.0f) / (c * c), one = vf_set(1.0f), s = vf_fma(vf_set(105.0f), w, vf_set(-15.0f));
     s = one - w * vf_fma(w, vf_fma(w, vf_fma(w, s, vf_set(3.0f)), vf_set(-1.0f)), one);
     return dy * vf_select(x < vf_set(-5.0f), scaled * s * e, vf_fma(scaled, e, vf_normal_cdf(x)));
 }
 
-/* log(u) for u = 1 + x as it is rounded, times x / (u - 1), which undoes the rounding (Goldberg 1991, theorem 4). */
+/* log(u) for u = 1 + x after rounding, times x / (u - 1), which corrects the rounding (Goldberg 1991, theorem 4). */
 SIMD vf log1p_of(vf x)
 {
     vf u = vf_set(1.0f) + x, d = u - vf_set(1.0f);
@@ -145,7 +148,7 @@ SIMD vf softplus_of(vf x, vf beta, vf threshold)
     BINARY_TYPE(name, expr, PS_F32) BINARY_TYPE(name, expr, PS_BF16) BINARY_TYPE(name, expr, PS_F16) \
     static const loop_fn name[3] = { name##_PS_F32, name##_PS_BF16, name##_PS_F16 };
 
-/* mask: all ones in the lanes that hold. */
+/* mask: all bits are set in the lanes for which it is true. */
 #define PREDICATE_TYPE(name, in2, mask, T) \
     static void name##_##T(void *const *p, int64_t n, const void *arg) \
     { \
@@ -250,7 +253,7 @@ SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
 SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
 SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
-/* By op: block functions of the three lane types, and of the four others (NULL: not here). */
+/* By op: block functions of the three lane types, and of the four other types (NULL: not in this file). */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
@@ -307,7 +310,7 @@ static bool same_types(const ps_call *call)
     return true;
 }
 
-/* Inputs and output of one type. */
+/* The inputs and the output have one type. */
 static int arithmetic(ps_call *call)
 {
     loop_fn fn = choose(call->op, call->out[0].dtype);
@@ -322,7 +325,7 @@ static int predicate(ps_call *call)
     return apply(call, fn, &no_consts);
 }
 
-/* One of three block functions, by the type that all operands share. */
+/* Runs one of three block functions, by the type that all operands share. */
 static int lanes(ps_call *call, const loop_fn *fn, const consts *k)
 {
     int dtype = call->out[0].dtype;
@@ -403,7 +406,7 @@ ACT_MUL_BACKWARD(a_silu, silu, silu_backward)
 ACT_MUL_BACKWARD(a_gelu_erf, gelu_erf, gelu_erf_backward)
 ACT_MUL_BACKWARD(a_gelu_tanh, gelu_tanh, gelu_tanh_backward)
 
-/* Contiguous operands: dx, dup, x, up, dy. The last elements go by way of a buffer. */
+/* Contiguous operands: dx, dup, x, up, dy. The last elements are computed in a buffer. */
 static int act_mul_backward(ps_call *call)
 {
     static const act_mul_fn *const all[] = { a_silu, a_gelu_erf, a_gelu_tanh };
@@ -434,7 +437,8 @@ static int scale_(ps_call *call)
     const ps_attrs_scale_ *at = call->attrs;
     const ps_view *x = &call->in[0];
     if (!is_lane_type(x->dtype)) return PS_EUNSUP;
-    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* + -0 changes nothing */
+    return apply_to(x, call, u_affine[x->dtype], &(consts){ (float)at->alpha, -0.0f });       /* adding -0 changes
+                                                                                               * nothing */
 }
 
 static int scale_by_(ps_call *call)
@@ -474,7 +478,7 @@ static int axpy_(ps_call *call)
     return apply_to(&call->in[0], call, axpy_fn[ty][tx], &(consts){ (float)at->alpha, 0 });
 }
 
-/* where: bits are moved, so only the size of an element counts. */
+/* where: it copies bits, so only the size of an element matters. */
 #define WHERE(T) \
     static void where_##T(void *const *p, int64_t n, const void *arg) \
     { \

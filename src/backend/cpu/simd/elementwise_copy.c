@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Ops that fill a tensor: copies, casts, constants, ranges, random numbers, concatenation. Conversions give the bits of
  * ref: to floats one rounding (bf16 and fp16 through fp32), float to integer truncates and saturates with NaN as 0,
- * integers wrap. Entered into the table by elementwise.c. */
+ * integers wrap. elementwise.c enters them into the table. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 #include "base/philox.h"
@@ -18,7 +18,7 @@ LANES_TO_LANES(PS_F32, PS_BF16) LANES_TO_LANES(PS_F32, PS_F16)
 LANES_TO_LANES(PS_BF16, PS_F32) LANES_TO_LANES(PS_BF16, PS_F16)
 LANES_TO_LANES(PS_F16, PS_F32) LANES_TO_LANES(PS_F16, PS_BF16)
 
-/* From and to the types outside of the lanes, sixteen at a time through fp32. */
+/* Converts from and to types without lanes, sixteen elements at a time, through fp32. */
 #define OTHER_TO_LANES(TO, name, T, value) \
     static void TO##_from_##name(void *const *p, int64_t n, const void *arg) \
     { \
@@ -66,7 +66,7 @@ BOTH_WAYS(u8, uint8_t, v, saturate_u8(v))
 BOTH_WAYS(truth, uint8_t, v != 0, v != 0)
 BOTH_WAYS(f64, double, v, v)
 
-/* One by one. */
+/* Converts elements one by one. */
 #define PLAIN(to, T, from, F, value) \
     static void to##_from_##from(void *const *p, int64_t n, const void *arg) \
     { \
@@ -189,7 +189,7 @@ static void store_doubles(void *data, int dtype, int64_t i, int n, const double 
     else vf_put_n(data, i, dtype, n, vf_load(f));
 }
 
-/* Out of line: inlined, it makes GCC 12 warn of a v that it takes to be unset. */
+/* Not inlined: otherwise GCC 12 warns that v may be uninitialised. */
 static __attribute__((noinline)) void store_ints(void *data, int dtype, int64_t i, int n, const int64_t *v)
 {
     for (int j = 0; j < n; j++) {

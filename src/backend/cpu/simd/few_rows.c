@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Products of a few rows with a large matrix, as a model makes them that continues a text token by token: each weight
- * is read once and used once, so the speed is that of memory. Threads share out the matrix in pieces of fixed sizes, so
- * that sums are the same for any number of threads, and the same for a row alone and among others. */
+ * Products of a few rows with a large matrix, which a model computes when it continues a text token by token. Each
+ * weight is read once and used once, so memory limits the speed. Threads divide the matrix into pieces of fixed sizes.
+ * So sums do not depend on the number of threads, nor on the other rows. */
 #include "backend/cpu/gemm.h"
 #include "backend/cpu/simd.h"
 
 enum {
-    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece: one partial sum each */
-    WIDTH = 4096,                                    /* columns in a piece, of all rows: their sums stay in L1 */
-    SUMS = 512,                                      /* of the parts, that a thread makes at a time */
+    DEPTH = PS_FEW_DEPTH,                            /* rows of b [K, N] in a piece, for each of which there is a
+                                                      * partial sum */
+    WIDTH = 4096,                                    /* columns in a piece, so that the sums of all rows stay in L1 */
+    SUMS = 512,                                      /* number of parts that a thread computes at a time */
     OUTPUTS = 32,                                    /* rows of b [N, K] in a piece */
-    LINES = 4                                        /* read side by side: the first of a quarter of a piece each */
+    LINES = 4                                        /* number of streams: each reads one quarter of a piece */
 };
 
 /* Memory is faster in a few streams than in one. It is faster still if each stream continues line by line for several
@@ -23,11 +24,11 @@ static int64_t lines_at(int64_t n, int64_t t) { return (n - t + quarter(n) - 1) 
 /* The distance from a line of step t to the next line of its stream; after the last step, that of the next piece. */
 static int64_t to_next(int64_t n, int64_t t) { return t + 1 < quarter(n) ? 1 : n - quarter(n) + 1; }
 
-/* Asks for bytes that are read with the next lines: lines are too short for what the machine foresees itself. */
+/* Prefetches bytes that are read with the next lines: lines are too short for the processor to predict the next one. */
 SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 
-/* Runs body(.., T), the type of g->b a constant T. It stands inside of parallel regions: the compiler makes a function
- * of each, in which what was a constant outside is a variable. */
+/* Runs body(.., T) with the type of g->b as constant T. It is called inside of parallel regions, because the compiler
+ * makes a separate function of each region, in which an outer constant would be a variable. */
 #define BY_TYPE(body, ...) \
     do { \
         if (g->b.dtype == PS_F32) body(__VA_ARGS__, 0); \
@@ -38,14 +39,14 @@ SIMD void ahead(const char *p) { __builtin_prefetch(p, 0, 3); }
 /* -- b [K, N], rows of N neighbours -------------------------------------------------------------------------------- */
 /* Row m of sums, sum + m * apart [n], += by[m][0] b + by[m][1] (b + ld) + ... of `lines` lines of b, which are ld bytes
  * apart, in this order. Each weight is read and made fp32 once for all M rows. next: bytes from there to the lines that
- * are read next, which are asked for; 0: none are. */
+ * are read next, which are prefetched; 0: nothing is prefetched. */
 SIMD void add_lines(float *sum, int64_t apart, float by[][LINES], const char *b, int64_t ld, int64_t next, int64_t n,
                     int lines, int M, int T)
 {
 #ifdef __AVX512F__
     enum { MOST = 2, SEVERAL = 2 };
 #else
-    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows fill the registers */
+    enum { MOST = 2, SEVERAL = 1 };                  /* the sums of several rows use all registers */
 #endif
     int of = M == 1 ? MOST : SEVERAL;                /* vectors of a line at a time */
     int64_t size = T == 0 ? 4 : 2, j = 0;
@@ -137,7 +138,7 @@ static void by_rows(const ps_gemm *g, const float *x, float *part, float *c)
 }
 
 /* -- b [N, K], rows of K neighbours (out_in) ----------------------------------------------------------------------- */
-/* vf_hsum of four vectors, its order of sums. */
+/* vf_hsum of four vectors, with the same order of sums. */
 SIMD void hsum4(float *out, vf a, vf b, vf c, vf d)
 {
 #define HALVES(x, y) \

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Padding, resampling and max pooling of contiguous images; compiled once per instruction set. A thread has whole
- * planes [H, W] (padding: whole rows), so the number of threads changes nothing. Half types are converted by rows, and
- * sums are rounded once. */
+ * Padding, resampling and max pooling of contiguous images; compiled once per instruction set. A thread processes whole
+ * planes [H, W] (for padding: whole rows), so results do not depend on the number of threads. Half types are converted
+ * row by row, and sums are rounded once. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/operand.h"
 #include "backend/cpu/gemm.h"
@@ -51,9 +51,9 @@ static int pad(ps_call *call)
 }
 
 /* -- resampling ---------------------------------------------------------------------------------------------------- */
-struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: of w's taps */
+struct maps { ps_taps h, w; int64_t in[2], out[2]; const float *weight; };   /* weight: the weight of w's taps */
 
-/* A row of x by the map of W: out [W of y] in fp32. */
+/* Applies the map of W to a row of x: out [W of y] in fp32. */
 static void map_row(const struct maps *m, const float *row, float *out)
 {
     const ps_taps *t = &m->w;
@@ -64,7 +64,8 @@ static void map_row(const struct maps *m, const float *row, float *out)
     }
 }
 
-/* Resamples a plane: first all rows along W, then along H. memory: [H of x, W of y] and a row of each. */
+/* Resamples a plane: first all rows along W, then along H. memory: room for [H of x, W of y] and for one row of
+ * each. */
 static void map_plane(const struct maps *m, const void *x, void *y, int dtype, float *memory)
 {
     int64_t W = m->in[1], out = m->out[1];

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Owns the iterator of loop.h: merging dimensions, gathering strided operands into buffers, padding the last vector,
- * and copies between layouts (runs where both sides have them, tiles where one is the transpose of the other). */
+ * Implements the iterator of loop.h: merges dimensions, gathers strided operands into buffers, and pads the last
+ * vector. It also copies between layouts: as runs if both sides have them, as tiles if one side is the transpose of the
+ * other. */
 #include "backend/cpu/simd/loop.h"
 
 /* -- set-up -------------------------------------------------------------------------------------------------------- */
@@ -52,7 +53,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
     }
     for (int d = l->ndim - 1; d >= 0; d--)
         if (l->shape[d] == 1) remove_dim(l, d);
-    /* An output that is a permuted view is walked as it lies in memory. */
+    /* An output that is a permuted view is processed in the order of its memory. */
     for (int i = 1; i < l->ndim; i++)
         for (int d = i; d > 0 && l->op[0].stride[d - 1] < l->op[0].stride[d]; d--) swap_dims(l, d - 1, d);
     for (int d = l->ndim - 2; d >= 0; d--)
@@ -76,7 +77,7 @@ void loop_init(loop *l, const ps_view *out, int n_in, const ps_view *const *in)
 }
 
 /* -- gather and scatter -------------------------------------------------------------------------------------------- */
-/* Place of flat position `first`: its index in each dimension; returns the operand's offset in elements. */
+/* Finds the position of flat index `first`: the index in each dimension. Returns the operand's offset in elements. */
 static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64_t *index)
 {
     int64_t offset = 0;
@@ -88,7 +89,8 @@ static int64_t locate(const loop *l, const loop_operand *o, int64_t first, int64
     return offset;
 }
 
-/* After a run has ended at the end of the last dimension: carries, and returns the new offset of its start. */
+/* Called after a run has ended at the end of the last dimension: increments the next dimension, and returns the new
+ * offset of the run's begin. */
 static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, int64_t start)
 {
     for (int d = l->ndim - 2; d >= 0; d--) {
@@ -100,7 +102,7 @@ static int64_t next_run(const loop *l, const loop_operand *o, int64_t *index, in
     return start;
 }
 
-/* Copies of the first element, ever longer ones: memcpy is fast at any optimisation level. */
+/* Copies the first element, then twice as many elements each time, because memcpy is fast at any optimisation level. */
 static void repeat(char *dst, int64_t size, int64_t nbytes)
 {
     for (int64_t have = size; have < nbytes; have *= 2)
@@ -233,7 +235,8 @@ void loop_run(const loop *l, loop_fn fn, const void *arg)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* The dimension along which the input runs while the output runs along its last one; -1 when this is no transpose. */
+/* Returns the dimension along which the input is contiguous while the output is contiguous along its last one. -1: this
+ * is not a transpose. */
 static int transposed_dim(const loop *l)
 {
     int last = l->ndim - 1;

@@ -4,10 +4,11 @@
  * so far and their sum; when the largest value grows, the sum is scaled. Exponentials of rows up to KEEP long are kept
  * in fp32, so that each is computed once. A NaN in a row makes the row's results NaN. Rows never depend on one another,
  * sums of losses run over rows in order in fp64, and so no result depends on the thread count. */
-#define PS_ANY_LANES                    /* sums have sixteen lanes all the same: operand.h */
+#define PS_ANY_LANES                    /* sums always have sixteen lanes: operand.h */
 #include "backend/cpu/simd/operand.h"
 
-enum { BLOCK = 2048, KEEP = 1 << 16 };   /* elements; a row's kept exponentials take at most 256 KiB of stack */
+enum { BLOCK = 2048, KEEP = 1 << 16 };   /* number of elements; a row's stored exponentials need at most 256 KiB of
+                                          * stack */
 
 /* e^x for x <= 0 (in fact below 88), 0 below -86; NaN stays NaN. x = n ln2 + r, a polynomial in r of degree 5. The
  * error stays below 2e-7 relative for x > -20, where the mass of a softmax is. */
@@ -29,9 +30,9 @@ SIMD vf exp_below(vf x)
     return (vf)(~(x < vf_set(-86.0f)) & (vi)y);
 #endif
 }
-/* Largest of n > 0 numbers. Seen as integers, with the lower bits of negative ones flipped, floats have the order of
- * their values: the compiler makes vectors of it, and halves need no conversion. NaN counts as largest or smallest.
- * Without the pragma -O2 leaves a loop of unknown length scalar. */
+/* Returns the largest of n > 0 numbers. If floats are read as integers, with the lower bits of negative ones inverted,
+ * they keep the order of their values. So the compiler can use vectors, and half types need no conversion. NaN counts
+ * as largest or smallest. Without the pragma, -O2 does not vectorise a loop of unknown length. */
 #define PS_BLOCK_MAX(type, mask) \
     const type *p = (const type *)x + first; \
     type m = (type)(p[0] ^ ((p[0] < 0 ? -1 : 0) & mask)); \
@@ -58,7 +59,8 @@ SIMD float block_max(const void *x, int64_t first, int64_t n, int dtype)
     return dtype == PS_F32 ? block_max_f32(x, first, n) : block_max_half(x, first, n, dtype);
 }
 
-/* 2 PAIR elements of the next block, which its maximum reads at the speed of memory otherwise. */
+/* Prefetches 2 PAIR elements of the next block. Otherwise the search for its maximum would run at the speed of
+ * memory. */
 SIMD void fetch_next(const void *x, int64_t i, int dtype)
 {
     __builtin_prefetch(ps_at(x, i + BLOCK, dtype));
@@ -67,7 +69,8 @@ SIMD void fetch_next(const void *x, int64_t i, int dtype)
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR / 2, dtype));
     __builtin_prefetch(ps_at(x, i + BLOCK + PAIR + PAIR / 2, dtype));
 }
-/* Sum of e^(x - m) over n numbers; kept in `keep`, which may be x for fp32, in the order of pairs, unless NULL. */
+/* The sum of e^(x - m) over n numbers. Unless `keep` is NULL, the exponentials are stored there in the order of pairs;
+ * for fp32 it may be x. */
 SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *keep, int dtype)
 {
     vf s0[PARTS] = { { 0 } }, s1[PARTS] = { { 0 } }, s2[PARTS] = { { 0 } }, s3[PARTS] = { { 0 } }, mm = vf_set(m);
@@ -89,19 +92,19 @@ SIMD float block_exp(const void *x, int64_t first, int64_t n, float m, float *ke
             s0[j] += u.a, s1[j] += u.b, e[j] = u;
         }
         if (keep && dtype != PS_BF16) vp_row_put(keep, i, last, e, PS_F32);
-        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* bf16: `keep` has room */
+        else if (keep) EACH_PART(j) vp_store(keep + i, j, e[j]);         /* bf16: `keep` has room for it */
     }
     EACH_PART(j) s0[j] = (s0[j] + s1[j]) + (s2[j] + s3[j]);
     return sum_lanes(s0);
 }
 
 struct row {
-    float max;                        /* of the row, NaN apart */
-    float before;                     /* the largest in front of the element that scan_row was told, NaN apart */
-    double sum;                       /* of e^(x - max) */
-    float block_max[KEEP / BLOCK];    /* each block's kept exponentials are relative to it */
+    float max;                        /* the largest element of the row, without NaN */
+    float before;                     /* the largest element before the element `at` of scan_row, without NaN */
+    double sum;                       /* the sum of e^(x - max) */
+    float block_max[KEEP / BLOCK];    /* the maximum to which each block's stored exponentials are relative */
 };
-/* at: the element up to which the largest is noted, too; -1: none. */
+/* at: the largest element before this one is also stored; -1: it is not. */
 SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t at, int dtype)
 {
     float m = -INFINITY;
@@ -118,18 +121,19 @@ SIMD void scan_row(struct row *w, const void *x, int64_t V, float *keep, int64_t
             w->sum *= exp((double)m - top);
             m = top;
         }
-        float base = m == -INFINITY ? 0.0f : m;              /* nothing finite so far: any base gives zeros */
+        float base = m == -INFINITY ? 0.0f : m;              /* no finite element so far, so any base results in
+                                                              * zeros */
         if (keep) w->block_max[first / BLOCK] = base;
         w->sum += block_exp(x, first, n, base, keep, dtype);
     }
     w->max = m;
 }
-/* Whether the first largest element of the row that scan_row has read up to it is `logit`. */
+/* True if `logit` is the first largest element of the row, which scan_row has read up to it. */
 SIMD bool is_hit(const struct row *w, float logit)
 {
     return logit == w->max && w->before < logit && w->sum == w->sum && logit < INFINITY;
 }
-/* The factor that makes block `b`'s kept exponentials relative to the row's maximum. */
+/* The factor that makes the stored exponentials of block `b` relative to the row's maximum. */
 static double block_factor(const struct row *w, int64_t b)
 {
     float base = w->block_max[b];
@@ -255,7 +259,7 @@ SIMD void log_softmax_body(void *y, const void *x, int64_t V, int dtype)
 {
     struct row w;
     scan_row(&w, x, V, NULL, -1, dtype);
-    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps: x - max is exact where it matters */
+    vf m = vf_set(w.max), l = vf_set((float)log(w.sum));     /* two steps, because x - max is exact where it matters */
     int64_t i = 0;
     for (; i + PAIR <= V; i += PAIR) log_pair(y, x, i, i + PAIR, m, l, dtype);
     if (i < V) log_pair(y, x, i, V, m, l, dtype);
@@ -267,7 +271,7 @@ static void log_softmax_any(void *y, const void *x, int64_t V, int dtype)
 
 static bool usable(const ps_view *v) { return is_lane_type(v->dtype) && view_flat(v); }
 
-/* y's rows from x's. */
+/* Computes y's rows from x's. */
 static int by_row(ps_call *call, void (*row)(void *, const void *, int64_t, int))
 {
     const ps_view *x = &call->in[0];
@@ -345,7 +349,7 @@ static int softmax_backward(ps_call *call) { return backward(call, 0); }
 static int log_softmax_backward(ps_call *call) { return backward(call, 1); }
 
 /* -- cross-entropy ----------------------------------------------------------------------------------------------- */
-/* How many rows count, or PS_ERANGE for a target that is neither a class nor ignore_index. */
+/* Returns the number of rows that count, or PS_ERANGE if a target is neither a class nor ignore_index. */
 static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_index)
 {
     int64_t count = 0;
@@ -359,7 +363,7 @@ static int64_t count_targets(const ps_view *target, int64_t V, int64_t ignore_in
     }
     return count;
 }
-/* target: -1: the row is ignored, and no hit. */
+/* target -1: the row is ignored, and it is not a hit. */
 SIMD void lse_row(const void *x, int64_t V, int64_t target, double *lse, bool *hit, int dtype)
 {
     struct row w;
@@ -428,7 +432,7 @@ static int cross_entropy_backward(ps_call *call)
         int64_t t = ps_index_at(target, r);
         void *to = ps_at(dx->data, r * V, x->dtype);
         float scale = a->reduction == 0 ? given[r] : a->reduction == 1 ? given[0] / (float)count : given[0];
-        if (scale != scale) scale = NAN;                     /* the canonical one (vp_put) */
+        if (scale != scale) scale = NAN;                     /* the canonical NaN (vp_put) */
         if (t == a->ignore_index) memset(to, 0, (size_t)(V * ps_dtype_bytes(x->dtype)));
         else PS_BY_VEC(x->dtype, ce_backward_row, to, ps_at(x->data, r * V, x->dtype), V, t, l[r], scale);
     }
@@ -474,7 +478,7 @@ static int logit_stats(ps_call *call)
     return 0;
 }
 
-/* Row r of all ranks' stats [t, kinds, N]; hit: the first largest logit is the target's. */
+/* Reads row r of all ranks' stats [t, kinds, N]. hit: the target's logit is the first largest. */
 struct all_words { double top, sum, target, dot; bool hit; };
 static struct all_words of_all(const ps_view *stats, int64_t r)
 {
@@ -504,7 +508,7 @@ SIMD void logit_row(void *y, const void *x, int64_t words, int64_t t, const stru
 {
     double factor = share[0] / s->sum;
     float f = (float)factor, at = 0;
-    if (f != f) f = NAN;                                     /* the canonical one (vp_put) */
+    if (f != f) f = NAN;                                     /* the canonical NaN (vp_put) */
     if (t >= 0) {
         double m = mass ? (double)share[2] * (double)mass[t] : 0;
         at = (float)(exp((double)ps_get_one(x, t, dtype) - s->top) * factor - share[1] - m);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the row-wise and flat kernels (norm, dropout, loss, reduce, table, optim), besides simd.h and loop.h:
- * operands one element at a time or in pairs of sixteen lanes, and the switch that makes a run-time type a constant.
- * Only those include it. */
+ * Shared by the row-wise and flat kernels (norm, dropout, loss, reduce, table, optim), in addition to simd.h and
+ * loop.h. It reads operands one element at a time or in pairs of sixteen lanes, and has the switch that makes a
+ * run-time type a constant. Only these kernels include it. */
 #ifndef PS_CPU_SIMD_OPERAND_H
 #define PS_CPU_SIMD_OPERAND_H
 #include <stdbool.h>
@@ -13,7 +13,7 @@ static inline int64_t ps_index_at(const ps_view *v, int64_t i)
 {
     return v->dtype == PS_I32 ? ((const int32_t *)v->data)[i] : ((const int64_t *)v->data)[i];
 }
-/* PS_ERANGE for the first index outside of [0, n). */
+/* Returns PS_ERANGE at the first index outside of [0, n). */
 static inline int ps_check_indices(const ps_view *index, int64_t n)
 {
     int64_t bad = 0;
@@ -35,7 +35,7 @@ static inline int ps_check_indices(const ps_view *index, int64_t n)
 /* Size of the last dimension; 1 for a scalar. */
 static inline int64_t ps_last_dim(const ps_view *v) { return v->ndim > 0 ? v->shape[v->ndim - 1] : 1; }
 
-/* One element of a vector type, as vf_put would store it. */
+/* Writes one element of a vector type, as vf_put would store it. */
 static inline void ps_put_one(void *p, int64_t i, int dtype, float v)
 {
     if (dtype == PS_F32) ((float *)p)[i] = v;
@@ -48,7 +48,7 @@ static inline float ps_get_one(const void *p, int64_t i, int dtype)
     if (dtype == PS_BF16) return ps_bf16_to_f32(((const uint16_t *)p)[i]);
     return ps_f16_to_f32(((const uint16_t *)p)[i]);
 }
-/* Element i as an address. */
+/* The address of element i. */
 static inline void *ps_at(const void *p, int64_t i, int dtype)
 {
     return (char *)(uintptr_t)p + i * (dtype == PS_F32 ? 4 : 2);
@@ -58,9 +58,9 @@ static inline void *ps_at(const void *p, int64_t i, int dtype)
  * Rows are walked in blocks of PAIR elements, `a` and `b` of sixteen lanes each, whatever vectors the machine has: a
  * block is PARTS pairs of vectors, part j with lanes j * VL and on of both. bf16 is taken as 16 words, each of which
  * holds two: `a` gets the even elements (the words' lower halves), `b` the odd ones, at half the cost of widening in
- * order. Of the other types `a` gets the first 16, `b` the next. Kernels that treat all elements alike need not care;
- * pair_place tells where element i of a row lies in an fp32 row of pairs. Sums have a place for each lane of `a` and
- * `b`, so that their order is the same in all vectors. */
+ * order. For other types `a` gets the first 16 elements and `b` the next 16. Kernels that treat all elements in the
+ * same way need not know this. pair_place returns the position of element i of a row in an fp32 row of pairs. Sums have
+ * a place for each lane of `a` and `b`, so that their order is the same in all vectors. */
 enum { PAIR = 32, PARTS = 16 / VL };
 typedef struct vp { vf a, b; } vp;
 #define EACH_PART(j) _Pragma("GCC unroll 4") for (int j = 0; j < PARTS; j++)
@@ -77,8 +77,8 @@ SIMD vp vp_get(const void *p, int64_t i, int j, int dtype)
     memcpy(&u, (const uint16_t *)p + i + 2 * VL * j, sizeof u);
     return (vp){ (vf)(u << 16), (vf)(u & 0xffff0000u) };
 }
-/* bf16 rounds to nearest even and does not look for NaN of unusual bits: those with ones in all of the upper and some
- * of the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
+/* bf16 rounds to nearest even and does not check for NaN with unusual bits: those with ones in all of the upper and
+ * some of the lower bits, which arithmetic on bf16 and on canonical NaN never makes, would not stay NaN. */
 SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
 {
     if (dtype != PS_BF16) {
@@ -92,8 +92,8 @@ SIMD void vp_put(void *p, int64_t i, int j, int dtype, vp v)
     a |= b;
     memcpy((uint16_t *)p + i + 2 * VL * j, &a, sizeof a);
 }
-/* For a row that ends n < 32 elements after i: elements after its end are `pad` on load, untouched on store. Out of
- * line, since they run at most once per row. */
+/* For a row that ends n < 32 elements after i. On load, elements after its end are `pad`; on store, their memory does
+ * not change. These functions are not inlined, because they run at most once per row. */
 static __attribute__((noinline, unused)) void vp_tail_get(vp *v, const void *p, int64_t i, int j, int dtype, int64_t n,
                                                           float pad)
 {
@@ -108,7 +108,7 @@ static __attribute__((noinline, unused)) void vp_tail_put(void *p, int64_t i, in
     EACH_PART(j) vp_put(buf, 0, j, dtype, v[j]);
     memcpy(ps_at(p, i, dtype), buf, (size_t)(n * (dtype == PS_F32 ? 4 : 2)));
 }
-/* Part j of elements i .. i + 31 of a row of n; `pad` after its end. */
+/* Returns part j of elements i .. i + 31 of a row of n elements; after its end, `pad`. */
 SIMD vp vp_row_get(const void *p, int64_t i, int64_t n, int j, float pad, int dtype)
 {
     if (i + PAIR <= n) return vp_get(p, i, j, dtype);
@@ -130,14 +130,15 @@ SIMD void vp_row_put(void *p, int64_t i, int64_t n, const vp *v, int dtype)
 SIMD vp vp_load(const float *p, int j) { return (vp){ vf_load(p + j * VL), vf_load(p + 16 + j * VL) }; }
 SIMD void vp_store(float *p, int j, vp v) { vf_store(p + j * VL, v.a), vf_store(p + 16 + j * VL, v.b); }
 
-/* The sum of sixteen lanes by halving: the fixed order of all sums. */
+/* The sum of sixteen lanes by halving. This is the fixed order of all sums. */
 SIMD float sum_lanes(const vf *given)
 {
     vf s[PARTS];
     EACH_PART(j) s[j] = given[j];
     if (PARTS == 4) s[0] += s[PARTS / 2], s[PARTS / 4] += s[PARTS - 1];
     if (PARTS >= 2) s[0] += s[PARTS == 4 ? 1 : PARTS - 1];
-#if defined(__SSE2__)                          /* as below; GCC's -O2 would do that lane by lane, through memory */
+#if defined(__SSE2__)                          /* as below, because GCC's -O2 would do it lane by lane, through
+                                                * memory */
 #if defined(__AVX512F__)
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256((__m512)s[0]), _mm512_extractf32x8_ps((__m512)s[0], 1));
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reductions, running sums and topk. Sums are fp32 over blocks of a fixed size, and blocks are added in their order (in
- * double along a row), so neither the number of threads nor the instruction set shows. Two layouts have kernels: rows
- * (the reduced dimension is contiguous) and columns (the kept one is, as in the gradient of a bias); any other one is
- * first copied into rows. Integers sum along rows; everything else about them is left to ref. */
-#define PS_ANY_LANES                    /* a row's sums have sixteen lanes all the same: operand.h */
+ * double along a row), so neither the number of threads nor the instruction set shows. There are kernels for two
+ * layouts: rows (the reduced dimension is contiguous) and columns (the kept dimension is contiguous, as in the gradient
+ * of a bias). Any other layout is first copied into rows. Integers are summed along rows; ref does all other reductions
+ * of integers. */
+#define PS_ANY_LANES                    /* a row's sums always have sixteen lanes: operand.h */
 #include "backend/cpu/simd/operand.h"
 
 enum { ROW_BLOCK = 4096, COLUMN_ROWS = 64, COLUMN_GROUP = 8, PANEL = 64 };
-enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* of a row's sums; vectors of columns side by side */
+enum { LANES = 16, ABREAST = VL == 16 ? 4 : 8 };    /* number of sums of a row; number of adjacent vectors of columns */
 typedef enum reducer { SUM, MAX, MIN } reducer;
 
-/* A reduction as the kernels take it: `outer` kept dimensions of any strides, then n reduced elements `stride` apart,
- * then cols kept ones, contiguous (1: rows, and then stride is 1). The result is [rows, cols], row-major. */
+/* A reduction in the form that the kernels need: `outer` kept dimensions of any strides, then n reduced elements that
+ * are `stride` apart, then `cols` kept elements that are contiguous (cols 1: rows, with stride 1). The result is [rows,
+ * cols], row-major. */
 typedef struct plan {
     const char *data;
     int dtype, outer;
@@ -21,7 +23,7 @@ typedef struct plan {
 /* -- the plan ------------------------------------------------------------------------------------------------------ */
 typedef struct dims { int n; int64_t shape[PS_MAX_DIMS], stride[PS_MAX_DIMS]; bool reduced[PS_MAX_DIMS]; } dims;
 
-/* Without dimensions of size 1, and with neighbours of one kind merged where they lie so. */
+/* Without dimensions of size 1. Adjacent dimensions of the same kind are merged if their strides allow it. */
 static dims merged_dims(const ps_view *x, uint32_t bits)
 {
     dims m = { .n = 0 };
@@ -39,7 +41,7 @@ static dims merged_dims(const ps_view *x, uint32_t bits)
     return m;
 }
 
-/* Copies x with its kept dimensions in front into row-major scratch: [rows, n]. */
+/* Copies x to row-major scratch memory with its kept dimensions first: [rows, n]. */
 static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
 {
     ps_view src = *x, dst;
@@ -54,7 +56,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     int64_t step = 1;
     for (int d = src.ndim - 1; d >= 0; d--) dst.stride[d] = step, step *= src.shape[d];
     dst.data = call->scratch(call, (size_t)(x->numel * ps_dtype_bytes(x->dtype)));
-    if (!dst.data) return PS_ENOMEM;                         /* scratch() left the message */
+    if (!dst.data) return PS_ENOMEM;                         /* the error that scratch() recorded */
     if (!call->dry) loop_copy(&dst, &src);
     p->data = dst.data;
     p->outer = 1, p->shape[0] = p->rows, p->step[0] = p->n;
@@ -62,7 +64,7 @@ static int copy_to_rows(ps_call *call, const ps_view *x, const dims *m, plan *p)
     return PS_OK;
 }
 
-/* x must have elements. only_rows: the caller has no kernel for columns. */
+/* x must have elements. only_rows: the caller does not have a kernel for columns. */
 static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_rows, plan *p)
 {
     dims m = merged_dims(x, bits);
@@ -80,7 +82,7 @@ static int plan_make(ps_call *call, const ps_view *x, uint32_t bits, bool only_r
         p->stride = m.stride[m.n - 2], p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced == 0 && m.n >= 1 && m.stride[m.n - 1] == 1 && !only_rows) {
-        outer = m.n - 1;                           /* only dimensions of size 1 are reduced: columns of one element */
+        outer = m.n - 1;                           /* all reduced dimensions have size 1: columns of one element */
         p->cols = m.shape[m.n - 1];
         p->rows /= p->cols;
     } else if (reduced > 0) {
@@ -110,7 +112,7 @@ SIMD float combine_1(float a, float b, reducer op)
     if (a != a || b != b) return NAN;
     return op == MAX ? (a > b ? a : b) : (a < b ? a : b);
 }
-/* Sixteen lanes to one, by halving. */
+/* Reduces sixteen lanes to one by halving. */
 SIMD float horizontal(const vf *v, reducer op)
 {
     if (op == SUM) return sum_lanes(v);
@@ -121,11 +123,11 @@ SIMD float horizontal(const vf *v, reducer op)
     return x[0];
 }
 
-/* n contiguous elements to one, in four sums of sixteen lanes. */
+/* Reduces n contiguous elements to one, in four sums of sixteen lanes. */
 SIMD float row_block(const void *x, int64_t n, reducer op, int T)
 {
     vf none = vf_set(neutral(op)), acc[4][PARTS];
-#pragma GCC unroll 4                               /* at -O2 too: the sums are registers then */
+#pragma GCC unroll 4                               /* at -O2, too: the sums are then in registers */
     for (int k = 0; k < 4; k++) EACH_PART(j) acc[k][j] = none;
     int64_t i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES)
@@ -142,8 +144,8 @@ SIMD float row_block(const void *x, int64_t n, reducer op, int T)
     return horizontal(acc[0], op);
 }
 
-/* n rows `stride` apart to one, over `cols` <= PANEL columns; in groups of COLUMN_GROUP, so that no sum has many terms
- * added to it one by one: the error stays below two ulp. */
+/* Reduces n rows that are `stride` apart to one, over `cols` <= PANEL columns. It adds them in groups of COLUMN_GROUP,
+ * so that no sum has many terms added to it one by one. The error stays below two ulp. */
 SIMD void column_block(const void *x, int64_t stride, int64_t n, int cols, float *out, reducer op, int T)
 {
     vf none = vf_set(neutral(op));
@@ -259,8 +261,8 @@ static int reduce_columns(ps_call *call, const plan *p, reducer op, float *resul
     return PS_OK;
 }
 
-/* y = result / divisor, or y += it. Which of two NaN an addition gives depends on the order of its operands, which is
- * the compiler's: all become the canonical one. */
+/* y = result / divisor, or y += it. If both operands of an addition are NaN, the result depends on their order, which
+ * the compiler chooses. So every NaN becomes the canonical one. */
 static void finish(const ps_view *y, const float *result, float divisor, bool accumulate)
 {
 #pragma omp parallel for schedule(static) if (y->numel >= PS_PAR_MIN)
@@ -334,7 +336,7 @@ static int amax(ps_call *call) { return reduce(call, ((const ps_attrs_amax *)cal
 static int amin(ps_call *call) { return reduce(call, ((const ps_attrs_amin *)call->attrs)->dims, MIN, false, false); }
 
 /* -- positions ----------------------------------------------------------------------------------------------------- */
-/* First place of `best`; a NaN is sought as a NaN. */
+/* Finds the first place of `best`. If `best` is NaN, finds the first NaN. */
 SIMD int64_t first_equal(const void *x, int64_t n, float best, int T)
 {
     vf b = vf_set(best);
@@ -372,7 +374,7 @@ static int arg_reduce(ps_call *call, int dim, reducer op)
 static int argmax(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmax *)call->attrs)->dim, MAX); }
 static int argmin(ps_call *call) { return arg_reduce(call, ((const ps_attrs_argmin *)call->attrs)->dim, MIN); }
 
-/* Keeps the k largest of a row sorted downwards; NaN first, then equal ones by place. */
+/* Keeps the k largest elements of a row in descending order. NaN comes first; equal elements are ordered by place. */
 static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, int64_t *place)
 {
     int have = 0;
@@ -395,7 +397,7 @@ static void topk_row(const char *x, int64_t n, int dtype, int k, float *value, i
 
 static int topk(ps_call *call)
 {
-    enum { MOST = 256 };                           /* beyond, insertion loses to sorting */
+    enum { MOST = 256 };                           /* for larger k, insertion is slower than sorting */
     const ps_view *x = &call->in[0], *values = &call->out[0], *indices = &call->out[1];
     int k = ((const ps_attrs_topk *)call->attrs)->k;
     if (!is_lane_type(x->dtype) || x->numel == 0 || x->ndim == 0 || k < 1 || k > MOST || k > x->shape[x->ndim - 1]
@@ -416,7 +418,7 @@ static int topk(ps_call *call)
 }
 
 /* -- running sums: in double, each result rounded once ------------------------------------------------------------- */
-/* w <= VL neighbouring columns of [n, cols]. */
+/* Processes w <= VL adjacent columns of [n, cols]. */
 SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, bool reverse, int T)
 {
     double acc[VL] = { 0 };
@@ -429,7 +431,7 @@ SIMD void cumsum_panel(const void *x, void *y, int64_t n, int64_t cols, int w, b
     }
 }
 
-/* One row, contiguous. */
+/* Processes one contiguous row. */
 static void cumsum_row(const void *x, void *y, int64_t n, bool reverse, int dtype)
 {
     double acc = 0;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Rotary position embedding: one pass over x, row by row as it lies in memory. */
+ * Rotary position embedding: one pass over x, row by row in the order of memory. */
 #define PS_ANY_LANES
 #include "backend/cpu/simd/loop.h"
 
-/* A row of D: pairs (d, d + half) are turned by the angle whose cosine and sine are c[d] and s[d], times sign. */
+/* A row of D elements. Pairs (d, d + half) are rotated by the angle whose cosine and sine are c[d] and s[d], times
+ * sign. */
 SIMD void turn_row(int dtype, const char *x, char *y, const float *c, const float *s, float sign, int64_t half,
                    int64_t D)
 {

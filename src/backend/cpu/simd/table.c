@@ -11,7 +11,7 @@
 
 enum { COLUMNS = 512, RADIX_BITS = 11, ZERO_CHUNK = 1 << 18 };
 
-/* Whether w [V, C] has a row, counted from the first of its table that it has. */
+/* True if w [V, C] has a row. Rows are counted from the first row of w in its table. */
 static bool is_own(int64_t v, int64_t V) { return v >= 0 && v < V; }
 static bool index_usable(const ps_view *v) { return ps_is_index(v) && view_flat(v); }
 
@@ -38,7 +38,7 @@ static int embedding(ps_call *call)
 /* -- gradient of the embedding ----------------------------------------------------------------------------------- */
 typedef struct entry { int64_t row, position; } entry;
 
-/* Sorts n entries by row < rows, stably, by passes over RADIX_BITS bits; returns the array that holds the result. */
+/* Sorts n entries by row < rows, stably, by passes over RADIX_BITS bits. Returns the array that holds the result. */
 static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
 {
     for (int shift = 0; shift < 63 && (rows - 1) >> shift > 0; shift += RADIX_BITS) {
@@ -51,7 +51,7 @@ static entry *sort_entries(entry *a, entry *b, int64_t n, int64_t rows)
     }
     return a;
 }
-/* Zeros past the caches where the machine can, since the next reader is far away. */
+/* Writes zeros around the caches if the machine can, because they are not read soon. */
 static void zero_bytes(char *p, size_t nbytes)
 {
 #if defined(__SSE2__)
@@ -74,7 +74,7 @@ struct table_grad {
     int64_t C;
     int dw_dtype, accumulate;
 };
-/* Columns [first, last) of the destination row that entries [from, to) share. */
+/* Columns [first, last) of the destination row for the entries [from, to). */
 SIMD void sum_entries(const struct table_grad *g, int64_t from, int64_t to, int64_t first, int64_t last, int dtype)
 {
     int64_t out = g->sorted[from].row * g->C;
@@ -111,7 +111,8 @@ static int embedding_backward(ps_call *call)
     int64_t rows = dw->shape[0];
     if (!call->dry) PS_TRY(ps_check_indices(index, a->total > 0 ? a->total : rows));
     entry *list = call->scratch(call, (size_t)(2 * n + 1) * sizeof *list);
-    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* of each distinct row's entries */
+    int64_t *start = call->scratch(call, (size_t)(n + 1) * sizeof *start);   /* the first of each distinct row's
+                                                                              * entries */
     if (!list || !start) return PS_ENOMEM;
     if (call->dry) return 0;
     int64_t used = 0;
@@ -140,7 +141,7 @@ static int embedding_backward(ps_call *call)
     return 0;
 }
 
-/* One index, without gaps. */
+/* One index tensor, contiguous. */
 static int flat_index(ps_call *call)
 {
     const struct ps_attrs_flat_index *a = call->attrs;
@@ -153,7 +154,7 @@ static int flat_index(ps_call *call)
         bad |= k < -size || k >= size;
         y[i] = k < 0 ? k + size : k;
     }
-    return bad ? PS_EUNSUP : 0;                    /* the reference names it */
+    return bad ? PS_EUNSUP : 0;                    /* the message of ref names it */
 }
 
 /* -- gather and scatter, where only the indexed dimension's size differs ------------------------------------------- */
@@ -189,7 +190,7 @@ static inline int64_t number(const void *index, bool wide, int64_t i)
     for (int64_t i = 0; i < n; i++) ((type *)to)[i] = ((const type *)from)[number(index, wide, i) * step + i * move]
 #define PICK(type) do { if (wide) PICK_N(type, true); else PICK_N(type, false); } while (0)
 
-/* to[i] = from[index[i] * step + i * move], of n elements of `size` bytes. */
+/* to[i] = from[index[i] * step + i * move] for n elements of `size` bytes. */
 static void pick(void *to, const void *from, const void *index, bool wide, int64_t n, int64_t step, int64_t move,
                  int64_t size)
 {
@@ -199,7 +200,7 @@ static void pick(void *to, const void *from, const void *index, bool wide, int64
     else PICK(uint64_t);
 }
 
-enum { PICKS = 4096 };                       /* elements that a thread picks at a time */
+enum { PICKS = 4096 };                       /* number of elements that a thread reads at a time */
 
 static int gather(ps_call *call)
 {
@@ -234,7 +235,8 @@ static int gather(ps_call *call)
     return 0;
 }
 
-/* Data of all scatters: columns [first, last) of one outer part, whose elements of the index come in their order. */
+/* Data of all scatters: columns [first, last) of one outer part, for which the elements of the index are processed in
+ * their order. */
 struct scatter {
     struct along a;
     const void *index;                /* [outer, n] or [outer, n, inner] */
@@ -245,7 +247,7 @@ struct scatter {
     int dtype;
 };
 
-/* Where element j of the index of part o puts column c. */
+/* The place to which element j of the index of part o writes column c. */
 static inline int64_t place(const struct scatter *s, bool wide, int64_t o, int64_t j, int64_t c)
 {
     int64_t r = o * s->a.n + j;
@@ -296,8 +298,8 @@ static void put_columns(const struct scatter *s, int64_t o, int64_t first, int64
     else PUT_ALL(uint64_t);
 }
 
-/* The gradient of put_columns: src takes what lies in its places, from the last element of the index on, and leaves 0
- * there. */
+/* The gradient of put_columns. It goes through the index from its last element on: src gets the value at the element's
+ * place, and that place becomes 0. */
 static void take_columns(const struct scatter *s, int64_t o, int64_t first, int64_t last)
 {
     if (s->size == 2) TAKE_ALL(uint16_t)
@@ -307,7 +309,7 @@ static void take_columns(const struct scatter *s, int64_t o, int64_t first, int6
 
 enum { SCATTER_COLUMNS = 1024 };
 
-/* Copies x to `to`, where those are two, and calls fn for all parts and columns. */
+/* Copies x to `to` if they are different, and calls fn for all parts and columns. */
 static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
                        void (*fn)(const struct scatter *, int64_t, int64_t, int64_t))
 {
@@ -335,7 +337,7 @@ static int run_scatter(struct scatter *s, const ps_view *x, int64_t work,
     return 0;
 }
 
-/* Fills in the fields for x, index, src and the result. */
+/* Sets the fields for x, index, src and the result. */
 static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index, const ps_view *src, const ps_view *y,
                       int dim)
 {
@@ -347,7 +349,7 @@ static int scatter_of(struct scatter *s, const ps_view *x, const ps_view *index,
     return ps_check_indices(index, s->a.size);
 }
 
-/* fp32 and integers only: other types have a rounding at each addition that belongs to the reference. */
+/* Only fp32 and integers: for other types ref rounds after each addition. */
 static int scatter_add(ps_call *call)
 {
     const ps_view *x = &call->in[0], *src = &call->in[2];
