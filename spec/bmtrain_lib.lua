@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For specs of ps.bmt on several ranks: how their scripts begin, and what they said.
+-- For specs of ps.bmt on several ranks: the beginning of their scripts, and the output of the ranks.
 local ranks = require "spec.ranks_lib"
 
 local lib = {}
 
--- `begin` is bmt.init_distributed, alike for all.
+-- `begin` calls bmt.init_distributed with options that are equal on all ranks.
 local BEGIN = [[
   local ps = require "ps"
   local bmt = require "ps.bmt"
@@ -17,13 +17,13 @@ local BEGIN = [[
   end
 ]]
 
---- Runs a script, which has ps, bmt, nn, F, folder and begin(options), as `size` ranks; fails unless every rank comes
---- to its end.
+--- Runs a script as `size` ranks. The script has ps, bmt, nn, F, folder and begin(options). Fails unless every rank
+--- reaches its end.
 ---@param folder string
 ---@param size integer
 ---@param script string
 ---@return number[] numbers of the lines "step A B" of rank 0
----@return table<integer, {text: string, code: integer}> all what each rank said
+---@return table<integer, {text: string, code: integer}> all the output of each rank
 function lib.run(folder, size, script)
   local all = ranks.run(folder, size, BEGIN:format(folder) .. script .. "\n  print 'done'\n")
   for rank = 0, size - 1 do

@@ -13,13 +13,13 @@ local lib = {}
 local LIMIT_MS = 30000
 
 ---@class spec.Browser
----@field private asked {id: string, address: string}[] what the page asked for
----@field private refused table<string, boolean> by id: its own policy refused it, so that nothing was sent
+---@field private asked {id: string, address: string}[] requests of the page
+---@field private refused table<string, boolean> by id: the page's own policy refused the request, so it was not sent
 ---@field errors string[] of its scripts
 local Browser = {}
 Browser.__index = Browser
 
---- The browser's program; nil where there is none.
+--- The browser's program; nil if there is none.
 ---@return string?
 function lib.program()
   for _, name in ipairs { "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome" } do
@@ -120,9 +120,9 @@ function Browser:wheel(id, x, y, delta)
   self:call("Input.dispatchMouseEvent", { type = "mouseWheel", x = at.x + x, y = at.y + y, deltaX = 0, deltaY = delta })
 end
 
---- Presses a key some times; the element with the focus gets it.
+--- Presses a key several times. The element with the focus receives it.
 ---@param key string "ArrowRight"
----@param code integer of Windows, which the protocol asks for
+---@param code integer Windows' code of the key, which the protocol requires
 ---@param times? integer
 function Browser:key(key, code, times)
   for _ = 1, times or 1 do
@@ -167,7 +167,7 @@ function lib.start()
   local from, its_out = unistd.pipe()
   local pid = unistd.fork()
   if pid == 0 then
-    -- 3 and 4 may be ends of these pipes: out of the way first.
+    -- Descriptors 3 and 4 may be ends of these pipes, so they are moved first.
     local high_in, high_out = unistd.dup2(its_in, 98), unistd.dup2(its_out, 99)
     unistd.dup2(high_in, 3)
     unistd.dup2(high_out, 4)

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Attention of the device cuda by warpgroup products (PS_CUDA_ATTENTION=wgmma): against ref and against the kernels of
--- mma.sync, over sizes that are no multiples of tiles. On the emulator (spec/emulate/wgmma.cpp), or with PS_CUDA_REAL=1
--- on a GPU of compute capability 9.0.
+-- mma.sync, over sizes that are not multiples of tiles. On the emulator (spec/emulate/wgmma.cpp), or with
+-- PS_CUDA_REAL=1 on a GPU of compute capability 9.0.
 local cuda = require "spec.cuda_lib"
 
---- Runs a script that must print "fine" at its end, with this PS_CUDA_ATTENTION; gives what it printed before that.
+--- Runs a script with this PS_CUDA_ATTENTION. The script must print "fine" at its end. Returns the output before that.
 local function runs(attention, script)
   local out, code = cuda.child(script .. "\nprint 'fine'", { PS_CUDA_ATTENTION = attention })
   assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
@@ -40,22 +40,22 @@ local RUN = [[
     ;(y * dy:to(device)):sum():backward()
     return { y = y, dq = q:grad(), dk = k:grad(), dv = v:grad() }
   end
-  -- The largest difference in units of the root mean square.
+  -- The largest difference, in units of the root mean square.
   local function off(got, want)
     got, want = got:to("cpu"):double(), want:to("cpu"):double()
     local most, size = (got - want):abs():max():item(), want:square():mean():sqrt():item()
-    return most / math.max(size, 0.05)                          -- of a single key the gradients are 0
+    return most / math.max(size, 0.05)                          -- with a single key the gradients are 0
   end
 ]]
 
--- How many products the emulator has done since it was last asked; 1 on a GPU.
+-- The number of products that the emulator has computed since the last call; 1 on a GPU.
 local COUNT = cuda.REAL and "local function count() return nil end\n" or ([[
   local ffi = require "ffi"
   ffi.cdef "int64_t ps_emu_take_products(void);"
   ps.device("cuda")
   local plugin = ffi.load(%q)
   local function count()
-    ps.ones({ 1 }, { device = "cuda" }):item()                         -- what was queued is through
+    ps.ones({ 1 }, { device = "cuda" }):item()                         -- the queued work has ended
     return tonumber(plugin.ps_emu_take_products())
   end
 ]]):format(cuda.PLUGIN)

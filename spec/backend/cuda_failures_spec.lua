@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What the CUDA runtime and cuBLASLt may answer: the device fails at any call, memory is refused, the library gives up.
--- The emulator fails the calls that it is told to (ps_emu_fail_calls), one after the other, each in a fork of one
--- process: every failure is an error that names its cause, later calls say so again, values that can still be read are
--- right, and the process ends as it should. PS_FULL=1 takes every call instead of a sample.
+-- Failures of the CUDA runtime and of cuBLASLt: the device fails at any call, memory is refused, the library fails. The
+-- emulator fails the calls that the test selects (ps_emu_fail_calls), one after the other, each in a fork of one
+-- process. Every failure must be an error that names its cause. Later calls report the same error, values that can
+-- still be read are right, and the process ends as it should. PS_FULL=1 tries every call instead of a sample.
 local lib = require "spec.cuda_lib"
 
--- For scripts: walk(kind, count, work, look) forks once for the Nth call of a kind, N = 0, 1, 2, ..., of which and of
--- the next count - 1 fail. work() is called with failures on, then look(ok, error) without. Gives the number of calls.
+-- For scripts: walk(kind, count, work, look) forks once for each N = 0, 1, 2, ... In fork N, calls N to N + count - 1
+-- of a kind fail. It calls work() with failures on, then look(ok, error) without them. Returns the number of calls.
 local WALK = ([[
   local ffi, unistd, wait = require "ffi", require "posix.unistd", require "posix.sys.wait"
   ffi.cdef "int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count);"
   local DEVICE, MEMORY, LIBRARY = 0, 1, 2             -- luacheck: ignore
   local FULL, plugin = %s, ffi.load(%q)
-  io.stdout:setvbuf("no")                             -- else a fork would write it again
-  ps.set_threads(1)                                   -- a fork has no others
+  io.stdout:setvbuf("no")                             -- otherwise a fork would write it again
+  ps.set_threads(1)                                   -- a fork does not have the other threads
 
   local function forked(kind, nth, count, work, look)
     local reader, writer = unistd.pipe()
@@ -27,7 +27,7 @@ local WALK = ([[
       local calls = tonumber(plugin.ps_emu_fail_calls(kind, -1, 0))
       local fine, wrong = pcall(look, ok, tostring(why))
       print(fine and "calls " .. calls or "WRONG: " .. tostring(wrong) .. " AFTER: " .. tostring(why))
-      os.exit(0, true)                                -- with all that closing does
+      os.exit(0, true)                                -- with everything that closing does
     end
     unistd.close(writer)
     local text = {}
@@ -52,7 +52,7 @@ local WALK = ([[
   end
 ]]):format(tostring(lib.FULL), lib.PLUGIN)
 
--- For scripts: an engine whose chunks move between the host and the device, where both update.
+-- For scripts: an engine whose chunks move between the host and the device, and that updates on both.
 local ENGINE = [[
   local gpt2, bytes = require "models.gpt2", require("spec.check_lib").bytes
   local function engine()
@@ -84,9 +84,9 @@ local function comes_to_its_end(script)
   assert.truthy(code == 0 and out:find("fine\n", 1, true), ("exit code %d: %s"):format(code, out))
 end
 
--- What must hold once the device was given up: cause is in every error.
+-- Checks what must be true after the device was given up: every error contains cause.
 local GIVEN_UP = [[
-  -- After which step of `work` parameters have which values.
+  -- The values that parameters have after each step of `work`.
   local known, file = {}, os.tmpname()
   local function remember(f, at)
     for name, t in pairs(model:state_dict()) do
@@ -120,7 +120,7 @@ local GIVEN_UP = [[
         local good, problem = pcall(use)
         assert(not good and tostring(problem):find(GONE, 1, true), tostring(problem))
       end
-      -- In the middle of an update nothing is given out; else all that can be read is of one step.
+      -- In the middle of an update no values can be read. Otherwise all values that can be read are from one step.
       local whole, state = pcall(model.state_dict, model)
       assert(whole or tostring(state):find("step %d failed in its update %("), tostring(state))
       local of
@@ -131,7 +131,7 @@ local GIVEN_UP = [[
         assert(not good or (at and (not of or at == of)), name .. " has a value that it never had, or not then")
         of = at
       end
-      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host works on
+      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host continues to work
       model:close()
     end
   end
@@ -190,7 +190,7 @@ describe("when CUDA fails,", function()
       for _, count in ipairs { 1, 2, 1e9 } do
         assert(walk(MEMORY, count, 5, both, function(ok, why)
           assert(ok or why:find("cuda has no [%d.]+ MiB of memory in one piece, [%d.]+ MiB are free"), why)
-          if stage == "update" then return model:close() end         -- what was updated is not known
+          if stage == "update" then return model:close() end         -- it is not known which parameters were updated
           if stage == "making" then both() end
           if stage == "gradients" then optimizer:zero_grad() end
           while #losses < 2 do one() end
@@ -213,7 +213,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
     if ranks.no_gloo() or not ranks.emulated() then return pending(ranks.no_gloo() or ranks.NO_EMULATED) end
     local counts = lib.FULL and 40 or 2
     for case = 1, 2 * counts do
-      local kind, share = case % 2 * 2, 0.95 * case / (2 * counts + 1)         -- of the calls that two steps make
+      local kind, share = case % 2 * 2, 0.95 * case / (2 * counts + 1)         -- of the calls in two steps
       local began = os.time()
       local all = ranks.check(folder, 2, WALK .. ENGINE:gsub("memory = %b{},", "zero_optimization = { stage = 3 },")
         .. ([[
@@ -223,8 +223,9 @@ describe("when CUDA fails on one of two ranks that train together,", function()
         step()
         local calls = tonumber(plugin.ps_emu_fail_calls(%d, -1, 0))
         if rank == 1 then plugin.ps_emu_fail_calls(%d, math.floor(2 * calls * %g), 1) end
-        local function settle() ps.check(ps.C.ps_groups_settle()) end      -- calls return before their bytes are there
-        -- More steps than were counted: how often a thread asks about an exchange depends on the time that it takes.
+        local function settle() ps.check(ps.C.ps_groups_settle()) end      -- calls return before their bytes have
+                                                                           -- arrived
+        -- More steps than were counted, because the time decides how often a thread asks about an exchange.
         local ok, why = pcall(function() for _ = 1, 20 do step() end settle() end)
         why = tostring(why)
         assert(not ok, "no error")
@@ -233,7 +234,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
           assert(cause or (rank == 0 and text:find("rank 1 %%(%%S+%%) ended")), text)
         end
         told(why)
-        ok, why = pcall(settle)                                      -- what was under way ends with it
+        ok, why = pcall(settle)                                      -- this also ends what is under way
         if not ok then told(tostring(why)) end
       ]]):format(kind, kind, kind, share), ranks.emulated())
       assert.truthy(os.time() - began < check.PROMPT_S, all[0].text)

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Kernels of the device cuda that choose between ways by shape, type and alignment: every way against ref, on the
--- emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/backend/cuda_spec.lua runs the table of
--- cases.
+-- Kernels of the device cuda that choose a method by shape, type and alignment. Every method is compared with ref, on
+-- the emulator (spec/emulate), or with PS_CUDA_REAL=1 on this machine's GPU. spec/backend/cuda_spec.lua runs the table
+-- of cases.
 local cuda = require "spec.cuda_lib"
 
--- Runs a script that must end well on the device.
+-- Runs a script that must succeed on the device.
 local function runs(script)
   local lacking = cuda.lacks_kernels()
   if lacking then return pending(lacking) end
@@ -21,7 +21,8 @@ end
 describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processor,"), function()
   it("normalise rows of every width, aligned or not, and give their gradients", function()
     runs [[
-      -- rows, width, with add, with w; bf16 owns 8 columns a thread: 13 and 20 have none, 2056 and 4104 are many
+      -- rows, width, with add, with w. With bf16 a thread has 8 columns: 13 and 20 are not multiples of it, 2056 and
+      -- 4104 are large
       for _, case in ipairs { { 1, 24, true, true }, { 67, 40, false, true }, { 133, 96, true, false },
                               { 9, 1600, true, true }, { 5, 2056, true, true }, { 3, 4104, false, true },
                               { 21, 13, true, true }, { 10, 20, false, true } } do
@@ -61,7 +62,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
 
   it("sum up a vocabulary's losses in one look at each row, or in several", function()
     runs [[
-      -- positions, words, width: 300 bf16 words fill no whole packs of 16 bytes, 304 do; 131 positions are two panels
+      -- positions, words, width: 300 bf16 words are not a multiple of 16 bytes, 304 are; 131 positions need two panels
       for _, case in ipairs { { 131, 300, 16 }, { 9, 304, 8 }, { 140, 1003, 8 }, { 7, 21, 8 }, { 40, 5000, 8 } } do
         local N, V, C = unpack(case)
         for _, dtype in ipairs { "bf16", "fp32" } do
@@ -86,7 +87,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
         for _, dtype in ipairs { "bf16", "fp32", "fp64" } do
           local logits = ps.randn({ 6, V }, { dtype = dtype, device = "ref" }) * 4
           local target = ps.tensor({ 1, V - 1, -100, 0, 7, 5 }, { dtype = "int64", device = "ref" })
-          logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- all words but eight are out
+          logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- all words except eight are excluded
           logits:narrow(0, 5, 1):copy_(logits:narrow(0, 5, 1) - 200)
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
@@ -110,7 +111,8 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
 
   it("add up the gradients of rows of a table that few, many or all positions picked", function()
     runs [[
-      -- positions, rows, columns, how many of the positions pick row 3: it is hot from 65 on, sorted apart from 513 on
+      -- positions, rows, columns, and the number of positions that select row 3: it is hot from 65 on, and sorted
+      -- separately from 513 on
       for _, case in ipairs { { 90, 40, 24, 0 }, { 200, 7, 16, 66 }, { 1500, 11, 40, 600 }, { 700, 5, 13, 700 } } do
         local n, V, C, same = unpack(case)
         local index = ps.randint(0, V, { n }, { dtype = "int32", device = "ref" })
@@ -125,7 +127,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
             local function once() (ps.F.embedding(index:to(device), w) * dy:to(device)):sum():backward() end
             once()
             local first = w:grad():clone()
-            once()                                            -- adds to what is there
+            once()                                            -- adds to existing values
             local wide = ps.ops.embedding_backward(index:to(device), dy:to(device), V, 0, ps.C.PS_F32)
             results[device] = { first, w:grad(), dtype ~= "fp64" and wide or nil }
           end

@@ -2,16 +2,16 @@
 -- Stack frames and spills of the kernels of the real plug-in, as ptxas reported them to the build
 -- (cmake/cuda_compile.cmake): kernels that a training step spends its time in keep everything in registers. Each kernel
 -- is compiled for both sm_80 and sm_90; warpgroup products (attention_hopper.cu) for sm_90a alone. Skipped if no nvcc.
--- tools/prove_cuda/cubins.py holds registers, shared memory and constants to each card's limits, from the plug-in.
+-- tools/prove_cuda/cubins.py compares registers, shared memory and constants of the plug-in with each card's limits.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
 local FOLDER = paths.exe:match("^(.*)/[^/]*$") .. "/cuda"
 
--- Kernels with stack frames: those that hold the ops of one element that are chosen at run time (of which pow, sin and
--- cos need local memory), sampling (a histogram of 16 sums), and some in fp64. Anything else must not.
+-- The only kernels that may have stack frames: those with the ops of one element that are chosen at run time (of which
+-- pow, sin and cos need local memory), sampling (a histogram of 16 sums), and some in fp64. Anything else must not.
 local MAY_HAVE_FRAMES = { "flat_kernelI.*Lin1E", "any_kernelI", "sample_kernelI", "Id[Ed]", "IdLb" }
--- Four registers that some version of ptxas trades for one more block on a multiprocessor are no harm.
+-- Some version of ptxas spills four registers to fit one more block on a multiprocessor. That does no harm.
 local FRAME = 16
 
 --- All kernels: {file, name (mangled), arch, registers, stack, spills}.

@@ -11,7 +11,7 @@ local cuda = require "spec.cuda_lib"
 local BUILD, DRIVER, PLUGIN, REAL, FULL = cuda.BUILD, cuda.DRIVER, cuda.PLUGIN, cuda.REAL, cuda.FULL
 local HAS_DRIVER, child = cuda.HAS_DRIVER, cuda.child
 local it = it
-if REAL and not HAS_DRIVER then                -- all are listed, none passes
+if REAL and not HAS_DRIVER then                -- all are listed, and none of them passes
   local listed = it
   it = function(name) listed(name, function() pending(cuda.lacks_kernels()) end) end
 end
@@ -26,7 +26,7 @@ local function needs_emulated(kernels)
   return why ~= nil
 end
 
---- Asking for the device fails with a text that has all these parts.
+--- Opening the device fails with a text that contains all these parts.
 local function says(env, ...)
   local out, code = child("local ok, err = pcall(ps.device, 'cuda') assert(not ok) print(tostring(err))", env)
   assert.equal(0, code, out)
@@ -178,7 +178,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
 
   it("put a GELU, its gradient and sums for biases into products, and give ref's gradients", function()
     runs [[
-      -- rows, features, hidden features (of which cuBLASLt takes multiples of 8, its stand-in not 23), biases, out_in
+      -- rows, features, hidden features (cuBLASLt needs multiples of 8, its stand-in does not accept 23), biases,
+      -- out_in
       for _, case in ipairs { { 33, 16, 32, true, 0 }, { 40, 24, 64, true, 1 }, { 20, 8, 48, false, 0 },
                               { 9, 12, 23, true, 0 }, { 17, 16, 30, true, 1 } } do
         local N, C, H, biases, out_in = unpack(case)
@@ -190,7 +191,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
           for _, device in ipairs { "ref", "cuda" } do
             local list = {}
             for i = 1, 6 do list[i] = inputs[i] and inputs[i]:to(device):clone():detach():requires_grad(true) or nil end
-            for _ = 1, 2 do                                    -- the second adds to gradients that are there
+            for _ = 1, 2 do                                    -- the second run adds to existing gradients
               local y = ps.ops.mlp(list[1], list[2], list[3], list[4], list[5], list[6], out_in)
               results[device] = { y }
               ;(y * dy:to(device)):sum():backward()
@@ -212,7 +213,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
   it("draw the tokens that the cpu draws, and say which logit is none", function()
     runs [[
       local V = 1000
-      local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many are equal
+      local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many of them are equal
       for _, dtype in ipairs { "fp32", "bf16", "fp64" } do
         for number, how in ipairs { { 1, 1, 0 }, { 0.5, 0.8, 0 }, { 2, 1, 40 }, { 0.7, 0.3, 200 }, { 0, 1, 0 },
                                    { 3, 0.9, 500, 0.3 } } do
@@ -262,7 +263,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     if REAL then return pending("a GPU is not made to fail") end
     runs([[
       local a = ps.ones({ 4 }, { device = "cuda" })
-      local ok, err = pcall(function() return (a + a):to("cpu") end)     -- the host hears of it when it waits
+      local ok, err = pcall(function() return (a + a):to("cpu") end)     -- the host gets the error when it waits
       local text = tostring(err)
       assert(not ok and text:find("an illegal memory access was encountered (cudaErrorIllegalAddress)", 1, true)
              and text:find("the last op begun was add, the cause may be one before it", 1, true), text)
@@ -305,8 +306,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
   end)
 end)
 
--- For scripts: counts(fn) runs fn and gives what the emulator counted meanwhile: how often the host waited, copies with
--- memory that is not pinned, allocations and their reverse, and copies of any kind.
+-- For scripts: counts(fn) runs fn and returns the emulator's counts for that time: how often the host waited, copies
+-- with memory that is not pinned, allocations, frees, and copies of any kind.
 local COUNTS = ([[
   local ffi = require "ffi"
   ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
@@ -333,7 +334,7 @@ describe("a training step on cuda, once the first has been,", function()
       local function check(what, step, waits, copies)
         step()
         step()
-        ps.ones({ 1 }, { device = "cuda" }):item()           -- the copies of the first step are through
+        ps.ones({ 1 }, { device = "cuda" }):item()           -- the copies of the first step have ended
         local got = counts(step)
         local want = { waits = waits, pageable = 0, taken = 0, given_back = 0, copies = copies }
         for name, n in pairs(want) do
@@ -440,7 +441,7 @@ describe("a training step on cuda, once the first has been,", function()
     if REAL then return pending("the emulator counts; a GPU does not") end
     runs(COUNTS .. [[
       local gpt2 = require "models.gpt2"
-      -- With the second one, state comes to the device for its update: chunks of two sizes take each other's place.
+      -- With the second setting, state is copied to the device for its update: chunks of two sizes replace each other.
       local rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 }
       for budget, speeds in pairs { ["700KiB"] = {}, ["560KiB"] = rates } do
         local model, opt = ps.initialize { quiet = true, config = { device = "cuda", bf16 = { enabled = true },

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What the device cuda queues on its streams is tied by events where it must be: on the emulator, which does nothing
--- before the host waits for it, and then what that needs ("late"), or pieces of other streams in between by chance
--- ("mixed=SEED"). What moves has the bits of what does not. PS_FULL=1 takes more seeds; on a GPU (PS_CUDA_REAL=1) the
--- same scripts run once, as they are. docs/cuda.md lists which ties are proved this way.
+-- Events order what the device cuda queues on its streams, wherever an order is needed. The emulator either does
+-- nothing until the host waits, and then only the work that the wait needs ("late"), or mixes pieces of other streams
+-- in at random ("mixed=SEED"). Moves must not change any bit. PS_FULL=1 tries more seeds. On a GPU (PS_CUDA_REAL=1) the
+-- same scripts run once. docs/cuda.md lists the orders that are proved in this way.
 local lib = require "spec.cuda_lib"
 
 local MODES = { "late", "mixed=1" }
@@ -11,7 +11,7 @@ if lib.FULL then
 end
 if lib.REAL then MODES = { "as they are" } end
 
---- A script that must come to its end, whatever runs when.
+--- A script that must reach its end in whatever order the work runs.
 local function always(name, script, env)
   for _, mode in ipairs(MODES) do
     it(("%s: %s"):format(mode, name), function()
@@ -101,7 +101,7 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
   ]])
 
   always("a script's copies may be followed by writing what was copied, and are there when they return", [[
-    local big = ps.empty({ 1500000 }, { device = "cpu" })              -- more than the pinned slots hold
+    local big = ps.empty({ 1500000 }, { device = "cpu" })              -- more than the pinned slots can hold
     local there = {}
     for i = 1, 3 do
       big:fill_(i)
@@ -118,7 +118,8 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
     end
   ]])
 
-  -- The host memory of large activations is pinned; small ones then lie in front of what goes back to the system.
+  -- The host memory of large activations is pinned. Small ones then lie before the pages that are returned to the
+  -- system.
   always("host memory that goes back to the system is not unpinned under a copy beside it", [[
     local F, bytes = ps.F, require("spec.check_lib").bytes
     local w = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad(true)

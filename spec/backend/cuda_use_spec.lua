@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a script meets when it uses the device cuda: tensors print as anywhere, models and batches go there by name, and
--- what is on the wrong device is told with what to write. In processes of their own, as in cuda_spec.
+-- What a script experiences when it uses the device cuda. Tensors print as on any device, models and batches move there
+-- by name, and an error about a tensor on the wrong device says what to write. Scripts run in processes of their own,
+-- as in cuda_spec.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local cuda = require "spec.cuda_lib"
@@ -85,7 +86,7 @@ describe("on the device cuda", function()
         end
       end
       assert(#kernels == 6, #kernels)
-      local late = tonumber(asked - began) + 3e7                 -- nothing runs before it is waited for
+      local late = tonumber(asked - began) + 3e7                 -- nothing runs before the host waits for it
       for i, k in ipairs(kernels) do
         assert(k[2] > k[1], "a kernel takes time")
         assert(i == 1 or k[1] >= kernels[i - 1][2] - 2000, "kernels of a stream do not overlap")
@@ -131,7 +132,7 @@ describe("on the device cuda", function()
       local copies, ops, before = 0, 0, {}
       for _, e in ipairs(profile.traceEvents) do
         if e.cat == "copy" then copies = copies + 1 end
-        -- what a stream does, it does one after the other: each direction has one track, and kernels have one
+        -- a stream does its work one after the other, so each direction has one track, and kernels have one
         if e.cat == "copy" or (e.cat == "op" and e.tid ~= 0) then
           ops = ops + 1
           local name = e.cat == "op" and "op" or e.name
@@ -166,7 +167,8 @@ describe("on the device cuda", function()
       assert(math.abs(a - c) < 1e-4 and math.abs(b - d) < 1e-4, a .. " " .. c .. " " .. b .. " " .. d)
       assert(ps.fast_dtype("cuda") == "bf16" and ps.prefers_fused "cuda" and not ps.prefers_fused "cpu")
 
-      local function unpadded(device)                         -- dropout draws the same there, by the rows' numbers
+      local function unpadded(device)                         -- dropout draws the same numbers there, by the rows'
+                                                              -- numbers
         ps.manual_seed(3)
         local bert = require("models.bert").new("tiny", { task = "masked_lm", dropout = 0.2, unpad = true }):to(device)
         local seen = ps.tensor({ { 1, 1, 1, 1, 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0, 0, 0, 0, 0 },
@@ -174,7 +176,7 @@ describe("on the device cuda", function()
         local ids = ps.randint(1, 256, { 3, 9 }, { dtype = "int32" })
         local batch = { input_ids = ids:to(device), attention_mask = seen:to(device),
           labels = ps.where(seen:eq(1), ids, ps.full({ 1 }, -100, { dtype = "int32" })):to(device) }
-        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 that count, and 1 for whole tiles
+        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 that count, and 1 that fills the tile
         local loss = bert(batch).loss
         loss:backward()
         return loss:item(), bert.bert.embeddings.word_embeddings.weight:grad():to "cpu"
@@ -210,7 +212,8 @@ describe("on the device cuda", function()
         there(x:to("cuda"), x:to("cuda")):backward()
         a:step()
         b:step()
-        near(here:state_dict(), there:state_dict(), 2e-3)     -- Adam makes what is left of a gradient of zero large
+        near(here:state_dict(), there:state_dict(), 2e-3)     -- Adam turns the rounding error of a zero gradient into a
+                                                              -- large step
         near(a:state_dict(here).tensors, b:state_dict(there).tensors, 1e-5)
         here:load_state_dict(there:state_dict())
         a:zero_grad()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The device sim, a pretend accelerator: tensors go there and come back by copies, the op table runs on it with the
--- cpu's bits, training gives the cpu's losses and parameters bit for bit, and its memory ends where it says.
+-- The device sim, a pretend accelerator. Copies move tensors to it and back. The op table runs on it with the cpu's
+-- bits, training has the cpu's losses and parameters bit for bit, and its memory ends at the set limit.
 local ps = require "ps"
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"

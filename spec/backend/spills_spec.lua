@@ -2,7 +2,7 @@
 -- The machine code of the vector kernels that training spends its time in, as objdump shows it: loops work in
 -- registers. Vectors wider than the machine's are moved through the stack by GCC, which costs more than their
 -- arithmetic. Loops over single numbers become vectors only where a pragma asks for it, since the build is at -O2. The
--- plain build is not held to this.
+-- plain build need not do this.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -10,9 +10,9 @@ local BUILD = paths.exe:match("^(.*)/[^/]*$")
 local SETS = { "avx2", "avx512" }
 local FAMILIES = { "optim", "norm", "loss", "elementwise", "elementwise_copy", "attention", "reduce", "table",
   "dropout" }
--- Of a loop's vector instructions, up to this share may touch the stack: constants lie there, too.
+-- At most this share of a loop's vector instructions may use the stack, which also holds constants.
 local SHARE = 0.3
--- Loops with fewer are no kernel's main loop: tails, short rows.
+-- Loops with fewer instructions are not a kernel's main loop, but tails and short rows.
 local FEWEST = 16
 
 --- The functions of an object file: {name, list of {address, text}}.
@@ -29,8 +29,8 @@ local function functions(path)
   return all
 end
 
---- The innermost loops of a function, as first and last instruction. Those that call are left out: rows that end within
---- a vector go that way.
+--- The innermost loops of a function, as first and last instruction. Loops that call functions are left out: they
+--- handle rows that end within a vector.
 local function loops(f)
   local at, found, inner = {}, {}, {}
   for i, instruction in ipairs(f) do at[instruction.address] = i end
@@ -62,7 +62,7 @@ local function count(f, l)
   return vectors, stack
 end
 
---- Does a loop without vectors add fp32 numbers one by one, and put the sums back into memory?
+--- Whether a loop without vectors adds fp32 numbers one by one, and writes the sums back to memory.
 local function adds_in_memory(f, l)
   local adds, stores = false, false
   for i = l.first, l.last do
@@ -78,7 +78,7 @@ local function object(set, family)
   return ("%s/CMakeFiles/ps_simd_%s.dir/src/backend/cpu/simd/%s.c.o"):format(BUILD, set, family)
 end
 
---- What keeps this build from being looked at, or nil.
+--- The reason why this build cannot be examined, or nil.
 local function obstacle()
   local cache = io.open(BUILD .. "/CMakeCache.txt")
   if not cache then return "no build folder around the program" end
@@ -141,7 +141,7 @@ describe("machine code of the vector kernels", function()
     assert.equal("", table.concat(wrong, "\n"))
   end)
 
-  -- A probe whose loop did more than it counts would tell too little.
+  -- If a probe's loop did more than it counts, the rate would be too low.
   it("reads and writes memory in the bandwidth probe's loops as often as the probe counts", function()
     local why = obstacle()
     if why then return pending(why) end

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.bmt with pipe_size: blocks dealt to stages, against one rank; the listing of BMTrain's guide; one file of all.
+-- ps.bmt with pipe_size: blocks on several stages, compared with one rank; the listing of BMTrain's guide; one file
+-- with all blocks.
 local ps = require "ps"
 local bmtrain = require "spec.bmtrain_lib"
 local lib = require "spec.ranks_lib"
@@ -55,7 +56,7 @@ local SCRIPT = [[
   bmt.save(model, folder .. "/begin.pt")
   bmt.init_parameters(model)
   bmt.load(model, folder .. "/begin.pt")
-  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })      -- nearly the gradient
+  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })      -- approximately the gradient
   local manager = bmt.optim.OptimManager { loss_scale = dtype ~= "fp32" and 64 or nil }
   manager:add_optimizer(optimizer)
   ps.manual_seed(9)
@@ -87,7 +88,8 @@ local SCRIPT = [[
   bmt.close()
 ]]
 
--- The listing of BMTrain's guide; then what a list of several stages refuses, before it waits for any other rank.
+-- The listing of BMTrain's guide. After it, the calls that a list of several stages refuses before it waits for another
+-- rank.
 local GUIDE = [[
   begin { pipe_size = pipe, num_micro_batches = 2 }
   local SomeTransformerBlock = nn.class("SomeTransformerBlock", bmt.DistributedModule)
@@ -179,7 +181,8 @@ local function off(a, b)
   return (a - b):abs():amax():item() / math.max(1e-30, b:abs():amax():item())
 end
 
--- Losses, norms, bits of the beginning, updates that are nearly gradients, and what is saved at the end.
+-- Losses, norms, the bits at the beginning, updates that are approximately gradients, and the values that are saved at
+-- the end.
 local function compare(size, layout, numbers, begin, first, last)
   local got, its_begin, its_first, its_last = run(size, layout)
   local what = ("%d ranks, pipe %d, tp %d, dp %d: "):format(size, layout.pipe, layout.tp or 1,

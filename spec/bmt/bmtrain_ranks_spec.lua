@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.bmt on several ranks: losses, norms and files of one process, whatever ZeRO shares out; rank 0's values.
+-- ps.bmt on several ranks: losses, norms and files are those of one process, no matter what ZeRO shares out; values of
+-- rank 0.
 local paths = require "ps.paths"
 local ps = require "ps"
 local bmtrain = require "spec.bmtrain_lib"
@@ -9,7 +10,7 @@ local check = require "spec.check_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- A model of two blocks on six rows, of which each rank takes its own. It says losses and norms, and writes a file.
+-- A model of two blocks on six rows, which the ranks share. It prints losses and norms, and writes a file.
 local SCRIPT = [[
   local dtype, levels = "DTYPE", { BLOCKS }
   begin { zero_level = LEVEL }
@@ -128,7 +129,7 @@ describe("ps.bmt on several ranks", function()
         sent[levels] = (sent[levels] or 0) + tonumber(bytes)
       end
     end
-    -- The last block is the first of backward, and would not go in between whatever its level.
+    -- The last block is the first one in backward, so it would not be dropped in between at any level.
     assert(sent["2 2"] < sent["3 3"] and sent["2 3"] < sent["3 2"])
   end)
 
@@ -142,7 +143,7 @@ describe("ps.bmt on several ranks", function()
       for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
       return losses, text
     end
-    -- Behind 100 steps ranks compare what they hold alike.
+    -- After 100 steps, ranks compare the state that they must have in common.
     local losses, text = losses_of(2, "--iters 101 --dtype bf16 --save gpt.safetensors")
     assert(#losses == 11 and losses[3] < losses[1] - 0.5, text)
     local n = 0

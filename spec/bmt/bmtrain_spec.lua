@@ -34,7 +34,7 @@ describe("BMTrain's guide", function()
     return x * self.scale + self.shift
   end
 
-  -- Step 2 and 3 differ from the listing before in the lines that a user replaces; model() is 8 x - 7.
+  -- Steps 2 and 3 differ from the listing before them in the lines that a user replaces. model() is 8 x - 7.
   local function check(model, names)
     assert.same(names, (function()
       local list = {}
@@ -162,8 +162,8 @@ describe("training", function()
       assert.equal("fp32", saved:dtype())
       for i = 1, 3 do
         local m, v, w = 0, 0, ({ 1, -2, 3 })[i]
-        -- Gradients are the same in each step, so that AdamW (Loshchilov and Hutter) can be written out. The eps of the
-        -- clipping stands beside the scaled norm.
+        -- Gradients are the same in each step, so the values of AdamW (Loshchilov and Hutter) can be computed by
+        -- formula. The eps of clipping is added to the scaled norm.
         for t = 1, 5 do
           local scale, lr = scales[t], t < 3 and 0 or 0.01
           local grad = g[i] / (norm + 256 / scale)
@@ -196,7 +196,7 @@ describe("training", function()
     assert.equal(2, rates.num_iter)
     assert.equal(2 ^ 15, manager.loss_scale)
     assert.same({ 0, -3 }, model.w:tolist())                     -- two steps of 0.5
-    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- and by clip_grad_norm, which sees it first
+    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- also by clip_grad_norm, which reads it first
     manager:backward(model(x))
     assert.equal(math.huge, manager:clip_grad_norm(optimizer.param_groups, 1))
     manager:step()
@@ -406,7 +406,7 @@ describe("blocks", function()
   it("fill parameters by init_method, and tell them by group", function()
     local Net = nn.class("Net", bmt.DistributedModule)
     function Net:init()
-      self.block = bmt.CheckpointBlock(nn.Linear(2, 2))          -- parameters that were none of bmt
+      self.block = bmt.CheckpointBlock(nn.Linear(2, 2))          -- parameters that do not belong to bmt
       self.a = bmt.DistributedParameter(ps.zeros { 3 }, { group = "delta", requires_grad = false,
         init_method = bmt.ParameterInitializer(nn.init.uniform_, 4, 5) })
     end
@@ -496,7 +496,7 @@ describe("files", function()
         bmt.save(model, weights .. ".end.pt")
         local want = ps.load(weights .. ".end.pt")
         os.remove(weights .. ".end.pt")
-        for _, late in ipairs { false, true } do               -- loaded before the model's first call, or behind it
+        for _, late in ipairs { false, true } do               -- loaded before the model's first call, or after it
           local other, its = begin(dtype, 2)
           if late then go_on(other, its, 1, 1) else other:eval() end
           bmt.load(other, weights)

@@ -8,7 +8,7 @@ local lib = require "spec.ranks_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- The model of BMTrain's example (attention, feed-forward, GPT), with the lines that tp_size > 1 takes there.
+-- The model of BMTrain's example (attention, feed-forward, GPT), with the lines that it needs for tp_size > 1.
 local GPT = [[
   local config = bmt.config
   begin { config = CONFIG, tp_size = TP_SIZE, zero_level = LEVEL }
@@ -91,7 +91,7 @@ local GPT = [[
   if bmt.world_size() == 1 then
     bmt.init_parameters(model)
     bmt.save(model, folder .. "/filled.pt")
-    local state = ps.load(folder .. "/filled.pt")          -- biases are 0 there, and will not be
+    local state = ps.load(folder .. "/filled.pt")          -- biases are 0 there, and will change
     for _, t in pairs(state) do ps.no_grad(function() t:add_(ps.randn(t:shape()) * 0.1) end) end
     ps.save(state, folder .. "/begin.pt")
   else
@@ -100,7 +100,7 @@ local GPT = [[
   end
   bmt.load(model, folder .. "/begin.pt")
   local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
-  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })   -- nearly the gradient
+  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })   -- approximately the gradient
   local manager = bmt.optim.OptimManager()
   manager:add_optimizer(optimizer)
   ps.manual_seed(9)

@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-static _Atomic int passed, failed;          /* tests may check in threads of their own */
+static _Atomic int passed, failed;          /* tests may call checks in threads of their own */
 
 #define CHECK(cond) check((cond), __LINE__, #cond, NULL)
 #define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
@@ -27,7 +27,7 @@ static inline int check(int ok, int line, const char *what, const char *why)
     return 0;
 }
 
-/* `rc` is this error and its message holds `word`. */
+/* Checks that `rc` is this error and that its message contains `word`. */
 #define FAILS(call, code, word) fails((call), (code), (word), __LINE__, #call)
 static inline void fails(int rc, int code, const char *word, int line, const char *what)
 {
@@ -36,7 +36,7 @@ static inline void fails(int rc, int code, const char *word, int line, const cha
     check(rc == code && strstr(ps_error_message(), word), line, what, text);
 }
 
-/* Seconds of a processor that this thread has had: what other programs have of it does not count. */
+/* Seconds of processor time that this thread has used. Time that other programs use does not count. */
 static inline double thread_now(void)
 {
     struct timespec t;
@@ -44,11 +44,11 @@ static inline double thread_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Seconds for what takes milliseconds on a machine that does nothing else. Calls that a test sees end by something else
- * than their time-out have one of FAR_S, so that the two cannot be mixed up, however busy the machine is. */
+/* Seconds for calls that take milliseconds on an idle machine. If a test expects a call to end before its time-out, the
+ * time-out is FAR_S. So the two cannot be confused, no matter how busy the machine is. */
 enum { PROMPT_S = 100, FAR_S = 1000 };
 
-/* Prints the sums; the program's exit status. */
+/* Prints the sums. Returns the program's exit status. */
 static inline int end_checks(void)
 {
     printf("%d passed, %d failed\n", passed, failed);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * For tests of the cpu's kernels: what a kernel asks for when it is called dry (ps_call.dry), where it must neither
- * read nor write, is what it takes when it runs. A test's own scratch() calls scratch_taken. */
+ * For tests of the cpu's kernels. A kernel that is called dry (ps_call.dry) must neither read nor write, and must
+ * request the same scratch memory as when it runs. A test's own scratch() calls scratch_taken. */
 #ifndef CPU_SCRATCH_H
 #define CPU_SCRATCH_H
 #include <stdio.h>

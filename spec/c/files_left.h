@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-/* None (0) or one (1) more; -1: as many as at first. */
+/* 0: no more files; 1: one more; -1: as many as at first. */
 static inline void files_left(int n)
 {
     static struct rlimit first;
@@ -13,7 +13,7 @@ static inline void files_left(int n)
     struct rlimit now = first;
     setrlimit(RLIMIT_NOFILE, &first);
     if (n < 0) return;
-    int lowest = dup(0);                   /* all below are taken */
+    int lowest = dup(0);                   /* all numbers below it are in use */
     close(lowest);
     now.rlim_cur = (rlim_t)(lowest + n);
     setrlimit(RLIMIT_NOFILE, &now);

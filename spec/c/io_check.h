@@ -37,7 +37,7 @@ static int files_in_folder(void)
     return n;
 }
 
-/* Fails allocation 0, 1, 2, ... of `work` until it succeeds; each failure is PS_ENOMEM and leaves no file. */
+/* Fails allocation 0, 1, 2, ... of `work` until it succeeds. Each failure must be PS_ENOMEM and leave no file. */
 static void fail_allocations(const char *name, int (*work)(void))
 {
     for (int nth = 0; nth < 1000; nth++) {
@@ -65,7 +65,7 @@ static void begin_tests(void)
     exit(1);
 }
 
-/* Removes the folder, which every test left empty; the program's exit status. */
+/* Removes the folder, which every test must leave empty. Returns the program's exit status. */
 static int end_tests(void)
 {
     CHECK(rmdir(folder) == 0);

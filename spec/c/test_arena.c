@@ -52,12 +52,12 @@ static uint64_t rnd(void)
 static int64_t rounded(int64_t nbytes) { return nbytes ? (nbytes + GRAIN - 1) / GRAIN * GRAIN : GRAIN; }
 static int64_t random_size(int max_log2) { return (int64_t)(rnd() >> (64 - 1 - rnd() % (unsigned)max_log2)); }
 
-/* -- the model: a list of what is out ---------------------------------------------------------------------------- */
+/* [the model: a list of the allocated blocks] */
 static struct { ps_block *block; uintptr_t at; int64_t size; } live[MAX_LIVE];
 static int n_live;
 static int64_t sum_live;
 
-/* The block lies in a region and touches no other. */
+/* Checks that the block lies in a region and overlaps no other block. */
 static bool fits(uintptr_t at, int64_t size)
 {
     bool inside = false;
@@ -95,7 +95,7 @@ static void give_all(ps_arena *arena)
     while (n_live) give(arena, (int)(rnd() % (unsigned)n_live));
 }
 
-/* When nothing is out, each region is one block again: a request of its whole size is served without growth. */
+/* When no block is allocated, each region is one block again: a request of its whole size needs no growth. */
 static void check_whole(ps_arena *arena)
 {
     int made = world.made;
@@ -128,7 +128,8 @@ static void test_random(void)
     CHECK(world.open == 0);
 }
 
-/* A training step asks for the same sizes in the same order: after the first, the same addresses come again. */
+/* A training step requests the same sizes in the same order. From the second step on, it must get the same
+ * addresses. */
 static void test_steps(void)
 {
     ps_arena *arena;
@@ -182,7 +183,7 @@ static void test_largest(void)
 {
     ps_arena *arena;
     begin(&arena);
-    for (int log2 = 44; log2 <= 56; log2++) {           /* what ps_tensor_new lets through; meta has the addresses */
+    for (int log2 = 44; log2 <= 56; log2++) {           /* a size that ps_tensor_new accepts; meta has the addresses */
         ps_block *block;
         OK(ps_arena_alloc(arena, (int64_t)1 << log2, &block));
         ps_arena_free(arena, block);
@@ -191,7 +192,8 @@ static void test_largest(void)
     CHECK(world.open == 0);
 }
 
-/* What is said to be busy is what a trim leaves, at every moment; and the most of it since it was asked for. */
+/* The bytes that are reported as busy are those that a trim keeps, at every moment. The peak is the largest such number
+ * since it was last read. */
 static void test_busy(void)
 {
     ps_arena *arena;
@@ -223,7 +225,7 @@ static void test_busy(void)
     ps_arena_delete(arena);
 }
 
-/* A refused request leaves everything as it was. `name` says why it is refused. */
+/* A refused request leaves everything unchanged. `name` is a part of the error. */
 static void refused(ps_arena *arena, int64_t nbytes, const char *word)
 {
     ps_memory_info before = *ps_arena_info(arena);
@@ -246,7 +248,8 @@ static void test_limit(void)
     OK(take(arena, 6 << 20));
     ps_arena_info(arena)->limit = 0;
     OK(take(arena, 100 << 20));
-    ps_arena_info(arena)->limit = 10 << 20;              /* below what is in use: nothing new, nothing lost */
+    ps_arena_info(arena)->limit = 10 << 20;              /* a limit below the present use: no new memory, and nothing is
+                                                          * lost */
     refused(arena, 1, "limit");
     give_all(arena);
     OK(take(arena, 10 << 20));
@@ -270,13 +273,13 @@ static void test_no_memory(void)
     world.available = INT64_MAX;
     OK(take(arena, 60 << 20));
     give_all(arena);
-    world.available = 0;                                 /* what was touched before needs no asking */
+    world.available = 0;                                 /* memory that was touched before needs no query */
     OK(take(arena, 60 << 20));
     give_all(arena);
     ps_arena_delete(arena);
 }
 
-/* Fails each request for engine memory in turn, of a request that has to grow the arena. */
+/* Fails each request for the engine's own memory in turn, within a request that makes the arena grow. */
 static void test_failing(void)
 {
     for (int nth = 0; nth < 20; nth++) {
@@ -289,10 +292,11 @@ static void test_failing(void)
         int rc = ps_arena_alloc(arena, 700 << 20, &block);
         bool hit = ps_test_fail_alloc_left() < 0;
         ps_test_fail_alloc(-1, 0);
-        CHECK(rc == 0 || (hit && rc == PS_ENOMEM));      /* 0 although hit: a smaller region was to be had */
+        CHECK(rc == 0 || (hit && rc == PS_ENOMEM));      /* 0 although a request failed: a smaller region was
+                                                          * allocated */
         if (rc == 0) ps_arena_free(arena, block);
         else CHECK(ps_arena_info(arena)->used == before.used && ps_arena_info(arena)->peak == before.peak && !block);
-        OK(take(arena, 700 << 20));                      /* and it works as if nothing had been */
+        OK(take(arena, 700 << 20));                      /* and afterwards it works as if nothing had happened */
         CHECK(world.made == 2);
         give_all(arena);
         check_whole(arena);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Activations that wait on the host come back by micro-batch and virtual stage: backward of one brings none of another,
- * in whatever order the table of a step has them. */
+ * Activations that wait on the host return by micro-batch and virtual stage: the backward of one never fetches those of
+ * another, in any order of the step's table. */
 #include "check.h"
 #include "tensor/tensor.h"
 
@@ -25,7 +25,7 @@ static int64_t used(void)
     return info.used;
 }
 
-/* exp keeps what it gave: DEPTH tensors leave, one at the end of each scope. */
+/* exp keeps its output: DEPTH tensors leave, one at the end of each scope. */
 static void forward(int micro)
 {
     static const int32_t none;
@@ -86,10 +86,11 @@ static void test_order(void)
     perform(COUNT, turns, held, one);
     perform(COUNT, ahead, held, two);
     CHECK(!memcmp(one, two, sizeof one) && !memcmp(one, there, sizeof one));
-    /* All of a forward's have left but the last, which is on its way until another leaves. */
+    /* All tensors of a forward have left except the last, which is on its way until another one leaves. */
     CHECK(stay[2] - stay[0] >= 2 * DEPTH * NBYTES);
     CHECK(held[2] - held[0] < NBYTES / 2 && held[0] < 3 * NBYTES);
-    /* What came for a micro-batch has gone with its backward; nothing came for the others. */
+    /* The tensors that were fetched for a micro-batch are freed after its backward, and none were fetched for the
+     * others. */
     CHECK(held[3] - held[2] < 3 * NBYTES / 2);            /* the gradient of the leaf */
     CHECK(held[4] <= held[3]);
     ps_set_offload(ctx, 0);

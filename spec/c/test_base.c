@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The 16-bit floats over all of their patterns and rounding points, Philox against the known answers published with
- * Random123, errors that go from thread to thread, and growable arrays. */
+ * Random123, errors that are passed between threads, and growable arrays. */
 #include <math.h>
 #include <pthread.h>
 #include "base/grow.h"
@@ -37,7 +37,7 @@ static void test_half(float (*decode)(uint16_t), uint16_t (*encode)(float), doub
         }
         wrong_value += (double)got != want || !signbit(got) != !signbit(want);
         wrong_back += encode(got) != h;
-        if ((h & 0x7fff) >= inf - 1) continue;          /* the last finite number has its own check below */
+        if ((h & 0x7fff) >= inf - 1) continue;          /* the last finite number is checked below */
         float next = decode((uint16_t)(h + 1)), middle = (float)(((double)got + (double)next) / 2);
         uint32_t even = h & 1 ? h + 1 : h;
         wrong_tie += encode(middle) != even;
@@ -49,7 +49,7 @@ static void test_half(float (*decode)(uint16_t), uint16_t (*encode)(float), doub
     CHECK(wrong_near == 0);
     float largest = decode((uint16_t)(inf - 1)), below = decode((uint16_t)(inf - 2));
     double limit = (double)largest + ((double)largest - (double)below) / 2;
-    if (limit < 1e6) {                                  /* fp16; for bf16 the limit is no float below infinity */
+    if (limit < 1e6) {                                  /* fp16; for bf16 the limit is not a float below infinity */
         CHECK(encode((float)limit) == inf);
         CHECK(encode(nextafterf((float)limit, 0)) == inf - 1);
     }
@@ -106,18 +106,20 @@ static void test_grow(void)
     int wrong = 0;
     for (int32_t n = 0; n < 10000; n++) wrong += list[n] != n;
     CHECK(wrong == 0);
-    CHECK(moved <= 11);                                 /* doubled each time */
+    CHECK(moved <= 11);                                 /* its capacity doubles each time */
     int32_t *was = list, had = capacity;
     CHECK(ps_grow(list, capacity, capacity) == 0 && list == was);
-    ps_test_fail_alloc(0, 1);                           /* a failure leaves the array, and says so */
+    ps_test_fail_alloc(0, 1);                           /* after a failure the array is unchanged, and there is an
+                                                         * error */
     CHECK(ps_grow(list, capacity, capacity + 1) == PS_ENOMEM && list == was && capacity == had);
     CHECK(strstr(ps_error_message(), "no memory for") != NULL);
     ps_fail(PS_EINVAL, "before");
-    ps_test_fail_alloc(0, 1);                           /* or leaves the error that was there */
+    ps_test_fail_alloc(0, 1);                           /* or the earlier error stays */
     CHECK(!ps_try_grow(list, capacity, capacity + 1) && list == was && capacity == had);
     CHECK(!strcmp(ps_error_message(), "before"));
     ps_test_fail_alloc(-1, 0);
-    CHECK(ps_grow(list, capacity, (int64_t)INT32_MAX + 1) == PS_ENOMEM && list == was);   /* more than it can count */
+    CHECK(ps_grow(list, capacity, (int64_t)INT32_MAX + 1) == PS_ENOMEM && list == was);   /* more than the capacity's
+                                                                                           * type can count */
     CHECK(list[9999] == 9999);
     ps_free(list);
 }

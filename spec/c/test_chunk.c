@@ -39,8 +39,8 @@ typedef struct world {
     ps_chunk_config config;
     shadow chunked[STORAGES], plain[PLAIN];
     int n_tiers;
-    bool faults;                          /* injected ones: errors are expected */
-    bool small_disk;                      /* it may have no piece that is large enough */
+    bool faults;                          /* injected faults are on: errors are expected */
+    bool small_disk;                      /* the disk may have no free piece that is large enough */
     int64_t refused, failed, served;
 } world;
 
@@ -65,7 +65,7 @@ static bool holds(const shadow *x, const void *p)
     return true;
 }
 
-/* -- what must be true at every moment ---------------------------------------------------------------------------- */
+/* [conditions that must hold at every moment] */
 static void check_budgets(world *w, int line)
 {
     for (int t = 0; t < w->n_tiers; t++) {
@@ -78,7 +78,7 @@ static void check_budgets(world *w, int line)
     }
 }
 
-/* An error that may be: for want of memory (told so), or injected. */
+/* An error that is allowed: memory is short (and the error says so), or the fault was injected. */
 static void note_failure(world *w, int rc, int line)
 {
     bool fine = rc == PS_ENOMEM || rc == PS_ENOSPC || (w->faults && rc == PS_EIO);
@@ -148,7 +148,7 @@ static bool run_op(world *w, const op *o, bool must)
 /* run_op shuffles its op, so it gets a copy. */
 static bool run(world *w, op o, bool must) { return run_op(w, &o, must); }
 
-/* -- chunks and plain storages come and go ------------------------------------------------------------------------ */
+/* [chunks and plain storages are made and freed] */
 static void storage_free(shadow *x)
 {
     if (!x->s) return;
@@ -176,7 +176,7 @@ static void new_chunk(world *w, int at)
         if (rc < 0) {
             x->s = NULL;
             note_failure(w, rc, __LINE__);
-            return;      /* a chunk without a storage is left over: closing frees it */
+            return;      /* a chunk without a storage stays: closing frees it */
         }
         x->key = next_key++, x->version = 0, x->chunk = id;
         offset += sizes[i];
@@ -190,7 +190,7 @@ static void replace_chunk(world *w)
     new_chunk(w, at);
 }
 
-/* Access to a plain storage's bytes from the host: sim's are copied. */
+/* Accesses a plain storage's bytes from the host. Those of sim are copied. */
 static void plain_bytes(world *w, shadow *x, bool write)
 {
     void *p;
@@ -245,7 +245,7 @@ static void scratch_traffic(world *w)
     else w->mem->table->scratch_free(w->mem, device, handle);
 }
 
-/* A plain storage moves, with its contents, into a chunk in place of one that goes. */
+/* Moves a plain storage, with its contents, into a chunk in place of another storage. */
 static void adopt(world *w)
 {
     shadow *x = &w->plain[draw(PLAIN)];
@@ -298,7 +298,7 @@ static void stage(world *w, int kind)
 
 static int action_of(int i) { return i < OPS / 3 ? PS_ACT_FORWARD : i < OPS * 2 / 3 ? PS_ACT_BACKWARD : PS_ACT_UPDATE; }
 
-/* The same ops step by step: noted dry, then planned; now and then a step goes another way. */
+/* The same ops step by step: recorded in a dry run, then planned. Now and then a step departs from its plan. */
 static void steps(world *w, bool faults)
 {
     op ops[OPS];
@@ -350,7 +350,8 @@ static void steps(world *w, bool faults)
     }
     free(trace.uses);
     free(trace.spare);
-    while (faults && ps_chunks_settle(w->cs) < 0) continue;       /* a transfer that failed may not have been met yet */
+    while (faults && ps_chunks_settle(w->cs) < 0) continue;       /* a transfer that failed may not have been noticed
+                                                                   * yet */
     check_contents(w);
 }
 
@@ -415,7 +416,7 @@ static void play(const char *name, ps_chunk_config config, int rounds)
         traffic(&w, 120, true);
         steps(&w, true);
     }
-    if (draw(2)) run(&w, random_op(&w), false);            /* copies may be under way when it closes */
+    if (draw(2)) run(&w, random_op(&w), false);            /* copies may be under way when the manager is closed */
     ps_chunks_close(w.cs);
     for (int i = 0; i < STORAGES; i++) {
         if (!w.chunked[i].s) continue;
@@ -484,14 +485,14 @@ static void test_wrong_use(void)
     ps_storage_unpin(s, CPU);
     OK(ps_chunk_adopt(cs, s, other, 0, NULL));
     CHECK(ps_storage_chunk(cs, s) == other && !strcmp(ps_chunk_tensor_name(cs, other, 0), "one"));
-    FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last one has left */
+    FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last storage is gone */
     ps_chunks_close(cs);
     CHECK(s->block == NULL);
     ps_free(s);
 }
 
-/* Many tensors in one chunk, made and freed in any order, and many chunks: neither takes longer the more there are. The
- * bound is many times what it takes. */
+/* Many tensors in one chunk, made and freed in any order, and many chunks: the time per operation must not grow with
+ * their number. The bound is many times the usual time. */
 static void test_many_members(void)
 {
     enum { MANY = 20000, NBYTES = 256, STEP = 7919 };        /* STEP and MANY have no common divisor */
@@ -526,7 +527,7 @@ static void test_many_members(void)
         storage_free(&x);
         s[(int64_t)i * STEP % MANY] = NULL;
     }
-    for (int at = 1; at < MANY; at++) {                       /* a hole is free, and no more than the hole */
+    for (int at = 1; at < MANY; at++) {                       /* a hole is free, but nothing outside of the hole */
         if (s[at]) continue;
         if (s[at - 1]) FAILS(ps_chunk_storage_new(cs, id, (int64_t)(at - 1) * NBYTES, NBYTES, "t", &more), PS_EINVAL,
                              "overlap");
@@ -544,7 +545,7 @@ static void test_many_members(void)
     for (int i = 0; i < MANY; i++) ps_free(s[i]);
 }
 
-/* One op's working set does not fit: the error has the numbers, and what fits goes on. */
+/* The working set of one op does not fit: the error has the numbers, and later ops that fit succeed. */
 static void test_too_small(void)
 {
     ps_chunks *cs;
@@ -574,8 +575,8 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
-/* Without a plan the policy's rank decides, too: chunk 0 came first and was used last. Nobody knows what is needed
- * next, so the longest unused leaves where that would decide. */
+/* Without a plan the policy's rank also decides. Chunk 0 came first and was used last. The next uses are unknown, so
+ * the chunk that was unused for the longest time is evicted if these would decide. */
 static void test_leaves_without_a_plan(const char *policy, int leaves)
 {
     ps_chunks *cs;
@@ -596,13 +597,13 @@ static void test_leaves_without_a_plan(const char *policy, int leaves)
     }
     for (int i = 0; i < 4; i++) {
         ps_chunk_get(cs, i, &info);
-        CHECK(info.valid == (i == leaves ? 2 : 1));          /* on the disk alone; on the host alone */
+        CHECK(info.valid == (i == leaves ? 2 : 1));          /* only on the disk; only on the host */
     }
     ps_chunks_close(cs);
     for (int i = 0; i < 4; i++) ps_free(s[i]);
 }
 
-/* A chunk whose contents ended goes nowhere: it is not written down, and not fetched for its next use. */
+/* A chunk whose contents have ended does not move: it is not written down, and it is not fetched for its next use. */
 static void test_ended(void)
 {
     ps_chunks *cs;
@@ -635,12 +636,12 @@ static void test_ended(void)
     ps_chunk_get(cs, 0, &info);
     CHECK(info.valid == 0 && info.state == PS_TS_FREE);
     ps_tier_get(cs, 1, &disk);
-    CHECK(disk.bytes_down == 16384 && disk.bytes_up == 16384);       /* chunk 1 made room once, and came back */
+    CHECK(disk.bytes_down == 16384 && disk.bytes_up == 16384);       /* chunk 1 made room once, and returned */
     ps_chunks_close(cs);
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
-/* A plan is refused where a tier cannot hold what is not chunks, though it moves nothing there. */
+/* A plan is refused if a tier cannot hold the other tensors, even if the plan moves nothing there. */
 static void test_no_room_for_others(void)
 {
     ps_chunks *cs;
@@ -660,7 +661,8 @@ static void test_no_room_for_others(void)
     ps_chunks_close(cs);
 }
 
-/* Every op fits on the device, and what makes way there finds no room on the tier below: that tier is the one named. */
+/* Every op fits on the device, but the chunks that must leave it find no room on the tier below: the error names that
+ * tier. */
 static void test_no_room_below(void)
 {
     enum { N = 4 };
@@ -718,7 +720,7 @@ static int away_copy_wait(ps_backend *be, ps_copy *copy, bool block)
     return 1;
 }
 
-/* A chunk without contents is zeros on a device, too, whoever writes them. */
+/* A chunk without contents reads as zeros, on a device, too, no matter who writes the zeros. */
 static void test_zeros_on_a_device(void)
 {
     enum { NBYTES = 3 << 20 };
@@ -747,10 +749,12 @@ static void test_zeros_on_a_device(void)
     ps_free(s);
 }
 
-/* -- copies down that fail, and the fetches behind them ---------------------------------------------------------- */
-/* Copies run when they are begun, and have ended for those who wait for them; those who look only see them under
- * way, but where `seen_up` is set, see those to the device ended. Of copies down to come the fail_at-th fails. */
-static struct { int fail_at; bool seen_up; int regions, behind; } far;   /* behind: fetches that failed with them */
+/* [copies down that fail, and the fetches after them] */
+/* Copies run when they are begun. For a caller that waits they have ended; for a caller that only checks, they are
+ * under way. If `seen_up` is set, a check also finds that copies to the device have ended. Of the copies down from now
+ * on, number fail_at fails. */
+static struct { int fail_at; bool seen_up; int regions, behind; } far;   /* behind: number of fetches that failed
+                                                                          * together with them */
 static int far_met;
 struct ps_copy { bool to_device, failed; };
 
@@ -789,7 +793,8 @@ static int far_copy_wait(ps_backend *be, ps_copy *copy, bool block)
 
 enum { FAR = 4, FAR_TURNS = 12, FAR_NBYTES = 16384 };
 
-/* The chunks are written in turn; what each has held since its last pin is whole. The number of pins that failed. */
+/* Writes the chunks in turn. What each chunk has held since its last pin must be unchanged. Returns the number of pins
+ * that failed. */
 static int turns(ps_chunks *cs, ps_storage **s, char *holds)
 {
     int refused = 0;
@@ -812,8 +817,8 @@ static int turns(ps_chunks *cs, ps_storage **s, char *holds)
     return refused;
 }
 
-/* Chunks take turns on a device with room for three of them: fetches are begun into the memory of those that are still
- * on their way down. Whichever copy down fails, each chunk keeps its contents, and memory has one owner. */
+/* Chunks share a device with room for three of them. Fetches begin into the memory of chunks that are still on their
+ * way down. No matter which copy down fails, each chunk keeps its contents, and memory has one owner. */
 static void test_failed_eviction(int nth, bool seen_up)
 {
     ps_backend away = { .name = "away", .region_new = far_region_new, .region_free = far_region_free,
@@ -894,7 +899,7 @@ int main(void)
     play("cpu, no limits", with(CPU, policy_of("plan"), 0, 0, 0), 1);
     play("cpu, no disk", with(CPU, policy_of("lru"), 0, 800 * KIB, 0), 2);
     for (int policy = 0; ps_policy_name(policy); policy++) {
-        int n = policy % 4;                            /* budgets differ by policy, too */
+        int n = policy % 4;                            /* budgets also differ by policy */
         play("cpu, disk", with(CPU, policy, 0, (300 - 40 * n) * KIB, 4096 * KIB), 2);
         play("sim, host", with(SIM, policy, (280 - 40 * n) * KIB, 800 * KIB, 0), 2);
         play("sim, host, disk", with(SIM, policy, (260 - 40 * n) * KIB, (320 - 30 * n) * KIB, 4096 * KIB), 3);

@@ -106,7 +106,7 @@ static void *wait_for_x(void *arg)
     return NULL;
 }
 
-/* Rank 0 waits; `spoil` does something to rank 1, of which rank 0 hears. */
+/* Rank 0 waits. `spoil` makes rank 1 fail, and rank 0 must get the error. */
 static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *word)
 {
     ps_store_server *server;
@@ -167,7 +167,7 @@ static int raw_connect(int port)
     return fd;
 }
 
-/* A connection that has proved to be of the run, and has not said which rank it is. */
+/* A connection that has proved that it belongs to the run, but has not sent its rank. */
 static int proved_connect(int port)
 {
     int fd = raw_connect(port);
@@ -175,7 +175,7 @@ static int proved_connect(int port)
     return fd;
 }
 
-/* What others send: the server hangs up on them and goes on. */
+/* Messages of other programs: the server closes their connections and continues. */
 static void strangers(int port, ps_store *b)
 {
     ps_store_request bad[] = {
@@ -200,7 +200,7 @@ static void strangers(int port, ps_store *b)
     }
     int half = raw_connect(port), silent = raw_connect(port), many[300];
     CHECK(send(half, &bad[1], 3, MSG_NOSIGNAL) == 3);
-    for (int i = 0; i < 300; i++) many[i] = raw_connect(port);          /* the oldest go */
+    for (int i = 0; i < 300; i++) many[i] = raw_connect(port);          /* the oldest connections are closed */
     int late = proved_connect(port);
     CHECK(recv(half, &byte, 1, 0) <= 0 && recv(silent, &byte, 1, 0) <= 0);
     set_x(port, b);
@@ -210,7 +210,7 @@ static void strangers(int port, ps_store *b)
     close(late);
 }
 
-/* Random bytes, some behind a true head: nothing crashes, and rank 0 is still served. */
+/* Random bytes, some of them after a valid header: no crash, and rank 0 is still served. */
 static void noise(int port, ps_store *b)
 {
     uint32_t state = 12345;
@@ -238,7 +238,7 @@ static ps_run run_of(const char *name, const char *secret)
     return run;
 }
 
-/* What a rank of `mine` is told by the store of `theirs`, and that the store goes on, and says who came. */
+/* The error that a rank of `mine` gets from the store of `theirs`. The store continues, and reports which rank came. */
 static void apart(ps_run theirs, ps_run mine, const char *word, const char *came)
 {
     ps_store_server *server;
@@ -277,7 +277,8 @@ static void test_runs(void)
     apart(run_of(name, "x"), run_of("B", "x"), "nnn' answers there", "of run 'B'");
 }
 
-/* A server that does not know the secret gets no rank, whatever it says; nor does one that says a rank's words back. */
+/* A server that does not know the secret gets no rank, no matter what it sends. Nor does a server that repeats a rank's
+ * own words. */
 static void *false_server(void *arg)
 {
     const int *fd = arg;
@@ -315,7 +316,7 @@ static void test_addresses(void)
 {
     int fd, port, other;
     char text[64];
-    if (!OK(ps_net_listen("127.0.1.1", 0, &fd, &port))) return;      /* what Debian calls a machine by its own name */
+    if (!OK(ps_net_listen("127.0.1.1", 0, &fd, &port))) return;      /* the name that Debian gives a machine */
     OK(ps_net_address(fd, false, text, sizeof text));
     CHECK(!strcmp(text, "127.0.1.1"));
     CHECK(ps_net_reach("127.0.0.1", port, ps_now() + 1) == 0);
@@ -353,7 +354,7 @@ static void test_addresses(void)
     CHECK(ps_now() - start < PROMPT_S);
 }
 
-/* Without files: what cannot be opened is named, and nothing is lost when there are some again. */
+/* If no more files can be opened, the error names the reason, and nothing is lost when files can be opened again. */
 static void test_files(void)
 {
     ps_store_server *server;
@@ -371,7 +372,8 @@ static void test_files(void)
     ps_store_stop(server, false);
 }
 
-/* By a file: rank 0 listens on the address that it writes, and makes a secret that this user alone reads. */
+/* Ranks meet by a file: rank 0 listens on the address that it writes, and makes a secret that only this user can
+ * read. */
 static void test_file(void)
 {
     char path[] = "/tmp/ps_test_comm_XXXXXX", rendezvous[64], text[300] = "", host[128];
@@ -390,7 +392,7 @@ static void test_file(void)
     CHECK(f && fread(text, 1, sizeof text - 1, f) > 64);
     fclose(f);
     CHECK(sscanf(text, "%127[0-9.]:%d\nsecret ", host, &port) == 2 && port == ps_store_port(server));
-    CHECK(!strcmp(host, LOCAL) && !strcmp(ps_store_host(server), LOCAL));       /* all are on this machine */
+    CHECK(!strcmp(host, LOCAL) && !strcmp(ps_store_host(server), LOCAL));       /* all ranks are on this machine */
     ps_run nosecret = run_of("A", NULL);
     FAILS(ps_store_connect(LOCAL, port, &(ps_store_rank){ 1, 2, &nosecret, 0.1 }, &b), PS_ESTATE, "lacking here");
     m.rank = 1;
@@ -406,13 +408,13 @@ static void test_file(void)
     ps_store_close(a, true);
     ps_store_close(b, true);
     ps_store_stop(server, false);
-    if (geteuid() == 0 && chown(path, 12345, 12345) == 0) {             /* somebody else's file */
+    if (geteuid() == 0 && chown(path, 12345, 12345) == 0) {             /* a file of another user */
         m.timeout_s = 0.2;
         FAILS(ps_store_join(&m, &run, &none, &b), PS_ETIME, "it is another user's");
     }
     m.rank = 0;
     m.machines = 0;
-    m.secret = "given";                                                 /* then it is not in the file */
+    m.secret = "given";                                                 /* in that case it is not in the file */
     if (OK(ps_store_join(&m, &run, &server, &a))) {
         memset(text, 0, sizeof text);
         f = fopen(path, "rb");
@@ -439,7 +441,7 @@ static void *meet(void *arg)
     return NULL;
 }
 
-/* Nobody goes on before the last one came. */
+/* No rank continues before the last one has come. */
 static void test_meet(void)
 {
     ps_store_server *server;
@@ -458,7 +460,7 @@ static void test_meet(void)
         CHECK(all[r].rc == 0);
     }
     CHECK(ps_now() - start >= late_s && ps_now() - start < PROMPT_S);
-    OK(ps_store_meet(all[1].store, FAR_S));                             /* again: they are there */
+    OK(ps_store_meet(all[1].store, FAR_S));                             /* again: all ranks are there */
     OK(ps_store_ask_fault(all[1].store));
     ps_store_fault(all[0].store, "no cable");
     FAILS(ps_store_ask_fault(all[1].store), PS_EIO, "rank 0 failed: no cable");
@@ -466,12 +468,12 @@ static void test_meet(void)
     start = ps_now();
     ps_test_linger(FAR_S);
     for (int r = 0; r < 3; r++) ps_store_close(all[r].store, false);
-    ps_store_stop(server, true);                                        /* all have heard of it */
+    ps_store_stop(server, true);                                        /* all ranks have received it */
     CHECK(ps_now() - start < PROMPT_S);
     ps_test_linger(-1);
 }
 
-/* Of many ranks the first 16 that are missing are named, whatever the length of their numbers. */
+/* If many ranks are missing, the first 16 are named, whatever the length of their numbers. */
 static void test_many_missing(void)
 {
     enum { THERE = 1000, ALL = 1200 };
@@ -487,7 +489,7 @@ static void test_many_missing(void)
     ps_store_stop(server, false);
 }
 
-/* Some are missing: a time-out names them; a wrong one is an error for those that wait already. */
+/* If ranks are missing, a time-out names them. A wrong rank is an error for the ranks that already wait. */
 static void test_meet_fails(void)
 {
     ps_store_server *server;
@@ -507,11 +509,11 @@ static void test_meet_fails(void)
     CHECK(g.rc == PS_EINVAL && ps_now() - start < PROMPT_S);
     ps_store_close(g.store, false);
     start = ps_now();
-    ps_store_stop(server, true);                                        /* rank 2 has its time to hear of it */
+    ps_store_stop(server, true);                                        /* rank 2 has time to receive it */
     CHECK(ps_now() - start >= PS_STORE_LINGER_S - 0.1 && ps_now() - start < PROMPT_S);
 }
 
-/* Something else answers at the port: an error, no hang. */
+/* Another program answers at the port: this is an error, and nothing hangs. */
 static void *answer_nonsense(void *arg)
 {
     const int *fd = arg;
@@ -538,7 +540,7 @@ static void test_foreign_server(void)
     close(fd);
 }
 
-/* A rank that is hung up on before it could prove itself comes again. */
+/* A rank whose connection was closed before it could prove itself connects again. */
 struct moody { int fd, port; };
 static void *hang_up_twice(void *arg)
 {
@@ -656,7 +658,7 @@ static int sums(struct member *m, ps_ctx *ctx, ps_group *g)
 
 static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
 {
-    int64_t n = (6 << 20) + 5, shape[1] = { n }; /* several pieces, parts of unlike sizes */
+    int64_t n = (6 << 20) + 5, shape[1] = { n }; /* several pieces, and parts of different sizes */
     ps_tensor *t;
     if (!expect(m, ps_tensor_new(ctx, PS_F32, 0, 1, shape, &t) == 0, "tensor")) return 0;
     float *values = malloc((size_t)n * sizeof *values);
@@ -678,7 +680,7 @@ static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* One rank has no memory, or passes what cannot be: all hear of it, and the group goes on. */
+/* One rank has no memory, or passes invalid arguments: all ranks get an error, and the group continues. */
 static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_U8 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
@@ -692,7 +694,7 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* The table of a rank that ends each exchange late. */
+/* The function table of a rank that ends each exchange late. */
 static const ps_comm_table *prompt_table;
 static int finish_late(ps_comm *comm, int lane)
 {
@@ -700,8 +702,8 @@ static int finish_late(ps_comm *comm, int lane)
     return prompt_table->finish(comm, lane);
 }
 
-/* A call of all ranks that differs on rank 2 (how 0), or that rank 2 cannot take part in (1), and a message of two
- * ranks of unlike sizes (2). */
+/* A call of all ranks that differs on rank 2 (how 0), or in which rank 2 cannot take part (1); and a message between
+ * two ranks of different sizes (2). */
 static int odd_call(struct member *m, ps_ctx *ctx, ps_group *g, int how)
 {
     ps_tensor *t = numbers(ctx, PS_F32, how == 2 && m->rank == 2 ? 6 : 5, 1, 0);
@@ -713,7 +715,7 @@ static int odd_call(struct member *m, ps_ctx *ctx, ps_group *g, int how)
     return rc;
 }
 
-/* Ranks that end as soon as they have the error of a call: the last rank to compare has its own error nevertheless. */
+/* Ranks that end as soon as they have the error of a call. The last rank that compares must still get its own error. */
 static int odd_how;
 static int all_compare(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -732,8 +734,8 @@ static int all_compare(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Bytes that move beside the headers: the sums of larger calls, bit for bit. Where calls differ, all hear of it, no
- * message is left over, and the group goes on. */
+/* Bytes that are sent together with the headers: the sums have the bits of larger calls. If calls differ, all ranks get
+ * an error, no message is left over, and the group continues. */
 static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     enum { FULL = GROUP_SMALL_NBYTES / 4, LARGE = FULL + 1 };
@@ -821,7 +823,7 @@ static int calls_as_planned(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* One rank makes another call, or fails: all hear of it, and the plan goes on behind the call. */
+/* One rank makes another call, or fails: all ranks get an error, and the plan continues after the call. */
 static int one_leaves_the_plan(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct tensors t = tensors_new(m, ctx);
@@ -844,15 +846,16 @@ static int one_leaves_the_plan(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-static atomic_int through;                 /* ranks behind a call; 0 before the group is made */
-/* A call has ended on some ranks before the others: who then ends the group would end it for those, too. */
+static atomic_int through;                 /* number of ranks after a call; 0 before the group is made */
+/* A call has ended on some ranks before the others. A rank that ended the group now would end it for the others,
+ * too. */
 static void wait_for_all(const struct member *m)
 {
     atomic_fetch_add(&through, 1);
     for (double until = ps_now() + PROMPT_S; atomic_load(&through) < m->size && ps_now() < until;) usleep(1000);
 }
 
-/* Messages of two ranks do not mix with a call of all: the group ends, and no rank waits. */
+/* Messages between two ranks must not mix with a call of all ranks: the group ends, and no rank waits. */
 static int pair_in_a_plan(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct tensors t = tensors_new(m, ctx);
@@ -911,8 +914,8 @@ static void lone_end(struct lone *l, int rc, const char *why)
     CHECK(l->rc == rc && strstr(l->why, why));
 }
 
-/* Rank 1 gives an address and never connects: rank 0 waits its time-out and says so. Gloo would wait five times as
- * long, which is more than PROMPT_S. Other tests run meanwhile. */
+/* Rank 1 sends an address and never connects: rank 0 waits for its time-out and reports it. Gloo would wait five times
+ * as long, which is more than PROMPT_S. Other tests run meanwhile. */
 static void *no_connection(void *unused)
 {
     enum { TIMEOUT_S = PROMPT_S / 5 + 1 };
@@ -933,8 +936,8 @@ static void *no_connection(void *unused)
     return NULL;
 }
 
-/* Somebody reaches rank 0's port of Gloo in the place of rank 1, and says there what Gloo's ranks say, but for the word
- * that only one of this group knows. */
+/* Another process connects to rank 0's Gloo port in place of rank 1. It sends what Gloo's ranks send, except the word
+ * that only a rank of this group knows. */
 static void test_false_peer(void)
 {
     struct lone l;
@@ -955,7 +958,7 @@ static void test_false_peer(void)
         OK(ps_store_set(s, "1", &address, nbytes));
         fd = socket(AF_INET, SOCK_STREAM, 0);
         CHECK(nbytes == 136 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
-        for (heard.opcode = 0; heard.opcode != TAKES;)                          /* until it takes words */
+        for (heard.opcode = 0; heard.opcode != TAKES;)                          /* until it accepts words */
             if (!CHECK(recv(fd, &heard, sizeof heard, MSG_WAITALL) == sizeof heard)) break;
         CHECK(send(fd, &takes, sizeof takes, MSG_NOSIGNAL) == sizeof takes);
         CHECK(send(fd, &sends, sizeof sends, MSG_NOSIGNAL) == sizeof sends);
@@ -968,7 +971,7 @@ static void test_false_peer(void)
     }
 }
 
-/* Parts of unlike sizes, one of them empty; several jobs at once, with calls between. */
+/* Parts of different sizes, one of them empty; several jobs at once, with calls between them. */
 enum { JOBS = 6, PART = 3 << 20 };
 
 static int64_t part_of(int job, int rank) { return job == 3 && rank == 1 ? 0 : PART / (job + 1) + 4 * rank; }
@@ -982,7 +985,7 @@ static void fill_parts(ps_comm_part *parts, float *values, int job, int rank)
     }
 }
 
-/* What becomes of part r: sums have 6 times the first rank's numbers; a gather brings its owner's. */
+/* The result for part r: sums have 6 times the first rank's numbers, and a gather has its owner's numbers. */
 static bool parts_are(const ps_comm_part *parts, int rank, int op)
 {
     for (int r = 0; r < SIZE; r++) {
@@ -1015,7 +1018,7 @@ static int jobs(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Ranks that differ, and one that cannot take part: every job has its own error, and the next one goes on. */
+/* Ranks that differ, and a rank that cannot take part: every job has its own error, and the next job succeeds. */
 static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     float x[SIZE] = { 1, 1, 1 };
@@ -1036,14 +1039,14 @@ static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- groups cut from a group --------------------------------------------------------------------------------------- */
 
-/* The values of a sum, of max and of min; integers, and those that are none. */
+/* The values of a sum, of max and of min; also of integers, and of NaN. */
 static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     static const int dtypes[] = { PS_F32, PS_F64, PS_BF16, PS_F16, PS_I32, PS_I64, PS_U8 };
     static const double mine[] = { 4, 2, 9 }, results[] = { 15, 9, 2 };
     for (size_t d = 0; d < 7; d++)
         for (int op = PS_REDUCE_SUM; op <= PS_REDUCE_MIN; op++) {
-            int sign = dtypes[d] == PS_U8 || op == PS_REDUCE_SUM ? 1 : -1;        /* also of what is below 0 */
+            int sign = dtypes[d] == PS_U8 || op == PS_REDUCE_SUM ? 1 : -1;        /* also for values below 0 */
             if (dtypes[d] == PS_U8 && op == PS_REDUCE_SUM) continue;
             double result = sign > 0 ? results[op] : -results[op == PS_REDUCE_MAX ? PS_REDUCE_MIN : PS_REDUCE_MAX];
             ps_tensor *t = numbers(ctx, dtypes[d], 2000, sign * mine[m->rank], 0);
@@ -1056,7 +1059,7 @@ static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_tensor_release(bytes);
     ps_tensor *nan = numbers(ctx, PS_F32, 2, m->rank == 1 ? 0.0 / 0.0 : 5, 0), *big = numbers(ctx, PS_I64, 1, 0, 0);
     expect(m, ps_group_all_reduce(g, nan, PS_REDUCE_MIN) == 0 && at(nan, 1) != at(nan, 1), "NaN stays");
-    int64_t most = INT64_MAX - 1, sum;     /* exact, and around the end as integers of C go */
+    int64_t most = INT64_MAX - 1, sum;     /* exact, and with wrap-around as C's integers */
     ps_tensor_write(big, &most, 8);
     expect(m, ps_group_all_reduce(g, big, PS_REDUCE_SUM) == 0 && ps_tensor_read(big, &sum, 8) == 0 &&
            sum == (int64_t)(3 * (uint64_t)most), "a sum that wraps around");
@@ -1106,7 +1109,7 @@ static int crossing(struct member *m, ps_ctx *ctx, ps_group *g)
     pthread_t thread;
     pthread_create(&thread, NULL, sum_beside, &b);
     for (int i = 0; i < 40 && !m->bad; i++) {
-        if (m->rank == i % 4) usleep(500);             /* rows go on while a column waits, and the other way round */
+        if (m->rank == i % 4) usleep(500);             /* rows continue while a column waits, and vice versa */
         ps_tensor *t = numbers(ctx, PS_F32, 1000, m->rank * 10 + i, 1);
         expect(m, ps_group_all_reduce(row, t, PS_REDUCE_SUM) == 0, "row's sum");
         expect(m, at(t, 999) == (m->rank / 2 * 4 + 1) * 10 + 2 * i + 2 * 999, "its value");
@@ -1135,7 +1138,7 @@ static int crossing(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* What does not fit is an error on all ranks, and the parent goes on. */
+/* Calls that do not match are errors on all ranks, and the parent group continues. */
 static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int32_t all[4] = { 0, 1, 2, 3 }, pair[2] = { m->rank / 2 * 2, m->rank / 2 * 2 + 1 }, alone = m->rank;
@@ -1152,7 +1155,7 @@ static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
         { 0, all, "tp", "0 ranks were requested of 4" },
         { 2, pair, "", "'' cannot be the name" }, { 2, pair, "t p", "'t p' cannot be the name" },
         { 2, pair, "sixteen_letters_", "1 to 15 letters" } };
-    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {            /* rank 2 errs alone */
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {            /* only rank 2 makes a mistake */
         bool errs = m->rank == 2;
         rc = ps_group_split(g, errs ? bad[i].n : 2, errs ? bad[i].ranks : pair, errs ? bad[i].axis : "tp", &none);
         expect(m, rc == PS_EINVAL && strstr(ps_error_message(), errs ? bad[i].why : "rank 2 could not take part"),
@@ -1174,7 +1177,7 @@ static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A rank that ends while others wait in their groups: every call of every group fails with the one verdict. */
+/* A rank ends while others wait in their groups: every call of every group fails with the same verdict. */
 static int one_ends(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_group *row, *column;
@@ -1196,7 +1199,7 @@ static int one_ends(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Every allocation of a split fails once, on one rank: an error on all, and the next split works. */
+/* Every allocation of a split fails once, on one rank: this is an error on all ranks, and the next split succeeds. */
 static int cuts_without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int32_t all[2] = { 0, 1 };
@@ -1268,7 +1271,7 @@ int main(void)
     with_group_of(4, one_ends);
     pthread_join(unconnected, NULL);
 #endif
-    test_addresses();                      /* from here on files and memory of the whole process fail */
+    test_addresses();                      /* from here on, files and memory of the whole process fail */
     test_files();
     test_store_memory();
     test_self();

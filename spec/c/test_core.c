@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Contexts, storages, headers, scopes and the tape from C: who keeps which bytes alive, and that all of them come back,
- * also when a context is closed over live tensors, open scopes and a backward walk. */
+ * Contexts, storages, headers, scopes and the tape from C: which of them keep bytes alive, and that all bytes are
+ * freed, even if a context is closed over live tensors, open scopes and a backward walk. */
 #include "check.h"
 #include "tensor/tensor.h"
 
@@ -28,7 +28,7 @@ static ps_tensor *filled(int64_t numel, double value)
     ps_attrs_fill_ attrs = { .value = value };
     OK(ps_apply(ctx, PS_OP_fill_, 1, &t, &attrs, sizeof attrs, out));
     CHECK(out[0] == t);
-    ps_tensor_release(out[0]);                /* in place gives its input back, with a reference */
+    ps_tensor_release(out[0]);                /* in place it returns its input, with a reference */
     return t;
 }
 
@@ -85,7 +85,7 @@ static void test_headers(void)
     ps_tensor *a = filled(BIG, 3), *view = slice(a, 10, 20), *twice;
     CHECK(a->refs == 1 && a->storage->refs == 2 && view->storage == a->storage);
     CHECK(used() == before + BIG * 4);
-    ps_tensor_release(a);                                 /* the view keeps the bytes */
+    ps_tensor_release(a);                                 /* the view keeps the bytes alive */
     CHECK(view->storage->refs == 1 && item(view) == 3 && used() == before + BIG * 4);
     ps_tensor_retain(view);
     OK(ps_tensor_detach(view, &twice));
@@ -184,7 +184,7 @@ static void test_scopes(void)
     OK(ps_scope_end(ctx, inner, 1, &returned));
     CHECK(ps_tensor_alive(dropped) && ps_tensor_alive(returned) && !ps_tensor_alive(inner_dropped));
     FAILS(ps_scope_end(ctx, inner, 0, NULL), PS_ESTATE, "not open");
-    scope_begin();                                               /* left open: the outer one takes it along */
+    scope_begin();                                               /* left open: the outer scope ends it */
     ps_tensor *forgotten = filled(BIG, 6);
     OK(ps_scope_end(ctx, outer, 0, NULL));
     CHECK(ps_scope_depth(ctx) == 0);
@@ -203,7 +203,7 @@ static void test_scopes(void)
 }
 
 /* -- the tape ----------------------------------------------------------------------------------------------------- */
-/* The tape holds bytes that a scope dropped, and lets go as the walk passes. */
+/* The tape holds bytes that a scope dropped, and releases them when the walk has passed. */
 static void test_tape(void)
 {
     int64_t before = used();
@@ -214,7 +214,7 @@ static void test_tape(void)
     ps_tensor_release(y);
     OK(ps_scope_end(ctx, id, 0, NULL));
     CHECK(!ps_tensor_alive(z) && ps_tensor_alive(loss) && item(loss) == 36.0 * BIG);
-    CHECK(x->storage->bytes.dropped && x->storage->holds == 1);  /* bytes there, but not for scripts */
+    CHECK(x->storage->bytes.dropped && x->storage->holds == 1);  /* the bytes exist, but scripts cannot read them */
     OK(backward(loss));
     CHECK(item(ps_tensor_get_grad(w)) == 2 * 3 * 2 * 2);
     CHECK(used() == before + 2 * BIG * 4 + 256);                 /* w, its gradient, the loss */
@@ -228,7 +228,7 @@ static void test_tape(void)
     CHECK(used() == before);
 }
 
-/* A chain far longer than the C stack is deep goes without recursion. */
+/* A chain that is much longer than the C stack is deep is processed without recursion. */
 static void test_long_chain(void)
 {
     int64_t before = used();
@@ -244,7 +244,7 @@ static void test_long_chain(void)
     CHECK(used() == before);
 }
 
-/* What was changed in place after it was saved is found out. */
+/* A tensor that was changed in place after it was saved is detected. */
 static void test_versions(void)
 {
     ps_tensor *w = filled(BIG, 3), *x = filled(BIG, 2), *out[PS_MAX_OUT] = { NULL };
@@ -263,7 +263,7 @@ static void test_versions(void)
 }
 
 /* -- the end ------------------------------------------------------------------------------------------------------ */
-/* Closes a context over everything that can be open; headers stay valid without bytes. */
+/* Closes a context over everything that can be open. Headers stay valid, without bytes. */
 static void test_close(void)
 {
     ps_ctx *first = ctx;
@@ -327,7 +327,7 @@ static void test_failing_new(void)
     CHECK(!"it never succeeded");
 }
 
-/* Without memory for it a device is not there, and another one can take its place. */
+/* Without memory for it, a device does not exist, and another device can take its place. */
 static void test_failing_device(void)
 {
     bool hit = true;
@@ -401,7 +401,7 @@ static void test_lent(void)
     OK(ps_tensor_borrow(none, lend, lent, 0, 0));
     CHECK(loans == 1 && used() == before && ps_tensor_version(t) > version);
     gone = 1;
-    OK(ps_tensor_borrow(t, lend, lent, 4, BIG * 4));      /* in the place of bytes that are lost */
+    OK(ps_tensor_borrow(t, lend, lent, 4, BIG * 4));      /* in place of bytes that are lost */
     gone = 0;
     CHECK(loans == 1 && used() == before);
     void *address = NULL;
@@ -413,7 +413,7 @@ static void test_lent(void)
     CHECK(item(part) == 7);
     OK(ps_tensor_write(t, memset(lent, 0, sizeof lent), BIG * 4));
 
-    gone = 1;                                             /* from here on every use is the lender's error */
+    gone = 1;                                             /* from here on, every use returns the lender's error */
     float out[4];
     FAILS(ps_tensor_read(part, out, 16), PS_EIO, "the lender's bytes are gone");
     static const int32_t no_attrs;
@@ -422,7 +422,7 @@ static void test_lent(void)
     gone = 0;
     ps_tensor_release(t);
     CHECK(loans == 1);                                    /* the view has them */
-    OK(ps_scope_end(ctx, inner, 0, NULL));                /* drops the bytes, headers stay */
+    OK(ps_scope_end(ctx, inner, 0, NULL));                /* drops the bytes; headers stay */
     CHECK(loans == 0 && !ps_tensor_alive(part));
     FAILS(ps_tensor_read(part, out, 16), PS_ESTALE, "");
     ps_tensor *rest[] = { part, none, later, total };

@@ -46,8 +46,8 @@ static int64_t place(const ps_view *x, int64_t b, int64_t h, int64_t i, int64_t 
     return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + d * x->stride[3];
 }
 enum { MARGIN = 64, CANARY = 0x5a };
-/* [B, H, T, D] whose rows lie `gap` elements further apart than they must; across: laid out [B, T, H, D]. All bytes are
- * canaries at first. */
+/* A tensor [B, H, T, D] whose rows are `gap` elements further apart than necessary. across: laid out [B, T, H, D]. At
+ * first all bytes are canaries. */
 static size_t bytes_of(const ps_view *x)
 {
     return (size_t)(x->stride[7] * ps_dtype_bytes(x->dtype)) + 2 * MARGIN;
@@ -71,7 +71,7 @@ static void randomize(const ps_view *x, double size)
             for (int64_t i = 0; i < x->shape[2]; i++)
                 for (int64_t d = 0; d < x->shape[3]; d++) put(x, place(x, b, h, i, d), uniform() * size);
 }
-/* Every byte that is no element of x is as it was. */
+/* Checks that every byte that is not an element of x is unchanged. */
 static bool canaries_alive(const ps_view *x)
 {
     size_t n = bytes_of(x), size = (size_t)ps_dtype_bytes(x->dtype);
@@ -137,7 +137,7 @@ static void expect_forward(const shape *s, arrays *a)
     }
     free(w);
 }
-/* Gradients by the chain rule; y stands where it does in the kernel, rounded. */
+/* Gradients by the chain rule. y is rounded as in the kernel. */
 static void expect_backward(const shape *s, arrays *a)
 {
     double *w = calloc((size_t)(2 * s->S + 1), sizeof *w), *g = w + s->S;
@@ -199,11 +199,11 @@ static void arrays_free(arrays *a)
 static void *memory;
 static void *scratch(ps_call *call, size_t nbytes)
 {
-    if (call->owner) return NULL;                     /* a test that wants no memory */
+    if (call->owner) return NULL;                     /* a test in which no memory is available */
     scratch_taken(nbytes);
     free(memory);
     memory = aligned_alloc(64, (nbytes + 63) / 64 * 64);
-    if (memory) memset(memory, 0xff, nbytes);         /* NaN to whoever reads before writing */
+    if (memory) memset(memory, 0xff, nbytes);         /* NaN, so that a read before a write shows */
     return memory;
 }
 static int call_op(const ps_kernel *k, int op, int n_in, const ps_view *in, int n_out, ps_view *out, const void *attrs)
@@ -301,7 +301,7 @@ static void test_case(const shape *s)
     arrays_free(&a);
 }
 
-/* The packed ops do what the others do on views of qkv; outputs not asked for are left out. */
+/* The packed ops compute the same as the others on views of qkv. Outputs that are not requested are left out. */
 static void test_packed(const ps_kernel *k)
 {
     enum { B = 2, T = 70, H = 3, D = 24, C = H * D };
@@ -368,7 +368,7 @@ static bool same_rows(const ps_view *x, int64_t i, const ps_view *y, int64_t j)
     return same;
 }
 
-/* One query has a way of its own, and the bits that it has as the last of two. */
+/* A single query is computed by another method, with the bits that it has as the last of two queries. */
 static void test_one_query(const ps_kernel *k, const char *set)
 {
     static const int64_t lengths[] = { 1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 72, 128, 200 };
@@ -408,7 +408,7 @@ static void test_refusals(const ps_kernel *k)
     in[1].stride[3] = 1;
     ps_call call = { .in = in, .out = out, .attrs = &at, .scratch = scratch, .owner = &s };
     check(k[PS_OP_attention](&call) == PS_ENOMEM, "no memory is not reported", "memory");
-    /* a NaN goes on to what depends on it, and no further */
+    /* a NaN reaches only values that depend on it */
     put(&a.q, place(&a.q, 0, 0, 1, 2), NAN);
     check(call_op(k, PS_OP_attention, 4, in, 2, out, &at) == 0, "the call failed", "NaN");
     check(isnan(get(&a.y, place(&a.y, 0, 0, 1, 0))) && isnan(get(&a.lse, 1)), "a NaN is lost", "NaN");

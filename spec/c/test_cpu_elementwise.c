@@ -78,7 +78,7 @@ static int64_t place(const ps_view *v, int64_t i)
     return at;
 }
 
-/* The buffer starts one element late, so that nothing is aligned by luck. */
+/* The buffer starts one element late, so that nothing is aligned by chance. */
 static tensor tensor_new(int dtype, enum layout layout, int ndim, const int64_t *shape)
 {
     tensor t = { .v = { .dtype = dtype, .ndim = ndim, .numel = 1 } };
@@ -170,15 +170,17 @@ static int close_to(const ps_view *got, const ps_view *want, double tolerance)
     return 1;
 }
 
-/* Outputs are contiguous, of the given types and shapes like `shape`; INPLACE ops (n_out 0) are judged by input 0. */
+/* Outputs are contiguous and have the given types, and shapes like `shape`. For INPLACE ops (n_out 0) input 0 is
+ * compared. */
 static void check_op(int op, const void *attrs, int n_in, tensor *in, int n_out, const int *dtypes, int ndim,
                      const int64_t *shape, double tolerance)
 {
     tensor want[2] = { { .first = 0 } }, got[2] = { { .first = 0 } }, first[2] = { { .first = 0 } };
     ps_view vin[8], vout[2];
     int judged = n_out ? n_out : 1;
-    int last = in[0].v.numel >= 1 << 14 ? sets + 1 : sets - 1;      /* below, loops stay on one thread */
-    for (int attempt = -1; attempt <= last; attempt++) {            /* ref, each set, the best one on 1 and 3 threads */
+    int last = in[0].v.numel >= 1 << 14 ? sets + 1 : sets - 1;      /* smaller sizes stay on one thread */
+    for (int attempt = -1; attempt <= last; attempt++) {            /* ref, each instruction set, and the best one on 1
+                                                                     * and 3 threads */
         tensor *out = attempt < 0 ? want : got;
         ps_kernel kernel = attempt < 0 ? ref->kernel[op] : kernels[attempt < sets ? attempt : sets - 1][op];
         ps_set_threads(attempt == sets ? 1 : attempt == sets + 1 ? 3 : 2);
@@ -222,7 +224,7 @@ static void check_elementwise(int op, const void *attrs, int n_in, int in_dtype,
 {
     static const enum layout seconds[LAYOUTS] = { FLAT, FLAT, TRANSPOSED, PADDED, STEPPED };
     for (size_t s = 0; s < COUNT(shapes); s++)
-        for (int l = 0; l < (s < 7 ? LAYOUTS : PADDED); l++) {      /* the large in fewer */
+        for (int l = 0; l < (s < 7 ? LAYOUTS : PADDED); l++) {      /* large shapes in fewer types */
             tensor in[3];
             for (int i = 0; i < n_in; i++) {
                 int dtype = op == PS_OP_where && i == 0 ? PS_BOOL : in_dtype;
@@ -431,7 +433,8 @@ static void test_reduce(void)
     grain = 10;
     for (size_t t = 0; t < COUNT(types); t++)
         for (size_t s = 0; s < COUNT(sizes); s++)
-            for (int l = 0; l < (s == 1 || s == 3 ? (t < 2 ? PADDED : 1) : LAYOUTS); l++)      /* the large in fewer */
+            for (int l = 0; l < (s == 1 || s == 3 ? (t < 2 ? PADDED : 1) : LAYOUTS); l++)      /* large shapes in fewer
+                                                                                                * types */
                 for (int specials = 0; specials <= (l == FLAT && types[t] <= PS_F16); specials++) {
                     tensor x = tensor_new(types[t], (enum layout)l, sizes[s].ndim, sizes[s].size);
                     randomize(&x, 3, 0);

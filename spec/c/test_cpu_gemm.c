@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * matmul, linear and lm_loss of the cpu backend against ref's, over types, strides, broadcasts, odd and empty sizes;
- * the same bits for 1 and 2 threads; targets out of range; few rows: no byte behind their matrix is read. Run it with
- * DNNL_MAX_CPU_ISA=AVX2 for the fp32 panels. */
+ * the same bits for 1 and 2 threads; targets out of range; few rows: no byte after the end of their matrix is read. Run
+ * it with DNNL_MAX_CPU_ISA=AVX2 for the fp32 panels. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +22,8 @@ static void *hold(size_t nbytes)
     if (held_count == 4096) exit(3);
     void *p = aligned_alloc(64, (nbytes + 127) / 64 * 64);
     if (!p) exit(3);
-    memset(p, 0x7f, nbytes);                                 /* bf16 and fp32 NaN: unwritten places show */
+    memset(p, 0x7f, nbytes);                                 /* NaN in bf16 and in fp32, so that unwritten places
+                                                              * show */
     return held[held_count++] = p;
 }
 static void drop(void) { while (held_count > 0) free(held[--held_count]); }
@@ -183,7 +184,7 @@ static void test_linear(int t)
     LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(PS_BF16, 40), MAKE(t, 17, 40), 0);
     LINEAR(MAKE(t, 24), MAKE(t, 24, 40), MAKE(t, 40), absent, 0);                    /* one row */
     LINEAR(MAKE(t, 9, 24), MAKE(t, 24, 1), MAKE(t, 1), MAKE(t, 9, 1), 0);
-    LINEAR(MAKE(t, 5, 0), MAKE(t, 0, 8), MAKE(t, 8), MAKE(t, 5, 8), 0);              /* nothing to sum */
+    LINEAR(MAKE(t, 5, 0), MAKE(t, 0, 8), MAKE(t, 8), MAKE(t, 5, 8), 0);              /* there are no terms */
     LINEAR(MAKE(t, 0, 5), MAKE(t, 5, 8), MAKE(t, 8), absent, 0);
     LINEAR(swapped(MAKE(t, 4, 3, 24), 0, 1), MAKE(t, 24, 40), MAKE(t, 40), absent, 0);
     LINEAR(swapped(MAKE(t, 24, 17), 0, 1), MAKE(t, 24, 40), absent, absent, 0);
@@ -202,7 +203,7 @@ static ps_view targets(int64_t n, int64_t vocab, int64_t ignored)
     return v;
 }
 
-/* want_grad: as the op has it; bit 3 gives a bias. */
+/* want_grad: as in the op; bit 3 adds a bias. */
 static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, int reduction)
 {
     ps_view in[4] = { MAKE(t, N, C), MAKE(t, V, C), targets(N, V, 5), MAKE(t, V) };
@@ -264,7 +265,8 @@ static void test_bad_targets(void)
     CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == PS_ERANGE);
     CHECK(memcmp(before.data, out[1].data, 4 * 8 * 4) == 0);
     for (int i = 0; i < 4; i++) ((int64_t *)in[2].data)[i] = -100;
-    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == 0);          /* all ignored: no loss, no gradient */
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == 0);          /* all targets are ignored: no loss, no
+                                                                          * gradient */
     CHECK(get(&out[0], 0) == 0 && get(&out[1], 3) == 0 && get(&out[2], 3) == 0);
     drop();
 }
@@ -289,7 +291,8 @@ static void test_threads(int t, int64_t m, int64_t k, int64_t n, int trans_a, in
     drop();
 }
 
-/* The same numbers in memory that ends with a page, behind which lies one that cannot be read; *all: what to unmap. */
+/* Copies the numbers to memory that ends with a page, followed by a page that cannot be read. *all: the region to
+ * unmap. */
 static ps_view at_end_of_page(const ps_view *v, void **all, size_t *all_nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), nbytes = (size_t)(v->numel * ps_dtype_bytes(v->dtype));
@@ -331,7 +334,7 @@ static void test_few_rows(int t, int64_t K, int64_t N, int out_in)
     drop();
 }
 
-/* Sums in parts (onednn.c: depth_of): the last part is a short one, and what is there already is added once. */
+/* Sums in parts (onednn.c: depth_of): the last part is short, and existing values are added once. */
 static void test_long_sums(void)
 {
     int64_t shape[2] = { 1030, 24 };

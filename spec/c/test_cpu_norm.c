@@ -71,7 +71,7 @@ static void *scratch(ps_call *call, size_t nbytes)
 }
 
 static uint64_t state;
-static float noise(void)                             /* in [-2, 2), in steps that bf16 does not hold */
+static float noise(void)                             /* in [-2, 2), in steps that bf16 cannot represent */
 {
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (float)(int32_t)(state >> 32) * 0x1p-30f;
@@ -145,8 +145,8 @@ static void writes(struct runs *t, ps_view *v)
 }
 static int same_bits(const ps_view *v, const void *wanted) { return memcmp(v->data, wanted, bytes_of(v)) == 0; }
 
-/* How far `v` is from `w`, element by element, in units of their own size plus the largest of all times `floor`, but no
- * less than fp16's smallest normal number. */
+/* The largest difference of `v` from `w`, per element, in units of the element's size plus the largest of all times
+ * `floor`. The unit is at least fp16's smallest normal number. */
 static double distance(const ps_view *v, const ps_view *w, double floor)
 {
     double most = 0, top = 0, least = w->dtype == PS_F16 ? 0x1p-14 : 1e-30;
@@ -187,7 +187,7 @@ static void compare(struct runs *t, int exact, int line)
     for (int c = 0; c < t->n_changed; c++) {
         ps_view mine = *t->changed[c];
         mine.data = first[c];
-        /* One step of the type: a sum's last bits may decide a rounding. */
+        /* One step of the type, because a sum's last bits may decide the rounding. */
         double unit = mine.dtype == PS_BF16 ? 0x1p-7 : mine.dtype == PS_F16 ? 0x1p-10 : 2e-5;
         double far = exact ? !same_bits(t->changed[c], first[c]) : distance(&mine, t->changed[c], 1e-2);
         snprintf(what, sizeof what, "op %d, operand %d of type %d is %g from the reference", t->op, c, mine.dtype, far);
@@ -236,7 +236,8 @@ static void test_norms(void)
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
         for (int dtype = PS_F32; dtype <= PS_F16; dtype++)
             for (int rms = 0; rms < 2; rms++) {
-                if (rms && size[s][1] == 1) continue;    /* its dx is a difference of equals: all rounding */
+                if (rms && size[s][1] == 1) continue;    /* its dx is a difference of equal numbers: only rounding
+                                                          * errors */
                 test_norm(rms, dtype, dtype, size[s][0], size[s][1]);
                 test_norm(rms, dtype, s % 2 ? PS_F32 : -1, size[s][0], size[s][1]);
             }
@@ -269,7 +270,7 @@ static void test_dropout(void)
                 ps_view x = random_view(dtype, rows, C, 1.0f, 0.0f), y = make(dtype, rows, C);
                 struct ps_attrs_dropout a = { .p = p * 0.25, .seed = 0x123456789abcdefu, .step = 77, .sample = 1000,
                                               .op = 5, .per_sample = C };
-                if (p == 3) a.first = 5 * C + C / 3, a.per_sample = 2 * C + 1;   /* a part of something larger */
+                if (p == 3) a.first = 5 * C + C / 3, a.per_sample = 2 * C + 1;   /* a part of a larger tensor */
                 ps_view in[] = { x, none };
                 if (p == 5) a.p = 0.5, a.per_sample = 3 * C, in[1] = row_numbers(rows);
                 struct runs t = { .op = PS_OP_dropout, .n_in = 2, .n_out = 1, .in = in, .out = &y, .attrs = &a };
@@ -325,10 +326,11 @@ static void test_loss_row(int dtype, int64_t V, int shape)
     used = 0;
     ps_view x = random_view(dtype, V, 0, 3.0f, 0.0f), g = make(dtype, V, 0), first = make(dtype, V, 0);
     for (int64_t i = 0; i < V; i++) {
-        if (shape == 1) put(&x, i, -150.0f + 300.0f * (float)i / (float)V);    /* the maximum grows all along */
+        if (shape == 1) put(&x, i, -150.0f + 300.0f * (float)i / (float)V);    /* the maximum grows along the whole
+                                                                                * row */
         if (shape == 2 && i < V - 1) put(&x, i, -INFINITY);                    /* whole blocks with no mass */
         if (shape == 3) put(&x, i, (float)get(&x, i) - 1000.0f);
-        if (shape > 3) put(&x, i, (float)(i * 7919 % 5));                      /* several are the largest */
+        if (shape > 3) put(&x, i, (float)(i * 7919 % 5));                      /* several elements are the largest */
     }
     int64_t target = shape == 2 ? V - 1 : V / 3, best = 0, last = 0;
     for (int64_t i = 1; i < V; i++) {
@@ -503,7 +505,7 @@ static void test_sq_norms(void)
     writes(&t, &y);
     COMPARE(&t, 0);
 }
-/* Stored in any type, and in place: the bits of sq are those that sq_norms finds in what was stored. */
+/* Stored in any type, and in place: sq has the bits that sq_norms computes from the stored values. */
 static void test_grad_store(void)
 {
     static const int64_t size[] = { 0, 1, 33, 4096, 4097, 50001 };

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The disk tier: what is written is read again whatever runs beside it, jobs keep their order, faults become errors
- * that say where, nothing hangs, and nothing stays in the folder. Everything runs with io_uring and with threads. */
+ * The disk tier: data that was written can be read again no matter what else is running, jobs keep their order, faults
+ * become errors with a place, nothing hangs, and no file stays in the folder. Everything runs with io_uring and with
+ * threads. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "chunk/disk.h"
@@ -57,7 +58,7 @@ static int entries(void)
     return n;
 }
 
-/* The descriptor of this process whose link holds `word`, or -1. */
+/* The descriptor of this process whose link contains `word`, or -1. */
 static int find_fd(const char *word)
 {
     for (int fd = 3; fd < 256; fd++) {
@@ -71,7 +72,7 @@ static int find_fd(const char *word)
     return -1;
 }
 
-/* A poorer file system: these two stand in for the C library's, and refuse what a test says. */
+/* A file system with fewer abilities: these two functions replace the C library's, and refuse what a test selects. */
 static int refused_flags;           /* of open */
 static bool refuse_fallocate;
 static int refused_opens;
@@ -126,7 +127,7 @@ static void test_extents(void)
     ps_disk_extent_free(d, c, 4 * BLOCK);
     ps_disk_extent_free(d, e, 6 * BLOCK);
 
-    /* Random, against a map of blocks: first fit, no overlap, everything comes back. */
+    /* Random allocations, compared with a map of blocks: first fit, no overlap, and everything is freed. */
     static int owner[BLOCKS];
     static struct { int64_t at, n; } live[BLOCKS];
     int n_live = 0;
@@ -223,21 +224,21 @@ static void test_arguments(int threads)
 }
 
 /* -- contents ---------------------------------------------------------------------------------------------------- */
-/* Random reads and writes of parts of regions. In a region each job waits for the one before it, so that what a read
- * must find is known; regions know nothing of each other. */
+/* Random reads and writes of parts of regions. In a region each job waits for the one before it, so that the expected
+ * contents of a read are known. Jobs of different regions do not wait for each other. */
 enum { REGIONS = 12, OPEN_JOBS = 48 };
 typedef struct op {
     ps_disk_job *job;
     int region;
     bool write;
     int64_t at, n;              /* blocks of the region */
-    uint32_t *versions;         /* [n], of each block, that a read must find */
+    uint32_t *versions;         /* [n] for each block, the contents that a read must find */
     uint64_t *mem;
 } op;
 typedef struct region {
     int64_t offset, blocks;
     uint32_t *versions;         /* [blocks] */
-    ps_disk_job *tail;          /* the newest job that was not waited for */
+    ps_disk_job *tail;          /* the newest job that nobody has waited for */
 } region;
 
 static bool finish(ps_disk *d, op *o, region *r, bool block)
@@ -304,7 +305,8 @@ static void test_mix(int threads, bool faults, int turns)
         o->region = (int)draw(REGIONS);
         begin(d, o, &regions[o->region], (uint32_t)turn + 2);
     }
-    for (int i = 0; i < OPEN_JOBS; i++)             /* dependents before those they wait for, as it comes */
+    for (int i = 0; i < OPEN_JOBS; i++)             /* dependent jobs before those that they wait for, in random
+                                                     * order */
         if (ops[i].job) finish(d, &ops[i], &regions[ops[i].region], true);
     ps_test_fail_io(-1, 0, 0);
     ps_disk_close(d);
@@ -355,7 +357,7 @@ static void test_errors(int threads)
     OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));       /* the next one goes well */
     CHECK(ps_disk_wait(d, a, true) == 1);
 
-    /* What waits for a failed job fails, however long the chain and whether it was there in time. */
+    /* Jobs that wait for a failed job fail, no matter how long the chain is and whether they existed at that time. */
     ps_test_slow_io(0.02);
     ps_test_fail_io(0, 1, EIO);
     OK(ps_disk_read(d, 16 * MIB, other, MIB, NULL, &a));
@@ -374,7 +376,7 @@ static void test_errors(int threads)
     OK(ps_disk_write(d, 0, mem, BLOCK, NULL, &a));
     FAILS(ps_disk_wait(d, a, true), PS_ENOSPC, "No space left");
 
-    /* Short, interrupted and refused transfers are taken up again ... */
+    /* Short, interrupted and rejected transfers are continued ... */
     static const int codes[] = { 0, EINTR, EAGAIN };
     for (int i = 0; i < 3; i++) {
         fill(mem, 0, 16 * MIB, 4 + (uint32_t)i);
@@ -386,11 +388,11 @@ static void test_errors(int threads)
         OK(ps_disk_read(d, 0, mem, 16 * MIB, NULL, &a));
         CHECK(ps_disk_wait(d, a, true) == 1);
         CHECK(holds(mem, 0, 16 * MIB, 4 + (uint32_t)i));
-        ps_test_fail_io(0, 5, codes[i]);                    /* a single block cannot come in halves */
+        ps_test_fail_io(0, 5, codes[i]);                    /* a single block cannot be transferred in halves */
         OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
         CHECK(ps_disk_wait(d, a, true) == 1);
     }
-    ps_test_fail_io(0, INT64_MAX / 2, EAGAIN);              /* ... but not for ever */
+    ps_test_fail_io(0, INT64_MAX / 2, EAGAIN);              /* ... but not forever */
     OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
     FAILS(ps_disk_wait(d, a, true), PS_EIO, "temporarily");
     ps_test_fail_io(-1, 0, 0);
@@ -421,7 +423,7 @@ static void test_slow(int threads)
     CHECK(rc == 1 && polls > 0);
 
     ps_test_slow_io(1);
-    /* Closed with jobs in the kernel, in line, and waiting for others. */
+    /* Closed while jobs are in the kernel, in line, and waiting for other jobs. */
     ps_disk_job *after = NULL;
     for (int i = 0; i < 200; i++) {
         int64_t offset = i * (int64_t)(MIB / 4), nbytes = MIB / 4 - (int64_t)draw(9) * BLOCK;
@@ -436,7 +438,7 @@ static void test_slow(int threads)
     free(mem);
 }
 
-/* The ring is taken away from its thread: jobs end with an error, and so do later ones. */
+/* The ring fails in its thread: jobs end with an error, and so do later ones. */
 static void test_lost_ring(void)
 {
     ps_disk *d;
@@ -464,7 +466,7 @@ static void test_lost_ring(void)
     if (null >= 0) close(null);
 }
 
-/* No descriptor is left for a ring: plain threads do it. */
+/* No descriptor is left for a ring: plain threads do the work. */
 static void test_no_ring(void)
 {
     ps_disk *d = NULL;
@@ -492,7 +494,7 @@ static void test_no_ring(void)
     free(mem);
 }
 
-/* Without nameless files, without direct transfers, without a way to set space aside: it works all the same. */
+/* Without nameless files, without direct transfers and without a way to reserve space, everything still works. */
 static void test_poor_file_system(void)
 {
     static const struct { int flags; bool fallocate; } poor[] = {
@@ -522,7 +524,7 @@ static void test_poor_file_system(void)
     refused_flags = 0, refuse_fallocate = false;
 }
 
-/* Everything that asks for memory, each request refused in turn; nothing is lost (AddressSanitizer sees leaks). */
+/* Every request for memory is refused in turn. Nothing is lost (AddressSanitizer detects leaks). */
 static int all_calls(int threads, uint64_t *mem)
 {
     ps_disk *d;
@@ -592,8 +594,8 @@ int main(void)
         return 1;
     }
     static const int threads[] = { 0, 1, 4 };
-    alarm(300);                         /* a test that hangs ends */
-    setenv("PS_LOG", "error", 0);      /* warnings of poor file systems are meant */
+    alarm(300);                         /* ends a test that hangs */
+    setenv("PS_LOG", "error", 0);      /* warnings about such file systems are expected */
     test_extents();
     test_open();
     for (int i = 0; i < 3; i++) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The memory that Gloo has of its caller: a call that failed leaves none of it to Gloo's thread. Ranks are threads of
+ * Memory of the caller that Gloo uses: after a call has failed, Gloo's thread uses none of it. Ranks are threads of
  * this process. */
 #define _GNU_SOURCE
 #include "ranks_check.h"
@@ -19,7 +19,7 @@ static char *pages(void)
     return p;
 }
 
-static atomic_int begun;                   /* ranks behind the begin of their exchange */
+static atomic_int begun;                   /* number of ranks that have begun their exchange */
 
 static void *hang_up(void *arg)
 {
@@ -31,8 +31,8 @@ static void *hang_up(void *arg)
 
 /* Ranks 0 and 3 have an exchange under way, whose bytes take a while, when another communicator of the same connections
  * hangs up in another thread of rank 0, which takes a while, too. The exchange ends, as a failure unless the machine is
- * slow. From then on its memory is the caller's, although the connection may still be open: nothing is written to it,
- * and what is in it then goes nowhere. */
+ * slow. From then on its memory belongs to the caller, although the connection may still be open: nothing is written to
+ * it, and its contents are not sent. */
 static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_comm *c = g->comm;
@@ -71,8 +71,8 @@ static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Two threads wait for lanes of one communicator, for bytes that never come, when a third hangs it up: both find an
- * error, and none of them uses buffers that another one has ended. */
+/* Two threads wait for lanes of one communicator, for bytes that never come, when a third hangs it up: both get an
+ * error, and neither uses buffers that another thread has freed. */
 static void *wait_for_lane(void *arg)
 {
     ps_comm *c = arg;

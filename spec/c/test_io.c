@@ -132,7 +132,7 @@ static void test_st_copy(void)
     unlink(path);
 }
 
-/* Bytes that are lent: of the file until they are written to, and there until the last loan ends. */
+/* Lent bytes: they are the file's until a write, and they exist until the last loan ends. */
 static void test_st_lend(void)
 {
     const char *path = in_folder("l.safetensors"), *other = in_folder("m.safetensors");
@@ -156,7 +156,7 @@ static void test_st_lend(void)
     OK(ps_st_lend(st, sizeof all / 2, sizeof all / 2, &loan[1]));
     int32_t *x = loan[0].bytes;
     x[1] = -1;
-    ps_st_drop(st, 0);                                    /* gives no page back that was written to */
+    ps_st_drop(st, 0);                                    /* no page that was written to is returned */
     CHECK(x[1] == -1 && x[2] == 2 && ((int32_t *)loan[1].bytes)[0] == 2048);
     OK(ps_st_read(st, 0, back, sizeof back));
     CHECK(!memcmp(all, back, sizeof all));                /* the file has what it had */
@@ -234,7 +234,7 @@ static void test_st_writer_errors(void)
     OK(ps_stw_new(folder, &w));
     FAILS(ps_stw_begin(w), PS_EIO, "a folder");
     ps_stw_free(w);
-    OK(ps_stw_new(path, &w));               /* nothing in it: a valid file */
+    OK(ps_stw_new(path, &w));               /* it has no tensors, but is a valid file */
     OK(ps_stw_begin(w));
     OK(ps_stw_commit(w));
     FAILS(ps_stw_commit(w), PS_ESTATE, "finished");
@@ -367,7 +367,7 @@ static void test_st_bad_headers(void)
     unlink(in_folder("z"));
 }
 
-/* Every prefix of a good file is an error, and every byte of its header changed is an error or harmless. */
+/* Every prefix of a good file is an error. A changed byte of its header is an error or harmless. */
 static void test_st_damage(void)
 {
     const char *path = in_folder("d.safetensors");
@@ -437,7 +437,7 @@ static bool holds(const char *path, const char *text)
     return same;
 }
 
-/* Links to a file that is not there yet: it is made, and they stay. */
+/* Links to a file that does not exist yet: the file is made, and the links stay. */
 static void test_links(void)
 {
     char sub[512], target[600];
@@ -478,7 +478,7 @@ static void test_folder_moves(void)
     OK(ps_tempfile_open(&f, moved));
     CHECK(rename(to, from) == 0);
     ps_tempfile_close(&f);
-    CHECK(rmdir(from) == 0);            /* the temporary file went, too */
+    CHECK(rmdir(from) == 0);            /* the temporary file was removed, too */
 }
 
 /* A file never has the number of stdin, stdout or stderr, even where these are closed. */
@@ -495,7 +495,7 @@ static void test_stdio_closed(void)
     if (in >= 0) dup2(in, STDIN_FILENO), close(in);
 }
 
-/* Two folders exchange their names, in one step and, where the file system cannot, in three. */
+/* Two folders exchange their names: in one step or, if the file system cannot do that, in three. */
 static void test_swap(void)
 {
     char a[512], b[512], in_a[600], in_b[600];
@@ -508,7 +508,8 @@ static void test_swap(void)
     CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "b") && holds(in_b, "a"));
     ps_test_fail_file(0, 1, EINVAL);
     CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "a") && holds(in_b, "b"));
-    ps_test_fail_file(0, 2, EINVAL);                /* the second of the three fails as well: all is as it was */
+    ps_test_fail_file(0, 2, EINVAL);                /* the second of the three steps also fails: everything is
+                                                     * unchanged */
     int rc = ps_file_swap_folder(a, b);
     ps_test_fail_file(-1, 0, 0);
     FAILS(rc, PS_EIO, "Invalid argument");

@@ -11,8 +11,8 @@
 enum { N = WIRE_N, MICROS = 6 };
 /* -- ranks --------------------------------------------------------------------------------------------------------- */
 
-/* Messages between the ranks' devices, as after ps_group_connect, of which p2p.c wants to know no more than that there
- * is another carrier than the host's. */
+/* Messages between the ranks' devices, as after ps_group_connect. p2p.c only needs to know that they are not sent by
+ * the host. */
 static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
 {
     static ps_comm carrier;
@@ -26,7 +26,7 @@ static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
     return p;
 }
 
-/* As a kernel does, behind all that the device waits for. */
+/* As a kernel does after everything for which the device waits. */
 static bool write_to(ps_tensor *t, double value)
 {
     return device_wait(t->ctx->devices[t->device_]) == 0 && touch(t, true, value);
@@ -43,7 +43,8 @@ static int post(ps_p2p *p, bool out, int peer, int lane, int micro, ps_tensor *t
     return out ? ps_p2p_send(p, peer, lane, &tag, NULL, t, q) : ps_p2p_recv(p, peer, lane, &tag, t, q);
 }
 
-/* A pipeline in which all send first, both ways; what a rank sends it then writes to, and reads what it received. */
+/* A pipeline in which all ranks send first, in both directions. Afterwards a rank writes to what it sent, and reads
+ * what it received. */
 static int both_ways(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int device, rank = m->rank, last = m->size - 1;
@@ -82,8 +83,9 @@ static int both_ways(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Waits for a message that cannot come whole. The wait may succeed, as it orders the device's work alone; ps_p2p_check
- * has the error then. Behind it the memory is its owner's: this thread writes to it, and ThreadSanitizer looks on. */
+/* Waits for a message that cannot arrive completely. The wait may succeed, because it only orders the device's work;
+ * ps_p2p_check then has the error. After it the memory belongs to its owner: this thread writes to it, and
+ * ThreadSanitizer checks that. */
 static int wait_in_vain(struct member *m, ps_p2p_request *q, ps_tensor *t, const char *word)
 {
     int rc = ps_p2p_wait(q, NULL);
@@ -93,7 +95,7 @@ static int wait_in_vain(struct member *m, ps_p2p_request *q, ps_tensor *t, const
     return rc;
 }
 
-/* Rank 0 sends to rank 1 and receives from it; rank 1 does `fate` of its own. */
+/* Rank 0 sends to rank 1 and receives from it. Rank 1 performs `fate`. */
 static int two_way(struct member *m, ps_ctx *ctx, ps_group *g, const char *word, void (*fate)(ps_p2p *))
 {
     int device;
@@ -134,7 +136,7 @@ static int one_gives_up(struct member *m, ps_ctx *ctx, ps_group *g)
 }
 static int broken(struct member *m, ps_ctx *ctx, ps_group *g) { return two_way(m, ctx, g, "rank ", NULL); }
 
-/* Rank 1 takes nothing. */
+/* Rank 1 receives nothing. */
 static int late(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int device;

@@ -185,7 +185,7 @@ static void test_loader_resume(void)
         ps_loader_position at;
         ps_loader_config c = config(shuffle, 1, 7);
         if (!OK(ps_loader_new(SHARDS, shards, &c, &l)) || !OK(record(l, CALLS, *all))) return;
-        for (int ahead = 1; ahead <= 16; ahead += 5) {      /* what is prepared ahead changes nothing */
+        for (int ahead = 1; ahead <= 16; ahead += 5) {      /* the number of prepared batches changes nothing */
             c.ahead = ahead;
             if (!OK(ps_loader_new(SHARDS, shards, &c, &other))) continue;
             OK(record(other, CALLS, *some));
@@ -341,7 +341,7 @@ static void test_loader_concurrent(void)
     CHECK(!memcmp(rows[0], rows[1], sizeof rows[0]));
 }
 
-/* The ring is full and then thrown away, again and again, and loaders end with their thread at any point. */
+/* The ring is full and is then discarded, again and again; and loaders end, with their thread, at any point. */
 static void test_loader_stress(void)
 {
     int32_t rows[2 * ROW], first[ROW];

@@ -28,8 +28,8 @@ static bool recv_from(ps_p2p *p, int peer, int lane, ps_p2p_tag tag, ps_tensor *
     return ps_p2p_recv(p, peer, lane, &tag, t, q) == 0;
 }
 
-/* A pipeline's steady state, in which both neighbours send first; of several micro-batches at once, the last stage's
- * losses among them. Payloads are larger than what sockets hold. */
+/* The steady state of a pipeline, in which both neighbours send first. There are messages of several micro-batches at
+ * once, and the last stage's losses. Payloads are larger than the buffers of sockets. */
 static int both_first(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     enum { MICROS = 6, N = 200000 };
@@ -107,7 +107,8 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
         expect(m, ps_p2p_next(p, 0, PS_P2P_UP, &h) == 0 && h.dtype == -1 && h.tag.micro == -1, "alone");
         expect(m, recv_from(p, 0, PS_P2P_UP, tag_of('Y', 0, -1), NULL, &got) && ps_p2p_wait(got, NULL) == 0, "alone");
     }
-    /* Posted ahead of the sends: a receive is not there before its message, and there at some time after it. */
+    /* Posted before the sends: a receive is not complete before its message was sent, and is complete some time after
+     * it. */
     int next = (rank + 1) % size, before = (rank + size - 1) % size;
     expect(m, recv_from(p, before, PS_P2P_TIED, tag_of('W', before, 0), theirs, &got), "ahead");
     expect(m, ps_p2p_test(got) == 0, "not yet");
@@ -117,7 +118,7 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < 4000 && !(ps_p2p_test(got) && ps_p2p_test(q[0])); i++) usleep(1000);
     expect(m, ps_p2p_test(got) == 1 && ps_p2p_test(q[0]) == 1, "now");
     expect(m, ps_p2p_wait(got, NULL) == 0 && at(theirs, 4) == before && ps_p2p_wait(q[0], NULL) == 0, "value");
-    /* What cannot be is refused, and ends nothing. */
+    /* Invalid calls are refused, and do not end the run. */
     ps_tensor *meta, *flat, *turned;
     int64_t two[2] = { 2, 12 };
     ps_tensor_new(ctx, PS_F32, 0, 2, two, &flat);
@@ -146,7 +147,8 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Rank 0 sends, rank 1 expects something else; rank 2 waits in a collective. All hear what differs. */
+/* Rank 0 sends, rank 1 expects something else, and rank 2 waits in a collective. All ranks get the difference as an
+ * error. */
 static ps_p2p_tag wrong_tag;
 static int wrong_dtype, wrong_numel;
 static const char *wrong_why;
@@ -154,7 +156,7 @@ static int mismatch(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
     ps_p2p_request *q = NULL;
-    if (ps_p2p_open(g, &p) < 0) {          /* the others are through, and have failed already */
+    if (ps_p2p_open(g, &p) < 0) {          /* the other ranks have already failed */
         expect(m, m->rank == 2 && strstr(ps_error_message(), wrong_why), "open");
         return 0;
     }
@@ -162,7 +164,8 @@ static int mismatch(struct member *m, ps_ctx *ctx, ps_group *g)
                                 : wrong_numel ? numbers(ctx, wrong_dtype, wrong_numel, 0, 0) : NULL;
     int rc = 0;
     if (m->rank == 0) {
-        ps_p2p_tag tag = tag_of('F', 0, 3);            /* the receiver may have found it before the payload goes */
+        ps_p2p_tag tag = tag_of('F', 0, 3);            /* the receiver may have found the difference before the payload
+                                                        * is sent */
         rc = ps_p2p_send(p, 1, PS_P2P_UP, &tag, NULL, t, &q);
         if (rc == 0) rc = ps_p2p_wait(q, NULL);
         expect(m, rc < 0, "the sender");
@@ -200,7 +203,7 @@ static void mismatches(void)
     }
 }
 
-/* One rank's step fails; the others wait for it, in messages and in a collective. Its own error stays. */
+/* One rank's step fails while the others wait for it, in messages and in a collective. The rank keeps its own error. */
 static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -208,7 +211,7 @@ static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
     if (!expect(m, ps_p2p_open(g, &p) == 0, "open")) return 0;
     ps_p2p_request *ready;
     int rc;
-    for (int r = 0; m->rank == 1 && r < 3; r += 2)     /* all have opened it */
+    for (int r = 0; m->rank == 1 && r < 3; r += 2)     /* all ranks have opened it */
         if (expect(m, recv_from(p, r, PS_P2P_UP, tag_of('R', r, 0), NULL, &q), "ready")) ps_p2p_wait(q, NULL);
     if (m->rank != 1 && !expect(m, send_to(p, 1, PS_P2P_UP, tag_of('R', m->rank, 0), NULL, &ready), "ready")) return 0;
     if (m->rank == 1) {
@@ -219,7 +222,7 @@ static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
         ps_p2p_tag tag = tag_of('I', 1, 2);
         rc = m->rank == 2 ? ps_group_barrier(g) : ps_p2p_recv(p, 1, PS_P2P_DOWN, &tag, NULL, &q);
         if (rc == 0) rc = ps_p2p_wait(q, NULL);
-        expect(m, rc == PS_EIO || rc == PS_ESTATE, "told");             /* ESTATE: it came to this call afterwards */
+        expect(m, rc == PS_EIO || rc == PS_ESTATE, "told");             /* ESTATE: the rank made this call afterwards */
         expect(m, strstr(ps_error_message(), "rank 1 (") != NULL, "who");
         expect(m, strstr(ps_error_message(), ") gave up: stage 1, I of micro-batch 2: no memory") != NULL, "why");
     }
@@ -227,7 +230,7 @@ static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Nothing comes within the time-out: who has not sent is named, and where it is. */
+/* No message arrives within the time-out: the error names the rank that did not send, and its place. */
 static int late(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -245,7 +248,7 @@ static int late(struct member *m, ps_ctx *ctx, ps_group *g)
         if (expect(m, recv_from(p, 1, PS_P2P_DOWN, tag_of('I', 1, 2), NULL, &q), "recv")) rc = ps_p2p_wait(q, NULL);
     } else rc = ps_p2p_next(p, 0, PS_P2P_UP, &h);
     expect(m, rc < 0, "late");
-    const char *why = strstr(ps_error_message(), "rank 1 (");      /* or that rank 0 sent rank 2 nothing */
+    const char *why = strstr(ps_error_message(), "rank 1 (");      /* or that rank 0 sent nothing to rank 2 */
     expect(m, why ? strstr(why, ") is alive but has not come to meet rank 0's recv I of micro-batch 2, stage 1 within "
            "0.5 s; it is in W of micro-batch 5, stage 1 of world") != NULL
            : strstr(ps_error_message(), "meet rank 2's recv (lane up) within 0.5 s") != NULL, "who, and where");
@@ -253,7 +256,7 @@ static int late(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A rank ends its script while another waits for a message of its. */
+/* A rank ends its script while another one waits for a message from it. */
 static int ends(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -268,7 +271,7 @@ static int ends(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Messages that nobody receives, and receives of what nobody sends: closing waits for none of them. */
+/* Messages that are never received, and receives of messages that are never sent: closing waits for none of them. */
 static int left_over(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -284,7 +287,7 @@ static int left_over(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Every allocation of a rank's calls fails once: an error of its own, or of all; never a hang. */
+/* Every allocation in a rank's calls fails once: this is an error of that rank, or of all, but nothing hangs. */
 static int nth;
 static int without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -315,8 +318,8 @@ static int without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- processes that die or are stopped ----------------------------------------------------------------------------- */
 
-/* Rank 1 of three ends in the middle of its action by this signal; the others wait, one for a message and one in a
- * collective. Each writes what it was told to the pipe. */
+/* Rank 1 of three is ended by this signal in the middle of its action. The others wait, one for a message and one in a
+ * collective. Each writes its error to the pipe. */
 static int victim(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;

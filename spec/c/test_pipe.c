@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tables of pipelines: each schedule against its formula, by an executor of this file's own; what is refused; the
- * simulator against courses worked out by hand, and bounds that hold for all costs. */
+ * Tables of pipelines. Each schedule is compared with its formula, by this file's own executor. Also tables that are
+ * refused, and the simulator against results that were computed by hand, and against bounds that hold for all costs. */
 #include <math.h>
 #include "check.h"
 #include "ps.h"
@@ -83,7 +83,7 @@ static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets
         return (up ? x.has_input : x.has_grad)[s][i] = true;
     }
     case PS_ACT_YIELD:
-        if (x.yields[rank] == i) x.yields[rank]++;              /* it stands at it */
+        if (x.yields[rank] == i) x.yields[rank]++;              /* the rank waits at it */
         else if (x.yields[rank] != i + 1) broken = "a yield out of turn";
         if (!x.forward[last][i]) return false;
         for (int r = 0; meets && r < ps_pipe_table_spec(t)->stages; r++)
@@ -93,8 +93,8 @@ static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets
     }
 }
 
-/* Performs all rows, each rank as far as it goes, from rank `begin` on. meets: ranks wait for each other in the body of
- * the script's loop. */
+/* Performs all rows, each rank as far as possible, beginning with rank `begin`. meets: ranks wait for each other in the
+ * body of the script's loop. */
 static void perform(const ps_pipe_table *t, int begin, bool meets)
 {
     int p = ps_pipe_table_spec(t)->stages, m = ps_pipe_table_spec(t)->micro_batches, done = 0;
@@ -212,8 +212,8 @@ static void test_schedules(void)
 }
 
 /* -- courses ------------------------------------------------------------------------------------------------------- */
-/* The end of each action by relaxation: longest ways through the table's graph. A message is an edge behind another one
- * of its link. */
+/* The end of each action by relaxation: longest paths through the table's graph. A message is an edge after the
+ * previous message of its link. */
 static double end[RANKS][3 * WAITING], forward_end[STAGES][MICROS], back_end[STAGES][MICROS], sent[STAGES][MICROS][2];
 
 static double cost_of(const ps_pipe_cost *k, int kind)
@@ -222,7 +222,8 @@ static double cost_of(const ps_pipe_cost *k, int kind)
     return kind == PS_ACT_FORWARD ? k->forward : kind == PS_ACT_INPUT ? k->input : k->weight;
 }
 
-/* When the message arrives that the action waits for; `out`: the one that it sends leaves. */
+/* The time when the message arrives for which the action waits. `out`: the time when the message that it sends
+ * leaves. */
 static double arrival(const ps_pipe_table *t, const ps_action *a, const ps_pipe_link *link)
 {
     int s = a->vstage, i = a->micro, last = ps_pipe_table_spec(t)->vstages - 1, up = a->kind == PS_ACT_FORWARD;
@@ -318,7 +319,8 @@ static void test_by_hand(void)
     link.rate = NAN;
     FAILS(ps_pipe_simulate(t, costs, &link, &times, NULL, NULL), PS_EINVAL, "rate nan");
     ps_pipe_table_free(t);
-    t = make(PS_PIPE_LOOPED_BFS, 2, 2, 4, 0);                /* whoever keeps one message holds up the one before */
+    t = make(PS_PIPE_LOOPED_BFS, 2, 2, 4, 0);                /* a rank that keeps one message delays the rank before
+                                                              * it */
     link = (ps_pipe_link){ .depth = 1 };
     FAILS(ps_pipe_simulate(t, NULL, &link, &times, NULL, NULL), PS_EINVAL,
           "rank 0 with the message of 0F3 waits for room on the link to rank 1, rank 1 with the message of 1F1 "
@@ -326,7 +328,7 @@ static void test_by_hand(void)
     ps_pipe_table_free(t);
 }
 
-/* The figures that papers give for p = 4, m = 8. */
+/* The figures that papers report for p = 4, m = 8. */
 static void test_bubbles(void)
 {
     static const struct { int schedule, v; double idle, makespan; } of[] = {
@@ -398,7 +400,7 @@ static void test_refusals(void)
         { "0F0,0F1,0I1,0I0,0W0,0W1", PS_EINVAL, "runs the backward of micro-batch 1 before that of 0" },
         { "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1", 0, NULL },
         { "1F0,0F0,1B0,0B0", PS_EINVAL, "rank 0 with 1F0 waits for 0F0 of rank 0" },
-        { "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", PS_EINVAL, 
+        { "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", PS_EINVAL,
           "0 with 0B0 waits for 1B0 of rank 1, rank 1 with 1F1 waits for 0F1" } };
     ps_pipe_table *t = NULL;
     int n;

@@ -23,7 +23,7 @@ typedef struct office {
     message *sent[RANKS][RANKS][PIPE_LANES];            /* [MESSAGES] */
     int n_sent[RANKS][RANKS][PIPE_LANES], n_posted[RANKS][RANKS][PIPE_LANES];
     int at_yield[MICROS], ranks;
-    pipe_tag came[RANKS][ROW];                          /* [n_came] the actions that each rank came to */
+    pipe_tag came[RANKS][ROW];                          /* [n_came] the actions that each rank reached */
     int n_came[RANKS];
     bool failed;
     char why[200];
@@ -203,7 +203,7 @@ static int step_open(ps_ctx *ctx, ps_step **step)
     return ps_engine_open(ctx, *step, &config, NULL);
 }
 
-/* Begins a step with the actions of a row. swaps: the row's first WEIGHT and the FORWARD behind it change places. */
+/* Begins a step with the actions of a row. swaps: the row's first WEIGHT and the FORWARD after it change places. */
 static int step_begin(ps_step *step, const ps_pipe_table *t, int rank, bool swaps)
 {
     static _Thread_local ps_action list[ROW];
@@ -253,8 +253,8 @@ typedef struct rank {
     const char *text;                       /* of the table, or NULL: a schedule's */
     const ps_pipe_cost *costs;
     const ps_pipe_link *link;
-    int number, steps, rc, fails_at;        /* fails_at: its event of this number fails; -1: none */
-    bool dry, small, swaps;                 /* small: it expects other shapes; swaps: step_begin */
+    int number, steps, rc, fails_at;        /* fails_at: the event of this number fails; -1: none fails */
+    bool dry, small, swaps;                 /* small: it expects other shapes; swaps: as in step_begin */
     bool again, tells;                      /* again: forwards are recompute segments; tells: ps_pipe_begin */
     int n_segments, n_told;
     char error[600];
@@ -276,7 +276,7 @@ static ps_tensor *segment(ps_ctx *ctx, ps_tensor *w, ps_tensor *in, bool last)
     return out;
 }
 
-/* How many actions of the row the executor performs by itself, of one kind or another. */
+/* The number of actions of the row that the executor performs by itself and that have one of two kinds. */
 static int count_own(const rank *r, int one, int other)
 {
     int n = 0;
@@ -285,8 +285,8 @@ static int count_own(const rank *r, int one, int other)
     return n;
 }
 
-/* Numbers of a loss: odd micro-batches have a weight, those whose number 3 divides have hits. All ranks get them, and
- * -1 and 0 of 0 of the others, also if the step before had some. */
+/* Numbers of a loss: odd micro-batches have a weight, and those whose number is a multiple of 3 have hits. All ranks
+ * get these numbers, and -1 and 0 of 0 for the other micro-batches, even if they had some in the step before. */
 static int tell_numbers(ps_pipe *x, int32_t micro)
 {
     if (micro % 2) PS_TRY(ps_pipe_weigh(x, micro, 10 + micro));
@@ -442,7 +442,7 @@ static void prepare(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_
     }
 }
 
-/* A rank came to the actions of its row in their order. */
+/* Checks that a rank reached the actions of its row in their order. */
 static void check_came(const ps_pipe_table *t, int of)
 {
     int n = 0;
@@ -522,7 +522,7 @@ static void test_without_backward(void)
     }
 }
 
-/* What one rank does wrong all are told. */
+/* If one rank makes a mistake, all ranks get the error. */
 static void test_faults(void)
 {
     ps_pipe_table *t = make(PS_PIPE_1F1B, 4, 1, 8, 0), *other = make(PS_PIPE_GPIPE, 4, 1, 8, 0);
@@ -539,7 +539,7 @@ static void test_faults(void)
         }
     ps_pipe_table *apart = make(PS_PIPE_ZB_H1, 4, 1, 8, 0);
     prepare(apart, NULL, NULL);
-    ranks[3].swaps = true;                          /* its executor comes to weight gradients that are not due */
+    ranks[3].swaps = true;                          /* its executor reaches weight gradients that are not due */
     run_ranks(4);
     CHECK(ranks[3].rc == PS_ESTATE);
     for (int i = 0; i < 4; i++)
@@ -547,7 +547,7 @@ static void test_faults(void)
                                                         "but the step expects another action"));
     ps_pipe_table_free(apart);
     prepare(t, NULL, NULL);
-    ranks[2].t = other;                             /* its messages come in the order of its own table */
+    ranks[2].t = other;                             /* its messages arrive in the order of its own table */
     ranks[2].small = true;
     run_ranks(4);
     bool named = false;
@@ -567,7 +567,7 @@ static void test_faults(void)
     ps_pipe_table_free(other);
 }
 
-/* Two actions of one rank change places: the clock tells the order in which the executor performed them. */
+/* Two actions of one rank change places: the clock shows the order in which the executor performed them. */
 static void test_swapped(void)
 {
     static const char *const texts[] = { "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
@@ -653,7 +653,8 @@ static void test_misuse(void)
     ps_ctx_free(ctx);
 }
 
-/* The context ends in the middle of a step, as where a script fails: the step ends before its tensors' bytes go. */
+/* The context ends in the middle of a step, as it does when a script fails: the step ends before its tensors' bytes are
+ * freed. */
 static void test_context_ends(void)
 {
     ps_ctx *ctx;
@@ -687,7 +688,7 @@ static void test_context_ends(void)
     ps_pipe_table_free(t);
 }
 
-/* One step of virtual stages on one rank; whatever fails is the step's error. */
+/* One step with several virtual stages on one rank. Each failure is the step's error. */
 static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *step, ps_tensor **w, ps_tensor **batch)
 {
     int last = t->spec.vstages - 1;
@@ -714,7 +715,8 @@ static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *
     }
 }
 
-/* Every request for memory fails in turn, from opening on; a step that is given up leaves the next one as it is. */
+/* Every request for memory fails in turn, beginning with the open. A step that is abandoned does not affect the next
+ * one. */
 static void test_without_memory(int schedule, int V)
 {
     enum { MOST = 3, M = 2 };

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The planner. An executor of its own carries plans out, under any order of moves and uses that the lists allow, and
- * checks what chunk/plan.h promises; traces with known answers; Belady against a search over everything. */
+ * The planner. This file's own executor performs plans in every order of moves and uses that the lists allow, and
+ * checks the guarantees of chunk/plan.h. There are also traces with known answers, and Belady's rule against an
+ * exhaustive search. */
 #include "check.h"
 #include "chunk/plan.h"
 
@@ -35,8 +36,8 @@ static void clear(int n_tiers, int n_chunks, int64_t nbytes, unsigned valid)
     for (int i = 0; i < n_chunks; i++) chunks[i] = (ps_plan_chunk){ .nbytes = nbytes, .valid = (uint8_t)valid };
 }
 
-/* Appends uses: a letter is a chunk, small reads and capital writes on tier 0; '!' puts the next on tier 1; with '.'
- * behind it the contents end; a blank begins the next moment. */
+/* Appends uses. A letter is a chunk: a small letter reads and a capital letter writes, on tier 0. '!' puts the next use
+ * on tier 1. A '.' after a letter ends the chunk's contents. A blank begins the next moment. */
 static void trace(const char *text)
 {
     int tier = 0;
@@ -58,7 +59,7 @@ typedef struct world {
     uint8_t space[CHUNKS], valid[CHUNKS];      /* bit sets of tiers */
     bool blank[CHUNKS];
     int64_t used[PS_TIERS], peak[PS_TIERS], copied[PS_TIERS][2];
-    int done[PS_TIERS - 1], moment, use;       /* moves done; the moment that comes next, its first use */
+    int done[PS_TIERS - 1], moment, use;       /* number of moves done; the next moment, and its first use */
 } world;
 
 static const char *broken;
@@ -68,7 +69,7 @@ static int64_t limit_at(int t, int moment)
     return in.capacity[t] + (in.extra[t] && moment >= 0 && moment < in.n_moments ? in.extra[t][moment] : 0);
 }
 
-/* Moves between two moments may find there what the earlier one had. */
+/* Moves between two moments may still find the room of the earlier one. */
 static void take(world *w, int c, int t)
 {
     int64_t before = limit_at(t, w->moment - 1), limit = limit_at(t, w->moment);
@@ -140,7 +141,8 @@ static bool may_move(const world *w, const ps_plan *p, int l)
     return m->from <= w->moment && m->after <= other;
 }
 
-/* Carries the plan out: of what may happen next, eager 0 prefers uses, 2 moves, 1 takes any. NULL, or what broke. */
+/* Performs the plan. If several things may happen next, eager 0 prefers uses, 2 prefers moves, and 1 chooses any.
+ * Returns NULL, or the guarantee that was broken. */
 static const char *carry_out(const ps_plan *p, int eager)
 {
     world w = { 0 };
@@ -230,7 +232,7 @@ static void make(ps_plan *p)
 static void test_known(void)
 {
     ps_plan p;
-    clear(2, 3, 10, 2);                          /* Belady: c takes the place of b, whose next use is farther */
+    clear(2, 3, 10, 2);                          /* Belady: c replaces b, whose next use is later */
     trace("a b c a b");
     in.capacity[0] = 20;
     make(&p);
@@ -238,7 +240,7 @@ static void test_known(void)
     CHECK(move_is(&p, 0, 2, PS_MOVE_DROP, 'b', 2, 2) && move_is(&p, 0, 3, PS_MOVE_FETCH, 'c', 2, 2));
     CHECK(p.valid_after[0] + p.valid_after[1] + p.valid_after[2] == 2 + 3 + 3);
     ps_plan_clear(&p);
-    in.policy = policy_of("lru");                   /* every use a miss */
+    in.policy = policy_of("lru");                   /* every use is a miss */
     make(&p);
     CHECK(p.fetched[0] == 50);
     ps_plan_clear(&p);
@@ -292,7 +294,7 @@ static void test_known(void)
 static void test_ahead(void)
 {
     ps_plan p;
-    clear(2, 4, 10, 2);                          /* each fetch begins when the one before it is used */
+    clear(2, 4, 10, 2);                          /* each fetch begins when the chunk before it is used */
     trace("a b c d");
     in.capacity[0] = 40;
     in.ahead[0] = 20;
@@ -300,11 +302,11 @@ static void test_ahead(void)
     CHECK(move_is(&p, 0, 1, PS_MOVE_FETCH, 'b', 0, 1) && move_is(&p, 0, 2, PS_MOVE_FETCH, 'c', 1, 2) &&
           move_is(&p, 0, 3, PS_MOVE_FETCH, 'd', 2, 3));
     ps_plan_clear(&p);
-    in.capacity[0] = 20;                         /* no sooner than its victim's last use */
+    in.capacity[0] = 20;                         /* not before its victim's last use */
     make(&p);
     CHECK(move_is(&p, 0, 2, PS_MOVE_DROP, 'a', 1, 2) && move_is(&p, 0, 3, PS_MOVE_FETCH, 'c', 1, 2));
     ps_plan_clear(&p);
-    in.capacity[0] = 10;                         /* and never at the cost of what is in use */
+    in.capacity[0] = 10;                         /* and never by evicting a chunk in use */
     make(&p);
     CHECK(move_is(&p, 0, 6, PS_MOVE_FETCH, 'd', 3, 3));
     ps_plan_clear(&p);
@@ -347,7 +349,7 @@ static void test_three_tiers(void)
     CHECK(p.evicted[1] == 0 || p.fetched[1] >= 10);
     ps_plan_clear(&p);
 
-    clear(3, 4, 10, 4);                          /* Adam on the host: nothing of it passes the device */
+    clear(3, 4, 10, 4);                          /* Adam on the host: its chunks do not pass the device */
     trace("a b b a !A!c !B!d");
     in.capacity[0] = 20;
     in.capacity[1] = 40;
@@ -360,7 +362,7 @@ static void test_three_tiers(void)
     in.capacity[0] = in.capacity[1] = 20;
     in.cyclic = 1;
     CHECK(STEADY(policy_of("belady")) == 10);
-    clear(3, 2, 10, 4);                          /* ended on the host: the next one begins on the device with nothing */
+    clear(3, 2, 10, 4);                          /* ended on the host: the next contents begin on the device */
     trace("A b !a. b");
     in.capacity[0] = in.capacity[1] = 20;
     in.cyclic = 1;
@@ -386,7 +388,8 @@ static void test_less_than_no_room(void)
     CHECK(bad == 0);
 }
 
-/* An op that needs more than capacity gets what is there at its moment, alone; then the room goes back. */
+/* An op that needs more than the capacity gets what is free at its moment, and only then. Afterwards the room is
+ * returned. */
 static void test_extra(void)
 {
     ps_plan p;
@@ -408,17 +411,18 @@ static void test_extra(void)
         CHECK(verify(&p, __LINE__) && p.peak[0] == 30 && p.fetched[0] >= 40 && p.fetched[0] <= 50);
         for (int i = 0; i < p.n_moves[0]; i++)
             if (p.moves[0][i].kind == PS_MOVE_FETCH && p.moves[0][i].chunk == 2)
-                CHECK(p.moves[0][i].from == 2 && p.moves[0][i].need == 2);      /* no sooner: there is no room */
+                CHECK(p.moves[0][i].from == 2 && p.moves[0][i].need == 2);      /* not earlier: there is no room */
         ps_plan_clear(&p);
     }
     clear(2, 3, 10, 2);
-    trace("ab cab");                                      /* c takes the extra room, not that of a, wanted as well */
+    trace("ab cab");                                      /* c gets the extra room, and not that of a, which is also
+                                                           * needed */
     in.capacity[0] = 20;
     in.extra[0] = extra[0];
     extra[0][1] = 10;
     if (OK(ps_plan_make(&in, &p, &bad))) CHECK(p.fetched[0] == 30);
     ps_plan_clear(&p);
-    memset(extra[0], 0, sizeof extra[0]);                 /* what nobody needs changes nothing */
+    memset(extra[0], 0, sizeof extra[0]);                 /* chunks without uses change nothing */
     clear(2, 4, 10, 2);
     trace("a b ab c d a");
     in.capacity[0] = 20;
@@ -534,7 +538,7 @@ static void test_random(void)
     }
 }
 
-/* A use by any policy never changes what fits: nothing moves twice when there is room for everything. */
+/* If everything fits, no policy changes anything: nothing moves twice. */
 static void test_all_fits(void)
 {
     for (int i = 0; i < 200; i++) {

@@ -168,7 +168,7 @@ static double unary_loss(void)
     return dot(u_y, u_dy, UN);
 }
 
-/* of_output: the backward takes the forward's output instead of its input. */
+/* of_output: the backward needs the forward's output instead of its input. */
 static void check_unary(int line, int op, int backward, int tanh_form, int of_output)
 {
     double dx[UN], want[UN];
@@ -634,7 +634,7 @@ static void test_dropout(void)
     }
     CHECK(abs(dropped - MANY / 4) < 5 * 87);                      /* 5 standard deviations */
     CHECK(others == 0);
-    a.sample = 8;                                                 /* samples 2 and 3 of the batch, on their own */
+    a.sample = 8;                                                 /* samples 2 and 3 of the batch, alone */
     ps_view half = F32(x, 2, MANY / 4);
     CHECK(run(PS_OP_dropout, &a, IN(half, absent), OUT(F32(z, 2, MANY / 4))) == 0);
     CHECK(memcmp(z, y + MANY / 2, MANY / 2 * sizeof *z) == 0);

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Parts of chunks that two ranks (threads) share out: a part in which gradients lie takes no part in a gather of its
- * stripe, and its values are then nowhere on a rank that does not own it. And a part that goes while its bytes have to
- * be sent. */
+ * Parts of chunks that two ranks (threads) share. A part that holds gradients takes no part in a gather of its stripe.
+ * Then a rank that does not own it has its values nowhere. Also, a part that is freed while its bytes must be sent. */
 #include "ranks_check.h"
 #include "chunk/policy.h"
 #include "zero/shard.h"
@@ -24,7 +23,7 @@ static int gathered_beside_gradients(struct member *m, ps_ctx *ctx, ps_group *g)
     char *p;
     if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->mem.plain, &config, NULL, &cs) == 0 &&
                    ps_shard_new(cs, &under_way, ctx->devices, 0, 0, g, &sh) == 0, "opened")) return 0;
-    for (int i = 0; i < 2; i++) {                            /* part i is rank i's */
+    for (int i = 0; i < 2; i++) {                            /* rank i owns part i */
         ps_part_config c = { .owner = i, .dtype = PS_F32, .chunk = -1, .reads = 1, .nbytes = NBYTES };
         if (i == m->rank) expect(m, ps_chunk_new(cs, PS_KIND_PARAM, 0, i, PS_F32, NBYTES, &c.chunk) == 0, "a chunk");
         expect(m, ps_shard_part(sh, &c, &part[i]) == 0, "a part");
@@ -46,13 +45,13 @@ static int gathered_beside_gradients(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Rank 1 drops its part of a stripe whose gather it began ahead, and to which rank 0 comes late. */
+/* Rank 1 drops its part of a stripe whose gather it began ahead of time, and which rank 0 joins late. */
 static int dropped_on_its_way(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     static const ps_step under_way = { .pass = 3 };
     ps_gather list[2] = { { .stripe = 0, .pass = 3, .uses = 5 }, { .stripe = 1, .pass = 3, .uses = 5 } };
     const ps_gathers ahead = { .list = list, .n = 2 };
-    ps_chunk_config config = { .policy = 0, .prefetch = 1, .stress = true };  /* memory that goes is filled */
+    ps_chunk_config config = { .policy = 0, .prefetch = 1, .stress = true };  /* memory that is freed gets filled */
     ps_chunks *cs = NULL;
     ps_shard *sh = NULL;
     ps_storage *s[2][2];                   /* of a stripe and a rank */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The backend sim: its memory and settings, the arena on a device whose memory is bounded, and the copy engine: bytes,
- * order, `after`, times, copies given up. */
+ * The backend sim: its memory and settings, the arena on a device with limited memory, and the copy engine: bytes,
+ * order, `after`, times, and abandoned copies. */
 #include <math.h>
 #include <time.h>
 #include "backend/backend.h"
@@ -143,10 +143,10 @@ static void test_memory(void)
     sim->region_discard(sim, a + MIB, 2 * MIB);                 /* a hole */
     CHECK(sim->bytes_available(sim) == 3 * MIB && a[MIB - 1] == 3 && a[3 * MIB] == 3);
     OK(sim->region_commit(sim, a + MIB, MIB));
-    CHECK(a[MIB] == 0 && sim->bytes_available(sim) == 2 * MIB); /* what is given back keeps nothing */
+    CHECK(a[MIB] == 0 && sim->bytes_available(sim) == 2 * MIB); /* a freed block keeps no memory */
     sim->region_free(sim, a, 100 * MIB);
     CHECK(sim->bytes_available(sim) == 5 * MIB);
-    sim->close(sim);                                            /* b goes with it */
+    sim->close(sim);                                            /* b is returned with it */
 }
 
 static ps_block *block(ps_arena *arena, int64_t nbytes)
@@ -156,8 +156,8 @@ static ps_block *block(ps_arena *arena, int64_t nbytes)
     return b;
 }
 
-/* The arena has addresses for all of the device, holds memory for what was in use at once, and can be made to give
- * back what is not in use, for others. */
+/* The arena has addresses for the whole device. It has memory for the blocks that were in use at the same time, and can
+ * be made to return memory that is not in use. */
 static void test_arena(void)
 {
     ps_arena *arena;
@@ -175,7 +175,8 @@ static void test_arena(void)
     FAILS(ps_arena_alloc(arena, 1, &b), PS_ENOMEM, "device sim: 0.0 MiB wanted, 64.0 of 64.0 MiB held in use: sim has");
     CHECK(strstr(ps_error_message(), "PS_SIM_MEMORY") != NULL);
     for (int i = 0; i < 64; i += 2) ps_arena_free(arena, all[i]);
-    b = block(arena, 30 * MIB);                                 /* the memory of 1 MiB holes goes where it is wanted */
+    b = block(arena, 30 * MIB);                                 /* the memory of 1 MiB holes is used where it is
+                                                                 * needed */
     CHECK(info->reserved == 62 * MIB && sim->bytes_available(sim) == 2 * MIB);
     FAILS(ps_arena_alloc(arena, 3 * MIB, &all[0]), PS_ENOMEM, "3.0 MiB wanted, 62.0 of 62.0 MiB held in use");
     all[0] = block(arena, 2 * MIB);                             /* and nothing is lost by that */
@@ -190,11 +191,11 @@ static void test_arena(void)
     for (int i = 33; i < 64; i += 2) ps_arena_free(arena, all[i]);
     CHECK(ps_arena_trim(arena, false) && info->reserved == 16 * MIB);
     for (int i = 1; i < 32; i += 4) ps_arena_free(arena, all[i]);
-    CHECK(!ps_arena_trim(arena, false) && info->reserved == 16 * MIB);   /* holes stay until they are asked for */
+    CHECK(!ps_arena_trim(arena, false) && info->reserved == 16 * MIB);   /* holes stay until a trim with holes */
     for (int i = 3; i < 32; i += 4) ps_arena_free(arena, all[i]);
     CHECK(ps_arena_trim(arena, false) && info->reserved == 0 && sim->bytes_available(sim) == 64 * MIB);
 
-    OK(ps_sim_configure(sim, 3 * MIB / 2 + 100, 0, 0, -1));     /* less than a step of growth, and an odd size */
+    OK(ps_sim_configure(sim, 3 * MIB / 2 + 100, 0, 0, -1));     /* less than one step of growth, and an odd size */
     b = block(arena, 3 * MIB / 2);
     CHECK(info->reserved == 3 * MIB / 2);
     FAILS(ps_arena_alloc(arena, 100, &all[0]), PS_ENOMEM, "0.0 MiB of it left");
@@ -204,7 +205,8 @@ static void test_arena(void)
     all[1] = block(arena, 1900 * MIB);                          /* more than the first region has addresses */
     CHECK(info->reserved == 1900 * MIB + 3 * MIB / 2);
     ps_arena_free(arena, all[1]);
-    all[1] = block(arena, 500 * MIB);                           /* that one goes to make room in the first */
+    all[1] = block(arena, 500 * MIB);                           /* that block is freed to make room in the first
+                                                                 * region */
     CHECK(info->reserved == 501 * MIB);
     ps_arena_free(arena, all[0]);
     ps_arena_free(arena, all[1]);
@@ -241,12 +243,12 @@ static void test_order(void)
     uint8_t *device = region(MIB), *host = malloc(N * MIB), *back = malloc(N * MIB);
     ps_copy *in[N], *out[N];
     fill(host, N * MIB, 5);
-    for (int i = 0; i < N; i++) {                               /* one slot, filled and emptied by turns */
+    for (int i = 0; i < N; i++) {                               /* one slot, which is filled and emptied in turn */
         in[i] = start(true, device, host + i * MIB, MIB, i ? out[i - 1] : NULL);
         out[i] = start(false, back + i * MIB, device, MIB, in[i]);
         if (i % 7 == 3) CHECK(sim->copy_wait(sim, in[i - 1], true) == 1);
     }
-    CHECK(sim->copy_wait(sim, out[N - 1], true) == 1);          /* in order: all the others have ended, too */
+    CHECK(sim->copy_wait(sim, out[N - 1], true) == 1);          /* in order: all the other copies have ended, too */
     for (int i = 0; i < N; i++) {
         if (i < N - 1) CHECK(sim->copy_wait(sim, out[i], false) == 1);
         if ((i + 1) % 7 != 3 || i == N - 1) CHECK(sim->copy_wait(sim, in[i], false) == 1);
@@ -283,9 +285,9 @@ static void test_errors(void)
 }
 
 /* -- times -------------------------------------------------------------------------------------------------------- */
-/* By the model, whatever the machine does: a copy takes latency + nbytes / rate from the later of two moments, that at
- * which it is asked for and that at which its lane and the copy it comes after are done. What is measured is that no
- * copy ends before. */
+/* By the model, no matter how fast the machine is: a copy takes latency + nbytes / rate. It begins at the later of two
+ * moments: when it was requested, and when its lane and the copy before it are done. The test checks that no copy ends
+ * earlier. */
 static uint8_t *device_bytes, *host_bytes, *other_bytes;
 enum { PIECE = 2 << 20 };                                       /* 20 ms at the rate below */
 static const double rate = 2097152 / 0.02;
@@ -337,7 +339,7 @@ static void one_after_another(void)
     CHECK(sim->copy_wait(sim, in, false) == 1);
 }
 
-/* However late the threads wake up, it does not add up: a copy begins where the one before it ends by the model. */
+/* If threads wake up late, the delays must not add up: a copy begins at the modelled end of the copy before it. */
 static void many_small(void)
 {
     enum { N = 100 };
@@ -358,7 +360,7 @@ static double process_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A thread sleeps while it waits: 70 ms of copying and idling take a few of the processor. */
+/* A thread sleeps while it waits: 70 ms of copying and idling need only a few milliseconds of the processor. */
 static void test_idle_cost(void)
 {
     double least = FAR_S;
@@ -393,8 +395,8 @@ static void test_times(void)
     sim->close(sim);
 }
 
-/* -- given up ----------------------------------------------------------------------------------------------------- */
-/* Memory that goes, and a backend that is closed, do not wait for what is under way (minutes here, by the model). */
+/* [abandoned copies] */
+/* Freeing memory, and closing a backend, do not wait for copies under way (which would take minutes by the model). */
 static void test_given_up(void)
 {
     open_sim(16 * MIB, 1e4, 50);
@@ -411,7 +413,7 @@ static void test_given_up(void)
     start(false, out, b, 4 * MIB, third);
     sim->close(sim);
     CHECK(ps_now() - began < PROMPT_S);
-    memset(host, 1, 4 * MIB);                                   /* no thread looks at these any more */
+    memset(host, 1, 4 * MIB);                                   /* no thread accesses these any more */
     memset(out, 1, 4 * MIB);
     free(host);
     free(out);
@@ -441,7 +443,7 @@ static void test_context(void)
     OK(ps_tensor_read(again, y, sizeof y));
     CHECK(!memcmp(x, y, sizeof x));
     ps_tensor_release(again);
-    for (int nth = 0;; nth++) {                                 /* what fails on the way leaves nothing behind */
+    for (int nth = 0;; nth++) {                                 /* a copy that fails leaves nothing behind */
         ps_memory_info before, after;
         OK(ps_memory_get(ctx, host, &before));
         ps_test_fail_alloc(nth, 1);

@@ -245,7 +245,7 @@ static void test_tables(void)
     rng->op = 0, rng->sample = 0;
 }
 
-/* Seconds of this thread that a step of n micro-batches takes, without their computation. */
+/* Seconds of processor time for a step of n micro-batches, without their computation. */
 static double seconds_of(int n)
 {
     ps_action *table = malloc(sizeof *table * (size_t)n * 2);
@@ -268,18 +268,19 @@ static double seconds_of(int n)
     return seconds;
 }
 
-/* Sixteen times as many micro-batches take about sixteen times as long; 256 times, if each one looked at all others. */
+/* Sixteen times as many micro-batches take about sixteen times as long. They would take 256 times as long if each one
+ * visited all others. */
 static void test_many(void)
 {
     double few = seconds_of(4000), many = seconds_of(64000);
     for (int i = 0; i < 5; i++) {
         double again = seconds_of(4000);
-        if (again > few) few = again;                          /* a short time may be cut by the clock's grain */
+        if (again > few) few = again;                          /* a short time may be lost in the clock's resolution */
     }
     CHECK(many < 64 * few);
 }
 
-/* What was put off goes with the step. */
+/* What was put off is dropped with the step. */
 static void test_given_up(void)
 {
     static const ps_action table[] = { F(0, 0), I(0, 0), W(0, 0), { PS_ACT_UPDATE, 0, 0 } };
@@ -337,7 +338,7 @@ static void test_refusals(void)
 
 int main(void)
 {
-    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are other threads */
     OK(ps_ctx_new(&ctx));
     test_orders(false);
     test_orders(true);

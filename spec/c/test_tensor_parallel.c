@@ -25,7 +25,8 @@ typedef struct result {
 typedef struct layout { int dp, tp, stage, dtype; bool slots, overlap, shared; } layout;
 
 typedef struct process {
-    int rank, dp_rank, tp_rank, n, n_leaves, lacks;       /* lacks: the rank of tp without EXTRA's gradient, or -1 */
+    int rank, dp_rank, tp_rank, n, n_leaves, lacks;       /* lacks: the rank of tp that has no gradient for EXTRA, or
+                                                           * -1 */
     layout of;
     const ps_action *table;
     ps_ctx *ctx;
@@ -37,7 +38,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Of threads: the first failure is told by whoever joins them. */
+/* Called by threads. The thread that joins them reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -59,7 +60,7 @@ static ps_tensor *tensor_of(process *p, int dtype, const double *values)
 }
 
 /* -- the gradients: integers --------------------------------------------------------------------------------------- */
-/* Element i of the gradient that one micro-batch (of dp rank d) gives, where tp rank `part` computes. */
+/* Element i of the gradient that one micro-batch (of dp rank d) adds, on tp rank `part`. */
 static double gradient(int vstage, int kind, int piece, int d, int micro, int part, int i)
 {
     int seed = 31 * vstage + 17 * kind + 7 * d + 3 * micro;
@@ -103,7 +104,7 @@ static ps_tensor *loss_of(process *p, int vstage, int micro, int step)
     return sum;
 }
 
-/* The squared norm of a step's gradients by these formulas. */
+/* The squared norm of a step's gradients, by these formulas. */
 static double norm_of(const layout *of, int step, int micros, int vstages)
 {
     double sum = 0;
@@ -330,7 +331,7 @@ static int run_ranks(layout of, int n, const ps_action *table, int lacks, proces
     return size;
 }
 
-/* Puts the pieces of the ranks of dp rank 0 together. Other ranks have the same. */
+/* Joins the pieces of the ranks with dp rank 0. Other ranks have the same pieces. */
 static result run_all(layout of, int n, const ps_action *table)
 {
     process all[MOST];
@@ -408,7 +409,7 @@ static void test_overlap(void)
     }
 }
 
-/* Where not all ranks have a gradient, all are told which one. */
+/* If not all ranks have a gradient, all ranks get the name of the parameter. */
 static void test_one_lacks(void)
 {
     process all[MOST];
@@ -453,7 +454,7 @@ static void test_refusals(void)
 
 int main(void)
 {
-    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are other threads */
     test_layouts();
     test_places();
     test_overlap();

@@ -15,7 +15,7 @@ typedef struct result { double norm[STEPS], table[N], weight[N]; } result;
 
 typedef struct process {
     int rank, size;                /* size 1: both virtual stages */
-    bool shared;                   /* the table is one leaf with one sum, whoever uses it */
+    bool shared;                   /* the table is one leaf with one sum for all its uses */
     ps_ctx *ctx;
     ps_step *step;
     ps_group *group;
@@ -29,7 +29,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Of threads: the first failure is told by whoever joins them. */
+/* Called by threads. The thread that joins them reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -364,7 +364,7 @@ static void test_refusals(void)
 
 int main(void)
 {
-    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are other threads */
     result one = test_tables();
     test_formula(&one);
     test_refusals();

@@ -162,7 +162,7 @@ static void test_round_trip(void)
     CHECK(zip_crc32(zip_crc32(0, "1234", 4), "56789", 5) == 0xcbf43926);
     uint8_t noise[1000];
     for (int i = 0; i < 1000; i++) noise[i] = (uint8_t)(i * i >> 3);
-    for (int n = 0; n <= 1000; n++) {           /* long pieces and single bytes take different ways */
+    for (int n = 0; n <= 1000; n++) {           /* long pieces and single bytes are computed by different methods */
         uint32_t crc = 0;
         for (int i = 0; i < n; i++) crc = zip_crc32(crc, noise + i, 1);
         CHECK(zip_crc32(0, noise, n) == crc);
@@ -258,7 +258,7 @@ static int read_all(ps_pt *pt, int value)
 static int open_all(const uint8_t *bytes, size_t n)
 {
     ps_pt *pt = NULL;
-    uint8_t *exact = malloc(n ? n : 1);         /* sanitizers see a read past its end */
+    uint8_t *exact = malloc(n ? n : 1);         /* sanitizers detect a read past its end */
     memcpy(exact, bytes, n);
     int rc = pt_open_memory("damaged.pt", exact, (int64_t)n, &pt);
     if (rc == 0) rc = read_all(pt, ps_pt_root(pt));
@@ -285,7 +285,7 @@ static void test_damage(void)
             refused += rc < 0;
         }
     CHECK(refused > n);
-    for (size_t i = 0; i + 24 < n; i++)         /* every byte of the tensors is under a checksum */
+    for (size_t i = 0; i + 24 < n; i++)         /* checksums cover every byte of the tensors */
         if (!memcmp(bytes + i, bytes_of, 24)) {
             bytes[i + 5] ^= 1;
             FAILS(open_all(bytes, n), PS_EFORMAT, "checksum");
@@ -476,7 +476,8 @@ static void test_numbers(void)
     ps_pt_close(pt);
 }
 
-/* Integers that 64 bits do not hold are the nearest double, however they are written, or refused: never another int. */
+/* Integers that do not fit into 64 bits become the nearest double in every notation, or they are refused. They never
+ * become another integer. */
 static void test_large_numbers(void)
 {
     static const char pickle[] = "\x80\2(L99999999999999999999L\nL-99999999999999999999L\nI9223372036854775808\n"
@@ -510,7 +511,7 @@ static void test_large_numbers(void)
     REFUSED("\x80\2L1\0L\n.", "malformed integer");
 }
 
-/* A container that is given again is one value with two places. */
+/* A container that occurs again is one value at two places. */
 static void test_again(void)
 {
     const char *path = in_folder("again.pt");

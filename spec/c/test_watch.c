@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The watch over ranks (rendezvous/watch.h). Ranks are threads of this process; those that die, fall silent or send
- * nonsense are sockets of the test. Processes that end are in watch_spec.lua. */
+ * The watch over ranks (rendezvous/watch.h). Ranks are threads of this process. Ranks that die, fall silent or send
+ * garbage are sockets of the test. watch_spec.lua has processes that end. */
 #define _GNU_SOURCE
 #include "check.h"
 #include "files_left.h"
@@ -19,7 +19,7 @@ typedef struct member {
     double silence_s, timeout_s;
     ps_store *store;
     ps_watch *watch;
-    atomic_int told;                       /* calls of on_verdict */
+    atomic_int told;                       /* number of calls of on_verdict */
     char why[PS_WATCH_TEXT];
     pthread_t thread;
 } member;
@@ -40,7 +40,7 @@ static void *start(void *arg)
     return NULL;
 }
 
-/* Starts ranks 0 .. n-1 of SIZE; those above are the test's. */
+/* Starts ranks 0 .. n-1 of SIZE. The test plays the others. */
 static bool begin(int n, double silence_s)
 {
     if (!OK(ps_store_serve(LOCAL, 0, SIZE, &nobody, &server))) return false;
@@ -83,7 +83,7 @@ static void wait_over(ps_watch *w, double seconds)
     for (double until = ps_now() + seconds; !ps_watch_over(w) && ps_now() < until;) poll(NULL, 0, 5);
 }
 
-/* All of ranks 0 .. n-1 have this verdict within `seconds`, once. */
+/* Checks that all of ranks 0 .. n-1 get this verdict within `seconds`, once. */
 static void all_hear(int n, int code, const char *word, double seconds)
 {
     for (int r = 0; r < n; r++) {
@@ -110,7 +110,7 @@ static void test_quiet(void)
         CHECK(atomic_load(&members[r].told) == 0);
     }
     end(SIZE);
-    ps_test_linger(FAR_S);                 /* nobody lingers for another: `end` takes less than PROMPT_S */
+    ps_test_linger(FAR_S);                 /* no rank waits for another: `end` takes less than PROMPT_S */
     for (int i = 0; i < 8; i++) {
         if (!begin(SIZE, 5)) break;
         end(SIZE);
@@ -167,12 +167,12 @@ static void test_missing(void)
     FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* all came: then it is the bytes */
+    if (!begin(SIZE, 5)) return;           /* all ranks have come: so the bytes are late */
     for (int r = 0; r < SIZE; r++) enter(r, "all_reduce", 3, -1);
     both(&a, &b, PS_ETIME, "though all its ranks came to it: bytes of rank ");
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* a peer that is elsewhere */
+    if (!begin(SIZE, 5)) return;           /* a peer that is in another call */
     enter(2, "send", 0, 1);
     enter(1, "barrier", 0, -1);
     FAILS(ps_watch_complain(members[2].watch, 0, PS_WATCH_TIME_OUT, 1, 7, ""), PS_ETIME,
@@ -190,7 +190,8 @@ static void test_groups(void)
     if (!begin(SIZE, 5)) return;
     for (int r = 1; r < SIZE; r++) CHECK((tp[r] = ps_watch_join(members[r].watch, TP, "tp")) == 1);
     for (int r = 0; r < SIZE; r++) CHECK((pp[r] = ps_watch_join(members[r].watch, PP, "pp")) > 0);
-    enter(2, "barrier", 9, -1);            /* far in other groups, it has not come to this one's call */
+    enter(2, "barrier", 9, -1);            /* it has made many calls in other groups, but has not reached this one's
+                                            * call */
     ps_watch_enter(members[2].watch, pp[2], "all_gather", 40, -1, false);
     ps_watch_enter(members[1].watch, tp[1], "all_reduce", 3, -1, false);
     a.place = b.place = tp[1];
@@ -200,7 +201,7 @@ static void test_groups(void)
     all_hear(SIZE, PS_ETIME, "rank 2 (", PROMPT_S);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* who ended while others of its group wait; rank 0 is in no call */
+    if (!begin(SIZE, 5)) return;           /* it ended while others of its group wait; rank 0 is in no call */
     for (int r = 1; r < SIZE; r++) tp[r] = ps_watch_join(members[r].watch, TP, "tp");
     ps_watch_enter(members[2].watch, tp[2], "barrier", 0, -1, false);
     ps_watch_leave(members[2].watch, tp[2]);
@@ -258,7 +259,7 @@ static void test_circle(void)
     }
 }
 
-/* A script that waits for a message, of which none, one or all that were sent have come. */
+/* A script that waits for a message, if none, one or all of the sent messages have arrived. */
 static void test_messages(void)
 {
     enum { PP = 8 };
@@ -271,7 +272,7 @@ static void test_messages(void)
         ps_watch_waits(members[1].watch, pp[1], true);
         if (sent > 0) ps_watch_sent(members[2].watch, pp[2]);
         if (sent > 1) ps_watch_came(members[1].watch, pp[1]);
-        if (sent > 1) ps_watch_waits(members[1].watch, pp[1], true);   /* it was another one */
+        if (sent > 1) ps_watch_waits(members[1].watch, pp[1], true);   /* it was another message */
         ps_watch_enter(members[2].watch, 0, "barrier", 9, -1, true);
         wait_over(members[0].watch, over ? PROMPT_S : 1.5);
         if (over) all_hear(SIZE, PS_EINVAL, ") is in recv F of pp with rank 2, to which rank 2 has not come; ", 1);
@@ -285,14 +286,14 @@ static void test_blame(void)
     struct complainer a = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" }, b = a;
     b.rank = 2;
     b.peer = 0;
-    if (!begin(SIZE, FAR_S)) return;       /* nobody is at fault */
+    if (!begin(SIZE, FAR_S)) return;       /* no rank is at fault */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
     double from = ps_now();
     both(&a, &b, PS_EIO, "broke in barrier (call 0), while both are alive");
     CHECK(ps_now() - from < PROMPT_S);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* a third one left: the peers that lost each other are not to blame */
+    if (!begin(SIZE, 5)) return;           /* a third rank left: the peers that lost each other did not cause this */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[1].watch);
     members[1].watch = NULL;
@@ -304,7 +305,7 @@ static void test_blame(void)
     CHECK(!strncmp(a.why, "rank 1 (", 8));
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* rank 0 left: the others find it out */
+    if (!begin(SIZE, 5)) return;           /* rank 0 left: the others detect it */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[0].watch);
     members[0].watch = NULL;
@@ -316,7 +317,8 @@ static void test_blame(void)
     CHECK(ps_watch_complain(members[2].watch, 0, PS_WATCH_LOST, 1, 1, "") == 0);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* who gives up says why, whatever was lost before; its own error stays */
+    if (!begin(SIZE, 5)) return;           /* a rank that gives up reports the reason, no matter what was lost before;
+                                            * it keeps its own error */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
     pthread_t thread;
     struct complainer c = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" };
@@ -330,7 +332,7 @@ static void test_blame(void)
     all_hear(SIZE, PS_EIO, ") gave up: shapes differ", PROMPT_S);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* the same of a reason that the watch has not taken yet */
+    if (!begin(SIZE, 5)) return;           /* the same for a reason that the watch has not read yet */
     for (int r = 0; r < SIZE - 1; r++) enter(r, "barrier", 0, -1);
     CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "shapes differ") == 0);
     FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, "reset"), PS_EIO, ") gave up: shapes differ");
@@ -389,7 +391,7 @@ static bool hear(int fd, watch_message *m, char *text, double seconds)
     return ps_net_transfer(fd, text, m->nbytes, false, until) == 1;
 }
 
-/* A rank 2 that is the test's own; welcomed. */
+/* A rank 2 that the test plays, after its welcome. */
 static int false_rank(double silence_s)
 {
     int fd = reach();
@@ -410,7 +412,7 @@ static void test_death_and_silence(void)
              "crash); it was last known in all_gather (call 3)", 2);
     end(2);
 
-    if (!begin(2, 5)) return;              /* in a group of more than it can tell of: the last ones count */
+    if (!begin(2, 5)) return;              /* in more groups than it can report: the last ones count */
     fd = false_rank(5);
     watch_place in_tp = at;
     memcpy(in_tp.axis, "tp", 3);
@@ -440,14 +442,14 @@ static void test_death_and_silence(void)
     close(fd);
     end(2);
 
-    if (!begin(2, 5)) return;              /* what a rank does not say */
+    if (!begin(2, 5)) return;              /* values that a rank never sends */
     fd = false_rank(5);
     CHECK(say(fd, (watch_message){ .kind = WATCH_VERDICT, .rank = 2, .code = -1 }, "mine"));
     all_hear(2, PS_EIO, "rank 2 (elsewhere) died", PROMPT_S);
     close(fd);
     end(2);
 
-    if (!begin(2, 5)) return;              /* who comes late hears of it */
+    if (!begin(2, 5)) return;              /* a rank that comes late gets the verdict */
     enter(1, "barrier", 0, -1);
     CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
     all_hear(2, PS_EIO, ") gave up: early", PROMPT_S);
@@ -465,7 +467,7 @@ static void test_death_and_silence(void)
     end(2);
 }
 
-/* Hung up on, having said nothing of use. */
+/* Its connection is closed, although it has sent nothing useful. */
 static void ends(int fd)
 {
     char byte;
@@ -499,7 +501,7 @@ static void test_strangers(void)
         FAILS(ps_proof_ask(fd, strange[i], ps_now() + 2, "test"), PS_ESTATE, "has another secret");
         ends(fd);
     }
-    watch_message bad[] = {                                             /* and those who prove themselves */
+    watch_message bad[] = {                                             /* and for those that prove themselves */
         { .magic = 1, .kind = WATCH_HELLO, .rank = 2 },
         { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 1 },
         { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 0 },
@@ -519,7 +521,8 @@ static void test_strangers(void)
     for (int i = 0; i < 200; i++)
         noise(ps_net_reach(LOCAL, port, ps_now() + PROMPT_S), &state, &magic, i & 1 ? sizeof magic : 0);
     for (int i = 0; i < 100; i++) noise(reach(), &state, &bad[3], i & 1 ? 8 : 0);
-    int many[200];                         /* more than there is room for: the oldest go, the idle one among them */
+    int many[200];                         /* more connections than there is room for: the oldest are closed, among them
+                                            * the idle one */
     for (int i = 0; i < 200; i++) many[i] = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
     fd = false_rank(5);                    /* and rank 2 still finds its place */
     ends(idle);
@@ -528,12 +531,12 @@ static void test_strangers(void)
     char text[PS_WATCH_TEXT];
     CHECK(hear(fd, &m, text, PROMPT_S) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
     CHECK(say(fd, (watch_message){ .kind = WATCH_BYE, .rank = 2 }, ""));
-    CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all have come: it listens no more */
+    CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all ranks have come: it stops listening */
     close(fd);
     end(2);
 }
 
-/* Rank 0 has no file for a rank's connection: it says so. */
+/* Rank 0 cannot open a file for a rank's connection, and reports that. */
 static void test_files(void)
 {
     if (!begin(2, 5)) return;
@@ -548,7 +551,7 @@ static void test_files(void)
     end(2);
 }
 
-/* Lets a rank prove itself, and proves to be of the run. */
+/* Lets a rank prove itself, and proves that it belongs to the run. */
 static void let_in(int fd, const ps_run *run)
 {
     ps_proof p = { 0 };
@@ -559,7 +562,7 @@ static void let_in(int fd, const ps_run *run)
     CHECK(done == PS_PROOF_DONE);
 }
 
-/* The test is rank 0: it serves what `answer` does. */
+/* The test plays rank 0 and serves what `answer` sends. */
 static int answer_with(watch_message m, bool stay, int *out_fd)
 {
     int listener = -1, port = 0;

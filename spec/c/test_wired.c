@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Collectives on devices' memory (transport/wired.c), over the wire of wire_check.h: calls return when their bytes are
- * under way, a group that stalls holds no other up, and a failure that nobody waits for is told once, with its call.
- * device_ranks_spec has those of an emulated NCCL between processes. */
+ * under way, a group that stalls does not delay another one, and a failure for which no thread waits is reported once,
+ * with its call. device_ranks_spec has those of an emulated NCCL between processes. */
 #define _GNU_SOURCE
 #include "wire_check.h"
 #include "comm/group.h"
@@ -28,7 +28,7 @@ static bool connected(struct member *m, ps_ctx *ctx, ps_group *g, struct sides *
 
 static bool says(const char *word) { return strstr(ps_error_message(), word) != NULL; }
 
-/* Waits until this rank's communicator has given up what was under way; the error stays. */
+/* Waits until this rank's communicator has abandoned what was under way. The error stays. */
 static bool loses(struct sides *s)
 {
     double until = ps_now() + PROMPT_S;
@@ -48,7 +48,7 @@ static bool is(ps_tensor *t, int64_t i, double value)
 /* -- calls that succeed -------------------------------------------------------------------------------------------- */
 enum { MANY = 100, TENSORS = 10 };
 
-/* More calls than have a moment of their own, none of which has moved a byte when the last one returns. */
+/* More calls than there are points, none of which has moved a byte when the last one returns. */
 static int in_a_row(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -80,7 +80,7 @@ static int in_a_row(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Each exchange takes its time, and all of them together much longer than one may. */
+/* Each exchange takes some time, and all of them together take much longer than one is allowed to. */
 static int slowly(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -94,7 +94,7 @@ static int slowly(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A job of ZeRO's on the two parts of a tensor. */
+/* A ZeRO job on the two parts of a tensor. */
 static bool job_start(ps_group *g, ps_tensor *t, int op, ps_job **job)
 {
     void *bytes = NULL;
@@ -111,8 +111,8 @@ static int job_end(ps_group *g, ps_tensor *t, ps_job *job)
     return group_told(g, rc);
 }
 
-/* A gather of chunks stalls. The other group's calls are begun behind it, are there before it, and their order is that
- * of the script where the gather's ranks agree late. */
+/* A gather of chunks stalls. The other group's calls begin after it and end before it. Their order is that of the
+ * script if the gather's ranks agree late. */
 static int two_groups(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -165,7 +165,8 @@ static int closed(struct member *m, ps_ctx *ctx, ps_group *g)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* After a failure that the script has: calls say that there was one, and nothing else tells of it again. */
+/* After a failure that the script has already received: later calls say that there was a failure, and nothing reports
+ * it again. */
 static void told_once(struct member *m, struct sides *s, ps_group *g, ps_tensor *t)
 {
     expect(m, ps_group_broadcast(g, t, 0) < 0 && says("failed before"), "a later call");
@@ -213,7 +214,7 @@ static int next_op(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* The other group has a call under way, too, whose end is the same failure. */
+/* The other group also has a call under way, which ends with the same failure. */
 static int next_read(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -226,7 +227,7 @@ static int next_read(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* ps_groups_settle is of the process, so of both ranks here. */
+/* ps_groups_settle is for the whole process, here for both ranks. */
 static int settled(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -242,7 +243,7 @@ static int settled(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Rank 1 fails by itself while its script is in a call in host memory, for which the other one comes late. */
+/* Rank 1 fails by itself while its script is in a call in host memory, which the other rank reaches late. */
 static int beside_a_call(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -260,8 +261,8 @@ static int beside_a_call(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A job finds the failure first. What is read meanwhile is an error all the same, also where nobody wants to know what
- * became of the job. */
+/* A job finds the failure first. A read in the meantime is still an error, even if nobody asks for the result of the
+ * job. */
 static int job_first(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;

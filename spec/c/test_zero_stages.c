@@ -17,7 +17,7 @@ enum { N = 96, MICROS = 2, STEPS = 3, RANKS = 2, VSTAGES = 2, PARAMS = VSTAGES *
 typedef struct result { double norm[STEPS], w[PARAMS][N]; } result;
 
 typedef struct process {
-    int rank, size, stage, n;      /* size 1: all micro-batches, no ZeRO */
+    int rank, size, stage, n;      /* size 1: all micro-batches, without ZeRO */
     bool once;                     /* gradients are reduced once a step */
     const ps_action *table;
     ps_ctx *ctx;
@@ -29,7 +29,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Of threads: the first failure is told by whoever joins them. */
+/* Called by threads. The thread that joins them reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -223,7 +223,7 @@ static result run_all(int size, int stage, bool once, int n, const ps_action *ta
 
 int main(void)
 {
-    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are threads */
+    ps_kind_state("exp_avg"), ps_kind_state("exp_avg_sq");             /* before there are other threads */
     static const ps_action plain[] = { F(0, 0), F(1, 0), B(1, 0), B(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1), END },
         ahead[] = { F(0, 0), F(0, 1), F(1, 0), B(1, 0), F(1, 1), B(1, 1), R(1), B(0, 0), B(0, 1), R(0), END },
         crossed[] = { F(1, 0), F(0, 0), B(0, 0), R(0), F(0, 1), B(0, 1), F(1, 1), B(1, 0), R(0), R(1), B(1, 1), R(1),
@@ -239,7 +239,7 @@ int main(void)
     for (int stage = 0; stage <= 3; stage++) {
         static const struct { int n; const ps_action *table; } tables[] = { { OF(plain) }, { OF(ahead) },
                                                                            { OF(crossed) }, { OF(later) } };
-        /* Stages 2 and 3 add micro-batches up at the owner, if not once: sums over ranks come first. */
+        /* Stages 2 and 3 sum micro-batches at the owner, unless once is set: the sums over ranks come first. */
         result of_stage = stage < 2 ? first : run_all(RANKS, stage, false, OF(plain));
         CHECK(fabs(of_stage.norm[2] - first.norm[2]) <= 1e-6 * first.norm[2]);
         for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {

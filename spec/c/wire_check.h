@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * For C tests of what goes between devices: a wire (backend/wire.h) between ranks that are threads of the test. Their
- * device is sim, and a thread of each connection moves the bytes, so that ThreadSanitizer sees who touches memory when.
- * A rank's exchanges, sums and copies on a connection are carried out in their order; an exchange, once all its ranks
- * have come to it. Kernels of sim have ended when they return, so the thread that runs them waits (device_wait) before
- * it touches what comes after an event. */
+ * device is sim, and a thread of each connection moves the bytes, so that ThreadSanitizer sees which thread accesses
+ * memory at which time. A rank's exchanges, sums and copies on a connection are performed in their order, and an
+ * exchange when all its ranks have reached it. Kernels of sim have ended when they return. So the thread that runs them
+ * waits (device_wait) before it uses memory that an event orders. */
 #ifndef PS_SPEC_WIRE_CHECK_H
 #define PS_SPEC_WIRE_CHECK_H
 #include "ranks_check.h"
@@ -17,7 +17,8 @@ enum { EXCHANGE, SUM, COPY };
 typedef struct work {
     int kind, n;                           /* n: addends */
     ps_comm_part send[MOST], recv[MOST];   /* SUM, COPY: from, and to the first */
-    int64_t after;                         /* so many moments that the device's kernels came after are over */
+    int64_t after;                         /* number of moments after which the device's kernels ran and that are
+                                            * over */
 } work;
 
 /* What connects some ranks' devices. */
@@ -30,9 +31,9 @@ typedef struct hub {
     pthread_t mover;
 } hub;
 
-struct ps_wire_event { hub *h; int rank; int64_t number; };      /* over when so many of the rank's works are; h NULL:
-                                                                    so many moments of the device */
-/* A rank's device: the moments that its kernels come after. */
+struct ps_wire_event { hub *h; int rank; int64_t number; };      /* over when this number of the rank's works are over;
+                                                                  * h NULL: this number of moments of the device */
+/* A rank's device: the moments after which its kernels run. */
 typedef struct sim_device {
     ps_backend *be;
     ps_wire_event follows[FOLLOWS];
@@ -43,17 +44,18 @@ typedef struct sim_device {
 
 struct ps_wire { hub *h; sim_device *d; int rank, asked; int64_t after, last[PS_WIRE_LANES + 1]; };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;         /* of all that follows, also while bytes move */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;         /* guards all fields that follow, also while bytes
+                                                                  * move */
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 static hub hubs[HUBS];
 static sim_device devices[MOST];
 static int n_hubs, numbers_given, n_devices;
-/* What goes wrong with an exchange, counted from 1 in its connection; 0: nothing. One that stalls goes on when the test
- * says so (wire_set). A broken one is an error, break_code, of one rank; break_rank -1: of all. hub_hit: the number of
- * the connection; 0: all. */
+/* The exchange that fails, counted from 1 in its connection; 0: none. An exchange that stalls continues when the test
+ * allows it (wire_set). A broken one is an error, break_code, of one rank; break_rank -1: of all. hub_hit: the number
+ * of the connection; 0: all. */
 static int64_t break_at, stall_at;
 static int break_code = PS_EIO, break_rank = -1, hub_hit;
-static useconds_t pace_us, memory_us;      /* what an exchange, and memory for sums, takes */
+static useconds_t pace_us, memory_us;      /* the time of an exchange, and of allocating memory for sums */
 
 static inline void wire_set(int64_t *what, int64_t value)
 {
@@ -83,7 +85,7 @@ static inline bool all_over(const sim_device *d, int64_t n)
     return true;
 }
 
-/* What a rank does next, if its turn has come. */
+/* The rank's next work, if its turn has come. */
 static inline work *next_of(hub *h, int rank, sim_device *d)
 {
     work *w = &h->due[rank][h->over[rank] % DUE];
@@ -92,7 +94,7 @@ static inline work *next_of(hub *h, int rank, sim_device *d)
 
 static sim_device *owners[HUBS][MOST];
 
-/* Whether all ranks have come to their next exchange. */
+/* True if all ranks have reached their next exchange. */
 static inline bool all_come(hub *h)
 {
     for (int r = 0; r < h->size; r++) {
@@ -145,7 +147,7 @@ static inline bool step(hub *h)
         pthread_mutex_unlock(&lock);
         usleep(pace_us);
         pthread_mutex_lock(&lock);
-        if (!all_come(h)) return false;    /* a rank has gone */
+        if (!all_come(h)) return false;    /* a rank has left */
     }
     exchange(h);
     return true;
@@ -214,7 +216,7 @@ static inline int wire_open(ps_backend *be, const char *id, int rank, int size, 
     return h ? 0 : ps_fail(PS_ENOMEM, "no more hubs");
 }
 
-/* The second time that it is asked, as a library that does not block. */
+/* Succeeds at the second query, as a library does that does not block. */
 static inline int wire_ready(ps_wire *w)
 {
     pthread_mutex_lock(&lock);
@@ -405,7 +407,8 @@ static inline ps_backend *wired_sim(struct member *m, ps_ctx *ctx, int *number)
     return ctx->devices[*number];
 }
 
-/* As a read of the device's memory: waits for all that its kernels come after, and is the error of what is lost. */
+/* Like a read of the device's memory: waits for everything after which its kernels run, and returns the error of lost
+ * bytes. */
 static inline int device_wait(ps_backend *be)
 {
     pthread_mutex_lock(&lock);
@@ -416,7 +419,7 @@ static inline int device_wait(ps_backend *be)
 }
 
 /* Writes value, value + 1, ... + 6, value, ... to a tensor of WIRE_N numbers on sim, whose memory the processor can
- * touch, or sees whether that is in it. */
+ * access; or checks that it has these values. */
 static inline bool touch(ps_tensor *t, bool writes, double value)
 {
     void *bytes = NULL;
