@@ -150,8 +150,8 @@ static void check_sample(const char *path)
     FAILS(ps_pt_tensor_get(pt, root, &t), PS_EINVAL, "not a tensor");
     OK(ps_pt_ready(pt));
     CHECK(truncate(path, 100) == 0);
-    FAILS(ps_pt_ready(pt), PS_EIO, "was cut");
-    FAILS(ps_pt_copy(pt, &t, 0, copy, 1), PS_EIO, "was cut");
+    FAILS(ps_pt_ready(pt), PS_EIO, "was truncated");
+    FAILS(ps_pt_copy(pt, &t, 0, copy, 1), PS_EIO, "was truncated");
     ps_pt_close(pt);
     unlink(path);
 }

@@ -115,7 +115,7 @@ describe("pooling, padding and interpolation", function()
     fails(function() F.max_pool2d(x, 5) end, "the kernel spans 5 elements along the height, more than the 4")
     fails(function() F.max_pool2d(x, 2, { padding = 2 }) end, "padding is 2", "half of the kernel, 2")
     fails(function() F.max_pool1d(image(1, 2, 1), 2, { dilation = 2, padding = 1 }) end,
-      "window 0 along the width has padding only", "dilation 2, padding 1, 1 elements")
+      "window 0 along the width has only padding", "dilation 2, padding 1, 1 elements")
     fails(function() F.avg_pool2d(x, 2, { divisor_override = 0 }) end, "divisor_override is 0")
     fails(function() F.avg_pool1d(x, 2) end, "not a tensor of 4 dimensions")
     fails(function() F.adaptive_avg_pool2d(x, 0) end, "output's size is 0", "from 1 on")

@@ -46,7 +46,7 @@ local GATHER_NS = 1000000                    -- time between two polls of the ou
 local ENDS_S, STAYS_S = 10, 0.3
 local MARK = 30                              -- precedes each line of the error that ends a rank
 local HELD_S = 2                             -- time for which the error of a rank that does not end is held back
-local DRAIN_S = 2                            -- time to wait for output of processes that a dead rank left behind
+local DRAIN_S = 2                            -- time to wait for output of processes of a dead rank that still run
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
 local PASSED = { SIGUSR1 = true, SIGUSR2 = true }
