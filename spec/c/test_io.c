@@ -84,8 +84,8 @@ static void test_st_round_trip(void)
     FAILS(ps_st_read(st, INT64_MAX, read, 1), PS_ERANGE, "9223372036854775807 of the data");
     FAILS(ps_st_read(st, 0, NULL, 1), PS_ERANGE, "1 bytes");
     CHECK(truncate(path, 100) == 0);
-    FAILS(ps_st_read(st, e.at, read, e.nbytes), PS_EIO, "was cut");
-    CHECK(!ps_st_data(st, 0) && strstr(ps_error_message(), "was cut"));
+    FAILS(ps_st_read(st, e.at, read, e.nbytes), PS_EIO, "was truncated");
+    CHECK(!ps_st_data(st, 0) && strstr(ps_error_message(), "was truncated"));
     ps_st_close(st);
     unlink(path);
 }
@@ -127,7 +127,7 @@ static void test_st_copy(void)
     FAILS(ps_st_copy(st, 9, from, size, 0, got, 1), PS_ERANGE, "tensor 9");
     FAILS(ps_st_copy(st, x, NULL, size, 0, got, 1), PS_EINVAL, "offset");
     CHECK(truncate(path, 100) == 0);
-    FAILS(ps_st_copy(st, x, from, size, 0, got, 1), PS_EIO, "was cut");
+    FAILS(ps_st_copy(st, x, from, size, 0, got, 1), PS_EIO, "was truncated");
     ps_st_close(st);
     unlink(path);
 }
@@ -188,7 +188,7 @@ static void test_st_lend(void)
     FAILS(loan[0].check(loan[0].lender), PS_EIO, "was written to");
     FAILS(ps_st_lend(st, 0, 8, &none), PS_EIO, "was written to");
     CHECK(truncate(path, 100) == 0);
-    FAILS(loan[0].check(loan[0].lender), PS_EIO, "was cut");
+    FAILS(loan[0].check(loan[0].lender), PS_EIO, "was truncated");
     loan[0].end(loan[0].lender);
     ps_st_close(st);
     unlink(path);

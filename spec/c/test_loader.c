@@ -39,7 +39,7 @@ static void test_tokens(void)
     }
     if (OK(ps_tokens_open(path, 0, &s))) {
         CHECK(truncate(path, 5000) == 0);
-        FAILS(ps_tokens_read(s, 0, 8, back), PS_EIO, "was cut");
+        FAILS(ps_tokens_read(s, 0, 8, back), PS_EIO, "was truncated");
         ps_tokens_close(s);
     }
     FAILS(ps_tokens_open(path, 0, &s), PS_EFORMAT, "131024 bytes are expected; the file has 5000");
@@ -316,7 +316,7 @@ static void test_loader_errors(void)
     CHECK(truncate(in_folder("s2.bin"), 1100) == 0);
     int rc = 0;
     for (int i = 0; i < 33 && rc >= 0; i++) rc = record(l, 1, rows);
-    FAILS(rc, PS_EIO, "was cut");
+    FAILS(rc, PS_EIO, "was truncated");
     ps_loader_free(l);
 }
 
