@@ -52,7 +52,7 @@ static uint64_t rnd(void)
 static int64_t rounded(int64_t nbytes) { return nbytes ? (nbytes + GRAIN - 1) / GRAIN * GRAIN : GRAIN; }
 static int64_t random_size(int max_log2) { return (int64_t)(rnd() >> (64 - 1 - rnd() % (unsigned)max_log2)); }
 
-/* [the model: a list of the allocated blocks] */
+/* -- the model: a list of the allocated blocks -------------------------------------------------------------------- */
 static struct { ps_block *block; uintptr_t at; int64_t size; } live[MAX_LIVE];
 static int n_live;
 static int64_t sum_live;

@@ -65,7 +65,7 @@ static bool holds(const shadow *x, const void *p)
     return true;
 }
 
-/* [conditions that must hold at every moment] */
+/* -- conditions that must hold at every moment -------------------------------------------------------------------- */
 static void check_budgets(world *w, int line)
 {
     for (int t = 0; t < w->n_tiers; t++) {
@@ -148,7 +148,7 @@ static bool run_op(world *w, const op *o, bool must)
 /* run_op shuffles its op, so it gets a copy. */
 static bool run(world *w, op o, bool must) { return run_op(w, &o, must); }
 
-/* [chunks and plain storages are made and freed] */
+/* -- chunks and plain storages are made and freed ----------------------------------------------------------------- */
 static void storage_free(shadow *x)
 {
     if (!x->s) return;
@@ -749,7 +749,7 @@ static void test_zeros_on_a_device(void)
     ps_free(s);
 }
 
-/* [copies down that fail, and the fetches after them] */
+/* -- copies down that fail, and the fetches after them ------------------------------------------------------------ */
 /* Copies run when they are begun. For a caller that waits they have ended; for a caller that only checks, they are
  * under way. If `seen_up` is set, a check also finds that copies to the device have ended. Of the copies down from now
  * on, number fail_at fails. */

@@ -395,7 +395,7 @@ static void test_times(void)
     sim->close(sim);
 }
 
-/* [abandoned copies] */
+/* -- abandoned copies --------------------------------------------------------------------------------------------- */
 /* Freeing memory, and closing a backend, do not wait for copies under way (which would take minutes by the model). */
 static void test_given_up(void)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The lines of a text file of any size, by number. Opening reads the file once and notes where every 64th row begins; a
- * file of these marks makes the next opening immediate. A row is a line that is not blank. Bytes are read by read
- * calls, so that the file takes no memory and a file that is cut or changed is an error. */
+ * The lines of a text file of any size, by number. Opening reads the file once and records where every 64th row begins.
+ * With a file of these marks, the next opening is immediate. A row is a line that is not blank. Bytes are read by read
+ * calls, so that the file uses no memory, and a truncated or changed file is an error. */
 #include "base/alloc.h"
 #include "io/file.h"
 #include "ps.h"
@@ -13,8 +13,8 @@ enum { EACH = 64, BLOCK = 1 << 20, STEP = 1 << 14 };
 static const char MAGIC[8] = "PSLINES2";
 
 typedef struct mark {
-    int64_t at;             /* the row's first byte in the file */
-    int64_t number;         /* of its line, from 1; empty lines count */
+    int64_t at;             /* position of the row's first byte in the file */
+    int64_t number;         /* number of its line, from 1; empty lines count */
 } mark;
 
 typedef struct head {       /* of a file of marks; little-endian, as every machine this runs on */
@@ -33,10 +33,10 @@ static uint64_t sum_of(const head *h, const mark *marks)
 struct ps_lines {
     ps_map map;
     int64_t count, nmarks, room;
-    mark *marks;            /* [room]; of rows 0, EACH, 2 EACH, ... */
-    char *row;              /* [row_room]: bytes around the last row that was read */
+    mark *marks;            /* [room] marks of rows 0, EACH, 2 EACH, ... */
+    char *row;              /* [row_room] bytes around the last row that was read */
     int64_t row_room;
-    bool scanned;           /* the marks are from the file itself */
+    bool scanned;           /* the marks come from the file itself */
 };
 
 static int note(ps_lines *l, int64_t at, int64_t number)
@@ -73,8 +73,9 @@ static int scan(ps_lines *l)
 {
     char *block = ps_alloc(BLOCK);
     if (!block) return ps_fail_nomem(BLOCK);
-    int64_t begin = text_begin(l), number = 1;      /* of the current line: its first byte; its number */
-    bool blank = true;                              /* the current line's bytes in earlier blocks are */
+    int64_t begin = text_begin(l), number = 1;      /* of the current line: the position of its first byte; its
+                                                     * number */
+    bool blank = true;                              /* earlier blocks contain bytes of the current line */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;
@@ -97,7 +98,8 @@ static int scan(ps_lines *l)
     return rc;
 }
 
-/* Reads marks of this very file: 1. Anything else leaves the marks empty, and the file is scanned: 0. */
+/* Reads marks that belong to this file. Returns 1. Otherwise leaves the marks empty and returns 0, and the file is
+ * scanned. */
 static int read_marks(ps_lines *l, const char *index)
 {
     ps_map map;
@@ -187,7 +189,8 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
     PS_TRY(ps_map_unchanged(&l->map));
     mark from = l->marks[i / EACH];
     int64_t wanted = i % EACH, at = from.at, line = from.number;
-    int64_t held = 0, begin = 0;                    /* bytes in l->row, from `at` on; where the current line begins */
+    int64_t held = 0, begin = 0;                    /* number of bytes in l->row, from `at` on; the place where the
+                                                     * current line begins */
     for (int64_t looked = 0;;) {
         char *newline = held > looked ? memchr(l->row + looked, '\n', (size_t)(held - looked)) : NULL;
         bool at_end = at + held == l->map.nbytes;
@@ -199,7 +202,7 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
                 begin = 0;
             }
             looked = held;
-            int64_t n = held < STEP ? STEP : held;  /* long lines are read in steps that double */
+            int64_t n = held < STEP ? STEP : held;  /* long lines are read in steps of doubling size */
             if (n > l->map.nbytes - at - held) n = l->map.nbytes - at - held;
             PS_TRY(make_room(l, held + n));
             PS_TRY(ps_map_read(&l->map, at + held, l->row + held, n));

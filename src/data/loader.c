@@ -3,11 +3,12 @@
  *
  * The tokens are the shards' concatenation within [first, last). An epoch is `windows` windows of seq + 1 tokens at
  * stride seq (a target is the next token, so neighbours share one). Shuffled, an epoch begins at a random offset in [0,
- * seq) and takes its windows in the order of a keyed bijection. Both depend on (seed, epoch) only. Hence a batch is a
- * function of (config, epoch, batch): nothing else is state, a position resumes exactly and `ahead` changes nothing.
+ * seq) and takes its windows in the order of a keyed bijection. Both depend on (seed, epoch) only. So a batch is a
+ * function of (config, epoch, batch). There is no other state: a loader resumes exactly at a position, and `ahead` does
+ * not change any batch.
  *
  * With several ranks, batches and positions are those of one process that gives batch * world_size rows. Each rank
- * makes only its own rows of them, whatever the others do.
+ * makes only its own rows of these batches, independent of the other ranks.
  *
  * Threads: the maker owns the slot it fills, and nobody else touches that slot. The caller owns the oldest ready slot.
  * Counters and everything marked (lock) change under `lock` only. All memory is allocated in ps_loader_new. */
@@ -21,14 +22,15 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { FEISTEL_ROUNDS = 8, OFFSET_DRAW = 255 };     /* OFFSET_DRAW: a round number that no Feistel round has */
+enum { FEISTEL_ROUNDS = 8, OFFSET_DRAW = 255 };     /* OFFSET_DRAW: a round number that the Feistel network never
+                                                     * uses */
 
 struct ps_loader {
     ps_loader_config c;
     int n;
     ps_tokens **shards;         /* [n], retained */
-    int64_t *starts;            /* [n + 1]: token of the concatenation at which each shard begins */
-    int64_t windows, batches;   /* an epoch; the same for each, and for all ranks */
+    int64_t *starts;            /* [n + 1] the token of the concatenation at which each shard begins */
+    int64_t windows, batches;   /* windows of an epoch; the same for all epochs and all ranks */
     int64_t global_batch;       /* rows of a batch on all ranks */
     int half_bits;              /* the bijection works on 2 * half_bits bits, the fewest that hold `windows` */
     int32_t *ring;              /* [ahead][batch][seq + 1] */
@@ -41,10 +43,11 @@ struct ps_loader {
     /* (lock) */
     int head, count;            /* ready slots: head, head + 1, ... modulo ahead */
     bool stop;
-    uint32_t generation;        /* counts set_position: a batch begun before it is thrown away */
-    ps_loader_position next;    /* of the batch that the caller gets next */
-    ps_loader_position making;  /* of the batch that the maker makes next */
-    ps_error_kept failed;       /* of the batch at `making`; the maker rests until the position is set */
+    uint32_t generation;        /* number of calls of set_position: a batch that was begun before a call is discarded */
+    ps_loader_position next;    /* position of the batch that the caller gets next */
+    ps_loader_position making;  /* position of the batch that the maker makes next */
+    ps_error_kept failed;       /* result for the batch at `making`; after an error the maker waits until the position
+                                 * is set */
 };
 
 /* -- which window ------------------------------------------------------------------------------------------------ */
@@ -146,7 +149,7 @@ static int start_thread(ps_loader *l)
     return 0;
 }
 
-/* -- making one -------------------------------------------------------------------------------------------------- */
+/* -- making a loader ---------------------------------------------------------------------------------------------- */
 static int check_config(int n, ps_tokens *const *shards, const ps_loader_config *c)
 {
     if (n < 1) return ps_fail(PS_EINVAL, "a loader needs at least one token file");
@@ -164,7 +167,7 @@ static int check_config(int n, ps_tokens *const *shards, const ps_loader_config 
     return 0;
 }
 
-/* Settles the range and the size of an epoch. `there`: tokens in all shards. */
+/* Determines the range and the size of an epoch. `there`: number of tokens in all shards. */
 static int plan(ps_loader *l, int64_t there)
 {
     ps_loader_config *c = &l->c;
@@ -264,7 +267,7 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
         return 0;
     }
     while (!l->count && !l->failed.code) pthread_cond_wait(&l->ready, &l->lock);
-    if (!l->count) {            /* the batches before the bad one were given first */
+    if (!l->count) {            /* the batches before the bad one were returned first */
         int rc = ps_error_again(&l->failed);
         pthread_mutex_unlock(&l->lock);
         return rc;
@@ -285,7 +288,7 @@ int ps_loader_next(ps_loader *l, int32_t *x, int32_t *y)
     return 1;
 }
 
-/* At an epoch's end this is (epoch, batches): the next call returns 0, then the next epoch begins. */
+/* At the end of an epoch this is (epoch, batches): the next call returns 0, and after it the next epoch begins. */
 int ps_loader_get_position(ps_loader *l, ps_loader_position *out)
 {
     PS_NEED(l);

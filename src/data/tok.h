@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tokenizers from the inside. A `ps_tok` is what files say (vocabulary, merges, patterns, added tokens), fixed once it
- * is ready; a `tok_state` is what turning a text into ids needs, one a thread. In reading order: tok_json.c and
- * tok_vocab.c read files, tok_regex.c cuts text into words, tok_bpe.c and tok_wordpiece.c turn words into ids,
- * tok_bert.c makes text plain as BERT wants it, tok_normal.c as others do, tokenizer.c is what ps.h declares,
- * tok_block.c is long texts on several threads, tok_text.c holds buffers and UTF-8. */
+ * Tokenizers from the inside. A `ps_tok` has the contents of files (vocabulary, merges, patterns, added tokens). It
+ * does not change after it is ready. A `tok_state` has the memory to turn a text into ids; each thread has one. In
+ * reading order: tok_json.c and tok_vocab.c read files. tok_regex.c cuts text into words. tok_bpe.c and tok_wordpiece.c
+ * turn words into ids. tok_bert.c normalizes text for BERT, tok_normal.c for other models. tokenizer.c implements ps.h.
+ * tok_block.c encodes long texts on several threads. tok_text.c has buffers and UTF-8. */
 #ifndef PS_DATA_TOK_H
 #define PS_DATA_TOK_H
 #include "base/error.h"
 #include "io/file.h"
 #include <stdbool.h>
 
-enum { TOK_ID_LIMIT = 1 << 22 };    /* ids are below; a vocabulary takes memory by its largest */
+enum { TOK_ID_LIMIT = 1 << 22 };    /* ids are below this; the largest id determines a vocabulary's memory */
 enum { TOK_SHOWN = 72 };            /* bytes of a token that a message shows */
-enum { TOK_SPLITS = 8 };            /* patterns that cut one after the other */
-enum { TOK_STEPS = 8 };             /* of a normalizer */
+enum { TOK_SPLITS = 8 };            /* the most patterns that cut one after the other */
+enum { TOK_STEPS = 8 };             /* the most steps of a normalizer */
 
 /* -- buffers that grow ------------------------------------------------------------------------------------------- */
 typedef struct tok_bytes { uint8_t *at; size_t n, room; } tok_bytes;
@@ -32,11 +32,12 @@ const char *tok_shown(const uint8_t *s, size_t n, char out[TOK_SHOWN]);
 uint32_t tok_code_point(const uint8_t *s, int len);
 int tok_utf8_put(uint32_t c, uint8_t out[4]);
 bool tok_utf8_valid(const uint8_t *s, size_t n);
-/* Bytes of the malformed sequence at s, which one U+FFFD stands for (Unicode's "maximal subparts", as Python's). */
+/* Returns the bytes of the malformed sequence at s. One U+FFFD replaces it (Unicode's "maximal subparts", as in
+ * Python). */
 size_t tok_utf8_bad(const uint8_t *s, size_t n);
 
-/* A text on its way: what it is now, and where each of its bytes came from. Without maps (offsets nobody asked for) the
- * two are not kept. begin[i], end[i]: the range of bytes of the text as given that byte i stands for. */
+/* A text that is being normalized: its present bytes, and the origin of each byte. If offsets were not requested, there
+ * are no origins. begin[i], end[i]: the range of bytes of the original text for which byte i stands. */
 typedef struct tok_text {
     tok_bytes s;
     tok_ints begin, end;
@@ -46,7 +47,7 @@ int tok_text_add(tok_text *t, const void *bytes, size_t n, int32_t begin, int32_
 void tok_text_clear(tok_text *t, bool mapped);
 void tok_text_free(tok_text *t);
 
-/* A part of a text: bytes, and their origins (NULL: they are those of the text as given, from `first` on). */
+/* A part of a text: bytes, and their origins (NULL: they are the bytes of the original text from `first` on). */
 typedef struct tok_span {
     const uint8_t *s;
     size_t n;
@@ -61,12 +62,12 @@ static inline int32_t tok_end(const tok_span *t, size_t i) { return t->end ? t->
 typedef struct tok_entry { uint32_t at; int32_t n; } tok_entry;     /* n -1: no token has this id */
 typedef struct tok_vocab {
     tok_bytes text;             /* of all tokens */
-    tok_entry *entry;           /* [count] by id */
+    tok_entry *entry;           /* [count] tokens by id */
     int32_t count, room;        /* count: 1 + the largest id */
-    int32_t *slot;              /* open addressing: id + 1, 0: free */
+    int32_t *slot;              /* a hash table with open addressing: id + 1; 0: free */
     uint32_t slots, used;
 } tok_vocab;
-/* PS_EFORMAT where token or id are there already. path: for messages. */
+/* PS_EFORMAT if the token or the id already exists. path: for messages. */
 int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, int64_t id);
 int32_t tok_vocab_find(const tok_vocab *v, const uint8_t *s, size_t n);     /* -1: none */
 void tok_vocab_free(tok_vocab *v);
@@ -76,18 +77,19 @@ uint64_t tok_hash(const uint8_t *s, size_t n);
 /* -- merges ------------------------------------------------------------------------------------------------------ */
 typedef struct tok_pair { uint64_t key; int32_t rank, id; } tok_pair;       /* key: left << 32 | right; rank -1: free */
 typedef struct tok_merges {
-    int32_t *left, *right, *id; /* [count] by rank */
+    int32_t *left, *right, *id; /* [count] merges by rank */
     int32_t count, room;
-    tok_pair *slot;             /* open addressing by key */
+    tok_pair *slot;             /* a hash table with open addressing, by key */
     uint32_t slots;
-    bool ordered;               /* no merge makes a pair of a lower rank than its own possible */
-    bool by_token;              /* two tokens merge where together they are one, whose id is the rank (tiktoken) */
-    int32_t *token_rank;        /* by_token: the rank of each token by its score, instead of its id; else NULL */
+    bool ordered;               /* no merge makes a pair whose rank is lower than its own */
+    bool by_token;              /* two tokens merge if together they are a token, whose id is the rank (tiktoken) */
+    int32_t *token_rank;        /* by_token: the rank of each token is that of its score, instead of its id; else
+                                 * NULL */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);
-/* Merges by scores: two tokens merge if together they are a token; the one of the highest score first, among equal ones
- * the leftmost. A token whose score is NaN is not made. */
+/* Merges by scores: two tokens merge if together they are a token. The token with the highest score comes first; of
+ * equal scores, the leftmost. A token whose score is NaN is never made. */
 int tok_merges_of_scores(tok_merges *m, const tok_vocab *v, const char *path, const float *scores, int32_t n);
 int tok_merges_ready(tok_merges *m, const tok_vocab *v);
 void tok_merges_free(tok_merges *m);
@@ -104,32 +106,32 @@ uint32_t tok_letter_of(int byte);
 typedef struct tok_json {
     const char *path;
     const uint8_t *first, *at, *end;
-    tok_bytes text;             /* of the last string */
+    tok_bytes text;             /* text of the last string */
 } tok_json;
 int tok_json_bad(const tok_json *j, const char *what);
 bool tok_json_accept(tok_json *j, char c);      /* skips blanks */
 int tok_json_expect(tok_json *j, char c);
 int tok_json_string(tok_json *j);               /* to j->text */
 int tok_json_whole(tok_json *j, int64_t *out);
-int tok_json_skip(tok_json *j);                 /* one value of any kind */
-int tok_json_end(tok_json *j);                  /* PS_EFORMAT where more than blanks is left */
+int tok_json_skip(tok_json *j);                 /* skips one value of any kind */
+int tok_json_end(tok_json *j);                  /* PS_EFORMAT if anything except blanks is left */
 /* The next key of an object that was begun with '{': 1, with the key in j->text and the colon read; 0 at the end.
- * first: whether none was read yet. */
+ * first: true if no key was read yet. */
 int tok_json_key(tok_json *j, bool first);
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
 typedef struct tok_regex tok_regex;
 int tok_regex_new(const char *pattern, size_t n, tok_regex **out);
 void tok_regex_free(tok_regex *r);
-/* What a match needs, one a thread. */
+/* The memory that a match needs; one per thread. */
 typedef struct tok_matcher tok_matcher;
 int tok_matcher_new(tok_matcher **out);
 void tok_matcher_free(tok_matcher *m);
-/* The first match in s [n] (UTF-8) from `from` on: 1 with its place, 0: none. */
+/* Finds the first match in s [n] (UTF-8) from `from` on. Returns 1 with its place, or 0 if there is none. */
 int tok_regex_find(const tok_regex *r, tok_matcher *m, const uint8_t *s, size_t n, size_t from, size_t *begin,
                    size_t *end);
-/* s as the regular expressions may see it: s itself, or a copy in `copy` where stand-ins replace code points that their
- * tables do not have. */
+/* Returns s in the form that the regular expressions can read: s itself, or a copy in `copy` in which stand-ins replace
+ * code points that are missing in their tables. */
 int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **out);
 
 /* -- from words to ids ------------------------------------------------------------------------------------------- */
@@ -138,35 +140,37 @@ typedef struct tok_state {
     tok_matcher *matcher;
     tok_bpe *bpe;
     tok_text repaired, plain, spaced;
-    tok_text normal[2], blanks[2];  /* of steps in turn: those of the normalizer, of Metaspace */
-    bool begun;                     /* the text as given has gone by in part: what comes is not its beginning */
-    tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; the first also of WordPiece */
-    tok_ints ids, offsets;          /* offsets: two each */
+    tok_text normal[2], blanks[2];  /* texts that steps use in turn: those of the normalizer, and of Metaspace */
+    bool begun;                     /* a part of the original text was already processed, so what follows is not its
+                                     * beginning */
+    tok_bytes copy[TOK_SPLITS];     /* stand-ins of each split; WordPiece also uses the first */
+    tok_ints ids, offsets;          /* offsets: two per id */
     tok_bytes decoded;
-    bool mapped;                    /* offsets are wanted */
-    bool continued;                 /* the text goes on from another: no blank before its first word */
+    bool mapped;                    /* offsets are requested */
+    bool continued;                 /* the text continues another one, so no blank precedes its first word */
 } tok_state;
 /* Appends the ids of a word to st->ids (and offsets). */
 int tok_bpe_word(const ps_tok *t, tok_state *st, tok_span word);
 void tok_bpe_free(tok_bpe *b);
 int tok_wordpiece_word(const ps_tok *t, tok_state *st, tok_span word);
-/* A text as BERT's normalizer has it, in st->plain. */
+/* Writes the text as BERT's normalizer returns it to st->plain. */
 int tok_bert_plain(const ps_tok *t, tok_state *st, tok_span text);
-/* Calls back each word of a plain text: cut at white space and punctuation. */
+/* Calls a function for each word of a normalized text, which is cut at white space and punctuation. */
 int tok_bert_words(const ps_tok *t, tok_state *st, tok_span text);
 int tok_id(tok_state *st, int32_t id, int32_t begin, int32_t end);
 
 /* -- normalizers of a BPE ------------------------------------------------------------------------------------------ */
 enum { TOK_NFC, TOK_PREPEND, TOK_REPLACE };
 typedef struct tok_step { int kind; uint8_t *from; size_t n_from; uint8_t *to; size_t n_to; } tok_step;
-/* Makes *text what the steps make of it, in `turns`, in which it does not lie. */
+/* Sets *text to the result of the steps. The result is in `turns`; *text must not be in it. */
 int tok_normalize(tok_text turns[2], bool mapped, const tok_step *steps, int n, tok_span *text);
 
 /* -- added tokens ------------------------------------------------------------------------------------------------ */
-/* s: as the text has it where the token is looked for: normalized with NORMALIZED. */
+/* s: the spelling of the token in the text that is searched; normalized if NORMALIZED is set. */
 typedef struct tok_added { uint8_t *s; size_t n; int32_t id; int flags; } tok_added;
-/* The first added token in s from *at on whose flag NORMALIZED is as given, of several the longest; NULL: none. *at is
- * then behind it. begin, end: with the blanks that it takes along, which begin behind `done`. */
+/* Finds the first added token in s, from *at on, whose flag NORMALIZED is as given. If several begin there, finds the
+ * longest. NULL: there is none. Afterwards *at is after the token. begin, end: its range, with the blanks that belong
+ * to it, which begin after `done`. */
 const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, bool normalized, bool plain, size_t done,
                                 size_t *at, size_t *begin, size_t *end);
 /* Ids of a whole text to st->ids. flags: of ps_tok_encode. */
@@ -177,7 +181,7 @@ enum { TOK_BPE, TOK_WORDPIECE };
 struct ps_tok {
     int model;                  /* TOK_BPE .. */
     bool ready;
-    char *path;                 /* of the vocabulary, for messages */
+    char *path;                 /* path of the vocabulary, for messages */
     /* Settings, 0 or 1. prefix_space: a blank before the first word; byte_level: tokens spell bytes in GPT-2's letters;
      * whole_words: a word that is a token is not merged; trim_offsets: without a token's blanks, and
      * keep_first: but with those of the first; of WordPiece: clean_text
@@ -187,9 +191,9 @@ struct ps_tok {
      * fuse_unk (neighbours without a token are one unknown token), strip_first (decoded: a blank less in front).
      * metaspace: blanks are U+2581, and one comes in front of 1: each part of a text, 2: its beginning, 3: nothing. */
     int byte_fallback, fuse_unk, strip_first, metaspace;
-    int cuts;                   /* no word of the patterns reaches past a line's end between characters of ASCII */
+    int cuts;                   /* no word of the patterns continues after the end of a line between ASCII characters */
     int32_t unk;                /* -1: none */
-    int64_t longest_word;       /* WordPiece: in characters; longer ones are unknown */
+    int64_t longest_word;       /* WordPiece: in characters; longer words are unknown */
     int32_t longest_token;      /* in bytes */
     tok_vocab vocab;
     tok_merges merges;
@@ -197,15 +201,15 @@ struct ps_tok {
     int n_splits;
     tok_step step[TOK_STEPS];
     int n_steps;
-    tok_bytes rest;             /* of tokenizer.json, without vocabulary and merges */
-    tok_added *added;           /* [n_added], longest first */
+    tok_bytes rest;             /* text of tokenizer.json without vocabulary and merges */
+    tok_added *added;           /* [n_added] longest first */
     int n_added;
-    int n_kind[2];              /* those that are looked for in the text as given, and in plain text */
+    int n_kind[2];              /* added tokens that are searched in the original text, and in normalized text */
     bool starts[256];           /* first bytes of added tokens */
-    int32_t byte_id[256];       /* the token of a byte (byte level: its letter, byte_fallback: <0xXX>); -1: none */
-    struct { uint8_t s[2], n; } letter[256];    /* byte level: how a byte is spelled */
-    tok_bytes raw;              /* byte level: what tokens stand for, in bytes */
+    int32_t byte_id[256];       /* the token of a byte (byte level: its letter; byte_fallback: <0xXX>); -1: none */
+    struct { uint8_t s[2], n; } letter[256];    /* byte level: spelling of a byte */
+    tok_bytes raw;              /* byte level: the bytes for which tokens stand */
     tok_entry *raw_entry;       /* [vocab.count] */
-    tok_state state;            /* of the calling thread */
+    tok_state state;            /* state of the calling thread */
 };
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Text as BERT takes it (Devlin et al. 2018, tokenization.py; the order and the classes of characters are those of the
- * package tokenizers): control characters go, Chinese characters stand alone, accents go, letters become small; words
- * are what white space and punctuation leave. */
+ * Normalizes text for BERT (Devlin et al. 2018, tokenization.py). The order of the steps and the classes of characters
+ * are those of the package tokenizers. Control characters are removed, Chinese characters become words of their own,
+ * accents are removed, and letters become lower case. White space and punctuation separate words. */
 #include "data/tok.h"
 #include "data/tok_unicode.h"
 #include "base/text.h"
@@ -9,7 +9,8 @@
 #include <utf8proc.h>
 
 typedef struct letter { uint32_t c; int32_t class, begin, end; } letter;    /* class: canonical combining class */
-enum { PENDING = 64 };              /* marks in a row that are put in order; more are passed on in pieces */
+enum { PENDING = 64 };              /* largest number of successive marks that are ordered; longer runs are processed in
+                                     * pieces */
 
 static const tok_range *range_of(const tok_range *ranges, size_t n, uint32_t c)
 {
@@ -47,7 +48,7 @@ static int emit(const ps_tok *t, tok_text *out, uint32_t c, int32_t begin, int32
 {
     uint8_t bytes[4];
     if (t->lower_case) {
-        if (c == 0x130) {           /* the one letter whose small form is two characters */
+        if (c == 0x130) {           /* the only letter whose lower case has two characters */
             PS_TRY(tok_text_add(out, "i", 1, begin, end));
             c = 0x307;
         } else {
@@ -58,7 +59,7 @@ static int emit(const ps_tok *t, tok_text *out, uint32_t c, int32_t begin, int32
     return tok_text_add(out, bytes, (size_t)tok_utf8_put(c, bytes), begin, end);
 }
 
-/* Marks in canonical order, then without accents. */
+/* Sorts marks into canonical order, then removes accents. */
 static int flush(const ps_tok *t, tok_text *out, letter *l, int *n)
 {
     for (int i = 1; i < *n; i++)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Long texts and JSON lines to ids on several threads. A text is cut only where no word of a known pattern reaches
- * across: after a line's end between two characters of ASCII that are no blanks; so the ids are those of the text as a
- * whole. Where a word, a normalizer or an added token may reach across, a text is not cut. */
+ * Long texts and JSON lines to ids on several threads. A text is only cut at places that no word of a known pattern
+ * crosses: after the end of a line, between two ASCII characters that are not blanks. So the ids are those of the whole
+ * text. If a word, a normalizer or an added token may cross such places, the text is not cut. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -10,15 +10,15 @@
 #include <pthread.h>
 #include <string.h>
 
-enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* a thread is not worth less text */
+enum { MOST_THREADS = 256, LEAST_BYTES = 1 << 16 };        /* a smaller part does not justify a thread */
 
 typedef struct part {
     const ps_tok *t;
     const ps_tok_block *block;
     const uint8_t *s;
     size_t n;
-    bool continued;             /* text stands before it */
-    int64_t lines;              /* read, also where one failed; of a text 1 */
+    bool continued;             /* there is text before it */
+    int64_t lines;              /* number of lines that were read, including one that failed; for a text 1 */
     tok_state state;
     int rc;
     ps_error_kept error;
@@ -38,7 +38,7 @@ static size_t cut_after(const uint8_t *s, size_t n, size_t from)
     return n;
 }
 
-/* The last such place before n; 0: there is none. */
+/* Returns the last such place before n; 0: there is none. */
 static size_t cut_before(const uint8_t *s, size_t n)
 {
     for (size_t i = n; i > 2; i--)
@@ -47,7 +47,7 @@ static size_t cut_before(const uint8_t *s, size_t n)
     return 0;
 }
 
-/* Whether the ids of a text's parts are those of the text. PLAIN: special tokens are not looked for. */
+/* True if the ids of a text's parts are those of the whole text. PLAIN: special tokens are not searched. */
 static bool may_cut(const ps_tok *t, int flags)
 {
     if (t->model == TOK_BPE && (!t->n_splits || !t->cuts || t->metaspace)) return false;
@@ -56,7 +56,8 @@ static bool may_cut(const ps_tok *t, int flags)
         const tok_added *a = &t->added[i];
         if (flags & PS_TOK_PLAIN && a->flags & PS_TOK_SPECIAL) continue;
         if (a->flags & PS_TOK_LSTRIP || memchr(a->s, '\n', a->n)) return false;
-        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* a line's end may become it */
+        if (t->model == TOK_WORDPIECE && memchr(a->s, ' ', a->n)) return false;      /* it may become the end of a
+                                                                                      * line */
     }
     return true;
 }
@@ -68,7 +69,7 @@ static size_t line_after(const uint8_t *s, size_t n, size_t from)
 }
 
 /* -- JSON lines --------------------------------------------------------------------------------------------------- */
-/* The document of a line, in j->text: its string of the name `field`. */
+/* Finds the document of a line and stores it in j->text: the string with the name `field`. */
 static int document(tok_json *j, const char *field)
 {
     size_t n = strlen(field);
@@ -99,7 +100,7 @@ static int json_lines(part *p)
         next = line_after(p->s, p->n, at);
         p->lines++;
         j.first = j.at = p->s + at, j.end = p->s + next;
-        j.at += ps_bom(j.at, j.end - j.at);         /* of a file's first line */
+        j.at += ps_bom(j.at, j.end - j.at);         /* position in a file's first line */
         while (j.at < j.end && (*j.at <= ' ')) j.at++;
         if (j.at == j.end) continue;                /* an empty line */
         rc = document(&j, p->block->field);
@@ -117,11 +118,11 @@ static void *work(void *arg)
     part *p = arg;
     p->state.continued = p->continued;
     p->rc = p->block->field ? json_lines(p) : tok_encode(p->t, &p->state, p->s, p->n, p->block->flags);
-    if (p->rc < 0) ps_error_keep(&p->error);         /* the message is this thread's own */
+    if (p->rc < 0) ps_error_keep(&p->error);         /* the message belongs to this thread */
     return NULL;
 }
 
-/* Cuts [0, n) into `count` parts of about the same size; gives how many there are. */
+/* Divides [0, n) into `count` parts of about the same size. Returns how many parts there are. */
 static int divide(part *parts, int count, const uint8_t *s, size_t n, bool lines)
 {
     size_t at = 0;
@@ -142,7 +143,7 @@ static int run(ps_tok *t, ps_tok_block *block, part *parts, int n)
         if (!block->field) parts[i].continued = i || block->line, parts[i].lines = 1;
         parts[i].started = i + 1 < n && ps_thread_start(&parts[i].thread, work, &parts[i]) == 0;
     }
-    /* the last one, and what no thread took */
+    /* the last part, and the parts that no thread took */
     for (int i = n - 1; i >= 0; i--) if (!parts[i].started) work(&parts[i]);
     int failed = -1;
     for (int i = 0; i < n; i++) if (parts[i].started) pthread_join(parts[i].thread, NULL);

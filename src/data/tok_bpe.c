@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Byte-pair encoding of words: of all neighbours that a merge takes, those of the lowest rank, the leftmost first,
- * become one token, until none is left (Sennrich et al. 2016). Three ways give the same ids:
- * a short word looks through all its pairs each time; a long one keeps its pairs in lists by rank, found by a tree of
- * bits, so that its time grows with its length; where merges are in no order (tok_merges.ordered), in a heap.
- * What short words came to is kept in a cache. */
+ * Byte-pair encoding of words (Sennrich et al. 2016). Of all neighbours that a merge can join, those with the lowest
+ * rank become one token, the leftmost first, until none is left. Three methods compute the same ids. A short word
+ * searches all its pairs each time. A long word keeps its pairs in lists by rank, which a tree of bits finds, so that
+ * the time is proportional to the length. If the merges are not ordered (tok_merges.ordered), the pairs are in a heap.
+ * A cache keeps the results of short words. */
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"
@@ -22,15 +22,16 @@ typedef struct waiting { int32_t at, next; } waiting;
 
 struct tok_bpe {
     cached *cache;              /* [1 << CACHE_BITS] */
-    int32_t room;               /* of the four lists: symbols of a long word */
+    int32_t room;               /* room of the four lists: symbols of a long word */
     symbol *sym;
     int32_t *prev, *next;       /* -1: none */
     int32_t *sorted;
-    symbols done, patch, pairs; /* of a long word: its tokens; those of a place that is mended, and of two neighbours */
-    waiting *pool;              /* lists by rank; entries that went are in the list `spare` */
+    symbols done, patch, pairs; /* of a long word: its tokens; tokens of a place that is being corrected, and of two
+                                 * neighbours */
+    waiting *pool;              /* lists by rank; unused entries are in the list `spare` */
     int32_t n_pool, room_pool, spare;
-    int32_t *head, *tail;       /* [merges.count] -1: empty, as all are between words */
-    uint64_t *bits[LEVELS];     /* level 0: ranks whose list is not empty; above: words that are not 0 */
+    int32_t *head, *tail;       /* [merges.count] -1: empty, as all lists are between words */
+    uint64_t *bits[LEVELS];     /* level 0: ranks whose list is not empty; higher levels: words that are not 0 */
     uint64_t *heap;             /* rank << 32 | left symbol */
     int32_t n_heap, room_heap;
 };
@@ -44,8 +45,8 @@ static inline pair find(const tok_merges *m, int32_t a, int32_t b)
 }
 
 /* -- a word's first symbols -------------------------------------------------------------------------------------- */
-/* Of tokens that spell characters: one without a token is those of its bytes, or the unknown one, or is left out. A
- * character that was cut is bytes. */
+/* For tokens that spell characters. A character without a token becomes the tokens of its bytes, or the unknown token,
+ * or is left out. An incomplete character is treated as bytes. */
 static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -67,7 +68,8 @@ static int32_t begin_characters(const ps_tok *t, tok_span word, symbol *sym)
     return n;
 }
 
-/* Gives how many; `sym` has room for one a byte. A byte without a token is the unknown one, or is left out. */
+/* Returns the number of symbols. `sym` has room for one symbol per byte. A byte without a token becomes the unknown
+ * token, or is left out. */
 static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
 {
     int32_t n = 0;
@@ -80,7 +82,7 @@ static int32_t begin_word(const ps_tok *t, tok_span word, symbol *sym)
     return n;
 }
 
-/* A token's id, and what it covers in the text as given: whole characters. */
+/* A token's id, and the range of the original text that it covers, in whole characters. */
 static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
 {
     if (!st->mapped) return tok_ints_add(&st->ids, s->id);
@@ -93,7 +95,7 @@ static int put(const ps_tok *t, tok_state *st, tok_span word, const symbol *s)
     while (from > 0 && (word.s[from] & 0xc0) == 0x80) from--;
     while (to < word.n && (word.s[to] & 0xc0) == 0x80) to++;
     int32_t begin = tok_begin(&word, from), end = tok_end(&word, to - 1);
-    if (t->trim_offsets) {              /* as the package tokenizers does (process_offsets) */
+    if (t->trim_offsets) {              /* as the package tokenizers does it (process_offsets) */
         bool kept = t->keep_first && (!st->ids.n || !begin);
         if (lead && !kept) begin = inner < end ? inner : end;
         if (trail) end = outer > begin ? outer : begin;
@@ -172,7 +174,8 @@ static void clear_bit(tok_bpe *b, uint32_t r)
         if (b->bits[level][r >> 6] &= ~(1ull << (r & 63))) return;
 }
 
-/* The lowest rank whose list is not empty; -1: none. Level 3 is one word: 64^4 ranks are more than there can be. */
+/* Returns the lowest rank whose list is not empty; -1: there is none. Level 3 is one word, because 64^4 is more than
+ * the largest possible number of ranks. */
 static int32_t lowest(const tok_bpe *b)
 {
     uint32_t r = 0;
@@ -203,7 +206,7 @@ static int wait_in_list(tok_bpe *b, const tok_merges *m, int32_t at)
     return 0;
 }
 
-/* The token that the pair at `at` becomes, if it is still one of this rank; else -1. */
+/* Returns the token that the pair at `at` becomes, if the pair still has this rank; else -1. */
 static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, int32_t rank)
 {
     int32_t right = b->next[at];
@@ -216,7 +219,7 @@ static int32_t still_there(const tok_bpe *b, const tok_merges *m, int32_t at, in
     return b->sym[at].id == m->left[rank] && b->sym[right].id == m->right[rank] ? m->id[rank] : -1;
 }
 
-/* Makes the pair at `at` one symbol. */
+/* Replaces the pair at `at` by one symbol. */
 static void join(tok_bpe *b, int32_t at, int32_t id)
 {
     int32_t gone = b->next[at], after = b->next[gone];
@@ -232,7 +235,7 @@ static int ascending(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* A pair of two equal symbols overlaps its neighbour where three stand in a row: the leftmost comes first. */
+/* If three equal symbols follow each other, a pair of them overlaps its neighbour: the leftmost pair comes first. */
 static int sort_list(tok_bpe *b, int32_t rank)
 {
     int32_t n = 0, last = -1;
@@ -249,7 +252,7 @@ static int sort_list(tok_bpe *b, int32_t rank)
     return 0;
 }
 
-/* Merging at one rank gives pairs of higher ranks alone (tok_merges.ordered), so its list is whole when its turn
+/* A merge of one rank only makes pairs of higher ranks (tok_merges.ordered). So its list is complete when its turn
  * comes. */
 static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
 {
@@ -270,7 +273,7 @@ static int merge_by_lists(tok_bpe *b, const tok_merges *m, int32_t n)
     return 0;
 }
 
-/* An error left lists behind: the next word begins without them. */
+/* After an error there are lists left. The next word begins without them. */
 static void drop_lists(tok_bpe *b)
 {
     for (int32_t r; (r = lowest(b)) >= 0;) {
@@ -279,7 +282,7 @@ static void drop_lists(tok_bpe *b)
     }
 }
 
-/* -- long words where merges are in no order ---------------------------------------------------------------------- */
+/* -- long words if merges are not ordered ------------------------------------------------------------------------- */
 static int wait_in_heap(tok_bpe *b, const tok_merges *m, int32_t at)
 {
     if (at < 0 || b->next[at] < 0) return 0;
@@ -360,10 +363,11 @@ static int merge_part(const ps_tok *t, tok_bpe *b, tok_span word, size_t from, s
     return 0;
 }
 
-/* -- very long words, by parts that a cache of the processor holds --------------------------------------------------
- * Parts that are merged alone are what merging the whole gives, where no merge crosses a seam. Until the first one
- * crosses, the two tokens at its seam went the way that they go when they are merged alone, and there the same merge
- * follows: so tokens are those of the whole when each two neighbours, merged alone, stay two. Within a part they do. */
+/* -- very long words, in parts that fit a cache of the processor ---------------------------------------------------
+ * Merging the parts separately has the same result as merging the whole if no merge crosses a seam. Until the first
+ * merge crosses it, the two tokens at its seam are merged as they are when they are merged alone, and then the same
+ * merge follows there. So the tokens are those of the whole if each two neighbours, merged alone, stay two. Within a
+ * part they do. */
 static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol y)
 {
     b->pairs.n = 0;
@@ -371,7 +375,8 @@ static int stay_two(const ps_tok *t, tok_bpe *b, tok_span word, symbol x, symbol
     return b->pairs.n == 2 && b->pairs.at[0].id == x.id && b->pairs.at[1].id == y.id;
 }
 
-/* Makes tokens around the seam before token `seam` those of the whole: 1; 0: too many of them would change. */
+/* Changes the tokens around the seam before token `seam` to those of the whole. Returns 1, or 0 if too many of them
+ * would change. */
 static int mend(const ps_tok *t, tok_bpe *b, tok_span word, int32_t seam)
 {
     symbols *all = &b->done, *patch = &b->patch;
@@ -417,7 +422,7 @@ static int long_word(const ps_tok *t, tok_state *st, tok_span word)
 }
 
 /* -- words ------------------------------------------------------------------------------------------------------- */
-/* All of 1 to 16 bytes, with their number. */
+/* Loads all bytes of a word of 1 to 16 bytes, with their number. */
 static void key_of(const uint8_t *s, size_t n, uint64_t key[2])
 {
     uint32_t a, b;
@@ -453,7 +458,7 @@ static int short_word(const ps_tok *t, tok_state *st, tok_span word, size_t *n_i
     return 0;
 }
 
-/* The token that a word is as a whole, spelled in letters; -1: none. */
+/* Returns the token that is the whole word, spelled in letters; -1: there is none. */
 static int32_t find_word(const ps_tok *t, tok_span word)
 {
     uint8_t s[1024];

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The JSON of vocabularies and JSON lines: a reader that walks, with the one string that it read last. Numbers are
- * whole where they are asked for; what is passed over is looked at as far as finding its end takes. */
+ * The JSON of vocabularies and JSON lines: a reader that goes through a text and keeps only the last string that it
+ * read. Numbers must be whole where one is requested. Skipped values are only checked as far as is necessary to find
+ * their end. */
 #include "data/tok.h"
 #include "base/text.h"
 #include <string.h>
 
-enum { DEPTH = 512 };               /* of nesting in what is passed over */
+enum { DEPTH = 512 };               /* largest depth of skipped values */
 
 int tok_json_bad(const tok_json *j, const char *what)
 {
@@ -33,7 +34,7 @@ int tok_json_expect(tok_json *j, char c)
     return tok_json_bad(j, what);
 }
 
-/* Four hexadecimal digits; -1: they are not. */
+/* Reads four hexadecimal digits; -1: they are not. */
 static int hex4(tok_json *j)
 {
     int v = 0;
@@ -109,7 +110,7 @@ int tok_json_whole(tok_json *j, int64_t *out)
     return 0;
 }
 
-/* A number or true, false, null. */
+/* Skips a number or true, false, null. */
 static int skip_word(tok_json *j)
 {
     const uint8_t *from = j->at;
@@ -121,7 +122,7 @@ int tok_json_skip(tok_json *j)
 {
     char close[DEPTH];
     int depth = 0;
-    do {                                    /* one value, or what opens one */
+    do {                                    /* one value, or the beginning of one with items */
         blanks(j);
         if (j->at >= j->end) return tok_json_bad(j, "the text ends inside a value");
         bool open = *j->at == '{' || *j->at == '[';
@@ -130,7 +131,7 @@ int tok_json_skip(tok_json *j)
             close[depth++] = *j->at++ == '{' ? '}' : ']';
         } else if (*j->at == '"') PS_TRY(tok_json_string(j));
         else PS_TRY(skip_word(j));
-        bool fresh = open;                  /* nothing of this object or list was read yet */
+        bool fresh = open;                  /* no item of this object or list was read yet */
         while (depth && tok_json_accept(j, close[depth - 1])) depth--, fresh = false;
         if (!depth) break;
         if (!fresh) PS_TRY(tok_json_expect(j, ','));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What a BPE's tokenizer.json does to a text before words are cut: canonical composition (NFC, Unicode Standard Annex
- * 15, by utf8proc), a text in front, one text in the place of another. */
+ * The normalizers of a BPE's tokenizer.json, which change a text before it is cut into words: canonical composition
+ * (NFC, Unicode Standard Annex 15, by utf8proc), a text that is prepended, and a text that replaces another. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -8,11 +8,11 @@
 #include <string.h>
 #include <utf8proc.h>
 
-enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer ones are cut */
+enum { SEGMENT = 256 };             /* bytes of a segment that is composed at once; longer segments are cut */
 
 /* -- NFC ---------------------------------------------------------------------------------------------------------- */
-/* Characters of class 0 that may become one with the character before them, or that are taken apart into marks, whose
- * place depends on it (U+0F73, U+0F75, U+0F81). */
+/* Characters of class 0 whose position depends on the character before them: those that may be composed with it, and
+ * those that are decomposed into marks (U+0F73, U+0F75, U+0F81). */
 static bool joins_back(uint32_t c)
 {
     static const uint32_t list[] = {
@@ -24,17 +24,17 @@ static bool joins_back(uint32_t c)
     return false;
 }
 
-/* Nothing before c changes by what follows it, and the other way round. */
+/* True if the text after c never changes what is before it, nor the other way round. */
 static bool begins_anew(uint32_t c)
 {
     return c < 0x300 || (utf8proc_get_property((int32_t)c)->combining_class == 0 && !joins_back(c));
 }
 
-/* A character of the segment, and where it comes from, as the package tokenizers counts: 0: from the next character of
- * the text, 1: from no character of its own, -n: from the next character and the n behind it. */
+/* A character of the segment, and its origin, as the package tokenizers counts: 0: the next character of the text; 1:
+ * no character of its own; -n: the next character and the n characters after it. */
 typedef struct { int32_t c, change, class; } piece;
 
-/* Bytes [from, to) taken apart, marks in the order of their classes. */
+/* Decomposes bytes [from, to), and puts marks into the order of their classes. */
 static int take_apart(piece list[SEGMENT * 4], int64_t *n, tok_span text, size_t from, size_t to)
 {
     *n = 0;
@@ -63,14 +63,14 @@ static int32_t joined(int32_t a, int32_t b)
     return utf8proc_normalize_utf32(pair, 2, UTF8PROC_STABLE | UTF8PROC_COMPOSE) == 1 ? pair[0] : -1;
 }
 
-/* Joins what can be joined; gives the number of characters left. */
+/* Composes characters where possible. Returns the number of characters left. */
 static int64_t join(piece *list, int64_t n)
 {
     int64_t kept = 0, starter = -1;
-    int32_t last = -1;                  /* class of the last character kept behind the starter; -1: there is none */
+    int32_t last = -1;                  /* class of the last character kept after the starter; -1: there is none */
     for (int64_t k = 0; k < n; k++) {
         piece p = list[k];
-        if (starter >= 0 && last < p.class) {                  /* nothing between them keeps them apart */
+        if (starter >= 0 && last < p.class) {                  /* no character between them prevents the composition */
             int32_t c = joined(list[starter].c, p.c);
             if (c >= 0) {
                 list[starter].c = c;
@@ -85,15 +85,15 @@ static int64_t join(piece *list, int64_t n)
     return kept;
 }
 
-/* The composed form of bytes [from, to), which other characters do not reach into. Each character stands where the
- * package tokenizers puts it: one that is new, where the last character used stood. */
+/* The composed form of bytes [from, to), on which other characters have no effect. Each character gets the position
+ * that the package tokenizers gives it: a new character gets that of the last character that was used. */
 static int compose(tok_text *out, tok_span text, size_t from, size_t to)
 {
     piece list[SEGMENT * 4];
     int64_t n;
     PS_TRY(take_apart(list, &n, text, from, to));
     n = join(list, n);
-    size_t used = from, next = from;    /* where the last character used begins, and the next one */
+    size_t used = from, next = from;    /* begin of the last character that was used, and of the next one */
     for (int64_t k = 0; k < n; k++) {
         int64_t takes = 1 - list[k].change;
         size_t begin = takes > 0 && next < to ? next : used, end = begin + (size_t)ps_utf8(text.s + begin, to - begin);
@@ -114,7 +114,8 @@ static int nfc(tok_text *out, tok_span text)
         size_t len = (size_t)ps_utf8(text.s + i, text.n - i);
         uint32_t c = tok_code_point(text.s + i, (int)len);
         next = i + len;
-        while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {     /* below U+0300 none joins */
+        while (next < text.n && text.s[next] >= 0xcc && next - i < SEGMENT - 4) {     /* no character below U+0300 is
+                                                                                       * composed */
             size_t more = (size_t)ps_utf8(text.s + next, text.n - next);
             if (begins_anew(tok_code_point(text.s + next, (int)more))) break;
             next += more;
@@ -135,7 +136,7 @@ static int copy(tok_text *out, tok_span text, size_t from, size_t to)
     return 0;
 }
 
-/* It stands for the first character, as that does itself. */
+/* It stands for the first character, as that character itself does. */
 static int prepend(tok_text *out, tok_span text, const tok_step *step)
 {
     size_t first = (size_t)ps_utf8(text.s, text.n);

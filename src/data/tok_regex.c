@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The regular expressions that cut text into words: PCRE2's, which nothing else here knows. Matches have limits, so
- * that a hostile pattern ends with an error. */
+ * The regular expressions that cut text into words. They are those of PCRE2, which only this file uses. Matches have
+ * limits, so that a hostile pattern ends with an error. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "data/tok.h"
 #include "data/tok_unicode.h"
@@ -112,7 +112,7 @@ int tok_stand_in(const uint8_t *s, size_t n, tok_bytes *copy, const uint8_t **ou
     bool copied = false;
     *out = s;
     for (size_t i = 0; i < n;) {
-        if (s[i] < 0xe0) {                              /* none of the table's has fewer than three bytes */
+        if (s[i] < 0xe0) {                              /* none of the table's code points has fewer than three bytes */
             i++;
             continue;
         }

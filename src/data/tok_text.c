@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What tokenizers keep text in: buffers that grow, texts that know where their bytes came from, UTF-8. */
+ * The memory for text in tokenizers: buffers that grow, texts that know the origin of their bytes, and UTF-8. */
 #include "data/tok.h"
 #include "base/alloc.h"
 #include "base/text.h"

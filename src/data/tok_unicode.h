@@ -6,9 +6,10 @@
 
 enum { TOK_UNICODE_MAJOR = 16, TOK_UNICODE_MINOR = 0 };
 
-typedef struct tok_range { uint32_t first, last, value; } tok_range;    /* of code points, both included */
+typedef struct tok_range { uint32_t first, last, value; } tok_range;    /* range of code points, including both */
 
-/* Code points whose category PCRE2 may not know; value: one of the same category and UTF-8 length that it knows. */
+/* Code points whose category PCRE2 may not know. value: a code point that PCRE2 knows, of the same category and UTF-8
+ * length. */
 static const tok_range tok_stand_ins[] = {
     {0x897,0x897,0x816}, {0xcf3,0xcf3,0x903}, {0xece,0xece,0x816}, {0x180e,0x180e,0x890}, {0x1b4e,0x1b4f,0x830},
     {0x1b7f,0x1b7f,0x830}, {0x1c89,0x1c89,0x2102}, {0x1c8a,0x1c8a,0x1d00}, {0x2427,0x2429,0x9fa},
@@ -44,7 +45,7 @@ static const tok_range tok_stand_ins[] = {
     {0x2b739,0x2b739,0x10000}, {0x2ebf0,0x2ee5d,0x10000}, {0x31350,0x323af,0x10000},
 };
 
-/* BERT's punctuation beyond ASCII, its accents and its control characters, as tokenizers has them. */
+/* BERT's punctuation outside of ASCII, its accents and its control characters, as tokenizers has them. */
 static const tok_range tok_bert_punctuation[] = {
     {0xa1,0xa1,1}, {0xa7,0xa7,1}, {0xab,0xab,1}, {0xb6,0xb7,1}, {0xbb,0xbb,1}, {0xbf,0xbf,1}, {0x37e,0x37e,1},
     {0x387,0x387,1}, {0x55a,0x55f,1}, {0x589,0x58a,1}, {0x5be,0x5be,1}, {0x5c0,0x5c0,1}, {0x5c3,0x5c3,1},
@@ -138,7 +139,7 @@ static const tok_range tok_bert_controls[] = {
     {0xf0000,0xffffd,1}, {0x100000,0x10fffd,1},
 };
 
-/* Small letters that utf8proc may not know; value: added to the code point, modulo 2^32. */
+/* Lower-case letters that utf8proc may not know. value: added to the code point, modulo 2^32. */
 static const tok_range tok_lower[] = {
     {0x1c89,0x1c89,0x1}, {0xa7cb,0xa7cb,0xffff5a99}, {0xa7cc,0xa7cc,0x1}, {0xa7ce,0xa7ce,0x1}, {0xa7d2,0xa7d2,0x1},
     {0xa7d4,0xa7d4,0x1}, {0xa7da,0xa7da,0x1}, {0xa7dc,0xa7dc,0xffff59bf}, {0x10d50,0x10d65,0x20},

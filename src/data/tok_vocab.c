@@ -7,9 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Bytes to 64 bits, eight at a time: multiply, fold. Not for what must withstand chosen keys: the tables it serves are
- * of
- * one vocabulary, and a file that makes all of it collide only makes its own loading slow. */
+/* Hashes bytes to 64 bits, eight at a time: multiply and fold. It does not withstand chosen keys. Its tables belong to
+ * one vocabulary, so a file whose keys all collide only makes its own loading slow. */
 uint64_t tok_hash(const uint8_t *s, size_t n)
 {
     uint64_t h = n * 0x9e3779b97f4a7c15u, w;
@@ -32,7 +31,7 @@ static bool is_token(const tok_vocab *v, int32_t id, const uint8_t *s, size_t n)
     return (size_t)v->entry[id].n == n && !memcmp(tok_name(v, id), s, n);
 }
 
-/* The slot of a token, or the free one where it belongs. */
+/* Returns the slot of a token, or the free slot where it belongs. */
 static uint32_t slot_of(const tok_vocab *v, const uint8_t *s, size_t n)
 {
     uint32_t mask = v->slots - 1, i = (uint32_t)tok_hash(s, n) & mask;
@@ -92,7 +91,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
                        (long long)id);
     if (v->text.n + n > UINT32_MAX) return ps_fail(PS_EFORMAT, "%s: tokens of more than 4 GiB together", path);
     if (v->used * 2 >= v->slots) PS_TRY(grow_slots(v));
-    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1: a place even of the empty token */
+    PS_TRY(tok_bytes_more(&v->text, n + 1));        /* 1, so that the empty token also has a place */
     PS_TRY(grow_entries(v, (int32_t)id));
     uint32_t at = (uint32_t)v->text.n, slot = slot_of(v, s, n);
     PS_TRY(tok_bytes_add(&v->text, s, n));
@@ -102,7 +101,7 @@ int tok_vocab_add(tok_vocab *v, const char *path, const uint8_t *s, size_t n, in
     return 0;
 }
 
-/* Gives a token that is there the id `id` instead of its own, which then has no token. */
+/* Changes the id of an existing token to `id`. Its old id then has no token. */
 static int move_token(tok_vocab *v, int32_t there, int32_t id)
 {
     tok_entry e = v->entry[there];
@@ -158,8 +157,8 @@ int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t 
     return push_merge(m, path, l, r, id);
 }
 
-/* Whether each token that a merge takes is made by merges of lower rank alone: then merging never leads back to a lower
- * rank, and a word is done in one pass over ranks. */
+/* True if merges of lower rank make every token that a merge joins. Then merging never returns to a lower rank, and a
+ * word is finished in one pass over the ranks. */
 static int find_order(tok_merges *m, const tok_vocab *v)
 {
     int32_t *made = ps_alloc((size_t)(v->count + 1) * sizeof *made);        /* the last merge that makes a token */
@@ -219,7 +218,7 @@ int tok_merges_ready(tok_merges *m, const tok_vocab *v)
         uint64_t key = (uint64_t)m->left[r] << 32 | (uint32_t)m->right[r];
         uint32_t i = (uint32_t)((key * 0x9e3779b97f4a7c15u) >> 32) & (slots - 1);
         while (m->slot[i].rank >= 0 && m->slot[i].key != key) i = (i + 1) & (slots - 1);
-        /* of a pair that is there twice the later rank counts */
+        /* if a pair occurs twice, the later rank counts */
         m->slot[i] = (tok_pair){ key, m->token_rank ? m->token_rank[m->id[r]] : m->by_token ? m->id[r] : r,
                                    m->id[r] };
     }
@@ -252,14 +251,14 @@ static int vocab_object(ps_tok *t, tok_json *j)
 int tok_read_vocab_json(ps_tok *t, const ps_map *map)
 {
     tok_json j = { map->path, map->bytes, map->bytes, map->bytes + map->nbytes, { 0 } };
-    int rc = tok_bytes_more(&j.text, 1);    /* the empty string has a place, too */
+    int rc = tok_bytes_more(&j.text, 1);    /* so that the empty string also has a place */
     if (rc == 0) rc = vocab_object(t, &j);
     if (rc == 0) rc = tok_json_end(&j);
     tok_bytes_free(&j.text);
     return rc;
 }
 
-/* The next line, without its end: false: there is none. */
+/* Reads the next line, without its end. False: there is none. */
 static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size_t *n)
 {
     if (*at >= end) return false;
@@ -270,7 +269,7 @@ static bool line(const uint8_t **at, const uint8_t *end, const uint8_t **s, size
     return true;
 }
 
-/* A line that is there twice, an empty one too, has the number of the last, as in transformers. */
+/* If a line occurs twice (an empty line, too), it has the number of the last one, as in transformers. */
 int tok_read_vocab_txt(ps_tok *t, const ps_map *map)
 {
     const uint8_t *at = map->bytes, *end = at + map->nbytes, *s;
@@ -314,7 +313,7 @@ static int base64_value(uint8_t c)
     return c == '+' ? 62 : c == '/' ? 63 : -1;
 }
 
-/* The bytes of s [n], spelled in GPT-2's letters, to `out`; false: it is no base64. */
+/* Writes the bytes of s [n], spelled in GPT-2's letters, to `out`. False: it is not base64. */
 static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
 {
     uint32_t bits = 0;
@@ -335,8 +334,8 @@ static int spell_base64(tok_bytes *out, const uint8_t *s, size_t n, bool *good)
     return 0;
 }
 
-/* All pairs of tokens that together are a token. Parts are looked up, which takes as long as they are, only where there
- * are tokens of their lengths: few cuts of a long token. */
+/* Finds all pairs of tokens that together are a token. Looking up a part takes time proportional to its length, so a
+ * part is looked up only if there are tokens of its length. A long token has few such cuts. */
 static int pairs_of_tokens(ps_tok *t, const char *path)
 {
     const tok_vocab *v = &t->vocab;
@@ -413,7 +412,7 @@ static int merges_list(ps_tok *t, tok_json *j)
     return rc;
 }
 
-/* Places of the model's vocabulary and merges; end NULL: it has none, or one of another kind. */
+/* The places of the model's vocabulary and merges. end NULL: it has none, or one of another kind. */
 typedef struct found { const uint8_t *begin, *end; } found;
 
 static int find_model(tok_json *j, found *vocab, found *merges)

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * WordPiece (Wu et al. 2016, as BERT has it): a word is its longest beginning that is a token, and so on with the
- * rest, whose tokens begin with "##"; a word that is not made up that way is the unknown token as a whole. */
+ * WordPiece (Wu et al. 2016, as in BERT). The first token of a word is its longest beginning that is a token. The rest
+ * is processed in the same way, with tokens that begin with "##". If a word cannot be divided in this way, the whole
+ * word becomes the unknown token. */
 #include "data/tok.h"
 #include <string.h>
 
 static bool begins_character(const uint8_t *s, size_t i) { return (s[i] & 0xc0) != 0x80; }
 
-/* The longest token at the beginning of s [n], continued: "##" stands in front of s. Gives its length; 0: none. */
+/* Finds the longest token at the beginning of s [n]. continued: "##" precedes s. Returns its length; 0: there is
+ * none. */
 static size_t longest(const ps_tok *t, const uint8_t *s, size_t n, bool continued, int32_t *id)
 {
     size_t most = (size_t)t->longest_token;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Tokenizers as ps.h declares them: made from files, then texts to ids and ids to text. A text is cut at added tokens;
- * what is between them is made plain (WordPiece), cut at added tokens that are looked for in plain text, and cut into
- * words. */
+ * Tokenizers as ps.h declares them: made from files, then texts to ids and ids to text. A text is cut at added tokens.
+ * The parts between them are normalized (WordPiece), cut at added tokens that are searched in normalized text, and cut
+ * into words. */
 #define _GNU_SOURCE
 #include "data/tok.h"
 #include "base/alloc.h"
@@ -217,7 +217,7 @@ int ps_tok_add(ps_tok *t, const char *token, int64_t nbytes, int64_t id, int fla
 uint32_t tok_letter_of(int byte)
 {
     static const uint8_t from[] = { 0, 127, 173, 255 }, to[] = { 33, 161, 174 };
-    uint32_t before = 0;            /* bytes below that are not themselves */
+    uint32_t before = 0;            /* bytes below that have other letters */
     for (int i = 0; i < 3; i++) {
         if (byte >= to[i] && byte < from[i + 1]) return (uint32_t)byte;
         before += (uint32_t)((byte < to[i] ? byte : to[i]) - (byte < from[i] ? byte : from[i]));
@@ -251,7 +251,7 @@ static int longest_first(const void *a, const void *b)
     return x->id < y->id ? -1 : x->id > y->id;
 }
 
-/* Added tokens that are looked for in plain text are made plain themselves. */
+/* Added tokens that are searched in normalized text are normalized themselves. */
 static int plain_added(ps_tok *t)
 {
     for (int i = 0; i < t->n_added; i++) {
@@ -362,7 +362,7 @@ const tok_added *tok_added_find(const ps_tok *t, const uint8_t *s, size_t n, boo
     return NULL;
 }
 
-/* Words by pattern `k` and those after it: of what it matches, and of what it leaves between. */
+/* Cuts into words by pattern `k` and those after it: both the matches and the parts between them. */
 static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
 {
     const uint8_t *seen;
@@ -374,7 +374,7 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
         int rc = tok_regex_find(t->split[k], st->matcher, seen, text.n, from, &begin, &end);
         PS_TRY(rc);
         if (!rc) break;
-        if (end == begin) {                             /* an empty match cuts nothing */
+        if (end == begin) {                             /* an empty match does not cut */
             from = end < text.n ? end + (size_t)ps_utf8(seen + end, text.n - end) : text.n;
             continue;
         }
@@ -385,7 +385,7 @@ static int words_of(const ps_tok *t, tok_state *st, tok_span text, int k)
     return text.n > done ? words_of(t, st, tok_slice(text, done, text.n), k + 1) : 0;
 }
 
-/* Blanks as U+2581, and one in front, where there is none: transformers' Metaspace. */
+/* Replaces blanks by U+2581, and adds one at the front if there is none: transformers' Metaspace. */
 static int metaspace(const ps_tok *t, tok_state *st, tok_span *text)
 {
     static const tok_step steps[] = { { TOK_REPLACE, (uint8_t *)" ", 1, (uint8_t *)"\xe2\x96\x81", 3 },
@@ -418,8 +418,8 @@ static int word_part(const ps_tok *t, tok_state *st, tok_span text)
     return t->model == TOK_BPE ? bpe_part(t, st, text) : tok_bert_words(t, st, text);
 }
 
-/* Cuts at added tokens of one kind; each part between them goes on to `part`. As in the package tokenizers, the blanks
- * that a token takes along may be part of the next one, too. */
+/* Cuts at added tokens of one kind, and passes each part between them to `part`. As in the package tokenizers, blanks
+ * that belong to a token may also be part of the next one. */
 static int cut_added(const ps_tok *t, tok_state *st, tok_span text, bool normalized, bool plain,
                      int (*part)(const ps_tok *, tok_state *, tok_span, bool))
 {
@@ -446,7 +446,7 @@ static int plain_part(const ps_tok *t, tok_state *st, tok_span text, bool plain)
     return cut_added(t, st, text, true, plain, last_part);
 }
 
-/* The text with U+FFFD for what is no UTF-8, in st->repaired. */
+/* Writes the text to st->repaired, with U+FFFD in place of invalid UTF-8. */
 static int repair(tok_state *st, const uint8_t *s, size_t n)
 {
     tok_text *out = &st->repaired;
@@ -495,7 +495,7 @@ static const tok_added *added_of(const ps_tok *t, int32_t id)
     return NULL;
 }
 
-/* What tokens stand for, in bytes: one that GPT-2's letters do not spell stands for itself. */
+/* The bytes for which tokens stand. A token that is not spelled in GPT-2's letters stands for itself. */
 static int find_raw(ps_tok *t)
 {
     int16_t byte_of[512];
@@ -512,7 +512,8 @@ static int find_raw(ps_tok *t)
         for (int32_t i = 0, len; i < n; i += len) {
             len = ps_utf8(s + i, (size_t)(n - i));
             uint32_t c = tok_code_point(s + i, len);
-            if (c >= 512 || byte_of[c] < 0) {                   /* not of the alphabet: all of it as it is */
+            if (c >= 512 || byte_of[c] < 0) {                   /* not in the alphabet: the whole token is used as it
+                                                                 * is */
                 memcpy(t->raw.at + first, s, (size_t)n);
                 t->raw.n = first + (size_t)n;
                 break;
@@ -526,7 +527,7 @@ static int find_raw(ps_tok *t)
     return 0;
 }
 
-/* Puts `to`, which is not longer, in the place of each `from` behind byte `first`. */
+/* Replaces each `from` after byte `first` by `to`, which is not longer. */
 static void shorten(tok_bytes *b, size_t first, const char *from, const char *to)
 {
     size_t n_from = strlen(from), n_to = strlen(to);
@@ -537,8 +538,8 @@ static void shorten(tok_bytes *b, size_t first, const char *from, const char *to
     }
 }
 
-/* WordPiece: tokens with blanks between, "##" joined, and the blanks before punctuation and short forms of each taken
- * out, as the package tokenizers does, in its order. */
+/* WordPiece: puts blanks between tokens, joins "##" to the token before it, and removes the blanks before punctuation
+ * and short forms, in the order of the package tokenizers. */
 static int add_piece(tok_bytes *out, const uint8_t *s, size_t n, bool first)
 {
     static const char *const short_of[][2] = { { " .", "." }, { " ?", "?" }, { " !", "!" }, { " ,", "," },
@@ -562,7 +563,7 @@ static int repair_decoded(tok_state *st)
     return tok_bytes_add(&st->decoded, st->repaired.s.at, st->repaired.s.n);
 }
 
-/* The byte that a token <0xXX> is; -1: it is none. */
+/* Returns the byte of a token <0xXX>; -1: it is not one. */
 static int byte_of_token(const uint8_t *s, size_t n)
 {
     int value = 0;
@@ -576,7 +577,7 @@ static int byte_of_token(const uint8_t *s, size_t n)
     return value;
 }
 
-/* Bytes of a run of tokens <0xXX> that began at `from`: each U+FFFD where together they are no UTF-8. */
+/* The bytes of a run of tokens <0xXX> that began at `from`. If together they are not UTF-8, each becomes U+FFFD. */
 static int end_bytes(tok_state *st, size_t from, bool as_they_are)
 {
     size_t n = st->decoded.n - from;
@@ -586,7 +587,7 @@ static int end_bytes(tok_state *st, size_t from, bool as_they_are)
     return 0;
 }
 
-/* Tokens that spell characters: U+2581 is a blank, <0xXX> a byte, and the first blank may go. */
+/* For tokens that spell characters: U+2581 is a blank, <0xXX> is a byte, and the first blank may be removed. */
 static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids, int64_t n, int flags)
 {
     size_t run = SIZE_MAX;
@@ -594,7 +595,7 @@ static int decode_characters(const ps_tok *t, tok_state *st, const int32_t *ids,
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
-        const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added one as texts have it */
+        const uint8_t *s = a ? a->s : tok_name(&t->vocab, ids[i]);       /* an added token, as texts spell it */
         size_t len = a ? a->n : (size_t)t->vocab.entry[ids[i]].n;
         int byte = byte_of_token(s, len);
         if (byte >= 0) {
@@ -633,7 +634,7 @@ int ps_tok_decode(ps_tok *t, const int32_t *ids, int64_t n, int flags, const cha
         PS_TRY(check_id(t, ids[i]));
         const tok_added *a = t->byte_level && t->raw_entry[ids[i]].n >= 0 ? NULL : added_of(t, ids[i]);
         if (a && flags & PS_TOK_SKIP && a->flags & PS_TOK_SPECIAL) continue;
-        bool made_plain = a && !t->byte_level;              /* an added one as texts have it */
+        bool made_plain = a && !t->byte_level;              /* an added token, as texts spell it */
         const uint8_t *s = made_plain ? a->s : tok_name(&t->vocab, ids[i]);
         size_t len = made_plain ? a->n : (size_t)t->vocab.entry[ids[i]].n;
         if (!t->byte_level) PS_TRY(add_piece(&st->decoded, s, len, first));

@@ -16,7 +16,7 @@ static int32_t header_word(const ps_tokens *s, int i)
     return v;
 }
 
-/* A header whose magic was recognised as that of `width`. */
+/* Reads a header whose magic is that of `width`. */
 static int read_header(ps_tokens *s, int width, int wanted)
 {
     const char *path = s->map.path;
@@ -44,8 +44,8 @@ static int read_header(ps_tokens *s, int width, int wanted)
 static int read_layout(ps_tokens *s, int width)
 {
     int32_t magic = s->map.nbytes >= 4 ? header_word(s, 0) : 0;
-    /* Text is text whatever it begins with. Raw tokens cannot begin like a header: as tokens, either magic is beyond
-     * every vocabulary (u32 20,240,801) or followed by a second token 308 after 55,432, with GPT-2's ids ending at
+    /* Text is always text, whatever its first bytes are. Raw tokens cannot begin like a header: as tokens, either magic
+     * is larger than every vocabulary (u32 20,240,801), or it is 55,432 followed by 308, while GPT-2's ids end at
      * 50,256. */
     if (width != 1 && magic == MAGIC_U16) return read_header(s, 2, width);
     if (width != 1 && magic == MAGIC_U32) return read_header(s, 4, width);
@@ -154,7 +154,7 @@ int ps_tokens_read(const ps_tokens *s, int64_t first, int64_t n, int32_t *dst)
                        (long long)first, (long long)s->count);
     if (!n) return 0;
     PS_NEED(dst);
-    if (s->width == 4)          /* dst is written only when all is well: look first */
+    if (s->width == 4)          /* dst is written only if all tokens are valid, so they are checked first */
         for (int64_t i = 0; i < n; i++)
             if (token_at(s, first + i) > INT32_MAX)
                 return ps_fail(PS_ERANGE, "%s: token %lld is %u, which does not fit in 31 bits", s->map.path,
@@ -169,7 +169,7 @@ struct ps_tokw {
     ps_tempfile file;
     int width;
     bool broken;                /* a write failed: the file lacks appended tokens */
-    int64_t count;              /* tokens so far, those in the buffer included */
+    int64_t count;              /* number of tokens so far, including those in the buffer */
     int64_t flushed;            /* bytes of tokens in the file */
     int used;                   /* bytes in the buffer */
     uint8_t buffer[BUFFER_BYTES];

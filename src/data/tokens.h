@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Token shards as the loader and the fuzz target see them. A shard never changes once opened and is counted atomically,
- * so that several loaders on several threads may share it. Included by src/data and the fuzz target only. */
+ * Token shards as the loader and the fuzz target see them. A shard never changes after it was opened, and its
+ * references are counted atomically. So several loaders on several threads may share it. Only src/data and the fuzz
+ * target include this header. */
 #ifndef PS_IO_TOKENS_H
 #define PS_IO_TOKENS_H
 #include "io/file.h"
@@ -8,14 +9,14 @@
 
 struct ps_tokens {
     ps_map map;
-    const uint8_t *data;    /* count tokens of `width` bytes, little-endian, perhaps unaligned */
+    const uint8_t *data;    /* `count` tokens of `width` bytes, little-endian; they may be unaligned */
     int64_t count;
     int width;              /* 1, 2 or 4 */
     atomic_int refs;
 };
 
 void tokens_retain(ps_tokens *s);
-/* ps_tokens_open on bytes in memory, which must outlive it. */
+/* Does the same as ps_tokens_open for bytes in memory, which must outlive it. */
 int tokens_open_memory(const char *path, const void *bytes, int64_t nbytes, int width, ps_tokens **out);
 /* Tokens [first, first + n) to dst. The range must be inside. vocab 0: any that fits int32; else a token >= vocab is
  * PS_ERANGE with file, place, token and vocabulary. */

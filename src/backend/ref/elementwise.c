@@ -70,7 +70,7 @@ int ref_scale_by_(ps_call *call)
 typedef double (*binary_fn)(double a, double b);
 typedef int64_t (*binary_int_fn)(int64_t a, int64_t b);
 
-/* on_int serves inputs that are all integers; without one they are computed as doubles. */
+/* on_int computes inputs that are all integers. Without it they are computed as doubles. */
 static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
 {
     const ps_view *out = &call->out[0];
@@ -91,7 +91,7 @@ static int binary(ps_call *call, binary_fn on_float, binary_int_fn on_int)
     static int64_t name##_int(int64_t a, int64_t b) { return (of_ints); }        \
     int ref_##name(ps_call *call) { return binary(call, name##_float, name##_int); }
 
-/* Integers wrap around: the sums are done unsigned, where C defines that. */
+/* Integers wrap around: the sums are computed unsigned, for which C defines this. */
 BINARY(add, a + b, (int64_t)((uint64_t)a + (uint64_t)b))
 BINARY(sub, a - b, (int64_t)((uint64_t)a - (uint64_t)b))
 BINARY(mul, a * b, (int64_t)((uint64_t)a * (uint64_t)b))
@@ -214,7 +214,7 @@ int ref_softplus(ps_call *call)
     return 0;
 }
 
-/* When low > high, high wins; NaN stays NaN. Integers are held against the whole numbers inside [low, high]. */
+/* If low > high, the result is high. NaN stays NaN. Integers are compared with the whole numbers inside [low, high]. */
 int ref_clamp(ps_call *call)
 {
     const ps_attrs_clamp *a = call->attrs;
@@ -252,7 +252,7 @@ static int unary_any(ps_call *call, double (*on_float)(double), int64_t (*on_int
 static int64_t abs_int(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
 int ref_abs(ps_call *call) { return unary_any(call, fabs, abs_int); }
 
-static double sign_float(double x) { return (x > 0) - (x < 0); }       /* of NaN: 0, as PyTorch */
+static double sign_float(double x) { return (x > 0) - (x < 0); }       /* for NaN: 0, as in PyTorch */
 static int64_t sign_int(int64_t x) { return (x > 0) - (x < 0); }
 int ref_sign(ps_call *call) { return unary_any(call, sign_float, sign_int); }
 

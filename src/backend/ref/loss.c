@@ -19,7 +19,7 @@ static struct sum_exp sum_exp(const double *x, int64_t n)
 static double soft(struct sum_exp s, double x) { return exp(x - s.top) / s.sum; }
 static double log_soft(struct sum_exp s, double x) { return x - s.top - log(s.sum); }
 
-/* Whether the first largest of x [n], of these terms, is x[t]. t < 0: it is not here. */
+/* True if x[t] is the first largest of x [n], with these terms. t < 0: it is not in this part. */
 static bool is_hit(const double *x, struct sum_exp s, int64_t t)
 {
     if (t < 0 || isnan(s.sum) || isinf(s.top) || x[t] != s.top) return false;
@@ -27,7 +27,7 @@ static bool is_hit(const double *x, struct sum_exp s, int64_t t)
     return true;
 }
 
-/* Writes how many rows are hits, and how many count, if that is wanted. */
+/* Writes how many rows are hits and how many rows count, if these are requested. */
 static void put_hits(const ps_view *out, int want, int64_t hits, int64_t counted)
 {
     if (!want || !ps_has(out)) return;
@@ -84,8 +84,8 @@ int ref_log_softmax_backward(ps_call *call)
 /* -- cross entropy ---------------------------------------------------------------------------------------------- */
 enum { REDUCTION_NONE, REDUCTION_MEAN, REDUCTION_SUM };
 
-/* The mean of no losses is 0, and no target has a gradient (PyTorch's mean is NaN, its gradients are 0, too): a batch
- * without targets adds nothing. */
+/* The mean of no losses is 0, and no target has a gradient. (PyTorch's mean is NaN, and its gradients are also 0.) So a
+ * batch without targets contributes nothing. */
 static double mean(double total, int64_t counted) { return counted > 0 ? total / (double)counted : 0; }
 
 /* Checks every target against [0, V) and counts those not ignored. */
@@ -151,7 +151,8 @@ int ref_cross_entropy_backward(ps_call *call)
     return 0;
 }
 
-/* One row of logits at a time: logits = w x_r, then in place their gradient, which dx and dw take up. */
+/* Handles one row of logits at a time: computes logits = w x_r, replaces them in place by their gradient, and adds that
+ * to dx and dw. */
 int ref_lm_loss(ps_call *call)
 {
     const ps_attrs_lm_loss *a = call->attrs;

@@ -108,7 +108,8 @@ int ref_sgd_(ps_call *call)
     return 0;
 }
 
-/* The last word on types and memory for every backend: cpu leaves cases that it does not know to this. */
+/* Decides which types and memory are accepted, for every backend: cpu leaves cases that it does not support to this
+ * function. */
 int ref_grad_store(ps_call *call)
 {
     const ps_view *src = &call->in[0], *dst = &call->out[0], *sq = &call->out[1];

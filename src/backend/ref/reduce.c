@@ -4,8 +4,8 @@
 #include <stdlib.h>
 #include "ref.h"
 
-/* Maps elements of x, counted row-major, to the element of the result (row-major, reduced dimensions gone) that they
- * fall into. dims is a bit set, 0 for all. */
+/* Maps each element of x, counted row-major, to the element of the result to which it belongs (row-major, without the
+ * reduced dimensions). dims is a bit set; 0: all. */
 static ps_view target_of(const ps_view *x, uint32_t dims)
 {
     ps_view t = *x;
@@ -80,7 +80,7 @@ static int extreme(ps_call *call, uint32_t dims, int sign)
 {
     ps_view x = ref_flat(&call->in[0]), y = ref_flat(&call->out[0]), to = target_of(&call->in[0], dims);
     if (x.numel == 0 && y.numel > 0) return ps_fail(PS_EINVAL, "the largest or smallest of no elements does not exist");
-    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* i of x; -1: none yet */
+    int64_t *best = call->scratch(call, (size_t)(y.numel + 1) * sizeof *best);   /* index in x; -1: none yet */
     if (!best) return PS_ENOMEM;
     for (int64_t i = 0; i < y.numel; i++) best[i] = -1;
     for (int64_t i = 0; i < x.numel; i++) {
@@ -149,10 +149,10 @@ int ref_cumsum(ps_call *call)
     return 0;
 }
 
-/* An element of a lane as sorting sees it: floats in f (i 0), integers in i (f 0), and its place. */
+/* An element of a lane for sorting: floats are in f (i is 0), integers in i (f is 0); and its place. */
 struct ranked { double f; int64_t i, place; };
 
-/* NaN first, then downwards; equal ones by place, so that the order is total. */
+/* NaN first, then in descending order; equal ones by place, so that the order is total. */
 static int by_rank(const void *pa, const void *pb)
 {
     const struct ranked *a = pa, *b = pb;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Shared by the kernels of the `ref` backend: plain C, one thread, no care for speed. They are the oracle for every
- * other backend and the fallback of those that lack a kernel, so they are written to be read.
+ * Shared by the kernels of the `ref` backend: plain C, one thread, not optimised. Every other backend is compared with
+ * them, and uses them if it lacks a kernel, so they are written to be easy to read.
  *
  * Elements are read as doubles, whatever their type, computed in double and rounded once on store (to fp32, and for
  * bf16 and fp16 through fp32, as PyTorch). Integers keep their exact values through the *_int functions wherever a
@@ -134,7 +134,7 @@ void ref_copy(const ps_view *dst, const ps_view *src);
 int ref_check_index(const ps_view *index, int64_t n);
 
 /* -- working memory: row-major doubles -------------------------------------------------------------------------- */
-/* call->scratch leaves the message when it refuses, naming device and limit: kernels only return PS_ENOMEM. */
+/* If call->scratch refuses, it has recorded the error with device and limit: kernels only return PS_ENOMEM. */
 int ref_scratch(ps_call *call, int64_t numel, double **out);    /* zeroed */
 void ref_read(const ps_view *v, double *dst);                   /* all of v */
 int ref_dense(ps_call *call, const ps_view *v, double **out);   /* all of v in scratch; NULL when v is absent */

@@ -45,7 +45,8 @@ int ref_embedding_backward(ps_call *call)
     double *sum;
     PS_TRY(ref_check_index(index, a->total > 0 ? a->total : V));
     PS_TRY(ref_scratch(call, C, &sum));
-    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* of row v's positions in `order` */
+    int64_t *begin = call->scratch(call, (size_t)(V + 1) * sizeof *begin);    /* the begin of row v's positions in
+                                                                               * `order` */
     int64_t *order = call->scratch(call, (size_t)(n + 1) * sizeof *order);
     if (!begin || !order) return PS_ENOMEM;
     memset(begin, 0, (size_t)(V + 1) * sizeof *begin);
@@ -107,7 +108,7 @@ static int64_t width_of(const ps_view *x, const ps_view *index)
     return width;
 }
 
-/* x indexed by the coordinates of the i-th named element, with coordinate dim replaced by its element of `index`. */
+/* The index in x of the i-th named element: its coordinates, with coordinate dim replaced by its element of `index`. */
 static int64_t picked(const ps_view *x, const ps_view *index, int dim, int64_t width, int64_t i)
 {
     int64_t at = 0, rest = i;
@@ -184,7 +185,7 @@ int ref_scatter(ps_call *call)
     return 0;
 }
 
-/* From the last element of the index on, so that an earlier one of the same place finds 0 there. */
+/* From the last element of the index on, so that an earlier element with the same place finds 0 there. */
 int ref_scatter_backward(ps_call *call)
 {
     const ps_view *dy = &call->in[0], *index = &call->in[1], *dx = &call->out[0], *dsrc = &call->out[1];
