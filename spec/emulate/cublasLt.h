@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A stand-in for <cublasLt.h> beside the one for the CUDA runtime: the calls that src/backend/cuda/gemm.cu makes, by
- * the library's documentation, with a plain triple loop behind them. It refuses what the documentation refuses: sizes
- * of attributes, mixtures of types, leading dimensions and alignment of epilogues' operands, reductions whose order is
- * not fixed; and a product whose pointers are less aligned, or whose matrices are others, than its algorithm was
- * chosen for. */
+ * A stand-in for <cublasLt.h>, in addition to the one for the CUDA runtime. It implements the calls that
+ * src/backend/cuda/gemm.cu makes, as the library's documentation describes them, by a plain triple loop. It refuses
+ * what the documentation refuses: sizes of attributes, mixtures of types, leading dimensions and alignment of
+ * epilogues' operands, reductions whose order is not fixed; and a product whose pointers are less aligned, or whose
+ * matrices are others, than its algorithm was chosen for. */
 #ifndef PS_EMULATE_CUBLASLT_H
 #define PS_EMULATE_CUBLASLT_H
 #include "cuda_runtime.h"
 #include "base/half.h"
 
-bool ps_emu_library_fails(void);               /* a test asked for it (emulate.h) */
+bool ps_emu_library_fails(void);               /* a test requested the failure (emulate.h) */
 
 typedef enum {
     CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_ALLOC_FAILED = 3, CUBLAS_STATUS_INVALID_VALUE = 7,
@@ -52,7 +52,7 @@ struct ps_emu_layout { cudaDataType_t type; int64_t rows, cols, ld, step; int32_
 typedef ps_emu_layout *cublasLtMatrixLayout_t;
 struct ps_emu_pref { uint64_t room; uint32_t reductions, align[4]; };
 typedef ps_emu_pref *cublasLtMatmulPreference_t;
-/* What an algorithm was chosen for. */
+/* The properties for which an algorithm was chosen. */
 struct cublasLtMatmulAlgo_t { ps_emu_desc desc; ps_emu_layout layout[4]; ps_emu_pref pref; };
 struct cublasLtMatmulHeuristicResult_t { cublasLtMatmulAlgo_t algo; };
 
@@ -142,13 +142,13 @@ static inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmul
     return CUBLAS_STATUS_SUCCESS;
 }
 static inline int ps_emu_bytes(cudaDataType_t t) { return t == CUDA_R_64F ? 8 : t == CUDA_R_32F ? 4 : 2; }
-/* D's type by that of A and B, with types of scale and computation. */
+/* The type of D by the type of A and B, with the types of scale and computation. */
 static inline bool ps_emu_types(const ps_emu_desc *d, cudaDataType_t a, cudaDataType_t y)
 {
     if (a == CUDA_R_64F) return y == a && d->compute == CUBLAS_COMPUTE_64F && d->scale == CUDA_R_64F;
     return (y == a || y == CUDA_R_32F) && d->compute == CUBLAS_COMPUTE_32F && d->scale == CUDA_R_32F;
 }
-/* The operands of an epilogue, of which addresses alone are looked at. */
+/* The operands of an epilogue. Only their addresses are checked. */
 static inline bool ps_emu_epilogue(const ps_emu_desc *d, const ps_emu_layout *y)
 {
     bool aux = d->epilogue & 128, vector = d->epilogue & (4 | 16 | 256 | 512);
@@ -158,7 +158,7 @@ static inline bool ps_emu_epilogue(const ps_emu_desc *d, const ps_emu_layout *y)
     if (d->epilogue > CUBLASLT_EPILOGUE_BIAS && (y->batch != 1 || y->type == CUDA_R_64F)) return false;
     return true;
 }
-/* Problems of 7, 23, 39 ... rows are refused here, so that tests see both the library's path and the plain one. */
+/* Problems of 7, 23, 39 ... rows are refused here, so that tests use both the library's path and the plain one. */
 static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d,
     cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t y,
     cublasLtMatmulPreference_t pref, int, cublasLtMatmulHeuristicResult_t *found, int *n)
@@ -170,14 +170,14 @@ static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cu
                 (d->turn_a ? a->rows : a->cols) == (d->turn_b ? b->cols : b->rows);
     if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     if (!fits || !ps_emu_epilogue(d, y) || pref->room < (32u << 20)) return CUBLAS_STATUS_INVALID_VALUE;
-    if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* in another order, or of rounded parts */
+    if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* sums in another order, or of rounded parts */
     for (uint32_t align : pref->align)
         if (align == 0 || (align & (align - 1)) != 0 || align > 256) return CUBLAS_STATUS_INVALID_VALUE;
     found->algo = cublasLtMatmulAlgo_t{ *d, { *a, *b, *c, *y }, *pref };
     *n = y->rows % 16 != 7;
     return CUBLAS_STATUS_SUCCESS;
 }
-/* Whether a product is the one that its algorithm was chosen for. */
+/* True if the product is the one for which its algorithm was chosen. */
 static inline bool ps_emu_chosen(const cublasLtMatmulAlgo_t *algo, const ps_emu_desc *d, const ps_emu_layout *const *l,
                                  const void *const *p)
 {
@@ -208,7 +208,8 @@ static inline double ps_emu_gelu(const ps_emu_desc *d, cudaDataType_t type, int6
     if (d->epilogue & 128) ps_emu_put(d->aux, type, at, s);
     return 0.5 * s * (1 + tanh(0.79788456080286535588 * (s + 0.044715 * s * s * s)));
 }
-/* A product in its stream: everything but the matrices themselves is as it was when it was asked for. */
+/* A product in its stream: except for the matrices themselves, everything is as it was when the product was
+ * requested. */
 struct ps_emu_product {
     ps_emu_desc desc;
     double alpha, beta;
@@ -237,7 +238,7 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc
         return CUBLAS_STATUS_SUCCESS;
     ps_emu_product p = { *d, al, be, pa, pb, pc, py, *a, *b, *c, *y };
     ps_emu_add(stream, [p, workspace, workspace_nbytes] {
-        memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* it is this product's now */
+        memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* this product owns it now */
         p.run();
     });
     return CUBLAS_STATUS_SUCCESS;

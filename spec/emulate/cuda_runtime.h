@@ -58,17 +58,17 @@ extern unsigned char *ps_emu_dynamic;
 #define gridDim ps_emu_grid
 #define warpSize 32
 
-void ps_emu_barrier(void);                     /* all threads of the block that have not ended */
+void ps_emu_barrier(void);                     /* number of threads of the block that have not ended */
 void ps_emu_warp_barrier(void);
 /* [32][16] of this warp, for one exchange: asked for and filled before a barrier of the warp, read behind it. Two take
  * turns, so nobody need wait for the readers. */
 uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
-/* Whether launches are written down (PS_EMULATE_LIST) instead of made; if so, writes this one down. */
+/* True if launches are only listed (PS_EMULATE_LIST); then lists this one. */
 bool ps_emu_listed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Copies of 4 or 16 bytes (src NULL: zeros) that happen when they are waited for, or at once in other blocks. */
+/* Copies of 4 or 16 bytes (src NULL: zeros). They happen when they are waited for, or immediately in other blocks. */
 void ps_emu_async_copy(void *dst, const void *src, int nbytes);
 void ps_emu_async_commit(void);
 void ps_emu_async_wait(int but);
@@ -143,8 +143,8 @@ template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
 /* -- work of streams ----------------------------------------------------------------------------------------------- */
-/* go() is called when its turn in its stream has come, and again until it says true: it is over. It calls nothing of
- * the emulator. */
+/* go() is called when the work's turn in its stream has come, and again until it returns true: the work is over. It
+ * does not call the emulator. */
 struct ps_emu_work {
     virtual bool go(void) = 0;
     virtual ~ps_emu_work() {}

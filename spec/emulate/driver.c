@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A stand-in for libcuda.so.1: what it says comes from the environment. PS_EMULATE_INIT is what cuInit gives (0: it
- * works), PS_EMULATE_DEVICES how many devices it shows (1), PS_EMULATE_VERSION the driver's version (13000). */
+ * A stand-in for libcuda.so.1. The environment determines its answers: PS_EMULATE_INIT is the result of cuInit (0: it
+ * works), PS_EMULATE_DEVICES the number of devices (1), PS_EMULATE_VERSION the driver's version (13000). */
 #include <stdlib.h>
 
 int cuInit(unsigned flags);

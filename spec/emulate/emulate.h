@@ -1,31 +1,32 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the emulator's own files share; the sources that it emulates a device for see cuda_runtime.h alone. */
+ * Shared by the emulator's own files. The sources for which it emulates a device only include cuda_runtime.h. */
 #ifndef PS_EMULATE_H
 #define PS_EMULATE_H
 #include "cuda_runtime.h"
 #include <mutex>
 
-/* A call of the runtime: one at a time, of all threads. Work of streams is done by the thread that forces it. */
+/* A call of the runtime. Only one runs at a time, over all threads. The thread that forces work of streams performs
+ * it. */
 struct ps_emu_entry {
     std::unique_lock<std::mutex> lock;
     ps_emu_entry(void);
     ~ps_emu_entry();
-    void wait_all(void);                       /* until all streams have nothing to do */
+    void wait_all(void);                       /* until no stream has any work left */
 };
 
-/* What a call gives: e, which the thread's cudaGetLastError tells, or, once the device failed, that. */
+/* The result of a call: e, which the thread's cudaGetLastError also returns, or the device's error after it failed. */
 cudaError_t ps_emu_say(cudaError_t e);
-/* The device failed: nothing that is queued is done any more. */
+/* The device failed: no queued work is performed any more. */
 void ps_emu_fail(cudaError_t e);
-/* Failures that a test asks for (ps_emu_fail_calls): of the device, at any call of the runtime; of memory, at calls
- * that take some of the device's, or pin the host's; of cuBLASLt. Whether this call is one. */
+/* Failures that a test requests (ps_emu_fail_calls): of the device, at any call of the runtime; of memory, at calls
+ * that allocate device memory or pin host memory; of cuBLASLt. Returns true if this call must fail. */
 enum { PS_EMU_FAIL_DEVICE, PS_EMU_FAIL_MEMORY, PS_EMU_FAIL_LIBRARY, PS_EMU_FAILURES };
 bool ps_emu_fails(int kind);
-/* What no program may do: the process ends with these words. */
+/* Something that no program may do: the process ends with this text. */
 void ps_emu_wrong(const char *fmt, ...) __attribute__((noreturn, format(printf, 1, 2)));
 /* A whole number from the environment. */
 int64_t ps_emu_number(const char *name, int64_t otherwise);
-bool ps_emu_chance(unsigned one_of);           /* false where streams are not mixed */
+bool ps_emu_chance(unsigned one_of);           /* false if streams are not mixed */
 
 /* What a step should not do. waits: for a stream, the device, or an event that had not been waited for; pageable:
  * copies between the device and host memory that is not pinned, which make the host wait or are staged; allocations: of
@@ -37,18 +38,18 @@ extern ps_emu_counts ps_emu_count;
 /* -- memory.cpp ---------------------------------------------------------------------------------------------------- */
 enum { PS_EMU_PAGEABLE, PS_EMU_PINNED, PS_EMU_PARTLY };
 int ps_emu_is_pinned(const void *p, size_t n);
-bool ps_emu_on_device(const void *p, size_t n);      /* within memory that has been allocated, and not freed */
-/* A copy that is queued uses host memory, which is neither freed nor unpinned meanwhile. */
+bool ps_emu_on_device(const void *p, size_t n);      /* true if it is inside memory that is allocated and not freed */
+/* A queued copy uses host memory, which must neither be freed nor unpinned until the copy is over. */
 void ps_emu_host_begins(const void *p, size_t n);
 void ps_emu_host_ends(const void *p, size_t n);
 bool ps_emu_host_in_use(const void *p, size_t n);
-/* Device memory may be touched: only while work of streams is under way, or always where each is done at once. */
+/* Device memory may be accessed only while work of streams is under way, or always if work is performed immediately. */
 void ps_emu_show_memory(bool shown);
 extern thread_local const char *ps_emu_doing;        /* work of a stream that this thread does, or NULL */
 
 /* -- fibres.cpp ---------------------------------------------------------------------------------------------------- */
-int ps_emu_thread_index(void);                 /* of the running thread in its block */
-bool ps_emu_early(void);                       /* in this block what is asynchronous happens at once */
+int ps_emu_thread_index(void);                 /* number of the running thread in its block */
+bool ps_emu_early(void);                       /* true if asynchronous work happens immediately in this block */
 
 /* -- wgmma.cpp ----------------------------------------------------------------------------------------------------- */
 void ps_emu_wgmma_begin(int n_threads, size_t shared_nbytes);        /* of a block */

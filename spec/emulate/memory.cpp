@@ -106,14 +106,15 @@ cudaError_t cudaFreeHost(void *p)
 }
 
 /* -- device memory ------------------------------------------------------------------------------------------------- */
-/* The pool keeps its most, until it is trimmed; taking what it has is no allocation. */
+/* The pool keeps its largest size until it is trimmed. Using memory of the pool is not an allocation. */
 struct ps_emu_pool { int64_t reserved, used; };
 static ps_emu_pool pool;
 static int64_t plain_used;
 
 namespace {
 
-enum { OLD_KEPT = 512, NANS_NBYTES = 32 << 20 };     /* OLD_KEPT: allocations whose addresses are not used again */
+enum { OLD_KEPT = 512, NANS_NBYTES = 32 << 20 };     /* OLD_KEPT: number of freed allocations whose addresses are not
+                                                      * used again */
 
 struct region { size_t nbytes, mapped; bool there, freed, pooled; };
 std::map<uintptr_t, region> regions;
@@ -134,10 +135,10 @@ void touched(int, siginfo_t *info, void *)
     if (r)
         fprintf(stderr, "emulated CUDA: %s touches one of %zu bytes of device memory, at %p, that %s\n", who, r->nbytes,
                 info->si_addr, r->there ? "only the device can" : r->freed ? "were freed" : "are not there yet");
-    signal(SIGSEGV, SIG_DFL);                  /* the access is made once more */
+    signal(SIGSEGV, SIG_DFL);                  /* the access is repeated */
 }
 
-/* Addresses, without memory behind them. */
+/* Reserves addresses without memory. */
 void *reserve(size_t nbytes, bool pooled)
 {
     static bool first = true;
@@ -148,7 +149,7 @@ void *reserve(size_t nbytes, bool pooled)
         sigaction(SIGSEGV, &a, NULL);
         first = false;
     }
-    size_t mapped = (nbytes + 4095) / 4096 * 4096 + 4096;      /* one page behind it is nobody's */
+    size_t mapped = (nbytes + 4095) / 4096 * 4096 + 4096;      /* the page after it belongs to no allocation */
     void *p = mmap(NULL, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return NULL;
     regions[(uintptr_t)p] = region{ nbytes, mapped, false, false, pooled };
@@ -236,7 +237,7 @@ cudaError_t cudaMalloc(void **p, size_t nbytes)
     return ps_emu_say(cudaSuccess);
 }
 
-/* Waits for the whole device, as the real one does for memory that is not of a pool. */
+/* Waits for the whole device, as the real runtime does for memory outside of pools. */
 cudaError_t cudaFree(void *p)
 {
     ps_emu_entry in;

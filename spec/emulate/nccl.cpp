@@ -38,14 +38,14 @@ struct reduction { bool on; const float *in; float *out; size_t n; };
 struct group {
     std::vector<message> out, in;
     reduction reduce = { false, nullptr, nullptr, 0 };
-    struct { char *to; const char *from; size_t n; } own = { nullptr, nullptr, 0 };   /* of this rank to itself */
+    struct { char *to; const char *from; size_t n; } own = { nullptr, nullptr, 0 };   /* from this rank to itself */
     cudaStream_t stream = nullptr;
     std::atomic<bool> over{ false };
 };
 
 }
 
-/* Stays when it was ended: streams may hold work of it. */
+/* Stays after it was ended, because streams may have work of it. */
 struct ncclComm {
     int rank, size, exchanges = 0;
     std::string name;                          /* of the sockets, without the rank */
@@ -55,9 +55,9 @@ struct ncclComm {
     std::thread thread;
     std::mutex lock;
     std::condition_variable work;
-    std::deque<group *> due;                   /* whose turn has come */
+    std::deque<group *> due;                   /* groups whose turn has come */
     group *next = nullptr, *last = nullptr;    /* next: open, or not in its stream yet */
-    bool ended = false, finalizing = false;    /* ended: the group `next` */
+    bool ended = false, finalizing = false;    /* ended: the group `next` was ended */
     int asked = 0;
 };
 
@@ -81,7 +81,7 @@ struct turn : ps_emu_work {
     }
 };
 
-thread_local ncclComm *in_group;               /* the communicator that the thread's open group is of */
+thread_local ncclComm *in_group;               /* the communicator to which the thread's open group belongs */
 thread_local bool group_open;
 std::mutex error_lock;
 std::string last_error;
@@ -99,12 +99,12 @@ sockaddr_un address(const std::string &name, int rank, socklen_t *size)
     sockaddr_un a = {};
     a.sun_family = AF_UNIX;
     std::string path = name + "." + std::to_string(rank);
-    memcpy(a.sun_path + 1, path.data(), path.size());      /* abstract: nothing is left in a folder */
+    memcpy(a.sun_path + 1, path.data(), path.size());      /* an abstract address, so that no file stays in a folder */
     *size = (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + path.size());
     return a;
 }
 
-/* Moves n bytes of a socket, or fails when the peer is gone or this end closes. */
+/* Moves n bytes over a socket. Fails if the peer is gone or this end is closing. */
 bool whole(ncclComm *c, int fd, char *bytes, size_t n, bool sending)
 {
     while (n > 0) {
@@ -120,7 +120,7 @@ bool whole(ncclComm *c, int fd, char *bytes, size_t n, bool sending)
     return true;
 }
 
-/* Rank r listens for those after it and calls those before it. */
+/* Rank r listens for the ranks after it and connects to those before it. */
 bool connect_all(ncclComm *c)
 {
     socklen_t size;
@@ -152,8 +152,8 @@ bool connect_all(ncclComm *c)
     return good;
 }
 
-/* Waits until all ranks with which bytes are exchanged have come to this exchange: no message goes ahead, small ones
- * neither. */
+/* Waits until all ranks with which bytes are exchanged have reached this exchange. No message is sent earlier, not even
+ * a small one. */
 bool meet(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
 {
     std::vector<bool> with((size_t)c->size);
@@ -166,7 +166,7 @@ bool meet(ncclComm *c, const std::vector<message> &out, const std::vector<messag
     return good;
 }
 
-/* Each message has its length in front: both ends must mean the same. */
+/* Each message begins with its length, so that both ends can compare it. */
 bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
 {
     std::atomic<bool> sent{ true };
@@ -187,7 +187,7 @@ bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<me
     return got && sent;
 }
 
-/* Rank 1's exchange has come to which the setting has it do `what`. */
+/* Rank 1 has reached the exchange for which the setting requests `what`. */
 bool is_to(ncclComm *c, const char *what)
 {
     size_t n = strlen(what);
@@ -313,7 +313,7 @@ API const char *ncclGetLastError(ncclComm_t)
     return copy.c_str();
 }
 
-/* As the real one's threads do, waits until every peer has let go of its end. */
+/* Waits until every peer has closed its end, as the threads of the real library do. */
 static ncclResult_t end(ncclComm_t c)
 {
     {
@@ -333,7 +333,7 @@ static ncclResult_t end(ncclComm_t c)
 
 API ncclResult_t ncclCommAbort(ncclComm_t c) { return end(c); }
 API ncclResult_t ncclCommDestroy(ncclComm_t c) { return end(c); }
-/* Over when all that was begun is. */
+/* Over when everything that was begun is over. */
 API ncclResult_t ncclCommFinalize(ncclComm_t c)
 {
     if (state_of(c) != ncclSuccess) return ncclInvalidUsage;

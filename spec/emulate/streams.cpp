@@ -25,8 +25,8 @@ namespace {
 struct stream : ps_emu_stream {
     std::deque<std::unique_ptr<ps_emu_work>> work;
     int64_t added = 0, done = 0;               /* pieces of work */
-    int64_t told = 0;                          /* of which so many are over, as the host knows */
-    bool destroyed = false, going = false;     /* going: its first piece goes on by itself */
+    int64_t told = 0;                          /* number of these that are over, as far as the host knows */
+    bool destroyed = false, going = false;     /* going: its first piece has started and continues by itself */
     void add(ps_emu_work *w) override;
     void drive(void) override;
     void append(ps_emu_work *w);
@@ -397,7 +397,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t h)
     return ps_emu_say(cudaSuccess);
 }
 
-/* One never recorded is over. */
+/* An event that was never recorded is over. */
 static bool is_over(cudaEvent_t e)
 {
     if (!live(e)->on || e->on->told >= e->at) return true;
@@ -434,8 +434,8 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* Of memory that is not pinned the source may be read at once, and the call may return when all is done, or neither.
- * What is copied to is nobody's to read until then. */
+/* If memory is not pinned, the source may be read immediately, and the call may return after the copy; or neither. The
+ * destination must not be read before the copy is over. */
 cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t h)
 {
     ps_emu_entry in;

@@ -17,7 +17,7 @@ extern "C" {
 
 enum { MOST_WARPS = 32, MOST_N = 256 };
 
-/* One product as all threads of a warp ask for it, but for where their registers are. */
+/* One product as all threads of a warp request it, without the places of their registers. */
 struct product {
     uint64_t a, b;
     int n, trans_a, trans_b;
@@ -34,15 +34,15 @@ struct warp_state {
     bool fenced[32];
 };
 static warp_state warps[MOST_WARPS];
-static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* of the warp that was first with each product */
+static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* by the warp that requested each product first */
 struct piece { unsigned char *at; int nbytes; };
-static std::vector<std::vector<piece>> copied; /* by thread: through, and not fenced since */
-static std::vector<unsigned char> seen;        /* shared memory as products see it */
+static std::vector<std::vector<piece>> copied; /* by thread: pieces whose copy is over, and that are not fenced yet */
+static std::vector<unsigned char> seen;        /* shared memory as products read it */
 static int64_t block_number;
 static int block_threads;
 static size_t block_nbytes;
 static int64_t products_done;
-static bool used;                              /* by this block: what is above is of it */
+static bool used;                              /* true if the state above belongs to this block */
 
 void ps_emu_wgmma_begin(int n_threads, size_t shared_nbytes)
 {
@@ -72,7 +72,7 @@ void ps_emu_wgmma_end(void)
     }
 }
 
-/* Where the shared window begins, as the hardware keeps a part for itself; dynamic memory is aligned to 16 bytes. */
+/* The begin of the shared window, a part of which the hardware reserves. Dynamic memory is aligned to 16 bytes. */
 static uint32_t window(void) { return 1024 + 16 * (uint32_t)(block_number % 5); }
 
 uint32_t ps_emu_shared_address(const void *p)
@@ -99,7 +99,7 @@ void ps_emu_async_fence(void)
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t ps_emu_take_products(void);
-/* Quarters of products since the last call: whether a kernel had any. */
+/* The number of quarters of products since the last call, which shows whether a kernel had any. */
 int64_t ps_emu_take_products(void)
 {
     int64_t n = products_done;

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Many micro-batches a step: how many there may be, how soon such a step begins, what its plan counts, and what a
--- signal in the middle of it does.
+-- Many micro-batches per step: the largest number, the time until such a step begins, the plan's bytes, and a signal in
+-- the middle of it.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
@@ -20,7 +20,7 @@ local function engine(config)
   return ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end, config = config }
 end
 
--- A first forward: seconds of the processor that it took, and its plan.
+-- A first forward: the processor seconds that it took, and its plan.
 local function begin(config)
   local model = engine(config)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
@@ -33,7 +33,8 @@ local function begin(config)
 end
 
 describe("gradient_accumulation_steps", function()
-  -- A second or so of the processor. Eight times as many take eight times as long; were it by their square, 64.
+  -- About a second of the processor. Eight times as many micro-batches must take about eight times as long; with
+  -- quadratic time it would be 64.
   it("of up to 4096 begin a step in proportion to their number", function()
     for _, memory in ipairs { "chunk", { host = "3MiB", disk = { path = folder } } } do
       local function seconds(n)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.initialize as OSLO's and DeepSpeed's users call it: the configuration in second place, a model and an optimizer
--- that exist already; and optimizers that it was not given.
+-- ps.initialize in the forms that users of OSLO and DeepSpeed know: the configuration as second argument, a model and
+-- an optimizer that already exist; and optimizers that were not passed to it.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
@@ -150,7 +150,7 @@ describe("an optimizer that is given to ps.initialize", function()
     fails(function()
       open { model = module, optimizer = optim.Adam(module), config = config(), param_groups = { {} } }
     end, "remove param_groups")
-    -- none of these left the module to an engine: a plain optimizer still steps
+    -- none of these moved the module into an engine: a plain optimizer still steps
     module(ps.ones { 1, 3 }):sum():backward()
     assert.is_false(used:step().skipped)
     open { model = module, optimizer = optim.AdamW(module, { lr = 1e-2 }), config = config { optimizer = {

@@ -7,7 +7,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Two layers with weights and rows by formula; each rank and micro-batch takes its part of the four rows.
+-- Two layers with weights and rows by formula. Each rank and each micro-batch uses its part of the four rows.
 local BEGIN = [[
   local F = ps.F
   local fails = require("spec.check_lib").fails
@@ -45,7 +45,7 @@ local BEGIN = [[
     local model, optimizer = ps.initialize(request)
     return model, optimizer, c
   end
-  -- Forward and backward of a whole step; calls between(micro) after all but the last backward.
+  -- Forward and backward of a whole step. Calls between(micro) after every backward except the last.
   local function backward(model, optimizer, config, between)
     local micros = config.gradient_accumulation_steps or 1
     local dtype = config.bf16 and "bf16" or config.fp16 and "fp16" or "fp32"
@@ -74,7 +74,7 @@ local BEGIN = [[
     near(AFTER[kind][1], norm, name .. ": the norm", off)
     local state = model:state_dict()
     for i, key in ipairs(NAMES) do
-      if state[key] ~= nil then                               -- of ZeRO a rank has its own parameters
+      if state[key] ~= nil then                               -- with ZeRO a rank has only its own parameters
         near(AFTER[kind][2][i], state[key]:double():sum():item(), name .. ": the sum of " .. key, 4 * off)
         near(AFTER[kind][3][i], state[key]:double():square():sum():item(), name .. ": the squares of " .. key, 8 * off)
       end
@@ -137,14 +137,14 @@ for _, size in ipairs { 1, 2 } do
             optimizer:zero_grad()
             backward(model, optimizer, config, function()
               fails(function() nn.clip_grad_norm(model:parameters(), 1) end, "1 of 2 micro-batches")
-              model:zero_grad()                                -- as optimizer:zero_grad() does: nothing
+              model:zero_grad()                                -- does nothing, like optimizer:zero_grad()
             end)
             local norm = nn.clip_grad_norm(list(model))
             local info = optimizer:step()
             check(model, kind, norm, name .. ", " .. kind, off)
             near(AFTER.all[1], info.grad_norm, "grad_norm of step", off)
             fails(function() nn.clip_grad_norm(model:parameters(), 1) end, "no backward since the last step")
-            backward(model, optimizer, config)                 -- factors are of one step
+            backward(model, optimizer, config)                 -- factors are valid for one step
             optimizer:step()
             model:close()
           end
@@ -268,7 +268,7 @@ describe("gradients of an engine", function()
         assert(ok and info.skipped and same)
         ok, info, same = step({}, 1)
         assert(not ok and tostring(info):find("the gradient norm is", 1, true) and same, info)
-        assert(step({}, math.huge))                            -- PyTorch's steps look at no norm either
+        assert(step({}, math.huge))                            -- PyTorch's steps do not check norms either
       end
     ]])
   end)
@@ -285,7 +285,7 @@ describe("nn.clip_grad_norm of several processes", function()
     ]])
   end)
 
-  -- The whole model in plain memory is the reference; its own norm is held to PyTorch's above.
+  -- The whole model in plain memory is the reference. Its own norm is compared with PyTorch's above.
   it("is that of one process in a pipeline, with tensor parallelism and with both", function()
     local SCRIPT = [[
       local gpt2 = require "models.gpt2"

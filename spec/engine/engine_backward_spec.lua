@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Backward and step of an engine, called as it takes them and in ways that it refuses, with what to write instead.
+-- Backward and step of an engine: valid calls, and calls that it refuses with an error that says what to write instead.
 local ps = require "ps"
 local nn = ps.nn
 local fails = require("spec.check_lib").fails

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model that ps.initialize gives: its own names, and those of its module, which every other name belongs to.
+-- The model that ps.initialize returns: its own names, and the module's names, which are all others.
 local ps = require "ps"
 local handle = require "ps.nn.handle"
 local Engine = require("ps.engine").Engine
@@ -35,7 +35,7 @@ local function trained(between)
   return model:state_dict().w:tolist()
 end
 
--- Every name of an engine: its fields, its methods, and what its step tells.
+-- Every name of an engine: its fields, its methods, and the fields of its step.
 local function names_of(engine)
   local names, public = {}, { module = true }
   for _, name in ipairs(Engine.PUBLIC) do public[name] = true end

@@ -80,7 +80,7 @@ describe("an error in the user's code", function()
           for _ = 1, micro do losses[#losses] = nil end
           micro = 1
           optimizer:zero_grad()
-        elseif here == "loss" and micro > 1 then           -- zero_grad leaves what is being accumulated alone
+        elseif here == "loss" and micro > 1 then           -- zero_grad does not change what is being accumulated
           for _ = 1, micro - 1 do losses[#losses] = nil end
           micro = 1
           engine_of(model):abandon()
@@ -141,7 +141,7 @@ describe("wrong use", function()
     local model, optimizer = open()
     local other
     fails({ "another engine is open", "model:close()" }, open)
-    model:backward(model(x, y))                                -- the first is whole
+    model:backward(model(x, y))                                -- the first part is complete
     optimizer:step()
     model:close()
     model:close()
@@ -313,16 +313,16 @@ describe("a step that fails in the middle of its update", function()
 
   local memory
 
-  -- Runs `body` under about the least budgets with which it gets through. Only its own refusals say which these are: a
-  -- state is loaded beside what the step that failed holds, whose small tensors lie on more pages at one time than at
-  -- another.
+  -- Runs `body` under about the smallest budgets with which it succeeds. Only the engine's own refusals show which
+  -- these are: a state is loaded while the failed step still holds memory, and its small tensors use more pages at one
+  -- time than at another.
   local function fitted(body)
     memory = { host = 120 * KIB, disk = disk() }
     L.fit({ memory = memory }, function()
       local ok, problem = pcall(body)
       os.execute(("rm -f '%s'/*.safetensors"):format(folder))
       if ok then return end
-      pcall(L.close_engine)                                -- which is open in the middle of it
+      pcall(L.close_engine)                                -- an engine that is open in the middle of it
       error(problem, 0)
     end)
   end
@@ -357,7 +357,7 @@ describe("a step that fails in the middle of its update", function()
     return optimizer:state_dict(model).values
   end
 
-  -- Both ways to a state that was saved; `between` is called when one half of it has been loaded.
+  -- Both orders of loading a saved state. `between` is called after one half of it has been loaded.
   local function load_parts(model, optimizer, values, between)
     local saved = ps.load(files "model", { lazy = true })
     model:load_state_dict(saved)
@@ -392,18 +392,19 @@ describe("a step that fails in the middle of its update", function()
           local ok, problem = pcall(function()
             model:backward(root)
             if not overlap then
-              -- parameters that are read take the room of what the first update needs, which has to fetch that
+              -- parameters that are read occupy the room that the first update needs, so the update has to fetch its
+              -- chunks
               for _, p in ipairs(model:parameters()) do p:norm():item() end
               C.ps_test_fail_io(nth, 1e9, EIO)
             end
             optimizer:step()
           end)
           C.ps_test_fail_io(-1, 0, 0)
-          while C.ps_engine_settle(ctx) < 0 do end           -- errors of writes that were on their way
+          while C.ps_engine_settle(ctx) < 0 do end           -- errors of writes that were under way
           if not ok and problem.name == "ENOMEM" then error(problem, 0) end
           ended = ok
           if ok then break end
-          if not ok and not overlap and nth % 3 == 2 then      -- the rest is updated by a second call
+          if not ok and not overlap and nth % 3 == 2 then      -- a second call updates the rest
             if engine_of(model).torn then again = again + 1 end
             assert.is_false(optimizer:step().skipped)
             assert.is_false(engine_of(model).torn)
@@ -538,7 +539,7 @@ describe("parameters that an engine does not train", function()
         end)
       end
       assert.equal("fp32", model[0].weight:dtype())
-      nn.Linear(3, 3)                                      -- another module is nobody's business
+      nn.Linear(3, 3)                                      -- another module is not affected
       step()
       assert.not_same(before, model[0].weight:tolist())
       model[1].bias = nn.Parameter(ps.zeros { 4 })
@@ -554,7 +555,7 @@ describe("parameters that an engine does not train", function()
       fails({ "0.weight is not a parameter of the engine" }, step)
       model:close()
       open()
-      local frozen = nn.Parameter(ps.zeros { 4 })          -- what is not to be trained need not be
+      local frozen = nn.Parameter(ps.zeros { 4 })          -- parameters that do not train need not meet this
       frozen:requires_grad(false)
       model[1].bias = frozen
       step()
@@ -576,7 +577,7 @@ describe("parameters that an engine does not train", function()
       model[0].weight:requires_grad(true)
       fails({ "0.weight was frozen in ps.initialize", "would not be trained" }, step)
       model[0].weight:requires_grad(false)
-      model[1].weight:requires_grad(false)                 -- frozen behind ps.initialize: it may go on later
+      model[1].weight:requires_grad(false)                 -- frozen after ps.initialize: it may be trained later
       step()
       local before = model[1].weight:tolist()
       model[1].weight:requires_grad(true)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- SGD of an engine: PyTorch's formula worked out by hand, what is kept of a parameter, states in both forms, and what
--- is refused. chunks_spec and shards_spec hold it to plain memory and to one rank; the oracle holds it to PyTorch.
+-- is refused. chunks_spec and shards_spec compare it with plain memory and with one rank, and the oracle compares it
+-- with PyTorch.
 local ps = require "ps"
 local nn = require "ps.nn"
 local check = require "spec.check_lib"
@@ -31,7 +32,7 @@ end
 
 local function values() return model:state_dict().weight:reshape(-1):tolist() end
 
--- Two weights under torch.optim.SGD, as its documentation has it.
+-- Two weights under torch.optim.SGD, by the formula in its documentation.
 local function by_hand(w, o, first, last, buffer)
   buffer = buffer or {}
   for number = first, last do

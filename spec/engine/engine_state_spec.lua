@@ -72,7 +72,7 @@ local function steps(model, optimizer, from, to)
   return losses
 end
 
--- A number that changes when one bit of a tensor does (most likely).
+-- A number that changes if one bit of a tensor changes (most likely).
 local function digest(t, dtype)
   return ps.scope(function()
     return ps.no_grad(function()
@@ -119,7 +119,7 @@ local MEMORY = {
   { device = "sim", chunk_size = 8192, memory = { device = "4MiB" } },
 }
 
--- The settings with about the least host memory, beside a disk tier, in which steps are carried out, and state is seen.
+-- The settings with about the smallest host memory, next to a disk tier, in which steps run and state can be read.
 local function tight(settings, options)
   local memory = { host = 100 * 1024, disk = MEMORY[3].memory.disk }
   settings = merged(settings, { memory = memory })
@@ -136,8 +136,8 @@ local function tight(settings, options)
   return settings
 end
 
--- A precision's settings in MEMORY[i]; with `room`, there are bytes for tensors of the test's own, which count against
--- the budget, too.
+-- A precision's settings in MEMORY[i]. `room`: there are also bytes for the test's own tensors, which count against the
+-- budget.
 local least = {}
 local function in_memory(precision, i, room)
   local settings = merged(precision, MEMORY[i])
@@ -173,7 +173,7 @@ describe("a checkpoint of an engine", function()
         end
         local function second(j)
           local model, optimizer = engine(in_memory(precision, j))
-          steps(model, optimizer, 20, 20)                      -- what was there before does not matter
+          steps(model, optimizer, 20, 20)                      -- the earlier values do not matter
           checkpoints.load(path "at4.safetensors", { model = model, optimizer = optimizer })
           local rest = steps(model, optimizer, 5, 8)
           for k = 1, 4 do assert.equal(losses[4 + k], rest[k]) end
@@ -286,7 +286,7 @@ describe("a checkpoint of an engine", function()
       model:backward(model(x, x))
       fails(function() checkpoints.save(path "b.safetensors", { model = model, optimizer = optimizer }) end,
         "between steps")
-      checkpoints.load(path "a.safetensors", { model = model, optimizer = optimizer })     -- gives the step up
+      checkpoints.load(path "a.safetensors", { model = model, optimizer = optimizer })     -- abandons the step
       assert.same(before, end_state(model, optimizer))
       step(model, optimizer, 2)
       model:close()
@@ -441,7 +441,7 @@ describe("budgets", function()
     half = nil -- luacheck: ignore 311
     collectgarbage()
     collectgarbage()
-    collectgarbage("stop")                                  -- nothing may depend on Lua's collector
+    collectgarbage("stop")                                  -- the result must not depend on Lua's collector
     checkpoints.save(path "run.safetensors", { model = model, optimizer = optimizer })
     ps.save(optimizer:state_dict(), path "o.pt")
     checkpoints.load(path "run.safetensors", { model = model, optimizer = optimizer })

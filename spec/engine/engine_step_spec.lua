@@ -17,7 +17,7 @@ after_each(function()
   model = nil
 end)
 
--- What C says to a call: its words, or nil.
+-- The error that C returns for a call, or nil.
 local function said(rc, code)
   assert.equal(code or C.PS_ESTATE, rc)
   return ffi.string(C.ps_error_message())
@@ -162,7 +162,7 @@ setup(function()
 end)
 teardown(function() x, y = nil, nil end)
 
--- Two steps of two micro-batches; `besides[place]` is called at that place of the second step.
+-- Two steps of two micro-batches. `besides[place]` is called at that place of the second step.
 local function train(config, besides)
   local optimizer = open(config, 2)
   local function at(step, place, ...)
@@ -192,7 +192,8 @@ local function evaluate()
   ps.no_grad(function() model.module.a(x[2]:to(inner(model).device_name):to(model.module.a.weight:dtype())) end)
 end
 
--- The dropout of a forward is that of its number in the step: it is called again from the same one.
+-- The dropout of a forward is that of its number in the step: if the forward is repeated, it draws from the same
+-- number.
 local function again(fn)
   local rng = ps.rng()
   local op = rng.op
@@ -279,7 +280,7 @@ it("a model in plain memory that compiled code holds goes with its bytes when it
     local held = model
     local function steps() return held.config_name end
     local sum = 0
-    for _ = 1, 1000 do sum = sum + (steps() or 0) end             -- a trace that knows the closure, and so the model
+    for _ = 1, 1000 do sum = sum + (steps() or 0) end             -- a trace that holds the closure, and so the model
     assert.equal(0, sum)
     model:close()
     model = nil

@@ -34,7 +34,7 @@ local function initialize(config)
   return optimizer
 end
 
--- The settings with about the least host memory under which train.run carries out a step, and a disk tier in `disk`.
+-- The settings with about the smallest host memory under which train.run performs a step, and a disk tier in `disk`.
 local function tight(settings, disk)
   settings.memory = { host = 100 * 1024, disk = { path = disk, limit = 2 ^ 26 } }
   L.fit(settings, function()
@@ -50,7 +50,7 @@ local function tight(settings, disk)
   return settings
 end
 
--- Calls fn with what goes to standard output collected.
+-- Calls fn and collects its standard output.
 local function output_of(fn)
   local real, lines = io.stdout, {}
   io.stdout = { write = function(_, ...) lines[#lines + 1] = table.concat({ ... }) end,      -- luacheck: ignore
@@ -267,12 +267,13 @@ describe("a plan", function()
           return require("models.gpt2").new("tiny", { n_positions = 64 })
         end,
         config = { optimizer = { type = "AdamW" } } }
-      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- tokens of a row, as padding leaves them
+      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- number of tokens of a row, as padding leaves
+                                                                       -- them
         local x = ps.randint(0, 256, { 2, n }, { dtype = "int32" })
         model:backward(model(x, x))
         optimizer:step()
       end
-      local x = ps.randint(0, 256, { 64, 64 }, { dtype = "int32" })     -- takes clearly more
+      local x = ps.randint(0, 256, { 64, 64 }, { dtype = "int32" })     -- takes clearly longer
       model:backward(model(x, x))
       optimizer:step()
     ]])

@@ -77,7 +77,8 @@ describe("golden values", function()
     end
   end
 
-  -- Batches of 8 rows over the ranks, unevenly with 3 of them: the losses are one process's, and the line comes once.
+  -- Batches of 8 rows over the ranks, unevenly with 3 of them: the losses are those of one process, and the line is
+  -- printed once.
   local ranks = require "spec.ranks_lib"
   for _, case in ipairs(check.lower_set and {} or { { 2, 0 }, { 3, 1 }, { 3, 2 }, { 2, 3 }, { 4, 3 }, { 2, 3, "cuda" },
     { 2, 0, nil, "1f1b" }, { 4, 1, nil, "gpipe" }, { 2, 0, "cuda", "zb_h1" } }) do

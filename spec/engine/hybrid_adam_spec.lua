@@ -31,7 +31,7 @@ function Net:forward(x)
   return F.cross_entropy(self.out(h):reshape(-1, 256), x:reshape(-1))
 end
 
---- Trains; gives losses and final values as bytes, and what `look` says of the engine before it closes.
+--- Trains. Returns the losses and the final values as bytes, and the result of `look` before the engine closes.
 local function train(config, look, make, batch)
   ps.manual_seed(7)
   local cfg = with({ optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0.1 } }, plan_print = false,
@@ -61,7 +61,7 @@ end
 
 local tier = ffi.new("ps_tier_info")
 
---- The split, and how much of its budget each tier held.
+--- The split, and the largest part of its budget that each tier held.
 local function split(model)
   local engine = inner(model)
   local placed = engine.plan.adam_split
@@ -77,8 +77,9 @@ local function split(model)
   return seen
 end
 
-local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }       -- a link to use
-local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }        -- one to spare
+local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }       -- a link that is worth
+                                                                                                -- using
+local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }        -- a link that is not
 local EVEN = { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 }
 local TIGHT = { device = "sim", memory = { device = 400 * 1024 }, use_cpu_embedding = false,
   client = { mem_tracer = { margin_use_ratio = 0.3 } } }

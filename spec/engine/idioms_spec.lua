@@ -5,7 +5,7 @@ local lib = require "spec.ranks_lib"
 local idioms = require "spec.idioms_lib"
 local foreign = require "ps.core.foreign"
 
--- Lines "layout | guide: name | what is wrong": all names are there, and nothing is wrong.
+-- Lines "layout | guide: name | what is wrong". All names must be there, and nothing may be wrong.
 local function check(layout, text)
   local n = 0
   for name, wrong in text:gmatch("\n?" .. layout .. " | ([^\n]-) | ([^\n]*)") do
@@ -52,7 +52,7 @@ end)
 describe("names that psluajit does not have", function()
   local ps = require "ps"
 
-  -- What has the names of a place.
+  -- The names that the library has at a place.
   local function owner(place)
     if place == "ps" then return ps end
     if place == "nn" or place == "optim" or place == "sched" then return ps[place] end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What losses weigh when they are averaged over micro-batches, ranks and evaluation batches: what their targets count,
--- by the ops of the losses themselves. Norms and losses are PyTorch's of the uncut batch.
+-- The weights of losses in averages over micro-batches, ranks and evaluation batches: the weights of their targets, by
+-- the ops of the losses. Norms and losses are PyTorch's of the uncut batch.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -82,7 +82,7 @@ local BEGIN = [[
     for key, value in pairs(more or {}) do config[key] = value end
     return ps.initialize { quiet = true, model_func = function() return M() end, config = config }
   end
-  -- The norm of a step of so many micro-batches a rank, by x, y or by names.
+  -- The norm of a step with this number of micro-batches per rank, by x, y or by names.
   local function norm(micros, loss, y, how, options, more)
     local model, optimizer = open(micros, loss, more)
     local n = 12 / size / micros

@@ -40,7 +40,7 @@ local function state(optimizer)
   return table.concat(parts, "\n")
 end
 
--- x and y int32 [rows, 16]; row r has as many ignored targets as masked[r] says.
+-- x and y int32 [rows, 16]. Row r has masked[r] ignored targets.
 local function batch(number, rows, masked)
   ps.manual_seed(100 + number)
   local x = ps.randint(0, 256, { rows, 16 }, { dtype = "int32" })
@@ -149,7 +149,7 @@ describe("a loop over micro-batches", function()
           if turns % 2 == 0 then model:backward(out.loss) else out.loss:backward() end
         end
         assert.same({ math.min(count, 5), 7 }, { turns, sum })
-        local factor = count == 1 and 1 or 7              -- the sum of the weights is in the update
+        local factor = count == 1 and 1 or 7              -- the update includes the sum of the weights
         local grad, want = model.module.w:grad():tolist(), { 1 / 4 - 4 / 7, 1 / 4 - 2 / 7, 1 / 4, 1 / 4 - 1 / 7 }
         for j = 1, 4 do assert(math.abs(grad[j] / factor - want[j]) < 1e-6, count) end
         model:close()
@@ -203,7 +203,8 @@ describe("a loop over micro-batches", function()
       given.position_ids = position_ids
       local cut_loss, cut_w = run(given, 2)
       assert(math.abs(loss - cut_loss) < 1e-6)
-      assert((w - cut_w):abs():max():item() < 1e-4)              -- Adam with eps 1e-8 makes much of roundings
+      assert((w - cut_w):abs():max():item() < 1e-4)              -- Adam with eps 1e-8 turns rounding errors into large
+                                                                 -- steps
     end
     open(tiny, { gradient_accumulation_steps = 2 })
     fails(function() model:micro_batches { input_ids = x, labels = x:narrow(0, 0, 3) } end, "labels",
@@ -219,7 +220,7 @@ describe("a loop over micro-batches", function()
       open(Logits, { memory = memory, gradient_accumulation_steps = 2 })
       local x, y = ps.zeros({ 2, 3 }, { dtype = "int64" }), classes { { 0, -100, -100 }, { 1, 1, 1 } }
       for out in model:micro_batches(x, y) do
-        ps.no_grad(model, x, classes { { 0, 0, 0 }, { 0, 0, 0 } })    -- another batch in between weighs nothing
+        ps.no_grad(model, x, classes { { 0, 0, 0 }, { 0, 0, 0 } })    -- another batch in between has no weight
         local loss = out.loss * 3 + 1
         if memory == "plain" then loss:backward() else model:backward(loss) end
       end
@@ -363,7 +364,7 @@ describe("a loop over micro-batches that goes wrong", function()
     x, y = batch(1, 6)
   end)
 
-  -- A step that a loop after the failed one makes is that of a loop alone.
+  -- A step made by a loop after the failed one equals that of a loop alone.
   local function goes_on()
     local function step()
       optimizer:zero_grad()

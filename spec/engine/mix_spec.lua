@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Scripts that do more than the usual loop (spec/mix_lib.lua): drawn by seed, over plain memory and over chunks, with
--- the same numbers; and what was found so, each by itself. PS_MIX_SEED=n runs one seed alone.
+-- Scripts that do more than the usual loop (spec/mix_lib.lua), drawn by seed, over plain memory and over chunks, with
+-- the same numbers; and the defects that were found in this way, each in its own test. PS_MIX_SEED=n runs only one
+-- seed.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -57,7 +58,7 @@ describe("a step", function()
   teardown(function() x, y = nil, nil end)
   after_each(L.close_engine)
 
-  -- Calls `script` twice; what it says, and the values then.
+  -- Calls `script` twice. Returns its output, and the values afterwards.
   local function run(case, setting, script)
     ps.manual_seed(case.seed)
     local model, optimizer = ps.initialize(L.request(case, setting))
@@ -100,7 +101,7 @@ describe("a step", function()
           if evaluates then
             model:eval()
             ps.no_grad(model, tokens(10))
-            model(tokens(7))                                 -- one that keeps a graph
+            model(tokens(7))                                 -- a forward that keeps a graph
           end
           model:train()
           out[#out + 1] = ("%.17g"):format(loss:item())
@@ -221,7 +222,7 @@ describe("ranks", function()
           zero_optimization = { stage = stage } } }
         for step = 1, 3 do
           local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
-          for _, p in ipairs(model:parameters()) do (p * p):to("fp64"):sum():item() end      -- recorded, and forgotten
+          for _, p in ipairs(model:parameters()) do (p * p):to("fp64"):sum():item() end      -- recorded and dropped
           model(x, x)
           local loss = model(x, x)
           if rank == 0 then

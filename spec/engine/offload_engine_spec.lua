@@ -38,7 +38,7 @@ end
 
 local function net() return Net() end
 
---- Trains; gives the losses and final values as bytes, and what `look` says of the engine before it closes.
+--- Trains. Returns the losses and the final values as bytes, and the result of `look` before the engine closes.
 local function train(make, config, look, batch)
   ps.manual_seed(7)
   local cfg = { optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0.1 } }, plan_print = false }
@@ -127,7 +127,7 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
     local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = room }, places)
     assert.same({ "cpu", "cpu", "sim" }, where)
     assert.same(want, got)
-    -- all of it fits: on a host that is slow it would only cost (spec/engine/hybrid_adam_spec.lua has tables that pay)
+    -- everything fits, so a slow host would only cost time (spec/engine/hybrid_adam_spec.lua has tables that pay off)
     local rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 }
     got, where = train(net, { device = "sim", memory = room, rates = rates }, places, { 2, 32 })
     assert.same({ "sim", "sim", "sim" }, where)
@@ -240,7 +240,7 @@ describe("recompute", function()
       seen.module = module
       model:close()
       fails(function() module.inner:sum():backward() end, "call backward before model:close()")
-      own:sum():backward()                                     -- read no parameter of the model
+      own:sum():backward()                                     -- they read no parameter of the model
       assert.same({ 2, 2, 2 }, mine:grad():tolist())
     end
     ps.collect_all()

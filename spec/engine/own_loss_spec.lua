@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.initialize { loss = f }: a call without targets, as an evaluation makes it, gives the model's output, and f is
--- called where the script asks for the loss.
+-- ps.initialize { loss = f }. A call without targets, as in an evaluation, returns the model's output, and f is called
+-- when the script reads the loss.
 local ps = require "ps"
 local lib = require "spec.check_lib"
 local fails = lib.fails

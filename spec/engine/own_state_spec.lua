@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- States of a rank alone: what state_dict gives on a rank is what load_state_dict takes there, also on a rank that owns
--- no chunk, where the state is empty, and where rank 0 alone has the buffers.
+-- States of a single rank. The result of state_dict on a rank can be loaded by load_state_dict on that rank: also on a
+-- rank that owns no chunk, where the state is empty, and if only rank 0 has the buffers.
 local ranks = require "spec.ranks_lib"
 
 local folder
@@ -8,7 +8,7 @@ local folder
 setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
--- A model of one chunk, of which rank 0 owns all under ZeRO, with a buffer.
+-- A model of one chunk with a buffer. Under ZeRO rank 0 owns all of it.
 local MODEL = [[
   local F = ps.F
   local Net = nn.class "net"
@@ -84,10 +84,10 @@ describe("the state of a rank", function()
             change(model)
             assert(values(model) ~= before)
             load()
-            if i == 2 then model.seen:copy_(ps.full({ 2 }, 5)) end      -- buffers are not the module's to send
+            if i == 2 then model.seen:copy_(ps.full({ 2 }, 5)) end      -- the module must not send buffers
             assert(values(model) == before, i .. "\n" .. values(model) .. "\n" .. before)
           end
-          -- what the owner lacks is missing there
+          -- values that the owner does not have are missing
           local wrong = copied(state)
           wrong["a.weight"] = nil
           local ok, why = pcall(model.load_state_dict, model, wrong)

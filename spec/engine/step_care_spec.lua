@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a run says before it wastes its steps: settings that come too late, a loss scale at which nothing is trained,
--- another optimizer over the same parameters, loaders of one's own, the same rows on all ranks.
+-- The notes of a run that would waste its steps: settings that come too late, a loss scale at which nothing is trained,
+-- another optimizer over the same parameters, a script's own loaders, the same rows on all ranks.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
@@ -54,7 +54,7 @@ describe("a learning rate that comes between backward and step()", function()
     assert.equal(1, optimizer.groups[1].lr)
     assert.is_false(optimizer:step().skipped)
     optimizer.groups[1].lr = 5
-    hooks.tell "resumes"                                             -- between steps all changes hold
+    hooks.tell "resumes"                                             -- between steps all changes are valid
     assert.equal(5, optimizer.groups[1].lr)
   end)
 end)
@@ -112,7 +112,7 @@ describe("another optimizer over an engine's parameters", function()
         assert.same({ 0, 0 }, model:state_dict().w:tolist())
         model:close()
         if memory == "plain" and precision == "fp32" then
-          assert.is_true(after:step().skipped)                       -- a closed engine updates nothing any more
+          assert.is_true(after:step().skipped)                       -- a closed engine no longer updates anything
         end
       end)
     end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What is said of parameters that the first step gives no gradient: once, by names, or as an error.
+-- The report about parameters that get no gradient in the first step: printed once, by names, or raised as an error.
 local ps = require "ps"
 local nn = ps.nn
 local check = require "spec.check_lib"
