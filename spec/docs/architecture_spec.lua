@@ -12,7 +12,7 @@ local PAGES = { "ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "spec/README.
 local FOLDERS = { src = true, lua = true, spec = true, tools = true, bench = true, docs = true, examples = true,
   models = true, cmake = true }
 
--- Whether a path of the tree exists; "store*.c" stands for any file that fits.
+-- Whether a path of the tree exists. "store*.c" stands for any file that matches.
 local function exists(path)
   local folder, name = path:match("^(.-)/?([^/]*)$")
   if not name:find("*", 1, true) then return lfs.attributes(paths.root .. "/" .. path, "mode") ~= nil end
@@ -22,7 +22,7 @@ local function exists(path)
   return false
 end
 
--- "chunk/plan.c" may leave out the folder that its chapter is about.
+-- "chunk/plan.c" may omit the folder that its chapter is about.
 local function exists_below(path)
   for _, above in ipairs { "", "src/", "src/backend/", "lua/ps/", "lua/ps/engine/", "spec/" } do
     if exists(above .. path) then return true end
@@ -59,7 +59,7 @@ describe("ARCHITECTURE.md's paths", function()
 
   it("are true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
 
-  -- By drawing: a folder, one of its files, a name that is renamed in it, and what the tool says.
+  -- In a copy of the tree: a folder, one of its files, a name that is renamed in it, and the tool's report.
   for _, case in ipairs {
     { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
     { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer leads on by take_loss\n" },
@@ -81,7 +81,7 @@ describe("ARCHITECTURE.md's paths", function()
 end)
 
 describe("ARCHITECTURE.md's map of the tree", function()
-  -- Lines "folder   words", and further words on the lines behind, up to the end of the block.
+  -- Lines "folder words", and further words on the following lines, up to the end of the block.
   local map, folder = {}, nil
   local block = check.read(paths.root .. "/ARCHITECTURE.md"):match("```\n(src/ps%.h.-)```")
   for line in block:gmatch("[^\n]+") do

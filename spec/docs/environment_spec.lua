@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- docs/environment.md has each environment variable that the sources read, and no other; what a variable cannot mean is
--- an error.
+-- docs/environment.md has each environment variable that the sources read, and no other. An invalid value of a variable
+-- is an error.
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
 

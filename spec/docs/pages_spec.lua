@@ -3,7 +3,7 @@
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
---- The Lua listings of a page as one script, on the lines that they have in it.
+--- Returns the Lua listings of a page as one script, on the same lines as in the page.
 local function script_of(text)
   local lines, inside = {}, false
   for line in text:gmatch("([^\n]*)\n") do

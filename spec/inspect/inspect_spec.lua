@@ -9,7 +9,7 @@ local fails = require("spec.check_lib").fails
 
 local function near(want, got, text) assert.near(want, got, 1e-12 * math.max(1, math.abs(want)), text) end
 
--- What PyTorch's mean, std, min, max give, from elements, by two passes over doubles.
+-- PyTorch's mean, std, min and max of some elements, by two passes over doubles.
 local function by_hand(t)
   local list, n, sum, squares = {}, 0, 0, 0
   for _, x in ipairs(t:to("cpu"):to("fp64"):reshape(-1):tolist()) do list[#list + 1], n, sum = x, n + 1, sum + x end
@@ -31,7 +31,7 @@ describe("ps.inspect.inspect_model", function()
   it("gives the numbers of torch.std, and NaN where PyTorch has it", function()
     local net = nn.class("Net")()
     net:param("a", ps.tensor { 1, 2, 3, 4 })
-    net:param("big", ps.tensor { 1e8, 1e8 + 8, 1e8 + 16 })       -- a one-pass variance of fp32 would lose this
+    net:param("big", ps.tensor { 1e8, 1e8 + 8, 1e8 + 16 })       -- a one-pass variance in fp32 would lose this
     net:param("one", ps.tensor { 7 })
     net:param("bad", ps.tensor { 1, 0 / 0, -1 })
     local rows = {}
@@ -125,7 +125,7 @@ describe("ps.inspect.inspect_model", function()
       model:close()
       return rows
     end
-    -- The bias's gradient is the number of rows, and scaled it would be 4 * 1024.
+    -- The bias's gradient is the number of rows; with the scale it would be 4 * 1024.
     local rows = grads { enabled = true, loss_scale = 1024 }
     assert.equal(4, rows[2].grad_mean)
     assert.equal(0, rows[2].grad_std)

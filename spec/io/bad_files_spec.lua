@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Files that are no good, training that goes wrong, a full disk: each is a Lua error that names the file and says what
--- to do, never a crash, and nothing saved before is lost.
+-- Files that are damaged, training that goes wrong, and a full disk. Each is a Lua error that names the file and says
+-- what to do; it is never a crash, and saved data is never lost.
 local ffi = require "ffi"
 local lfs = require "lfs"
 local ps = require "ps"
@@ -115,7 +115,7 @@ describe("safetensors files that are no good", function()
     fails({ "wte.weight is [256, 32] in the model, [100, 32]" }, function()
       model:load_weights(folder .. "/model.safetensors")
     end)
-    -- A type we lack, in a tensor that comes after others.
+    -- A type that this library does not have, in a tensor after others.
     ps.safetensors.save(path, gpt2.new("tiny"):state_dict())
     local found
     local text = read(path):gsub('("transformer.ln_f.bias":{"dtype":")F32(")', function(head, tail)
@@ -299,7 +299,7 @@ end)
 
 -- -- a full disk -----------------------------------------------------------------------------------------------------
 
--- Trains to step arg[3], from the checkpoint in arg[1] if there is one, and prints what came of it.
+-- Trains to step arg[3], from the checkpoint in arg[1] if there is one, and prints the result.
 local SCRIPT = [[
   local ps, gpt2, lfs = require "ps", require "models.gpt2", require "lfs"
   ps.set_threads(1)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Files of Lua's readers changed at random: config.json, indices of weights, generation_config.json, tokenizers'
--- settings, files of ranks. Each gives what it says, or an error about the file: never a mistake of ours in Lua, a
--- crash, or a wait. PS_MUTATE_SEED=n draws others, PS_FULL=1 fifty times as many. The C parsers are in spec/fuzz.
+-- settings, files of ranks. Each is either read, or rejected by an error about the file. It never causes an error of
+-- our own Lua code, a crash, or a hang. PS_MUTATE_SEED=n draws others, PS_FULL=1 fifty times as many. The C parsers are
+-- in spec/fuzz.
 local ps = require "ps"
 local json = require "cjson"
 local lfs = require "lfs"
@@ -61,7 +62,7 @@ local function other_bytes(text)
 end
 
 -- -- trying ---------------------------------------------------------------------------------------------------------
--- Errors that LuaJIT raises for a mistake in our code, and those that say nothing.
+-- Errors that LuaJIT raises for a mistake in our code, and errors without information.
 local MISTAKES = { "attempt to ", "bad argument", "stack overflow", "not enough memory", "invalid order function",
   "ambiguous", "cannot convert", "^nil$", "table: 0x" }
 
@@ -80,7 +81,7 @@ local function try(what, text, open)
   return ok
 end
 
--- Opens a file changed in `n` ways, and leaves it as it was. Some are read, and some are refused.
+-- Opens a file changed in `n` ways, and restores it afterwards. Some are read, and some are rejected.
 local function mutate(file, n, open)
   local text, read, refused = check.read(file), 0, 0
   for i = 1, n do

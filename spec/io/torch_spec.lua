@@ -75,7 +75,7 @@ describe("ps.save and ps.load", function()
       assert.equal(value[key], back[key])
     end
     assert.equal("list", require("ps.io.torch_pt").kind(back.empty))
-    ps.save(back, path "w.pt")                             -- and give the same file when nothing has changed
+    ps.save(back, path "w.pt")                             -- and the same file results if nothing has changed
     ps.save(ps.load(path "w.pt"), path "v.pt")
     assert.truthy(read_file "v.pt" == read_file "w.pt")
   end)
@@ -173,14 +173,14 @@ describe("ps.save and ps.load", function()
   it("write and read safetensors: flat tables of tensors only", function()
     ps.save({ a = ps.ones { 2 }, ["b.c"] = ps.zeros { 1 } }, path "f.safetensors")
     assert.same({ 1, 1 }, ps.load(path "f.safetensors").a:tolist())
-    os.rename(path "f.safetensors", path "f.pt")           -- content counts, not the name
+    os.rename(path "f.safetensors", path "f.pt")           -- the contents decide, not the name
     assert.same({ 0 }, ps.load(path "f.pt")["b.c"]:tolist())
     fails({ "'model'", "table" }, ps.save, { model = {} }, path "f.safetensors")
     fails({ "tensors by name" }, ps.save, { ps.ones { 1 } }, path "f.safetensors")
   end)
 
   it("tell files apart by what is in them, whatever the length of a header", function()
-    for _, length in ipairs { 128, 384, 640, 896, 0x4B50, 0x7B80 } do      -- as a pickle begins, and an archive
+    for _, length in ipairs { 128, 384, 640, 896, 0x4B50, 0x7B80 } do      -- begins like a pickle, and like an archive
       local header = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
       local text = string.char(length % 256, math.floor(length / 256), 0, 0, 0, 0, 0, 0) .. header
         .. (" "):rep(length - #header) .. "\0\0\128\63"
@@ -195,7 +195,7 @@ describe("ps.save and ps.load", function()
     assert.same({ 1, 1 }, ps.load(path "zip.safetensors").a:tolist())
   end)
 
-  -- Bytes that Lua's collector holds more of after fn than before.
+  -- The bytes that Lua's collector holds after fn in addition to those before.
   local function held(fn)
     collectgarbage()
     collectgarbage()
@@ -246,7 +246,7 @@ describe("ps.save and ps.load", function()
     local many = ps.load(write_raw("bomb.pt", ps.full({ 1 }, 65, { dtype = "uint8" }), { 2 ^ 32 + 64 }, { 0 })).w
     assert.same({ 2 ^ 32 + 64 }, many:shape())
     assert.same({ 65, 65 }, many:narrow(0, 2 ^ 32, 2):tolist())
-    -- overlapping in another way: as it is while it is small
+    -- overlapping in another way: read as it is if it is small
     local line = ps.arange(2 ^ 15 * 2, { dtype = "int32" })
     local back = ps.load(write_raw("hankel.pt", line, { 3, 4 }, { 1, 1 }))
     assert.same({ { 0, 1, 2, 3 }, { 1, 2, 3, 4 }, { 2, 3, 4, 5 } }, back.w:tolist())

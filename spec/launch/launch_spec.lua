@@ -102,7 +102,8 @@ describe("the launcher", function()
     return text
   end
 
-  -- What the ranks' scripts begin with; `note` writes a process id down, to see later that it is gone.
+  -- The beginning of the ranks' scripts. `note` writes a process id to a file, so that the spec can check later that
+  -- the process is gone.
   local PRELUDE = [[
     local unistd, signal, time = require "posix.unistd", require "posix.signal", require "posix.time"
     local rank, attempt = tonumber(os.getenv "RANK"), tonumber(os.getenv "TORCHELASTIC_RESTART_COUNT")
@@ -145,14 +146,14 @@ describe("the launcher", function()
       local f = io.open(("/proc/%s/stat"):format(pid), "rb")
       local state = f and f:read("*a"):match("%) (%a)")
       if f then f:close() end
-      if state and state ~= "Z" then list[#list + 1] = pid end     -- an orphan's zombie is the system's to bury
+      if state and state ~= "Z" then list[#list + 1] = pid end     -- the system reaps an orphan's zombie
     end
     return list
   end
 
   local function assert_gone(n)
     assert.equal(n, #pids)
-    for _ = 1, 10000 do                                      -- those that die with the launcher need a moment
+    for _ = 1, 10000 do                                      -- processes that die with the launcher need a moment
       if #running() == 0 then return end
       require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e7 }
     end
@@ -238,7 +239,7 @@ describe("the launcher", function()
   end)
 
   it("shows a line at once", function()
-    -- Rank 0 prints and waits; a reader of the launcher's output lets it go.
+    -- Rank 0 prints and waits. A reader of the launcher's output lets it continue.
     local out, _, code = launch("--nproc-per-node 1 script.lua | while read -r line; do echo \"$line\"; " ..
       "touch seen; done; true", "print('now') wait_for 'seen'")
     assert.same({ "[0] now\n", 0 }, { out, code })
@@ -339,7 +340,7 @@ describe("the launcher", function()
       assert.is_nil(err:find("failed first", 1, true))
       assert_gone(2)
     end
-    -- Ranks that save and leave by themselves when told have not failed; SIGUSR1 is just handed on.
+    -- Ranks that save and end by themselves after the signal have not failed. SIGUSR1 is only forwarded.
     for _, name in ipairs { "SIGTERM", "SIGUSR1" } do
       local out, _, code = launch("--nproc-per-node 2 script.lua", ([[
         local told
@@ -351,7 +352,7 @@ describe("the launcher", function()
         os.exit(9)]]):format(name, name))
       assert.same({ "[0] saved\n[1] saved\n", 0 }, { sorted(out), code })
     end
-    -- A second signal does not wait for the grace period.
+    -- A second signal ends the grace period.
     local _, err, code, seconds = launch("--nproc-per-node 1 script.lua", [[
       signal.signal(signal.SIGTERM, signal.SIG_IGN)
       signal.kill(launcher, signal.SIGTERM) sleep(0.2) signal.kill(launcher, signal.SIGTERM) sleep(200)]])
@@ -370,7 +371,7 @@ describe("the launcher", function()
       assert.is_true(seconds < check.PROMPT_S)
       assert_gone(4)
     end
-    -- Killed as nobody can answer to: the ranks, their children, and the warden who saw to it.
+    -- Killed by a signal that no process can handle: the ranks, their children and the warden end, too.
     local _, _, code = launch("--nproc-per-node 2 script.lua", child .. [[
       if rank == 0 then
         wait_for '1'
@@ -379,7 +380,8 @@ describe("the launcher", function()
         signal.kill(launcher, 9)
       end mark '1' sleep(200)]])
     assert.equal(137, code)
-    assert_gone(7)                                                   -- 2 ranks noted twice, 2 children, the warden
+    assert_gone(7)                                                   -- 2 ranks are noted twice, then 2 children and the
+                                                                     -- warden
     launch("--nproc-per-node 2 script.lua 2>told | head -n 1; true",
       "mark(rank) wait_for '0' wait_for '1' while true do print 'more' end")
     assert.matches("launch: cannot write output; all ranks were ended", slurp "told", 1, true)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Nodes that get their numbers from each other (tools/launch.lua --rdzv-backend c10d without --node-rank): launchers
--- side by side on this machine, one of which has the address.
+-- Nodes that number themselves (tools/launch.lua --rdzv-backend c10d without --node-rank): several launchers on this
+-- machine, one of which has the address.
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
@@ -22,8 +22,8 @@ local MEET = [[
   bmt.close()
 ]]
 
--- torchrun's line of BMTrain's guide, on a node; gives the pipe of what it says. PS_RENDEZVOUS tells ranks that the
--- nodes are one machine after all.
+-- The line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS tells ranks that
+-- the nodes are in fact one machine.
 local function start(at, options, script)
   local name = folder .. "/train.lua"
   check.write(name, script)
@@ -104,7 +104,7 @@ describe("nodes without numbers", function()
     check.fails(function() nodes.number(o) end, "--nnodes is '2', but only 1 of the nodes connected in 0.5 s")
     o.master_addr = "127.0.0.1.example.invalid"
     check.fails(function() nodes.number(o) end, "--rdzv-endpoint", "has no address")
-    local fd, number = port.bound()                                -- taken, and nobody answers there
+    local fd, number = port.bound()                                -- the port is in use, and no process answers there
     o.master_addr, o.master_port = "127.0.0.1", number
     check.fails(function() nodes.number(o) end, "no number for this node", "nobody listens")
     unistd.close(fd)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who holds memory: ps.memory { at = "peak" }, and the list that errors of memory end with.
+-- The holders of memory: ps.memory { at = "peak" }, and the list at the end of errors about memory.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
@@ -33,7 +33,7 @@ describe("ps.memory { at = 'peak' }", function()
       local _ = planted * 2                                             -- 12 MiB more: the peak
       _ = planted:sum()
     end)
-    local _ = ps.zeros { MIB }                                          -- 4 MiB, while the others are gone
+    local _ = ps.zeros { MIB }                                          -- 4 MiB, after the others were freed
     local list = ps.memory { at = "peak" }
     assert.truthy(list.used >= base + 24 * MIB)
     assert.same({ 12 * MIB, 12 * MIB }, { list[1].nbytes, list[2].nbytes })

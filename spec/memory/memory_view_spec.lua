@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The tables of chunks and memory: what they show, how wide they get, and that they stay lists.
+-- The tables of chunks and memory: their contents and widths, and that they stay lists.
 local readable = require "ps.core.readable"
 local view = require "ps.memory.view"
 

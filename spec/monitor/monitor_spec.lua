@@ -10,8 +10,8 @@ local ranks_lib = require "spec.ranks_lib"
 
 local folder
 
--- Trains some steps with these settings beside a CSV monitor's; gives each step's mean loss, and its rate.
--- begin(model, optimizer) is called before them, each(step) before each.
+-- Trains some steps with these settings in addition to a CSV monitor's. Returns each step's mean loss and its rate.
+-- begin(model, optimizer) is called before the steps, each(step) before each step.
 local function train(settings, steps, begin, each)
   ps.manual_seed(3)
   local config = { train_batch_size = 4, gradient_accumulation_steps = 2, plan_print = false,

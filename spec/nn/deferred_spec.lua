@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models that are made without data (ps.deferred): the values that ps.materialize gives are, bit for bit, those of the
--- model made with data, whatever made them, and memory holds only what was asked for.
+-- Models that are made without data (ps.deferred). ps.materialize gives them, bit for bit, the values of the model made
+-- with data, no matter which ops made these values. Only the requested tensors have memory.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
@@ -138,7 +138,7 @@ end)
 describe("part of a model made without data", function()
   it("takes memory for that part alone, has its bits, and says what lies elsewhere", function()
     local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
-    -- A function, so that no slot of this one's stack holds the model when memory is counted.
+    -- A function, so that no slot of this function's stack holds the model when memory is counted.
     local function hashes()
       ps.manual_seed(7)
       local all = gpt2.new(config):state_dict()
@@ -155,7 +155,8 @@ describe("part of a model made without data", function()
     for name, p in model:named_parameters() do
       if name:match "%.h%.[23]%." then
         mine[name] = true
-        bytes = bytes + math.ceil(p:nbytes() / 256) * 256                   -- what a block of memory is a multiple of
+        bytes = bytes + math.ceil(p:nbytes() / 256) * 256                   -- the sizes of memory blocks are multiples
+                                                                            -- of it
       end
     end
     ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 0 (stage 0)" end })
@@ -249,7 +250,7 @@ describe("what cannot be made again", function()
     ps.safetensors.save(path "raw.safetensors", { w = ps.randn { 3 } })
     local Raw = nn.class("Raw")
     function Raw:init() self:param("loaded", ps.load(path "raw.safetensors").w:to "meta") end
-    ps.materialize(ps.deferred(Raw))                                         -- values that are there are copied
+    ps.materialize(ps.deferred(Raw))                                         -- existing values are copied
     local Changed = nn.class("Changed")
     local source = ps.zeros { 3 }
     function Changed:init() self:param("source", source:to "meta") end
@@ -259,7 +260,7 @@ describe("what cannot be made again", function()
     local Late = nn.class("Late")
     function Late:init() self:param("late", ps.zeros { 3 }) end
     model = ps.deferred(Late)
-    ps.no_grad(function() model.late:fill_(2) end)                           -- when nobody notes it
+    ps.no_grad(function() model.late:fill_(2) end)                           -- while no record is made
     fails({ "late", "cannot be repeated" }, function() ps.materialize(model) end)
     local outside = ps.zeros({ 3 }, { device = "meta" })
     local Outside = nn.class("Outside")

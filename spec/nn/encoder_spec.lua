@@ -104,7 +104,7 @@ describe("layers of encoders and decoders", function()
     local all = names(stack)
     assert.truthy(all:find("layers.1.self_attn.in_proj_weight", 1, true))
     assert.truthy(all:find("norm.weight norm.bias$"))
-    -- Copies have the values of the given layer, and bytes of their own.
+    -- Copies have the values of the given layer, and their own bytes.
     assert.is_true(stack.layers[0].linear1.weight:equal(stack.layers[1].linear1.weight))
     ps.no_grad(function() stack.layers[0].linear1.weight:zero_() end)
     assert.is_false(stack.layers[0].linear1.weight:equal(stack.layers[1].linear1.weight))

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Hooks of modules: what they get, what they replace, when they run, how they end, and what wrong ones are told.
+-- Hooks of modules: their arguments, the values that they replace, the time when they run, their removal, and the
+-- errors of wrong hooks.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
 
-local function double() -- y = 2 x, and a table beside it
+local function double() -- y = 2 x, and also a table
   local Double = nn.class "Double"
   function Double:forward(x, more) return x * 2, more end
   return Double()
@@ -20,7 +21,7 @@ describe("forward hooks of a module", function()
     end)
     m:register_forward_pre_hook(function(_, args)
       seen[#seen + 1] = args[2]
-      return args[1] * 10                                    -- a tensor alone
+      return args[1] * 10                                    -- a single tensor
     end)
     m:register_forward_hook(function(_, args, out)
       seen[#seen + 1] = args.n

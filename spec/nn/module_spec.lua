@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a module registers when its fields are assigned, which are PyTorch's rules: a parameter's place takes parameters
--- and nil only, so that nothing is taken out of training by accident.
+-- What a module registers when its fields are assigned, which are PyTorch's rules: a parameter's place accepts only
+-- parameters and nil, so that no parameter is removed from training by accident.
 local ps = require "ps"
 local nn = ps.nn
 local complete = require "ps.prompt.complete"
@@ -75,7 +75,7 @@ describe("assigning to a module's field", function()
   end)
 
   it("leaves conversions, tied weights and lists as they were", function()
-    net.tied = net.fc.weight                                     -- the first name, in PyTorch's order, is its own
+    net.tied = net.fc.weight                                     -- the first name in PyTorch's order is its own
     assert.equal("scale tied fc.bias", names(net))
     net:to "bf16"
     assert.equal("bf16", net.fc.weight:dtype())

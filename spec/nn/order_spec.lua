@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The order of parameters, which is that of PyTorch's named_parameters, and what goes by it: optimizer states in
--- PyTorch's form. spec/oracle/order_oracle.py has transformers' models and PyTorch's optimizers themselves.
+-- The order of parameters, which is that of PyTorch's named_parameters, and the optimizer states in PyTorch's form,
+-- which use it. spec/oracle/order_oracle.py has transformers' models and PyTorch's optimizers themselves.
 local ps = require "ps"
 local nn, optim = ps.nn, ps.optim
 local fails = require("spec.check_lib").fails

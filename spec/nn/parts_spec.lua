@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models as lists of parts (ps.nn.parts): names, whose parameters, what goes between them, and the whole model's bits.
+-- Models as lists of parts (ps.nn.parts): their names and parameters, the tensors between them, and the bits of the
+-- whole model.
 local ps = require "ps"
 local address = require("ps.nn.module").address
 local parts = require "ps.nn.parts"
@@ -43,7 +44,7 @@ local function keys(t)
   return all
 end
 
--- The bits of what a model gave.
+-- The bits of a model's result.
 local function bits(out)
   local all = {}
   for key, t in pairs(out) do all[#all + 1] = key .. ":" .. check.bytes(t:detach():contiguous()) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.optim in a group of several ranks: refused, or each rank for itself where the script says that it has added the
--- gradients up, which then are those of one process with all rows.
+-- ps.optim in a group of several ranks. It is refused, or each rank updates on its own if the script declares that it
+-- has summed the gradients. The result then equals that of one process with all rows.
 local ranks = require "spec.ranks_lib"
 
 local folder

@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Schedules against numbers that DeepSpeed's own gave (commit edaa72212, one value a step, the first before any step).
+-- Schedules, compared with numbers of DeepSpeed's own (commit edaa72212, one value per step, the first before any
+-- step).
 local config = require "ps.config"
 local sched = require "ps.optim.sched"
 
--- What a schedule needs of an optimizer.
+-- The fields of an optimizer that a schedule needs.
 local function optimizer(lr)
   return { defaults = { lr = lr }, groups = { { betas = { 0.9, 0.999 } } }, set_lr = function(self, value)
     self.lr = value

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What parts of a model cost (ps/engine/pipeline/count.lua), against formulas worked out by hand.
+-- The costs of a model's parts (ps/engine/pipeline/count.lua), compared with formulas that were derived by hand.
 local ps = require "ps"
 local count = require "ps.engine.pipeline.count"
 local check = require "spec.check_lib"
@@ -111,7 +111,8 @@ describe("counting", function()
     assert.falsy(all[1].carry[1].needs_grad)
     assert.falsy(all[2].carry[1].needs_grad)
     assert.truthy(all[3].carry[1].needs_grad)
-    -- The first that trains: its products give gradients of weights, and those behind the first of inputs, too.
+    -- The first part that trains: its products have gradients of weights, and all products except the first also those
+    -- of inputs.
     assert.equal(LAYER, all[3].weight)
     assert.equal(LAYER + 2.5 * ATTENTION - 2 * N * 3 * C * C, all[3].input)
     assert.same({ HEAD, 0 }, { all[5].input, all[5].weight })

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Files of models whose parameters ranks share out along tp: checkpoints from any mesh to any other, whole tensors and
--- shards in state dicts, and what damaged or foreign pieces say.
+-- shards in state dicts, and the errors of damaged or foreign pieces.
 local ps = require "ps"
 local bit = require "bit"
 local sharded = require "ps.nn.sharded"
@@ -176,7 +176,7 @@ describe("weights of cut parameters", function()
     end
   end)
 
-  -- 8.4 MiB: more than the pieces that go through memory, 8 MiB of a merge, 2 MiB of everything else.
+  -- 8.4 MiB: more than the pieces that pass memory, which are 8 MiB in a merge and 2 MiB elsewhere.
   it("may be larger than what is in memory at a time", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, cut_lib.MODEL .. [[
@@ -306,7 +306,8 @@ local function write_index(path, index)
     .. text)
 end
 
--- A checkpoint as two ranks along tp write it, by one process. change(rank, pieces): what their files say.
+-- Makes, in one process, a checkpoint as two ranks along tp write it. change(rank, pieces) changes the descriptions in
+-- their files.
 local function save_two(path, change)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank = 0, 1 do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models of one's own in every layout: the Llama of docs/models.md, whose listings are read from the page, and small
--- models with parameters of their own, batches by names, tied tables and dropout. Wrong parts are named.
+-- A user's own models in every layout: the Llama of docs/models.md, whose listings are read from the page, and small
+-- models with their own parameters, batches by names, tied tables and dropout. Errors name the wrong parts.
 local paths = require "ps.paths"
 local ps = require "ps"
 local check = require "spec.check_lib"
@@ -202,7 +202,7 @@ describe("parts", function()
     function Net.parts() return list end
   end)
 
-  -- Parts a and b by their modules; `use` says which layers each calls.
+  -- Parts a and b by their modules. `use` determines which layers each part calls.
   local function two(modules, use)
     function Net.parts(self)
       local all = {}

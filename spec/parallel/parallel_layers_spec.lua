@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Layers of which ranks have parts, made by hand: values and gradients are those of the whole layers, which every rank
--- computes beside them; and bytes are those of the theory.
+-- Layers that ranks share, made by hand. Values and gradients equal those of the whole layers, which every rank also
+-- computes. The bytes sent equal those of the theory.
 local lib = require "spec.ranks_lib"
 
 local BEGIN = [[
@@ -11,7 +11,7 @@ local BEGIN = [[
     local off = got:numel() > 0 and (got:double() - want:double()):abs():max():item() / scale or 0
     assert(off <= (tol or 1e-12), ("%s is off by %g"):format(what, off))
   end
-  -- A parameter's gradient, whole ones summed where they are parts, against that of the whole layer.
+  -- Compares a parameter's gradient with that of the whole layer. Partial gradients are summed first.
   local function check_grads(layer, whole, what)
     for name, p in layer:named_parameters() do
       local got, want, desc = p:grad(), whole[name]:grad(), shard.of(p)
@@ -50,7 +50,7 @@ local PRODUCTS = [[
           down.bias:copy_(noise)
         end)
         local x, w = ps.randn({ B, T, C }, where), ps.randn({ B, T, C }, where)
-        -- rows that the ranks do not divide, and decoding, run without a region
+        -- rows that the number of ranks does not divide, and decoding, run without a region
         for _, case in ipairs { { B, T }, { 1, 1 }, { B, T, true } } do
           local b, t, cached = unpack(case)
           local what = ("out_in %s, sequence %s, keep %s, %d x %d"):format(out_in, sequence, keep, b, t)
@@ -138,7 +138,7 @@ local OPTIONS = [[
 ]]
 
 local VOCABULARY = [[
-  -- All targets are words, but for the one that does not count.
+  -- All targets are words, except the one that is ignored.
   local function counted(targets, options)
     return ps.where(targets:eq(-100), options.ignore_index or -100, targets)
   end
@@ -184,7 +184,7 @@ local VOCABULARY = [[
       tied:loss(cut(ids), targets):backward()
       plain:loss(table_(ids), targets):backward()
       check_grads(cut, table_, "tied table")
-      -- and a bias beside it, as masked language models have
+      -- with a bias, as masked language models have it
       local bias = ps.randn({ V }, { dtype = "fp64" }):requires_grad(true)
       local own = ps.zeros({ cut.weight:size(0) }, { dtype = "fp64" })
       local first, words = math.min(V, rank * own:numel()), math.max(0, math.min(own:numel(), V - rank * own:numel()))
@@ -214,7 +214,7 @@ local LOSS = [[
     local targets = ps.randint(0, V, { 2, n })
     targets[{ 0, 2 }] = -100
     targets[{ 1, 0 }] = V - 1
-    local own = ps.full({ 2, n, v }, 7, { dtype = "fp64" })                        -- padding counts for nothing
+    local own = ps.full({ 2, n, v }, 7, { dtype = "fp64" })                        -- padding does not count
     local mine = math.max(0, math.min(v, V - rank * v))
     own:narrow(2, 0, mine):copy_(all:narrow(2, math.min(V, rank * v), mine))
     local counts = targets:ne(-100):to("fp64")
@@ -308,7 +308,7 @@ local BYTES = [[
     local sent = (group:bytes_sent() - before) / (B * T * C * 4)
     assert(sent == (keep and 4 or 5) * (size - 1) / size, sent)
   end
-  -- The head's loss gathers its rows once, tells three numbers a row, and adds up dx: all in forward.
+  -- The loss of the head gathers its rows once, exchanges three numbers per row, and sums dx: all in forward.
   local V = 32 * size
   local region = nn.Region.new(group, true)
   region:set(B, T)
@@ -323,8 +323,8 @@ local BYTES = [[
   assert(group:bytes_sent() == before + sent)
 ]]
 
--- Rows that travel in pieces beside products: values, gradients and bytes are those of the composed rows, and of one
--- rank. n rows that pieces do not divide, and fewer rows than pieces.
+-- Rows that are exchanged in pieces during products: values, gradients and bytes equal those of the composed ops and of
+-- one rank. Also n rows that the number of pieces does not divide, and fewer rows than pieces.
 local PIECES = [[
   local function leaves(n, C, H, out_in, dtype)
     ps.manual_seed(7)
@@ -347,7 +347,7 @@ local PIECES = [[
     for name, p in pairs(t) do
       if name ~= "w" then p:requires_grad(not (frozen or {})[name]) end
     end
-    for _ = 1, 2 do                                            -- the second time gradients are added to
+    for _ = 1, 2 do                                            -- the second time, existing gradients are added to
       local y = group:gathered_linear(t.x, t.up, t.bias, how)
       local z = group:linear_scattered(F.gelu(y, "tanh"), t.down, { out_in = out_in, pieces = pieces })
       ;(t.w * z):sum():backward()
@@ -414,7 +414,7 @@ local PIECES = [[
       near(got / scale, right / scale, dtype .. ": " .. name .. "'s gradient", tol)
     end
   end
-  -- what cannot be
+  -- invalid calls
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
     { "pieces is 9; rows can be exchanged in 1 to 8", function() group:gathered_linear(x, w, nil, { pieces = 9 }) end },
@@ -454,10 +454,11 @@ local SHARED = [[
     end
     return own, whole, part
   end
-  -- fn(t) gives the outputs; `unused`: one that the loss does not see. Gives the outputs and the bytes that were sent.
+  -- fn(t) returns the outputs. `unused`: the number of an output that the loss does not use. Returns the outputs and
+  -- the bytes that were sent.
   local function run(t, fn, unused)
     local before, kept = group:bytes_sent(), {}
-    for _ = 1, 2 do                                            -- the second time gradients are added to
+    for _ = 1, 2 do                                            -- the second time, existing gradients are added to
       local loss
       for i, y in ipairs { fn(t) } do
         kept[i] = y:detach()
@@ -527,7 +528,7 @@ local SHARED = [[
           else near(g, found[name], what .. name .. "'s gradient beside frozen ones") end
         end
       end
-      -- an output that no loss sees
+      -- an output that no loss uses
       for unused = 1, #widths > 1 and #widths or 0 do
         local some, other = leaves("fp64", n, C, widths, out_in), leaves("fp64", n, C, widths, out_in)
         run(some, of_ranks { out_in = out_in, pieces = pieces }, unused)
@@ -566,7 +567,7 @@ local SHARED = [[
       near(g:float() / scale, right[name]:float() / scale, dtype .. ": " .. name .. "'s gradient", tol)
     end
   end
-  -- a forward that fails between two columns leaves nothing to the next one
+  -- a forward that fails between two columns has no effect on the next one
   local region = nn.Region.new(group, true, false, 2)
   local one, two = nn.ColumnParallelLinear(4, 2 * size, { region = region }),
     nn.ColumnParallelLinear(4, 2 * size, { region = region })
@@ -574,10 +575,10 @@ local SHARED = [[
   local part = ps.ones { 3, 4 }
   region:begin_columns({ one, two }, part)
   one(part)
-  region:set(size + 1, 1)                                        -- rows that the ranks do not share out
+  region:set(size + 1, 1)                                        -- rows that the ranks do not share
   local rows = ps.ones { size + 1, 1, 4 }
   near(two(rows), ps.ops.linear(rows, two.weight, two.bias, nil, 1), "a column behind a forward that failed", 0)
-  -- what cannot be
+  -- invalid calls
   local other = nn.ColumnParallelLinear(4, 2 * size, { region = region, out_in = false })
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
@@ -611,8 +612,8 @@ local KILLED = [[
   print(why)
 ]]
 
--- Without memory for the kernel of a product whose rows are here, while others travel. Instruction sets differ in how
--- many allocations are left then.
+-- Without memory for the kernel of a product whose rows are here, while other rows are being sent. The number of
+-- remaining allocations depends on the instruction set.
 local FAILED = [[
   local x, w = ps.ones { 64, 256 }, ps.ones { 128, 256 }
   local function product() return ps.no_grad(group.gathered_linear, group, x, w, nil, { pieces = 4 }) end
@@ -649,7 +650,7 @@ describe("layers of which ranks have parts", function()
     assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
     out = lib.run(folder, 2, lib.begin(folder) .. FAILED, "OMP_WAIT_POLICY=passive")
     assert.matches("^no memory", out[1].text)
-    -- The last allocation may be that of a product behind all rows: then rank 0 hears of it at its next call.
+    -- The last allocation may be that of a product after all rows. Then rank 0 gets the error at its next call.
     assert.truthy(out[0].text:find "rank 1 [^:]*gave up: " or out[0].text:find "rank 1 [^:]*ended after gather",
       out[0].text)
     out = lib.run(folder, 2, lib.begin(folder), "PS_SIM_LINK=fast")

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The executor of pipelines in four processes, by bench/pipeline.lua: its course by the virtual clock is the formula's.
+-- The executor of pipelines in four processes, by bench/pipeline.lua: by the virtual clock, its makespan equals the
+-- formula's.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local no_gloo = require("spec.ranks_lib").no_gloo()

@@ -9,7 +9,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Three stages; `victim` does something in the turn of micro-batch 1 (from 0) in step 2.
+-- Three stages. `victim` performs its fault in the turn of micro-batch 1 (from 0) in step 2.
 local SCRIPT = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = HEARTBEAT,
@@ -43,7 +43,7 @@ local SCRIPT = [[
   if ps.rank() == VICTIM then error(problem, 0) end
 ]]
 
--- What the others say of rank `victim`; long before a time-out.
+-- The errors of the other ranks about rank `victim`, long before a time-out.
 local function others(victim, schedule, heartbeat, how, words)
   local script = SCRIPT:gsub("FOLDER", folder):gsub("SCHEDULE", schedule):gsub("VICTIM", tostring(victim))
     :gsub("HEARTBEAT", tostring(heartbeat)):gsub("HOW", function() return how end)
@@ -59,7 +59,8 @@ local function others(victim, schedule, heartbeat, how, words)
   end
 end
 
--- Three stages whose script catches an error in the turn of micro-batch 1 of step 2, on the ranks FAILS, and does NEXT.
+-- Three stages. The script of the ranks FAILS catches an error in the turn of micro-batch 1 of step 2, and then
+-- performs NEXT.
 local CAUGHT = [[
   local ps = require "ps"
   ps.init_distributed { seed = 3, quiet = true, timeout = 1000, heartbeat = 1,
@@ -87,7 +88,7 @@ local CAUGHT = [[
   print(("after %.1f s"):format(ps.now() - began))
 ]]
 
--- What each rank says of step 2 to 4: patterns by rank.
+-- The output of each rank about steps 2 to 4: patterns by rank.
 local function caught(fails, next_call, wanted)
   local script = CAUGHT:gsub("FOLDER", folder):gsub("FAILS", fails):gsub("NEXT", next_call)
   local all = lib.run(folder, 3, script)
@@ -110,8 +111,8 @@ describe("a stage of a pipeline", function()
       "it was last known in W of micro%-batch 2, stage 1 of pp" })
   end)
 
-  -- The loop's turn is told by a thread of its own, which the stop would stop too: it comes a second after the turn
-  -- began.
+  -- A thread reports the loop's turn, and the stop would also stop this thread. So the stop comes a second after the
+  -- turn began.
   it("that is stopped is named by all", function()
     others(2, "1f1b", 1, 'os.execute(("sleep 1; (sleep 6; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) '
       .. "signal.kill(pid, signal.SIGSTOP)", { "rank 2 %(", "is silent for", "of pp with rank %d: ",

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- generate in a pipeline: the ids of one process on all ranks, whatever the cut, and errors that name what ranks ask
--- for otherwise. What ranks begin that does not go together is an error at once.
+-- generate in a pipeline returns the ids of one process on all ranks, for every cut. If ranks request different things,
+-- errors name these. If ranks begin things that do not match, it is an error immediately.
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 local ps = require "ps"
@@ -27,7 +27,7 @@ local BEGIN = [[
   local last = rank == size - 1
 ]]
 
--- Ids by every way of choosing, one line for each, behind a step and before another one.
+-- Ids for every way of choosing tokens, one line for each, after one step and before another one.
 local WAYS = [[
   local function say(what, ids)
     if type(ids[1]) ~= "table" then ids = { ids } end
@@ -64,7 +64,7 @@ local WAYS = [[
 describe("generate in a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  -- A tied table's gradients are added up in another order: losses behind the step are left out of the comparison.
+  -- The gradients of a tied table are summed in another order, so losses after the step are not compared.
   local function same(make, tied, cuts)
     local function ids(text) return tied and text:gsub("loss [^\n]*", "loss") or text end
     local one = ids(lib.check(folder, 1, BEGIN .. WAYS .. ("ways(open(nil, %s))"):format(make))[0].text)

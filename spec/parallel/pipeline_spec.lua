@@ -8,11 +8,11 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Two steps of six micro-batches; what this rank has then, a line for each tensor. It runs for each of a list of
--- settings, behind a line with the number of each.
+-- Two steps of six micro-batches. Prints this rank's values afterwards, one line per tensor. Runs once for each of a
+-- list of settings, after a line with the number of the setting.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
-  -- The third layer looks tokens up once more.
+  -- The third layer looks tokens up a second time.
   local function look_up_again(net)
     local parts, wte = net.parts, net.transformer.wte
     rawset(net, "parts", function(self)
@@ -56,7 +56,7 @@ local TRAIN = [[
         if settings.collective then ps.any_rank(false) end
         model:backward(out.loss)
       end
-      if settings.overlap then                                            -- it is too late to give the step up
+      if settings.overlap then                                            -- it is too late to abandon the step
         assert(select(2, pcall(optimizer.zero_grad, optimizer)):find "can no longer be abandoned")
       end
       optimizer:step()
@@ -85,8 +85,8 @@ local function lines_of(text, into)
   return into
 end
 
--- What some ranks have after each of several settings, and all that they said. replicas: ranks that train the same
--- parameters have other rows' masks, and so other losses.
+-- The values of some ranks after each of several settings, and the whole output. replicas: ranks that train the same
+-- parameters have masks for other rows, and therefore other losses.
 local function train(size, list, replicas)
   local settings = table.concat(list, ", ")
   local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),
@@ -103,8 +103,8 @@ local function train(size, list, replicas)
   return runs, all
 end
 
--- Runs of the same number of ranks share their processes: run() notes the settings while the cases are told, and gives
--- a function that gives what the run left. The first that is called starts the processes.
+-- Runs with the same number of ranks share their processes. While the cases are defined, run() records the settings and
+-- returns a function that returns the results of the run. The first such function that is called starts the processes.
 local lists, left = {}, {}
 local function run(size, settings)
   local which = size .. (settings:find("stress", 1, true) and " stress" or "")
@@ -132,7 +132,7 @@ local function same(wanted, got, what)
   assert.truthy(n > 12 + 20, ("%s: only %d lines"):format(what, n))
 end
 
--- Sums of up to 8192 values that are added up in another order.
+-- Sums of up to 8192 values that are computed in another order.
 local function near(wanted, got, what)
   for key, value in pairs(wanted) do
     local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
@@ -217,7 +217,7 @@ describe("a pipeline", function()
     local got, all = train(4, list, true)
     same(got[1], got[2], "stage 2")
     same(got[1], got[3], "stage 3")
-    near(got[1], got[4], "always")                                      -- which adds up over ranks first
+    near(got[1], got[4], "always")                                      -- which sums over the ranks first
     local plans = {}
     for plan in all[0].text:gmatch "it sends [^\n]* of gradients to other processes, ([^\n]*)" do
       plans[#plans + 1] = plan:gsub("each .*", "each")
@@ -226,7 +226,7 @@ describe("a pipeline", function()
     assert.same({ once, once, "in 6 backwards, each" }, plans)
   end)
 
-  -- Settings of 2 stages, by name: what rank 0 says of its row, and the layers that it holds.
+  -- Settings of 2 stages, by name: the description of rank 0's row, and the layers that it holds.
   it("does what its configuration says", function()
     local said = {}
     local all = lib.check(folder, 2, [[
@@ -261,7 +261,7 @@ describe("a pipeline", function()
     assert.is_nil(said.plain.row:find("%.1%.", 1))
   end)
 
-  -- With zb_v the first and the last virtual stage are one rank's, with the others two ranks'.
+  -- With zb_v one rank has the first and the last virtual stage; with the others two ranks have them.
   local tied_one, tied = run(1, "{ tied = true, clip = 0.5 }"), {}
   for i, schedule in ipairs { "'1f1b'", "'gpipe'", "'interleaved', virtual_stages = 2",
     "'looped_bfs', virtual_stages = 3", "'zb_h1'", "'zb_v'" } do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a script sees of a model that is cut into stages: outputs, calls of the model, loaders, numbers of
--- micro-batches, train.run and train.evaluate, each as without a pipeline.
+-- A model that is cut into stages, as a script uses it: outputs, calls of the model, loaders, numbers of micro-batches,
+-- train.run and train.evaluate. Each works as it does without a pipeline.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -33,7 +33,7 @@ local BEGIN = [[
   local last = rank == size - 1
 ]]
 
--- What each rank said of a script that runs on one rank and on two stages.
+-- The output of each rank of a script that runs on one rank and on two stages.
 local function both(script)
   local one = lib.check(folder, 1, BEGIN .. "local PIPE = nil\n" .. script)
   local two = lib.check(folder, 2, BEGIN .. "local PIPE = { stages = 2 }\n" .. script)
@@ -102,7 +102,7 @@ describe("a pipeline", function()
           local blocks = 0
           for name in model:named_parameters() do blocks = blocks + (name:find "%.ln_1%.weight$" and 1 or 0) end
           assert(blocks == 4 and of "F" == 3 and of "YIELD" == 3)
-          assert(of "SEGMENT" == (recompute and 3 * 2 or 0), of "SEGMENT")      -- two blocks a stage
+          assert(of "SEGMENT" == (recompute and 3 * 2 or 0), of "SEGMENT")      -- two blocks per stage
           assert(all == of "F" + of "YIELD" + of "SEGMENT", all)
           model:close()
         end
@@ -192,7 +192,8 @@ describe("a pipeline", function()
     end
   end)
 
-  -- The table is tied: its sums go by a group of their own, where a rank that steps would wait for one that does not.
+  -- The table is tied: its sums use a group of their own, in which a rank that steps would wait for a rank that does
+  -- not.
   it("tells all at once where one rank ends the step and another one evaluates", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, {
@@ -246,7 +247,8 @@ describe("a pipeline", function()
   end)
 
   it("ends with the script's own error in a loop's body, whatever is under way", function()
-    for _ = 1, 3 do                                       -- what is closed first at a process's end is by chance
+    for _ = 1, 3 do                                       -- the order in which objects are closed at the end of a
+                                                          -- process is random
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. [[
         local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
         for _ in model:micro_batches(x, y) do error "no such luck" end
@@ -319,7 +321,7 @@ describe("a pipeline", function()
     assert.truthy(select(2, one:gsub("loss", "")) == 27, one)
   end)
 
-  -- Stages are at other micro-batches than the turn, so each schedule would have numbers of its own.
+  -- Stages run other micro-batches than the turn, so each schedule would have different numbers.
   it("refuses what changes the numbers within a loop, and on all ranks", function()
     for change, words in pairs {
       ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "transformer.h.1.ln_1.bias was frozen within",
@@ -487,7 +489,7 @@ describe("a pipeline", function()
           assert(#group.params == #whole.optimizer.param_groups[g].params)
         end
         assert(sizes(own.state) > 0 and sizes(own.state) < sizes(whole.optimizer.state))
-        whole.model["transformer.h.3.ln_1.weight"] = nil                -- on the other rank for rank 0
+        whole.model["transformer.h.3.ln_1.weight"] = nil                -- rank 0 reads it on the other rank
         fails(function() model:load_state_dict(whole.model) end, "1 missing: transformer.h.3.ln_1.weight")
         ps.save({ model = model:state_dict(), optimizer = own }, folder .. "/stage-" .. rank .. ".pt")
       end)

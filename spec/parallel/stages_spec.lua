@@ -20,7 +20,7 @@ local function hash(t)
   return tostring(hash_out[0])
 end
 
--- Costs of parts, for cutting alone.
+-- Costs of parts, used only for cutting.
 local function costs_of(list)
   local all = {}
   for i, c in ipairs(list) do
@@ -33,7 +33,7 @@ end
 describe("a cut", function()
   it("is that of the shortest course, of equal parts, of parameters, of a list, or of Megatron's words", function()
     local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
-    -- Of 10 units the head has 4: no stage can take fewer, and the others share 6 layers.
+    -- The head has 4 of 10 units: no stage can have less than that, and the others share 6 layers.
     local first, times = stages.cut(costs, t)
     assert.equal(8, first[4])
     assert.same({ 1, 9 }, { first[1], first[5] })
@@ -93,7 +93,7 @@ describe("measured parts", function()
     assert.truthy(cut.times.makespan > 0)
   end)
 
-  -- The clock stands still but for what part i adds to it: 3 i, i and 2 i in its three runs. Layers are of one kind.
+  -- The clock only advances by the time that part i adds: 3 i, i and 2 i in its three runs. Layers are of one kind.
   it("are the fastest run of each kind", function()
     local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local model = ps.deferred(gpt2.new, { vocab_size = 64, n_positions = 8, n_embd = 16, n_layer = 4, n_head = 2 })
@@ -232,7 +232,7 @@ describe("ranks that share a model", function()
     end)
   end)
 
-  -- Every virtual stage of six parts uses one table. ((g0 + g1) + g2) + ... is the one order of its sums.
+  -- Every virtual stage of six parts uses one table. ((g0 + g1) + g2) + ... is the only order of its sums.
   it("refuse a table of several virtual stages whose sums would have another order than the model's", function()
     local Six = nn.class("Six")
     function Six:init() self.table = nn.Embedding(4, 4) end
@@ -251,7 +251,7 @@ describe("ranks that share a model", function()
     end
     local all = { true, true, true, true, true, true }
     assert.same({ 0, 1, 2, 3, 4, 5 }, of("1f1b", 6, 1, all).vstages_of["table.weight"])
-    of("interleaved", 1, 6, all)                                           -- one rank adds them all
+    of("interleaved", 1, 6, all)                                           -- one rank adds all of them
     of("interleaved", 2, 3, { true, false, true, true })                   -- 0, 0, 1
     of("zb_v", 3, 2, { true, false, false, false, false, true })           -- two have one sum in either order
     local words = { "table.weight", "a different order" }
@@ -273,7 +273,7 @@ describe("an engine of one rank of a pipeline", function()
     engine = nil
   end)
 
-  -- Lays rank `rank` out; nothing is trained.
+  -- Makes the layout of rank `rank`. Nothing is trained.
   local function initialize(table_, rank, config, param_groups)
     lib.play(table_, rank)
     ps.manual_seed(9)

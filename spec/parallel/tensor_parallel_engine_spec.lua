@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The engine with ranks that have parts of the same layers: gradients, the norm, and what ranks find out about each
--- other, for a model whose parameters say by themselves how ranks share them out.
+-- The engine with ranks that share layers: gradients, the norm, and the checks between ranks, for a model whose
+-- parameters describe by themselves how ranks share them.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -43,7 +43,7 @@ local MODEL = [[
 
 local function run(size, body) return lib.check(folder, size, MODEL .. body) end
 
--- Each rank said these words; where `last` is given, after that line and before `beyond`.
+-- Each rank printed these words. If `last` is given, they come after that line and before `beyond`.
 local function all_say(all, words, last, beyond)
   for rank = 0, #all do
     local text = all[rank].text

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints and weights of engines whose layers ranks share out (tensor_parallel.size), beside pipelines and ZeRO:
--- the same bits on every mesh, moments, masters, and tables that are tied and padded, too.
+-- Checkpoints and weights of engines whose layers ranks share (tensor_parallel.size), together with pipelines and ZeRO:
+-- the same bits on every mesh, including averages, masters, and tables that are tied and padded.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
@@ -44,7 +44,7 @@ local SCRIPT = [[
     model:save_parallelized(folder .. "/whole", { merge_checkpoints = true })
   elseif weights == "made" then
     model:save_pretrained(folder .. "/made")
-    model:load_state_dict(model:state_dict())                   -- a rank's own
+    model:load_state_dict(model:state_dict())                   -- the rank's own
     model:save_parallelized(folder .. "/own", { merge_checkpoints = true })
   elseif weights == "step" then
     steps(1)

@@ -10,8 +10,8 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
 local count = 0
--- Runs of several ranks, each {dp =, pp =, tp =, ...} as bench/mesh_lib.lua has it, one after the other in the same
--- processes. Gives their names.
+-- Runs several ranks, each with {dp =, pp =, tp =, ...} as in bench/mesh_lib.lua, one after the other in the same
+-- processes. Returns their names.
 local function run(size, cases)
   local script = [[
     local cjson, mesh_lib = require "cjson", require "bench.mesh_lib"
@@ -197,7 +197,7 @@ describe("two ranks that share out layers", function()
   it("lay their chunks out anew together, where one of them alone has no room for them", function()
     lib.check(folder, 2, [[
       local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })
-      -- Whether a step laid the chunks out anew, by the budget of rank 1.
+      -- Whether a step gave the chunks a new layout, because of the budget of rank 1.
       local function anew(nbytes)
         local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
           config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
@@ -275,7 +275,7 @@ describe("four ranks that share out layers, stages and rows", function()
     for i, name in ipairs(run(4, pipes)) do agrees(name, 4, i < 3 and one or one_llama, "pipeline " .. i) end
   end)
 
-  -- Ranks would share out the rows of these prompts in training, not where keys and values are kept.
+  -- In training, ranks would share the rows of these prompts, but not if keys and values are cached.
   it("generate in a pipeline what one rank generates", function()
     local GENERATE = [[
       ps.manual_seed(3)

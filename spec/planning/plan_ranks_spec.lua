@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans of several ranks that are not here (tools/plan.lua --ranks), held against ranks of the same script that are: a
--- small GPT-2 that is cut into stages, on four processes, and cut along all axes, on eight.
+-- Plans of several simulated ranks (tools/plan.lua --ranks), compared with real ranks of the same script: a small GPT-2
+-- that is cut into stages, on four processes, and along all axes, on eight.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local ranks_lib = require "spec.ranks_lib"
 
 local WIDTH, POSITIONS, ROWS, MICROS, VOCAB = 64, 64, 8, 8, 512
 
--- A script of four ranks: `settings` is the configuration's part that differs. Real ranks print their tiers' peaks.
+-- A script of four ranks. `settings` is the part of the configuration that differs. Real ranks print the peaks of their
+-- tiers.
 local function script(folder, settings, micros, rows)
   micros = micros or MICROS
   return ranks_lib.begin(folder) .. ([[
@@ -26,7 +27,7 @@ local function script(folder, settings, micros, rows)
   ]]):format(WIDTH, POSITIONS, VOCAB, micros, settings, VOCAB, micros * (rows or ROWS), POSITIONS)
 end
 
--- Calls fn with other variables in the environment.
+-- Calls fn with other environment variables.
 local function with_environment(variables, fn)
   local setenv = require("posix.stdlib").setenv
   for name, value in pairs(variables) do setenv(name, value) end
@@ -78,8 +79,8 @@ local function mesh_script(folder, size, layers, settings)
   ]]):format(size, layers, settings)
 end
 
--- Bytes of the disk's file without a limit: what a rank's own fp32 parameters take, which are value, exp_avg,
--- exp_avg_sq and gradient, and 10 bytes while they are made; and 256 MiB.
+-- Bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg, exp_avg_sq and
+-- gradient), 10 bytes per parameter while they are made, and 256 MiB.
 local function file_of(parameters) return math.ceil(26 * parameters / 2 ^ 20 + 256) * 2 ^ 20 end
 
 -- A drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On a device
