@@ -59,7 +59,7 @@ describe("ARCHITECTURE.md's paths", function()
 
   it("are true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
 
-  -- In a copy of the tree: a folder, one of its files, a name that is renamed in it, and the tool's report.
+  -- For each drawing: a folder, one of its files, a name that is renamed in it, and the tool's report.
   for _, case in ipairs {
     { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
     { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer leads on by take_loss\n" },
