@@ -316,7 +316,7 @@ static const struct { const char *header; int64_t announced, data_nbytes; const 
     { "{" T("a", "F32", "[1,1,1,1,1,1,1,1,1]", "[0,4]") "}", -1, 4, "more than 8 dimensions" },
     { "{" T("a", "F32", "[1]", "[0]") "}", -1, 4, "',' expected" },
     { "{" T("a", "F32", "[1]", "[0,4,8]") "}", -1, 4, "']' expected" },
-    { "{" T("a", "F32", "[1]", "[4,0]") "}", -1, 4, "backwards" },
+    { "{" T("a", "F32", "[1]", "[4,0]") "}", -1, 4, "before they begin" },
     { "{" T("a", "F32", "[1]", "[0,8]") "}", -1, 8, "need 4 bytes, data_offsets [0, 8) hold 8" },
     { "{" T("a", "F8_E4M3", "[3]", "[0,4]") "}", -1, 4, "need 3 bytes" },
     { "{" T("a", "F4", "[3]", "[0,2]") "}", -1, 2, "whole bytes" },
