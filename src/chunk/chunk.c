@@ -25,7 +25,8 @@ int ps_kind_state(const char *name)
         return ps_fail(PS_EINVAL, "the name of a state, '%s', has %zu characters, not 1 to %d", name, strlen(name),
                        KIND_NAME - 1);
     if (n == PS_KIND_COUNT)
-        return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, and %d are the most", name, n, PS_KIND_COUNT);
+        return ps_fail(PS_EINVAL, "state '%s' would be kind %d of chunks, but there may only be %d", name, n,
+                       PS_KIND_COUNT);
     snprintf(kind_names[n], KIND_NAME, "%s", name);
     n_kinds = n + 1;                             /* after the name: other threads read it */
     return n;

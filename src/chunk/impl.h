@@ -50,9 +50,8 @@ typedef struct chunk {
     int32_t first_in_trace;
     bool returning;               /* among cs->back */
     int8_t held, held_tier;       /* number of pins by ps_chunk_pin, and their tier */
-    bool there;                   /* used by room_to_stay: whether the chunk is on tier 0; valid if `seen` is the number
-                                   * of the call */
-    int64_t seen;
+    bool there;                   /* for room_to_stay alone: the chunk is on tier 0 */
+    int64_t seen;                 /* the call of room_to_stay for which `there` is valid */
 } chunk;
 
 typedef struct cached { void *p; int64_t nbytes; } cached;

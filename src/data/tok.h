@@ -83,8 +83,7 @@ typedef struct tok_merges {
     uint32_t slots;
     bool ordered;               /* no merge makes a pair whose rank is lower than its own */
     bool by_token;              /* two tokens merge if together they are a token, whose id is the rank (tiktoken) */
-    int32_t *token_rank;        /* by_token: the rank of each token is that of its score, instead of its id; else
-                                 * NULL */
+    int32_t *token_rank;        /* if by_token: the rank of each token by its score. NULL: its id is its rank */
 } tok_merges;
 int tok_merges_add(tok_merges *m, const tok_vocab *v, const char *path, int64_t line, const uint8_t *a, size_t na,
                    const uint8_t *b, size_t nb);

@@ -134,8 +134,8 @@ void trace_free(ps_engine *e);
 /* -- step.c */
 void step_suspend(ps_engine *e, bool on);         /* the script is paused */
 void step_join(ps_engine *e, ps_step *step);
-void step_leave(ps_engine *e);                    /* the engine ends: the step is abandoned and no longer has an
-                                                   * engine */
+void step_leave(ps_engine *e);                    /* called when the engine ends: abandons the step and
+                                                   * detaches it from the engine */
 void step_give_back(const ps_step *step);         /* releases the reference of step_join; the script's reference may
                                                    * already be released */
 #endif

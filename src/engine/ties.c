@@ -54,8 +54,8 @@ int ties_find(ps_engine *e)
         }
         r->first_use = first_use_of(e, r);
         if (!r->first_use || r->first_use->param != r->param || !r->first_use->place)
-            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, which is not before it as the same "
-                           "tensor with a place for its gradient", i, r->number);
+            return ps_fail(PS_EINVAL, "parameter %d is another use of number %d, but no earlier parameter is the "
+                           "same tensor with a place for its gradient", i, r->number);
         r->first_use->waits = true;
     }
     return 0;

@@ -99,9 +99,9 @@ int infer_lm_loss(ps_infer *f)
                                                                                      * want_grad */
     if (f->needs && f->ahead) at->want_grad &= 1;
     at->dloss = 1;
-    if (x->dtype_ == PS_F16 && at->reduction == 1) /* a mean over many rows would underflow, so it is scaled by a
-                                                    * power */
-        while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;    /* of two, so that no bit is lost */
+    /* A mean over many rows would underflow, so it is scaled. The scale is a power of two, so that no bit is lost. */
+    if (x->dtype_ == PS_F16 && at->reduction == 1)
+        while (at->dloss * 2 <= (double)f->in[2]->numel_) at->dloss *= 2;
     f->out[0] = (ps_meta){ .dtype = x->dtype_ == PS_F64 ? PS_F64 : PS_F32 };
     f->out[1] = ps_meta_like(x);
     f->out[2] = ps_meta_like(w);

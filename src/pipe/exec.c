@@ -393,8 +393,8 @@ static int settle(ps_pipe *x, bool all)
     return rc;
 }
 
-/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. what NULL: the message has no
- * tensor. */
+/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. `what` is NULL if the message
+ * has no tensor. */
 static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
 {
     incoming in = { NULL, NULL };

@@ -108,7 +108,7 @@ static int multiply_columns(const work *w, const ps_view *x, int64_t first, int6
     return 0;
 }
 
-/* sum += more, of `rows` rows. */
+/* Adds the first `rows` rows of `more` to those of `sum`. */
 static int add_rows(const work *w, const ps_view *sum, const ps_view *more, int64_t rows)
 {
     if (rows == 0) return 0;

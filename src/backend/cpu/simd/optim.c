@@ -6,7 +6,7 @@
  * IEEE division and square root and scalars computed once, and keeps denormals: the bits are the same for every
  * instruction set and thread count. An element is read before it is written, so operands may share memory (master or
  * grad with param). */
-#define PS_ANY_LANES                    /* sums of squares choose their own */
+#define PS_ANY_LANES                    /* functions for sums of squares set their own */
 #include <omp.h>
 #include "backend/cpu/simd/operand.h"
 
