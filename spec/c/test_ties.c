@@ -344,7 +344,7 @@ static void test_refusals(void)
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "before all other uses");
     memcpy(other, list, sizeof other);
     OK(ps_tensor_detach(list[0].param, &other[2].param));         /* the same bytes, and gradients of its own */
-    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "as the same tensor");
+    FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "is the same tensor");
     ps_tensor_release(other[2].param);
     OK(ps_group_self(p->ctx, &self));
     FAILS(ps_engine_stages(p->ctx, self, NULL, 0), PS_EINVAL, "0 parameters");
