@@ -12,11 +12,25 @@ local function read(path)
   return text
 end
 
+-- The lines of a file, with the lines of a row joined, and the pieces of its strings.
+local function lines_of(path)
+  local lines, row = {}, nil
+  for line in read(path):gmatch("[^\n]+") do
+    row = row and row .. " " .. line:match("^%s*(.*)$") or line
+    if not row:match("^OP%(") or row:match('"%)$') then
+      lines[#lines + 1] = row:match("^OP%(") and row:gsub('" "', "") or row
+      row = nil
+    end
+  end
+  assert(not row, "ops.def: the last row has no end")
+  return lines
+end
+
 --- Rows of ops.def: {name, ins = {{name, optional, variadic}}, outs, attrs = {{type, name, count, default}}, flags,
 --- cost, doc, n_out = number of outputs, those that never leave the engine too}
 local function parse_ops(path)
   local rows = {}
-  for line in read(path):gmatch("[^\n]+") do
+  for _, line in ipairs(lines_of(path)) do
     if line:match("^OP%(") then
       local name, ins, outs, attrs, infer, grad, saved, flags, cost, doc =
         line:match('^OP%(([%w_]+), "([^"]*)", "([^"]*)", %((.-)%), ([%w_]+), ([%w_]+), "([^"]*)", ([%w_|]+), '
@@ -41,7 +55,7 @@ local function parse_ops(path)
       end
       rows[#rows + 1] = row
     elseif line:match("^%s*OP") then
-      error("ops.def: a row must be one line that starts with OP( : " .. line)
+      error("ops.def: a row must start with OP( at the begin of a line: " .. line)
     end
   end
   return rows
