@@ -759,6 +759,84 @@ do
          set(group({ 130 }, 4), args(0.1, 0.9, 0, 0.1, 0, 1)),
          set({ F { 33 }, SAME(1), F { 33 }, SAME(1) }, args(0.1)), types = { "fp32" }, exact = true, layouts = false }
   case { "sgd_", set(group({ 65 }, 4, true), args(0.1, 0.9, 0.01, 0, 0, 0)), exact = true, layouts = false }
+  -- Masters that are kept as remainders: uint8, two for each element.
+  local function low(shape)
+    local numel = 2
+    for _, size in ipairs(shape) do numel = numel * size end
+    return I({ numel }, 0, 255)
+  end
+  local function bytes(...)
+    local places = { ... }
+    return function(ins) for _, i in ipairs(places) do ins[i] = ins[i]:to "uint8" end end
+  end
+  local function with_low(list, shape, prepare)
+    list[2] = low(shape)
+    list.prepare = prepare or bytes(2)
+    return list
+  end
+  case { "adam_", set(with_low(group({ 5, 7 }, 5, true), { 5, 7 }), adam),
+         set(with_low(group({ 130 }, 5, true), { 130 }), adam), types = { "bf16" }, exact = true, layouts = false }
+  case { "sgd_", set(with_low(group({ 65 }, 4, true), { 65 }), args(0.1, 0.9, 0.01, 0, 0, 0)), types = { "bf16" },
+         exact = true, layouts = false }
+  --- gradient scale, step, lr, betas, weight decay
+  local lion = args(0.5, 3, 1e-2, 0.9, 0.99, 0.1)
+  case { "lion_", set(group({ 5, 7 }, 4), lion), set(group({ 130 }, 4), lion), types = { "fp32" }, exact = true,
+         layouts = false }
+  case { "lion_", set(group({ 65 }, 4, true), lion), set(group({ LARGE[1], LARGE[2] }, 4, true), lion), exact = true,
+         layouts = false }
+  case { "lion_", set(with_low(group({ 65 }, 4, true), { 65 }), lion), types = { "bf16" }, exact = true,
+         layouts = false }
+  local near = { fp32 = 2e-5, bf16 = 2e-2, fp16 = 4e-3 }
+  case { "lamb_", set(group({ 5, 7 }, 5), args(0.5, 3, 1e-2, 0.9, 0.99, 1e-6, 0.1)),
+         set(group({ 9000 }, 5), args(1, 1, 1e-2, 0.9, 0.99, 1e-6, 0)), types = { "fp32" }, tol = near, floor = 1e-6,
+         layouts = false }
+  case { "lamb_", set(group({ 65 }, 5, true), args(1, 2, 1e-2, 0.9, 0.99, 1e-6, 0.1, 0, 0, 1, 1)), tol = near,
+         floor = 1e-6, layouts = false }
+  local muon = args(0.5, 3, 1e-2)
+  case { "muon_", set(group({ 5, 7 }, 4), muon), set(group({ 33, 9 }, 4), muon), set(group({ 1, 6 }, 4), muon),
+         set(group({ 300, 280 }, 4), args(1, 1, 0.1, 0.9, 0.1, 1e-7, 3.4445, -4.775, 2.0315, 0, 3, 1)),
+         types = { "fp32" }, tol = { fp32 = 2e-4 }, floor = 2e-5, layouts = false }
+  case { "muon_", set(group({ 40, 65 }, 4, true), muon), tol = { fp32 = 2e-4, bf16 = 2e-2, fp16 = 4e-3 }, floor = 3e-3,
+         layouts = false }
+  --- With averages of rows and columns, or of elements.
+  local function factored(shape, rows, cols, a)
+    local list = { F(shape), SAME(1), F(shape), F(rows, 0.1, 1, "fp32"), cols and F(cols, 0.1, 1, "fp32") or SAME(1) }
+    return set(list, a)
+  end
+  case { "adafactor_", factored({ 5, 7 }, { 5, 1 }, { 1, 7 }, args(0.5, 3, 1e-2, -0.8, 1e-7, 1e-3, 1, 0.1)),
+         factored({ 2, 5, 70 }, { 2, 5, 1 }, { 2, 1, 70 }, args(1, 1, 1e-2, -0.8, 1e-7, 1e-3, 1, 0)),
+         factored({ 5, 7 }, { 5 }, { 7 }, args(1, 4, 1e-2, -0.8, 1e-30, 1e-3, 1, 0.1, 1, 1, 1, 1)),
+         factored({ 33 }, { 33 }, nil, args(1, 4, 1e-2, -0.8, 1e-30, 1e-3, 1, 0.1, 1, 0)),
+         factored({ 33 }, { 33 }, nil, args(1, 4, 1e-2, -0.8, 1e-7, 1e-3)), types = { "fp32" }, tol = near,
+         floor = 1e-6, layouts = false }
+  --- Averages in bf16 and in 8 bits.
+  local function half(ins) ins[4], ins[5] = ins[4]:to "bf16", ins[5]:to "bf16" end
+  local function in_bf16(list, a)
+    list.prepare = half
+    return set(list, a)
+  end
+  case { "adam_bf16_", in_bf16(group({ 5, 7 }, 5), args(0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 7)),
+         in_bf16(group({ 130 }, 5), args(1, 1, 1e-2)), types = { "fp32" }, exact = true, layouts = false }
+  case { "adam_bf16_", in_bf16(group({ 65 }, 5, true), args(0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, 7)), exact = true,
+         layouts = false }
+  local function in_8_bits(shape, blocks, master, a)
+    local list = { F(shape), master and F(shape, -2, 2, "fp32") or SAME(1), F(shape), I(shape, 0, 255),
+      F({ blocks }, 0, 1, "fp32"), I(shape, 0, 255), F({ blocks }, 0, 1, "fp32") }
+    list.prepare = bytes(4, 6)
+    return set(list, a)
+  end
+  local of_8 = args(0.5, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1)
+  case { "adam8bit_", in_8_bits({ 5, 7 }, 1, false, of_8), in_8_bits({ 1000 }, 4, false, of_8), types = { "fp32" },
+         exact = true, layouts = false }
+  case { "adam8bit_", in_8_bits({ 65 }, 1, true, of_8), in_8_bits({ 131, 257 }, 132, true, of_8), exact = true,
+         layouts = false }
+  case { "adam8bit_", with_low(in_8_bits({ 300 }, 2, true, of_8), { 300 }, bytes(2, 4, 6)), types = { "bf16" },
+         exact = true, layouts = false }
+  case { "remainder_split_", with_low({ F { 5, 7 }, SAME(1), F({ 5, 7 }, -2, 2, "fp32") }, { 5, 7 }),
+         with_low({ F { 131, 257 }, SAME(1), F({ 131, 257 }, -2, 2, "fp32") }, { 131, 257 }), types = { "bf16" },
+         exact = true, layouts = false }
+  case { "remainder_join", with_low({ F { 5, 7 }, SAME(1) }, { 5, 7 }),
+         with_low({ F { 131, 257 }, SAME(1) }, { 131, 257 }), types = { "bf16" }, exact = true, layouts = false }
 end
 -- A block of the emulated device takes a second for a row of 5000.
 local LONG_ROWS = os.getenv "PS_TEST_DEVICE" == "cuda" and 4 or 40

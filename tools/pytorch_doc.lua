@@ -143,6 +143,14 @@ attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | q, k and 
 attention_packed_backward | - | - | its gradient
 adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
 sgd_ | optim.SGD | optim.SGD |
+lion_ | - | optim.Lion | lion-pytorch's
+lamb_ | - | optim.LAMB | timm's, without its clipping
+muon_ | optim.Muon | optim.Muon | products are fp32 for fp32 parameters; groups name the optimizer of other parameters
+adafactor_ | optim.Adafactor | optim.Adafactor, optim.HuggingFaceAdafactor | eps is eps1 and eps2
+adam8bit_ | - | optim.AdamW8bit | averages in 8 bits
+adam_bf16_ | - | optim.AdamWBF16 | averages in bf16
+remainder_split_ | - | - | masters of memory = { master = "remainder" }
+remainder_join | - | - | the same
 sample | - | - | draws a token from logits with temperature, top_k, top_p and min_p; used by model:generate
 ]]
 

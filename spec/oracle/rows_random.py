@@ -53,7 +53,8 @@ def normal(d):
         return (mean + std * z).reshape(x[0].shape)
     case = Case("ps.ops.normal_(x[1], %s, %s, %d, %d)" % (lua(mean), lua(std), seed, offset), run, [x],
                 device=d.choice("cpu", "ref"))
-    case.absolute = 6 * 2.0 ** -21 * std         # the radius is below 6, the angle up to 2 pi, an fp32 number and product
+    # The radius is below 6, the angle up to 2 pi, an fp32 number and product.
+    case.absolute = 6 * 2.0 ** -21 * std
     return case
 
 
@@ -110,7 +111,8 @@ def arange_in_place(d):
     start, step = (d.int(-9, 9), d.choice(1, -2, 7)) if "int" in dtype else (d.choice(0, -1.5), d.choice(1, 0.25, -0.5))
     x = place(d, dtype)
     return Case("ps.ops.arange_(x[1], %s, %s)" % (lua(start), lua(step)), lambda x, m: (
-        start + step * torch.arange(x[0].numel(), dtype=torch.float64)).to(x[0].dtype).reshape(x[0].shape), [x], exact=True)
+        start + step * torch.arange(x[0].numel(), dtype=torch.float64)).to(x[0].dtype).reshape(x[0].shape),
+        [x], exact=True)
 
 
 def arange(d):
@@ -140,7 +142,8 @@ def filled(d):
 
 def like(d):
     name = d.choice("zeros_like", "ones_like")
-    return Case("ps.%s(x[1])" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.choice(*TYPES))], exact=True)
+    return Case("ps.%s(x[1])" % name, lambda x, m: getattr(torch, name)(x[0]),
+                [d.input(d.shape(), d.choice(*TYPES))], exact=True)
 
 
 def scale_by(d):
@@ -169,11 +172,13 @@ def sample(d):
             n = min(top_k, classes) if top_k else classes
             mass = torch.softmax(order.values[r, :n] / temperature, 0).cumsum(0)
             used = min(n, 1 + int((mass < top_p).sum()))
-            likelier = order.values[r, :used] / temperature - order.values[r, 0] / temperature >= math.log(min_p or 1e-300)
+            below = order.values[r, :used] / temperature - order.values[r, 0] / temperature
+            likelier = below >= math.log(min_p or 1e-300)
             used = int(likelier.sum())
             picked.append(int(order.indices[r, min(used - 1, int((mass[:used] <= u[r] * mass[used - 1]).sum()))]))
         return torch.tensor(picked, dtype=torch.int64).reshape(rows)
-    return Case("ps.ops.sample(x[1], %s, %s, %d, %d, %d, %s)" % (lua(temperature), lua(top_p), top_k, seed, offset, lua(min_p)), run,
+    attrs = (lua(temperature), lua(top_p), top_k, seed, offset, lua(min_p))
+    return Case("ps.ops.sample(x[1], %s, %s, %d, %d, %d, %s)" % attrs, run,
                 [x], exact=True)
 
 
@@ -183,8 +188,8 @@ def adam(d):
     t, lr, b1, b2 = d.int(1, 50), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.999, 0.95)
     eps, wd, scale = d.choice(1e-8, 1e-6), d.choice(0, 0.1), d.choice(1, 0.5, 1 / 3)
     master = d.values(shape, "fp32")
-    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1), Input(d.values(shape, "fp32", -1, 1)),
-              Input(d.values(shape, "fp32", 0, 1))]
+    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1),
+              Input(d.values(shape, "fp32", -1, 1)), Input(d.values(shape, "fp32", 0, 1))]
     list_ = "{ x[1], x[1], x[3], x[4], x[5] }" if dtype == "fp32" else "x"
     text = "local list = %s ps.ops.adam_(list, %d, %s) return list[1], list[2], list[4], list[5]" % (
         list_, adamw, ", ".join(map(lua, (lr, b1, b2, eps, wd, scale, 1 - b1 ** t, 1 - b2 ** t))))
@@ -213,7 +218,8 @@ def sgd(d):
     dampening = 0 if nesterov else d.choice(0, 0.1)
     first, scale = d.int(0, 1), d.choice(1, 0.5)
     master = d.values(shape, "fp32")
-    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1), Input(d.values(shape, "fp32"))]
+    inputs = [Input(master.to(TYPES[dtype])), Input(master), d.input(shape, dtype, plain=1),
+              Input(d.values(shape, "fp32"))]
     list_ = "{ x[1], x[1], x[3], x[4] }" if dtype == "fp32" else "x"
     text = "local list = %s ps.ops.sgd_(list, %s) return list[1], list[2], list[4]" % (
         list_, ", ".join(map(lua, (lr, momentum, wd, dampening, nesterov, first, scale))))
@@ -228,6 +234,134 @@ def sgd(d):
         p = p.float()
         return [p.to(x[0].dtype), p, buf.float()]
     return Case(text, run, inputs)
+
+
+def update(op, d, states, attrs, formula, shape=None, tail=0):
+    """A row of an optimizer's update: param (its own master), grad and states, against a formula in float64."""
+    shape = shape or d.shape(1, 2)
+    inputs = [Input(d.values(shape, "fp32")), Input(d.values(shape, "fp32", -1, 1))] + states(shape)
+    names = ", ".join("x[%d]" % (i + 3) for i in range(len(inputs) - 2))
+    stand_in = ", x[1]" * tail
+    text = "local list = { x[1], x[1], x[2], %s%s } ps.ops.%s(list, %s) return x[1], %s" % (
+        names, stand_in, op, ", ".join(map(lua, attrs)), names)
+
+    def run(x, m):
+        out = formula(*(z.double() for z in x), m)
+        return out if m.exact else [z.float() for z in out]
+    return Case(text, run, inputs)
+
+
+def lion(d):
+    t, lr, b1, b2 = d.int(1, 9), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.95)
+    wd, scale = d.choice(0, 0.1), d.choice(1, 0.5)
+
+    def formula(p, g, mean, m):
+        g = g * scale
+        u = (b1 * mean + (1 - b1) * g).sign()
+        return [p * (1 - lr * wd) - (m.change(lr * u) if m.exact and m.change else lr * u), b2 * mean + (1 - b2) * g]
+    return update("lion_", d, lambda s: [Input(d.values(s, "fp32", -1, 1))], (scale, t, lr, b1, b2, wd), formula)
+
+
+def lamb(d):
+    t, lr, b1, b2, wd = d.int(1, 9), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.95), d.choice(0, 0.1)
+    eps, averaging, always, clip = 1e-6, d.int(0, 1), d.int(0, 1), d.int(0, 1)
+
+    def formula(p, g, mean, square, m):
+        mean, square = b1 * mean + ((1 - b1) if averaging else 1) * g, b2 * square + (1 - b2) * g * g
+        u = mean / (1 - b1 ** t) / (square.sqrt() / math.sqrt(1 - b2 ** t) + eps) + wd * p
+        ratio = p.norm() / u.norm() if (wd or always) and p.norm() > 0 and u.norm() > 0 else torch.ones(()).double()
+        step = lr * (ratio.clamp(max=1) if clip else ratio) * u
+        return [p - (m.change(step) if m.exact and m.change else step), mean, square]
+    return update("lamb_", d, lambda s: [Input(d.values(s, "fp32", -1, 1)), Input(d.values(s, "fp32", 0, 1))],
+                  (1, t, lr, b1, b2, eps, wd, averaging, 1, always, clip), formula)
+
+
+def muon(d):
+    lr, momentum, wd = d.choice(1e-3, 0.1), d.choice(0.95, 0.5), d.choice(0, 0.1)
+    nesterov, adjust = d.int(0, 1), d.int(0, 2)
+    rows, cols = d.int(1, 40), d.int(1, 40)
+
+    def formula(p, g, buf, m):
+        buf = buf + (1 - momentum) * (g - buf)
+        x = g + momentum * (buf - g) if nesterov else buf
+        x = x.T if rows > cols else x
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+        x = x.T if rows > cols else x
+        ratio = [math.sqrt(max(1, rows / cols)), 0.2 * math.sqrt(max(rows, cols)), math.sqrt(rows / cols)][adjust]
+        step = lr * ratio * x
+        return [p * (1 - lr * wd) - (m.change(step) if m.exact and m.change else step), buf]
+    return update("muon_", d, lambda s: [Input(d.values(s, "fp32", -1, 1))],
+                  (1, 1, lr, momentum, wd, 1e-7, 3.4445, -4.775, 2.0315, nesterov, 5, adjust), formula, [rows, cols])
+
+
+def adafactor(d):
+    t, lr, wd, eps1, eps2 = d.int(1, 9), d.choice(1e-3, 0.1), d.choice(0, 0.1), 1e-7, 1e-3
+    shape = d.shape(1, 3)
+    matrix = len(shape) > 1
+    take = t ** -0.8
+
+    def formula(p, g, *rest):
+        m, states = rest[-1], list(rest[:-1])
+        if matrix:
+            states = [states[0] + take * ((g * g).mean(-1, keepdim=True) - states[0]),
+                      states[1] + take * ((g * g).mean(-2, keepdim=True) - states[1])]
+            var = states[0] @ states[1] / states[0].mean(-2, keepdim=True).clamp(min=eps1)
+        else:
+            states = [states[0] + take * (g * g - states[0])]
+            var = states[0]
+        u = g * var.clamp(min=eps1 * eps1).rsqrt()
+        alpha = max(eps2, p.square().mean().sqrt().item()) * min(lr, t ** -0.5)
+        step = alpha / max(1.0, u.square().mean().sqrt().item()) * u
+        return [p * (1 - lr * wd) - (m.change(step) if m.exact and m.change else step)] + states
+
+    def states(s):
+        if not matrix:
+            return [Input(d.values(s, "fp32", 0.1, 1))]
+        return [Input(d.values(s[:-1] + [1], "fp32", 0.1, 1)), Input(d.values(s[:-2] + [1, s[-1]], "fp32", 0.1, 1))]
+    return update("adafactor_", d, states, (1, t, lr, -0.8, eps1, eps2, 1, wd), formula, shape, 0 if matrix else 1)
+
+
+def small_adam(d):
+    """The first update of AdamW with averages in 8 bits, and any with averages in bf16: the parameter's value, which is
+    computed before averages are rounded."""
+    eight, n, lr, b1, b2 = d.int(0, 1), d.int(1, 600), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.95)
+    t, wd, eps = 1 if eight else d.int(1, 9), d.choice(0, 0.1), 1e-8
+    inputs = [Input(d.values([n], "fp32")), Input(d.values([n], "fp32", -1, 1))]
+    attrs = ", ".join(map(lua, (1, t, lr, b1, b2, eps, wd)))
+    if eight:
+        blocks = (n + 255) // 256
+        states = ", ".join(["ps.zeros({ %d }, { dtype = 'uint8' }), ps.zeros { %d }" % (n, blocks)] * 2)
+    else:
+        inputs += [Input(d.values([n], "bf16", -1, 1)), Input(d.values([n], "bf16", 0, 1))]
+        states = "x[3], x[4]"
+    name = "adam8bit_" if eight else "adam_bf16_"
+    text = "ps.ops.%s({ x[1], x[1], x[2], %s }, %s) return x[1]" % (name, states, attrs)
+
+    def run(x, m):
+        p, g = x[0].double(), x[1].double()
+        mean, square = (x[2].double(), x[3].double()) if len(x) > 2 else (torch.zeros_like(p), torch.zeros_like(p))
+        mean, square = b1 * mean + (1 - b1) * g, b2 * square + (1 - b2) * g * g
+        step = lr / (1 - b1 ** t) * mean / ((square / (1 - b2 ** t)).sqrt() + eps)
+        p = p - lr * wd * p - (m.change(step) if m.exact and m.change else step)
+        return p if m.exact else p.float()
+    return Case(text, run, inputs)
+
+
+def halves(d):
+    """An fp32 tensor that goes into a weight and its remainder, and back."""
+    n = d.int(0, 100)
+    text = ("local w, low = ps.empty({ %d }, { dtype = 'bf16' }), ps.zeros({ %d }, { dtype = 'uint8' }) "
+            "ps.ops.remainder_split_ { w, low, x[1] } return ps.ops.remainder_join(w, low), w" % (n, 2 * n))
+
+    def run(x, m):
+        bits = x[0].float().view(torch.int32).to(torch.int64) & 0xffffffff
+        upper = ((bits + 0x8000) >> 16 << 16) & 0xffffffff
+        signed = torch.where(upper >= 2 ** 31, upper - 2 ** 32, upper).to(torch.int32)
+        return [x[0].clone(), signed.view(torch.float32).to(torch.bfloat16)]
+    return Case(text, run, [Input(d.values([n], "fp32"))], exact=True)
 
 
 ALONE = ("all_reduce all_gather reduce_scatter broadcast copy_to_tp reduce_from_tp scatter_to_tp gather_from_tp "
@@ -247,5 +381,9 @@ ROWS = [
     Row("dropout", dropout, "dropout", 2), Row("arange_", arange_in_place, "arange_"), Row("arange", arange),
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
+    Row("lion_", lion, "lion_"), Row("lamb_", lamb, "lamb_"), Row("muon_", muon, "muon_"),
+    Row("adafactor_", adafactor, "adafactor_"),
+    Row("adam8bit_, adam_bf16_", small_adam, "adam8bit_ adam_bf16_"),
+    Row("remainders", halves, "remainder_split_ remainder_join"),
     Row("a group of one", alone, ALONE),
 ]

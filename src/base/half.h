@@ -3,6 +3,7 @@
  * stays NaN, an fp16 overflow becomes infinity, and subnormals are kept. The vector kernels give the same bits. */
 #ifndef PS_BASE_HALF_H
 #define PS_BASE_HALF_H
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -37,5 +38,18 @@ static inline uint16_t ps_f32_to_f16(float f)
         return (uint16_t)(sign | (ps_f32_bits(v) - 0x3f000000u));
     }
     return (uint16_t)(sign | ((a + 0xc8000fffu + ((a >> 13) & 1)) >> 13));
+}
+
+/* The upper and lower half of an fp32 value M: the bf16 weight W is M rounded half away from zero, and lo the lower 16
+ * bits of M. M = ((W - (lo >> 15)) << 16) | lo, so no tie is ambiguous. All NaNs become one. */
+static inline uint16_t ps_remainder_split(uint32_t m, uint16_t *lo)
+{
+    bool nan = (m & 0x7fffffffu) > 0x7f800000u;
+    *lo = nan ? 0 : (uint16_t)m;
+    return nan ? 0x7fc0 : (uint16_t)((m + 0x8000u) >> 16);
+}
+static inline uint32_t ps_remainder_join(uint16_t w, uint16_t lo)
+{
+    return (uint32_t)(uint16_t)(w - (lo >> 15)) << 16 | lo;
 }
 #endif

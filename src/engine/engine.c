@@ -497,7 +497,8 @@ static int take_param(ps_engine *e, param_rec *r, const ps_param *p)
     ps_tensor *own[] = { r->param, r->master, r->place };
     for (int k = 0; k < 3; k++) if (own[k]) ps_tensor_retain(own[k]);
     r->owned = r->master != NULL;
-    if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE) {
+    bool apart = r->master && r->master->dtype_ == PS_U8;     /* remainders need the parameter's value */
+    if (r->param->dtype_ != PS_F32 && p->tie != PS_TIE_USE && !apart) {
         PS_TRY(slot_view(r->param, &r->slot));
         PS_TRY(slot_view(r->host[0], &r->host_slot));
     }

@@ -219,7 +219,7 @@ static void update(ps_cost *c, int width)
 {
     for (int i = 0; i + width <= c->n_in; i += width) {
         const ps_tensor *param = c->in[i], *master = c->in[i + 1];
-        c->bytes += nbytes(param) * (master == param ? 2 : 1) + nbytes(c->in[i + 2]);
+        c->bytes += nbytes(param) * (master == param || master->dtype_ == PS_U8 ? 2 : 1) + nbytes(c->in[i + 2]);
         if (master != param) c->bytes += 2 * nbytes(master);
         for (int k = 3; k < width; k++) if (c->in[i + k] != master) c->bytes += 2 * nbytes(c->in[i + k]);
     }
@@ -227,6 +227,19 @@ static void update(ps_cost *c, int width)
 
 void cost_adam(ps_cost *c) { update(c, 5); }
 void cost_sgd(ps_cost *c) { update(c, 4); }
+void cost_adafactor(ps_cost *c) { update(c, 5); }
+void cost_update(ps_cost *c) { update(c, 7); }
+
+void cost_muon(ps_cost *c)                        /* of symmetric products a half */
+{
+    const ps_attrs_muon_ *a = c->attrs;
+    update(c, 4);
+    for (int i = 0; i + 4 <= c->n_in; i += 4) {
+        double rows = (double)c->in[i]->shape_[0], cols = (double)c->in[i]->shape_[1];
+        double least = rows < cols ? rows : cols;
+        c->flops += a->steps * (least * rows * cols + least * least * least + 2 * least * rows * cols);
+    }
+}
 
 /* -- of any op ----------------------------------------------------------------------------------------------------- */
 int ps_op_cost(int op, int n_in, ps_tensor *const *in, const void *attrs, int n_out, ps_tensor *const *out,

@@ -2,29 +2,42 @@
  * Optimizer steps, whose groups of tensors are checked here, and ops that store gradients. None of them has a gradient
  * rule. */
 #include "base/error.h"
+#include "base/update.h"
 #include "tensor/optable.h"
 
 int infer_adam(ps_infer *f);
 int infer_sgd(ps_infer *f);
 int infer_grad_store(ps_infer *f);
+int infer_lion(ps_infer *f);
+int infer_adam_bf16(ps_infer *f);
+int infer_lamb(ps_infer *f);
+int infer_muon(ps_infer *f);
+int infer_adafactor(ps_infer *f);
+int infer_adam8bit(ps_infer *f);
+int infer_remainder_split(ps_infer *f);
+int infer_remainder_join(ps_infer *f);
 
-/* Groups of param, master, grad, and state tensors: equal numel; state and master in fp32 (fp64 for fp64 parameters),
- * or the master is the parameter itself. All except the gradient are written to, so writes to a copy of them would be
- * lost. */
-static int check_groups(const ps_infer *f, int size)
+/* Groups of param, master, grad and states. The master is fp32 (fp64 for fp64 parameters), the parameter itself, or the
+ * remainders of a bf16 parameter: uint8 [2 numel], the lower halves of its fp32 values (base/half.h). `alike` states
+ * come first and have the parameter's numel and type `dtype` (PS_F32: fp64 for fp64 parameters); the op's own rule
+ * checks the others. All except the gradient are written to, so writes to a copy of them would be lost. */
+static int check_update(const ps_infer *f, int size, int alike, int dtype)
 {
     if (f->n_in % size) return ps_rule_fail(f, "%d tensors cannot be divided into groups of %d", f->n_in, size);
     for (int i = 0; i < f->n_in; i++) {
         const ps_tensor *p = f->in[i - i % size], *t = f->in[i];
-        int state = p->dtype_ == PS_F64 ? PS_F64 : PS_F32;
-        if (t->numel_ != p->numel_)
-            return ps_rule_fail(f, "tensor %d of group %d differs in numel", i % size, i / size);
+        int k = i % size, wide = p->dtype_ == PS_F64 ? PS_F64 : PS_F32, state = dtype == PS_F32 ? wide : dtype;
+        bool low = k == 1 && t->dtype_ == PS_U8;
+        if (k < 3 + alike && t->numel_ != (low ? 2 : 1) * p->numel_ && t != f->in[i - k + 1])
+            return ps_rule_fail(f, "tensor %d of group %d has numel %lld, and the parameter %lld", k, i / size,
+                                (long long)t->numel_, (long long)p->numel_);
         bool fits = ps_dtype_is_float(t->dtype_);
-        if (i % size == 1 || i % size > 2) fits = t->dtype_ == state || t == p;
-        if (i % size != 2 && f->copied >> i & 1)
-            return ps_rule_fail(f, "tensor %d of group %d is not contiguous", i % size, i / size);
-        if (!fits)
-            return ps_rule_fail(f, "tensor %d of group %d has type %s", i % size, i / size, ps_dtype_name(t->dtype_));
+        if (k == 1) fits = t->dtype_ == wide || t == p || (low && p->dtype_ == PS_BF16);
+        if (k > 2 && k < 3 + alike) fits = t->dtype_ == state || t == f->in[i - k + 1];
+        if (k >= 3 + alike) fits = true;
+        if (k != 2 && f->copied >> i & 1)
+            return ps_rule_fail(f, "tensor %d of group %d is not contiguous", k, i / size);
+        if (!fits) return ps_rule_fail(f, "tensor %d of group %d has type %s", k, i / size, ps_dtype_name(t->dtype_));
     }
     return 0;
 }
@@ -34,10 +47,89 @@ int infer_adam(ps_infer *f)
     const ps_attrs_adam_ *at = f->attrs;
     if (!(at->bias1 > 0) || !(at->bias2 > 0))
         return ps_rule_fail(f, "bias corrections %g and %g must be positive", at->bias1, at->bias2);
-    return check_groups(f, 5);
+    return check_update(f, 5, 2, PS_F32);
 }
 
-int infer_sgd(ps_infer *f) { return check_groups(f, 4); }
+int infer_sgd(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
+int infer_lion(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
+int infer_adam_bf16(ps_infer *f) { return check_update(f, 5, 2, PS_BF16); }
+int infer_lamb(ps_infer *f) { return check_update(f, 5, 2, PS_F32); }
+
+int infer_muon(ps_infer *f)
+{
+    PS_TRY(check_update(f, 4, 1, PS_F32));
+    for (int i = 0; i < f->n_in; i += 4)
+        if (f->in[i]->ndim != 2)
+            return ps_rule_fail(f, "parameter %d has %d dimensions; Muon takes matrices", i / 4, f->in[i]->ndim);
+    return 0;
+}
+
+/* States: of a tensor of two or more dimensions [..., R, C] the averages of rows [..., R, 1] and of columns
+ * [..., 1, C]; of a vector the average of all elements, and the master again. */
+int infer_adafactor(ps_infer *f)
+{
+    PS_TRY(check_update(f, 5, 0, PS_F32));
+    for (int i = 0; i < f->n_in; i += 5) {
+        const ps_tensor *p = f->in[i], *rows = f->in[i + 3], *cols = f->in[i + 4];
+        int n = p->ndim;
+        int64_t r = n > 1 && p->shape_[n - 1] > 0 ? p->numel_ / p->shape_[n - 1] : p->numel_;
+        int64_t c = n > 1 && p->shape_[n - 2] > 0 ? p->numel_ / p->shape_[n - 2] : p->numel_;
+        if (rows->numel_ != r || (n > 1 && cols->numel_ != c))
+            return ps_rule_fail(f, "the states of parameter %d have %lld and %lld elements; they need %lld and %lld",
+                                i / 5, (long long)rows->numel_, (long long)cols->numel_, (long long)r, (long long)c);
+        for (int k = 3; k < (n > 1 ? 5 : 4); k++)
+            if (f->in[i + k]->dtype_ != (p->dtype_ == PS_F64 ? PS_F64 : PS_F32))
+                return ps_rule_fail(f, "state %d of parameter %d has type %s", k - 3, i / 5,
+                                    ps_dtype_name(f->in[i + k]->dtype_));
+    }
+    return 0;
+}
+
+/* States: codes of exp_avg uint8 [numel], its scales fp32 [blocks], the same of exp_avg_sq. */
+int infer_adam8bit(ps_infer *f)
+{
+    PS_TRY(check_update(f, 7, 0, PS_F32));
+    for (int i = 0; i < f->n_in; i++) {
+        const ps_tensor *p = f->in[i - i % 7], *t = f->in[i];
+        int k = i % 7;
+        bool codes = k == 3 || k == 5;
+        int64_t numel = codes ? p->numel_ : (p->numel_ + PS_STATE_BLOCK - 1) / PS_STATE_BLOCK;
+        if (k > 2 && (t->numel_ != numel || t->dtype_ != (codes ? PS_U8 : PS_F32)))
+            return ps_rule_fail(f, "tensor %d of group %d is %s [%lld], and needs %s [%lld]", k, i / 7,
+                                ps_dtype_name(t->dtype_), (long long)t->numel_, codes ? "uint8" : "fp32",
+                                (long long)numel);
+        if (k == 0 && p->dtype_ == PS_F64) return ps_rule_fail(f, "parameter %d is fp64", i / 7);
+    }
+    return 0;
+}
+
+int infer_remainder_split(ps_infer *f)
+{
+    if (f->n_in % 3) return ps_rule_fail(f, "%d tensors cannot be divided into groups of 3", f->n_in);
+    for (int i = 0; i < f->n_in; i += 3) {
+        const ps_tensor *w = f->in[i], *low = f->in[i + 1], *src = f->in[i + 2];
+        if (w->dtype_ != PS_BF16 || low->dtype_ != PS_U8 || src->dtype_ != PS_F32)
+            return ps_rule_fail(f, "param is %s, low %s, src %s; they must be bf16, uint8, fp32",
+                                ps_dtype_name(w->dtype_), ps_dtype_name(low->dtype_), ps_dtype_name(src->dtype_));
+        if (low->numel_ != 2 * w->numel_ || src->numel_ != w->numel_)
+            return ps_rule_fail(f, "low has %lld elements and src %lld; param has %lld", (long long)low->numel_,
+                                (long long)src->numel_, (long long)w->numel_);
+        if (f->copied >> i & 3) return ps_rule_fail(f, "param or low of group %d is not contiguous", i / 3);
+    }
+    return 0;
+}
+
+int infer_remainder_join(ps_infer *f)
+{
+    const ps_tensor *w = f->in[0], *low = f->in[1];
+    if (w->dtype_ != PS_BF16 || low->dtype_ != PS_U8 || low->numel_ != 2 * w->numel_)
+        return ps_rule_fail(f, "param is %s [%lld] and low %s [%lld]; they must be bf16 [n] and uint8 [2 n]",
+                            ps_dtype_name(w->dtype_), (long long)w->numel_, ps_dtype_name(low->dtype_),
+                            (long long)low->numel_);
+    f->out[0] = ps_meta_like(w);
+    f->out[0].dtype = PS_F32;
+    return 0;
+}
 
 /* The kernel checks the dtype of an output that the caller passed, because this function does not know it. */
 int infer_grad_store(ps_infer *f)

@@ -14,6 +14,11 @@ int ps_update_attrs(int op, void *attrs, int64_t t, double grad_scale)
         ps_attrs_sgd_ *a = attrs;
         a->grad_scale = grad_scale;
         a->first = t == 1;
+    } else if (op == PS_OP_lion_ || op == PS_OP_lamb_ || op == PS_OP_muon_ || op == PS_OP_adafactor_ ||
+               op == PS_OP_adam8bit_ || op == PS_OP_adam_bf16_) {
+        struct { double grad_scale; int64_t t; } *head = attrs;           /* their first attributes */
+        head->grad_scale = grad_scale;
+        head->t = t;
     } else {
         return ps_fail(PS_EINVAL, "op %d is not an optimizer's update", op);
     }

@@ -93,6 +93,9 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
     kernel[PS_OP_mlp] = ps_cpu_mlp;
     kernel[PS_OP_sample] = ps_cpu_sample;
+    kernel[PS_OP_muon_] = ps_cpu_muon;
+    kernel[PS_OP_adafactor_] = ps_cpu_adafactor;
+    kernel[PS_OP_lamb_] = ps_cpu_lamb;
     kernel[PS_OP_linear_gelu_backward] = ps_cpu_linear_gelu_backward;
     kernel[PS_OP_conv] = ps_cpu_conv;
     kernel[PS_OP_conv_transpose] = ps_cpu_conv_transpose;
@@ -134,7 +137,8 @@ bool ps_cpu_asks(int op)
     case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:
     case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: case PS_OP_sample:
     case PS_OP_conv: case PS_OP_conv_transpose: case PS_OP_conv_weight: case PS_OP_channel_norm:
-    case PS_OP_channel_norm_backward: case PS_OP_resample: case PS_OP_max_pool_backward: return true;
+    case PS_OP_channel_norm_backward: case PS_OP_resample: case PS_OP_max_pool_backward:
+    case PS_OP_muon_: case PS_OP_adafactor_: case PS_OP_lamb_: return true;
     default: return false;
     }
 }

@@ -10,8 +10,8 @@
 
 enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, a fork and join costs more than it saves */
 
-#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(attention) X(rope) \
-    X(channel_norm) X(image)
+#define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(update) \
+    X(attention) X(rope) X(channel_norm) X(image)
 
 /* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the strides
  * is 1. */
@@ -26,6 +26,9 @@ int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
 int ps_cpu_linear(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_sample(ps_call *call);
+int ps_cpu_muon(ps_call *call);                  /* muon.c */
+int ps_cpu_adafactor(ps_call *call);
+int ps_cpu_lamb(ps_call *call);
 int ps_cpu_linear_grad(ps_call *call);           /* chain.c */
 int ps_cpu_mlp(ps_call *call);
 int ps_cpu_linear_gelu_backward(ps_call *call);

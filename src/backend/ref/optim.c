@@ -18,12 +18,12 @@
  * p is the master; param is p rounded to its own type. */
 static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
 {
-    const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
+    const ps_view *param = &in[0], *grad = &in[2], *m_view = &in[3], *v_view = &in[4];
     float beta1 = (float)a->beta1, beta2 = (float)a->beta2, c1 = (float)(1 - a->beta1), c2 = (float)(1 - a->beta2);
     float wd = (float)a->weight_decay, keep = (float)(1 - a->lr * a->weight_decay), scale = (float)a->grad_scale;
     float step = (float)(a->lr / a->bias1), inv = (float)(1 / sqrt(a->bias2)), eps = (float)a->eps;
     for (int64_t i = 0; i < param->numel; i++) {
-        float p = (float)ref_load(master, i), g = (float)ref_load(grad, i) * scale;
+        float p = (float)ref_master_get(in, i), g = (float)ref_load(grad, i) * scale;
         float m = (float)ref_load(m_view, i), v = (float)ref_load(v_view, i);
         if (wd != 0 && !a->adamw) g = fmaf(wd, p, g);
         if (wd != 0 && a->adamw) p = p * keep;
@@ -33,8 +33,7 @@ static void adam_float(const ps_attrs_adam_ *a, const ps_view *in)
         p = fmaf(-step, m / denom, p);
         ref_store(m_view, i, m);
         ref_store(v_view, i, v);
-        ref_store(master, i, p);
-        ref_store(param, i, p);
+        ref_master_put(in, i, p);
     }
 }
 
@@ -79,10 +78,10 @@ int ref_adam_(ps_call *call)
 #define SGD(name, R, FMA)                                                                                  \
     static void name(const ps_attrs_sgd_ *a, const ps_view *in)                                            \
     {                                                                                                      \
-        const ps_view *param = &in[0], *master = &in[1], *grad = &in[2], *buf_view = &in[3];               \
+        const ps_view *param = &in[0], *grad = &in[2], *buf_view = &in[3];                                 \
         R lr = (R)a->lr, wd = (R)a->weight_decay, momentum = (R)a->momentum, damp = (R)(1 - a->dampening); \
         for (int64_t i = 0; i < param->numel; i++) {                                                       \
-            R p = (R)ref_load(master, i), g = (R)ref_load(grad, i) * (R)a->grad_scale;                     \
+            R p = (R)ref_master_get(in, i), g = (R)ref_load(grad, i) * (R)a->grad_scale;                     \
             if (wd != 0) g = FMA(wd, p, g);                                                                \
             if (momentum != 0) {                                                                           \
                 R buf = a->first ? g : FMA(momentum, (R)ref_load(buf_view, i), damp * g);                  \
@@ -90,8 +89,7 @@ int ref_adam_(ps_call *call)
                 g = a->nesterov ? FMA(momentum, buf, g) : buf;                                             \
             }                                                                                              \
             p = FMA(-lr, g, p);                                                                            \
-            ref_store(master, i, p);                                                                       \
-            ref_store(param, i, p);                                                                        \
+            ref_master_put(in, i, p);                                                                      \
         }                                                                                                  \
     }
 SGD(sgd_float, float, fmaf)

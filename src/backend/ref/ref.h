@@ -130,6 +130,10 @@ static inline int64_t ref_last(const ps_view *v) { return v->ndim > 0 ? v->shape
 /* dst = src broadcast to dst's shape, converted: bytes when the types agree, exact integers when both are integers. */
 void ref_copy(const ps_view *dst, const ps_view *src);
 
+/* The fp32 or fp64 value of a parameter, from in[0], the parameter, and in[1], its master or remainders (update.c). */
+double ref_master_get(const ps_view *in, int64_t i);
+void ref_master_put(const ps_view *in, int64_t i, double p);
+
 /* PS_ERANGE for the first index outside of [0, n). */
 int ref_check_index(const ps_view *index, int64_t n);
 

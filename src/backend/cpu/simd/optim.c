@@ -7,67 +7,8 @@
  * instruction set and thread count. An element is read before it is written, so operands may share memory (master or
  * grad with param). */
 #define PS_ANY_LANES                    /* functions for sums of squares set their own */
-#include <omp.h>
 #include "backend/cpu/simd/operand.h"
-
-enum { UNIT = 4096 };
-
-/* One tensor of a list: param, master, grad, exp_avg in m and exp_avg_sq in v. SGD has its momentum buffer in m and no
- * v. An operand that does not exist is NULL. */
-struct item {
-    void *param;                      /* NULL when master is the parameter itself */
-    float *master, *m, *v;
-    const void *grad;
-    int64_t numel;
-    int param_dtype, grad_dtype;
-};
-struct work {
-    int n;
-    struct item item[PS_MAX_IN];
-    int64_t unit[PS_MAX_IN + 1];      /* first unit of each tensor; the last entry is the total */
-};
-static void count_units(struct work *w)
-{
-    w->unit[0] = 0;
-    for (int i = 0; i < w->n; i++) w->unit[i + 1] = w->unit[i] + (w->item[i].numel + UNIT - 1) / UNIT;
-}
-
-/* Fills w from groups of `each` inputs: param, master, grad[, m[, v]]. False: an operand this file does not know. */
-static bool collect(const ps_call *call, int each, struct work *w)
-{
-    w->n = call->n_in / each;
-    for (int i = 0; i < w->n; i++) {
-        const ps_view *g = call->in + i * each, *p = &g[0], *master = &g[1], *grad = &g[2];
-        for (int k = 0; k < each; k++)
-            if (!view_flat(&g[k]) || !is_lane_type(g[k].dtype) || g[k].numel != p->numel ||
-                ((k == 1 || k > 2) && g[k].dtype != PS_F32))
-                return false;
-        w->item[i] = (struct item){ .param = master->data == p->data ? NULL : p->data, .master = master->data,
-                                    .grad = grad->data, .m = each > 3 ? g[3].data : NULL,
-                                    .v = each > 4 ? g[4].data : NULL, .numel = p->numel, .param_dtype = p->dtype,
-                                    .grad_dtype = grad->dtype };
-    }
-    count_units(w);
-    return true;
-}
-
-/* Calls span(setting, item, first, last) for all elements, in pieces, on all threads. */
-typedef void (*span_fn)(const void *setting, const struct item *it, int64_t first, int64_t last);
-static void run_work(const struct work *w, const void *setting, span_fn span)
-{
-    int64_t units = w->unit[w->n];
-#pragma omp parallel if (units > PS_PAR_MIN / UNIT)
-    {
-        int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-        int64_t u = units * me / threads, end = units * (me + 1) / threads;
-        for (int i = 0; i < w->n && u < end; i++) {
-            if (u >= w->unit[i + 1]) continue;
-            int64_t stop = end < w->unit[i + 1] ? end : w->unit[i + 1], last = (stop - w->unit[i]) * UNIT;
-            span(setting, &w->item[i], (u - w->unit[i]) * UNIT, last < w->item[i].numel ? last : w->item[i].numel);
-            u = stop;
-        }
-    }
-}
+#include "backend/cpu/simd/optim_list.h"
 
 /* -- Adam -------------------------------------------------------------------------------------------------------- */
 struct adam { float scale, l2, keep, b1, b2, omb1, omb2, inv_sqrt_bias2, eps, step; int has_l2; };
@@ -82,40 +23,34 @@ SIMD void adam_step(const struct adam *h, vf g, vf *p, vf *m, vf *v)
     vf denominator = vf_fma(vf_sqrt(*v), vf_set(h->inv_sqrt_bias2), vf_set(h->eps));
     *p = vf_fma(vf_set(-h->step), *m / denominator, *p);
 }
-SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int param_dtype,
-                    int grad_dtype)
+SIMD void adam_at(const struct adam *h, const struct item *it, int64_t i, int form, int grad_dtype)
 {
-    for (; i + VL <= last; i += VL) {
-        vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i);
-        vf m = vf_load(it->m + i), v = vf_load(it->v + i);
-        adam_step(h, g, &p, &m, &v);
-        vf_store(it->m + i, m);
-        vf_store(it->v + i, v);
-        vf_store(it->master + i, p);
-        if (it->param) vf_put(it->param, i, param_dtype, p);
-    }
-    if (i < last) {
-        int n = (int)(last - i);
-        vf g = vf_get_n(it->grad, i, grad_dtype, n, 0.0f), p = vf_get_n(it->master, i, PS_F32, n, 0.0f);
-        vf m = vf_get_n(it->m, i, PS_F32, n, 0.0f), v = vf_get_n(it->v, i, PS_F32, n, 0.0f);
-        adam_step(h, g, &p, &m, &v);
-        vf_put_n(it->m, i, PS_F32, n, m);
-        vf_put_n(it->v, i, PS_F32, n, v);
-        vf_put_n(it->master, i, PS_F32, n, p);
-        if (it->param) vf_put_n(it->param, i, param_dtype, n, p);
-    }
+    float *of_m = (float *)it->state[0] + i, *of_v = (float *)it->state[1] + i;
+    vf g = vf_get(it->grad, i, grad_dtype), p = master_get(it, i, form), m = vf_load(of_m), v = vf_load(of_v);
+    adam_step(h, g, &p, &m, &v);
+    vf_store(of_m, m);
+    vf_store(of_v, v);
+    master_put(it, i, p, form);
+}
+SIMD void adam_body(const struct adam *h, const struct item *it, int64_t i, int64_t last, int form, int grad_dtype)
+{
+    static const int nbytes[2] = { 4, 4 };
+    for (; i + VL <= last; i += VL) adam_at(h, it, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    adam_at(h, &t.it, 0, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
 }
 static void adam_span(const void *setting, const struct item *it, int64_t first, int64_t last)
 {
-    if (it->param_dtype == PS_F32) PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_F32);
-    else if (it->param_dtype == PS_BF16) PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_BF16);
-    else PS_BY_VEC(it->grad_dtype, adam_body, setting, it, first, last, PS_F16);
+    PS_BY_FORM(it, adam_body, setting, it, first, last);
 }
 static int adam(ps_call *call)
 {
     const struct ps_attrs_adam_ *a = call->attrs;
     struct work w;
-    if (!collect(call, 5, &w)) return PS_EUNSUP;
+    if (!collect_alike(call, 5, PS_F32, &w)) return PS_EUNSUP;
     struct adam h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay,
                       .has_l2 = !a->adamw && (float)a->weight_decay != 0,
                       .keep = a->adamw ? (float)(1 - a->lr * a->weight_decay) : 1.0f, .b1 = (float)a->beta1,
@@ -139,35 +74,34 @@ SIMD void sgd_step(const struct sgd *h, vf g, vf *p, vf *m)
     }
     *p = vf_fma(vf_set(-h->lr), g, *p);
 }
-SIMD void sgd_body(const struct sgd *h, const struct item *it, int64_t first, int64_t last, int grad_dtype)
+SIMD void sgd_at(const struct sgd *h, const struct item *it, int64_t i, int form, int grad_dtype)
 {
-    for (int64_t i = first; i < last; i += VL) {
-        int n = last - i < VL ? (int)(last - i) : VL;
-        if (n == VL) {
-            vf g = vf_get(it->grad, i, grad_dtype), p = vf_load(it->master + i), m = vf_load(it->m + i);
-            sgd_step(h, g, &p, &m);
-            if (h->has_momentum) vf_store(it->m + i, m);
-            vf_store(it->master + i, p);
-            if (it->param) vf_put(it->param, i, it->param_dtype, p);
-        } else {
-            vf g = vf_get_n(it->grad, i, grad_dtype, n, 0.0f), p = vf_get_n(it->master, i, PS_F32, n, 0.0f);
-            vf m = vf_get_n(it->m, i, PS_F32, n, 0.0f);
-            sgd_step(h, g, &p, &m);
-            if (h->has_momentum) vf_put_n(it->m, i, PS_F32, n, m);
-            vf_put_n(it->master, i, PS_F32, n, p);
-            if (it->param) vf_put_n(it->param, i, it->param_dtype, n, p);
-        }
-    }
+    float *of_m = (float *)it->state[0] + i;
+    vf g = vf_get(it->grad, i, grad_dtype), p = master_get(it, i, form);
+    vf m = h->has_momentum ? vf_load(of_m) : vf_zero();
+    sgd_step(h, g, &p, &m);
+    if (h->has_momentum) vf_store(of_m, m);
+    master_put(it, i, p, form);
+}
+SIMD void sgd_body(const struct sgd *h, const struct item *it, int64_t i, int64_t last, int form, int grad_dtype)
+{
+    const int nbytes[2] = { h->has_momentum ? 4 : 0, 0 };
+    for (; i + VL <= last; i += VL) sgd_at(h, it, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    sgd_at(h, &t.it, 0, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
 }
 static void sgd_span(const void *setting, const struct item *it, int64_t first, int64_t last)
 {
-    PS_BY_VEC(it->grad_dtype, sgd_body, setting, it, first, last);
+    PS_BY_FORM(it, sgd_body, setting, it, first, last);
 }
 static int sgd(ps_call *call)
 {
     const struct ps_attrs_sgd_ *a = call->attrs;
     struct work w;
-    if (!collect(call, 4, &w)) return PS_EUNSUP;
+    if (!collect_alike(call, 4, PS_F32, &w)) return PS_EUNSUP;
     struct sgd h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay, .momentum = (float)a->momentum,
                      .take = (float)(1 - a->dampening), .lr = (float)a->lr, .has_l2 = (float)a->weight_decay != 0,
                      .has_momentum = (float)a->momentum != 0, .nesterov = a->nesterov, .first = a->first };

@@ -1,0 +1,306 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Optimizers besides those of optim.c, and masters that are kept as remainders. ref/update.c has the formulas and their
+ * sources. Compiled once per instruction set; the invariants are those of optim.c. */
+#define PS_ANY_LANES
+#include "backend/cpu/simd/operand.h"
+#include "backend/cpu/simd/optim_list.h"
+#include "base/update.h"
+
+/* -- remainders ---------------------------------------------------------------------------------------------------- */
+static int remainder_split(ps_call *call)
+{
+    for (int k = 0; k + 3 <= call->n_in; k += 3) {
+        const ps_view *w = &call->in[k], *low = w + 1, *src = w + 2;
+        if (!view_flat(w) || !view_flat(low) || !view_flat(src)) return PS_EUNSUP;
+        struct item it = { .param = w->data, .low = low->data };
+        const float *from = src->data;
+        int64_t n = w->numel, whole = n / VL * VL;
+#pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
+        for (int64_t i = 0; i < whole; i += VL) master_put(&it, i, vf_load(from + i), PS_REMAINDER);
+        for (int64_t i = whole; i < n; i++)
+            ((uint16_t *)it.param)[i] = ps_remainder_split(ps_f32_bits(from[i]), it.low + i);
+    }
+    return 0;
+}
+static int remainder_join(ps_call *call)
+{
+    const ps_view *w = &call->in[0], *low = &call->in[1];
+    if (!view_flat(w) || !view_flat(low) || !view_flat(&call->out[0])) return PS_EUNSUP;
+    struct item it = { .param = w->data, .low = low->data };
+    float *to = call->out[0].data;
+    int64_t n = w->numel, whole = n / VL * VL;
+#pragma omp parallel for schedule(static) if (n > PS_PAR_MIN)
+    for (int64_t i = 0; i < whole; i += VL) vf_store(to + i, master_get(&it, i, PS_REMAINDER));
+    for (int64_t i = whole; i < n; i++) to[i] = ps_bits_f32(ps_remainder_join(((uint16_t *)it.param)[i], it.low[i]));
+    return 0;
+}
+
+/* -- Lion ---------------------------------------------------------------------------------------------------------- */
+struct lion { float scale, keep, b1, b2, c1, c2, lr; };
+
+SIMD void lion_at(const struct lion *h, const struct item *it, int64_t i, int form, int grad_dtype)
+{
+    vf p = master_get(it, i, form) * h->keep, g = vf_get(it->grad, i, grad_dtype) * h->scale;
+    float *m = (float *)it->state[0] + i;
+    vf old = vf_load(m), u = vf_fma(vf_set(h->b1), old, g * h->c1), lr = vf_set(h->lr);
+    p = vf_select(u > vf_zero(), p - lr, vf_select(u < vf_zero(), p + lr, vf_select(u != u, u, p)));
+    vf_store(m, vf_fma(vf_set(h->b2), old, g * h->c2));
+    master_put(it, i, p, form);
+}
+SIMD void lion_body(const struct lion *h, const struct item *it, int64_t first, int64_t last, int form, int grad_dtype)
+{
+    static const int nbytes[2] = { 4, 0 };
+    int64_t i = first;
+    for (; i + VL <= last; i += VL) lion_at(h, it, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    lion_at(h, &t.it, 0, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
+}
+static void lion_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, lion_body, setting, it, first, last);
+}
+static int lion(ps_call *call)
+{
+    const struct ps_attrs_lion_ *a = call->attrs;
+    struct work w;
+    if (!collect_alike(call, 4, PS_F32, &w)) return PS_EUNSUP;
+    struct lion h = { .scale = (float)a->grad_scale, .keep = (float)(1 - a->lr * a->weight_decay),
+                      .b1 = (float)a->beta1, .b2 = (float)a->beta2, .c1 = (float)(1 - a->beta1),
+                      .c2 = (float)(1 - a->beta2), .lr = (float)a->lr };
+    run_work(&w, &h, lion_span);
+    return 0;
+}
+
+/* -- AdamW with averages in bf16 or in 8 bits ---------------------------------------------------------------------- */
+struct adamw { float scale, keep, b1, b2, c1, c2, inv, eps, step; uint64_t seed, t; };
+
+static struct adamw adamw_of(double lr, double beta1, double beta2, double eps, double wd, double scale, int64_t t)
+{
+    double bias1 = 1 - pow(beta1, (double)t), bias2 = 1 - pow(beta2, (double)t);
+    return (struct adamw){ .scale = (float)scale, .keep = (float)(1 - lr * wd), .b1 = (float)beta1, .b2 = (float)beta2,
+                           .c1 = (float)(1 - beta1), .c2 = (float)(1 - beta2), .inv = (float)(1 / sqrt(bias2)),
+                           .eps = (float)eps, .step = (float)(lr / bias1), .t = (uint64_t)t };
+}
+SIMD void adamw_step(const struct adamw *h, vf g, vf *p, vf *m, vf *v)
+{
+    g = g * h->scale;
+    *p = *p * h->keep;
+    *m = vf_fma(vf_set(h->b1), *m, g * h->c1);
+    *v = vf_fma(vf_set(h->b2), *v, (g * h->c2) * g);
+    *p = vf_fma(vf_set(-h->step), *m / vf_fma(vf_sqrt(*v), vf_set(h->inv), vf_set(h->eps)), *p);
+}
+
+/* The lower halves of `random` decide whether x is rounded up. */
+SIMD void put_random(void *to, int64_t i, vf x, vu random)
+{
+    vu u = (vu)x, special = (vu)((vi)(u & 0x7fffffffu) >= vi_set(0x7f800000));
+    vu r = (u + (random & 0xffffu)) & 0xffff0000u;
+    vf_store_bf16((uint16_t *)to + i, (vf)((special & u) | (~special & r)));
+}
+/* number: of the first element in its tensor, by which random numbers are drawn. */
+SIMD void adam_bf16_at(const struct adamw *h, const struct item *it, int64_t i, int64_t number, int form,
+                       int grad_dtype)
+{
+    vf p = master_get(it, i, form), m = vf_load_bf16((uint16_t *)it->state[0] + i);
+    vf v = vf_load_bf16((uint16_t *)it->state[1] + i);
+    vu random = vu_philox_run(h->seed, (uint64_t)number, h->t).v[0];
+    adamw_step(h, vf_get(it->grad, i, grad_dtype), &p, &m, &v);
+    put_random(it->state[0], i, m, random);
+    put_random(it->state[1], i, v, random >> 16);
+    master_put(it, i, p, form);
+}
+SIMD void adam_bf16_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
+                         int grad_dtype)
+{
+    static const int nbytes[2] = { 2, 2 };
+    int64_t i = first;
+    for (; i + VL <= last; i += VL) adam_bf16_at(h, it, i, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    adam_bf16_at(h, &t.it, 0, i, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
+}
+static void adam_bf16_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, adam_bf16_body, setting, it, first, last);
+}
+static int adam_bf16(ps_call *call)
+{
+    const struct ps_attrs_adam_bf16_ *a = call->attrs;
+    struct work w;
+    if (!collect_alike(call, 5, PS_BF16, &w)) return PS_EUNSUP;
+    struct adamw h = adamw_of(a->lr, a->beta1, a->beta2, a->eps, a->weight_decay, a->grad_scale, a->t);
+    h.seed = a->seed;
+    run_work(&w, &h, adam_bf16_span);
+    return 0;
+}
+
+/* -- 8 bits -------------------------------------------------------------------------------------------------------- */
+/* From a magnitude to its code: its upper bits name a cell, which at most one midpoint divides. A cell has the code of
+ * its first number and that midpoint (infinity: none). Magnitudes below 2^-25 are nearest to 0. Negative numbers have
+ * cells of their own, with codes that fall; a midpoint itself has the higher code, so there it is the next number. */
+enum { CELL_BITS = 7, LEAST = 127 - 25, CELLS = 26 << CELL_BITS };
+struct code_map { float value[256], midpoint[2 * CELLS]; int32_t code[2 * CELLS]; };
+static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
+
+static void make_cells(struct code_map *m, int zero, int direction, int offset)
+{
+    int code = zero;
+    for (int cell = 0; cell < CELLS; cell++) {
+        uint32_t bits = (uint32_t)((LEAST << CELL_BITS) + cell) << (23 - CELL_BITS);
+        float first = cell == 0 ? 0 : ps_bits_f32(bits), next = ps_bits_f32(bits + (1u << (23 - CELL_BITS)));
+        float middle = INFINITY;
+        for (;; code += direction) {
+            if (code + direction < 0 || code + direction > 255) middle = INFINITY;
+            else middle = fabsf((m->value[code] + m->value[code + direction]) * 0.5f);
+            if (direction < 0 && middle < INFINITY) middle = nextafterf(middle, INFINITY);
+            if (first < middle) break;
+        }
+        m->code[offset + cell] = code;
+        m->midpoint[offset + cell] = middle < next ? middle : INFINITY;
+    }
+}
+static void make_maps(void)
+{
+    ps_state_map(plain_map.value, false);
+    ps_state_map(signed_map.value, true);
+    make_cells(&plain_map, 0, 1, 0);
+    make_cells(&plain_map, 0, 1, CELLS);               /* of -0 */
+    make_cells(&signed_map, 127, 1, 0);
+    make_cells(&signed_map, 127, -1, CELLS);
+}
+SIMD vf vf_gather(const float *from, vi at)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_i32gather_ps((__m512i)at, from, 4);
+#elif PS_LANES == 8
+    return (vf)_mm256_i32gather_ps(from, (__m256i)at, 4);
+#else
+    vf x;
+    for (int i = 0; i < VL; i++) x[i] = from[at[i]];
+    return x;
+#endif
+}
+SIMD vi vi_gather(const int32_t *from, vi at) { return (vi)vf_gather((const float *)(const void *)from, at); }
+SIMD vf dequantise(const struct code_map *m, const uint8_t *codes, float scale)
+{
+    vb b;
+    memcpy(&b, codes, sizeof b);
+    return vf_gather(m->value, __builtin_convertvector(b, vi)) * scale;
+}
+SIMD void quantise(const struct code_map *m, vf x, uint8_t *codes, vi has_sign)
+{
+    vf magnitude = vf_abs(x);
+    vi negative = ((vi)x < vi_set(0)) & has_sign;
+    vi cell = ((vi)magnitude >> (23 - CELL_BITS)) - vi_set(LEAST << CELL_BITS);
+    cell = cell & ~(cell < vi_set(0));
+    cell = (cell & (cell < vi_set(CELLS))) | (vi_set(CELLS - 1) & (cell >= vi_set(CELLS)));
+    cell = cell + (negative & vi_set(CELLS));
+    vi step = (magnitude >= vf_gather(m->midpoint, cell)) & ((vi_set(1) & ~negative) | negative);
+    vi code = (vi_gather(m->code, cell) + step) & (x == x);
+    vb b = __builtin_convertvector(code, vb);
+    memcpy(codes, &b, sizeof b);
+}
+/* The largest of all lanes; NaN if there is one. */
+SIMD float most_of(vf a)
+{
+    float x[VL], most;
+    memcpy(x, &a, sizeof x);
+    most = x[0];
+    for (int i = 1; i < VL; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
+    return most;
+}
+/* Codes of n numbers x [PS_STATE_BLOCK], whose largest magnitude is `most`. */
+SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, float most, uint8_t *codes, float *scale,
+                         vi has_sign)
+{
+    float inv = most > 0 ? 1 / most : 0;
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) quantise(m, vf_load(x + i) * inv, codes + i, has_sign);
+    if (i < n) {
+        uint8_t rest[VL];
+        quantise(m, vf_load(x + i) * inv, rest, has_sign);
+        memcpy(codes + i, rest, (size_t)(n - i));
+    }
+    *scale = most;
+}
+SIMD void dequantise_block(const struct code_map *m, const uint8_t *codes, int64_t n, float scale, float *x)
+{
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) vf_store(x + i, dequantise(m, codes + i, scale));
+    if (i < n) {
+        uint8_t rest[VL] = { 0 };
+        memcpy(rest, codes + i, (size_t)(n - i));
+        vf_store(x + i, dequantise(m, rest, scale));
+    }
+}
+SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, float *mean, float *square, vf *most,
+                      int form, int grad_dtype)
+{
+    vf p = master_get(it, i, form), m = vf_load(mean), v = vf_load(square);
+    adamw_step(h, vf_get(it->grad, i, grad_dtype), &p, &m, &v);
+    master_put(it, i, p, form);
+    vf_store(mean, m), vf_store(square, v);
+    most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(m), most[0]));
+    most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(v), most[1]));
+}
+SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t first, int64_t n, int form,
+                         int grad_dtype)
+{
+    static const int none[2] = { 0, 0 };
+    float m[PS_STATE_BLOCK] = { 0 }, v[PS_STATE_BLOCK] = { 0 };
+    int64_t block = first / PS_STATE_BLOCK;
+    float *m_scale = (float *)it->state[1] + block, *v_scale = (float *)it->state[3] + block;
+    uint8_t *m_codes = (uint8_t *)it->state[0] + first, *v_codes = (uint8_t *)it->state[2] + first;
+    vf most[2] = { vf_zero(), vf_zero() };
+    dequantise_block(&signed_map, m_codes, n, *m_scale, m);
+    dequantise_block(&plain_map, v_codes, n, *v_scale, v);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) adam8bit_at(h, it, first + i, m + i, v + i, most, form, grad_dtype);
+    if (i < n) {
+        struct tail t;
+        vf whole[2] = { most[0], most[1] };
+        tail_get(&t, it, first + i, (int)(n - i), none);
+        adam8bit_at(h, &t.it, 0, m + i, v + i, whole, form, grad_dtype);
+        tail_put(&t, it, first + i, (int)(n - i), none);
+        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no element: it has no part in the scale */
+        most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(vf_load(m + i)), most[0]));
+        most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(vf_load(v + i)), most[1]));
+    }
+    quantise_block(&signed_map, m, n, most_of(most[0]), m_codes, m_scale, vi_set(-1));
+    quantise_block(&plain_map, v, n, most_of(most[1]), v_codes, v_scale, vi_set(0));
+}
+SIMD void adam8bit_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
+                        int grad_dtype)
+{
+    for (int64_t i = first; i < last; i += PS_STATE_BLOCK)
+        adam8bit_block(h, it, i, last - i < PS_STATE_BLOCK ? last - i : PS_STATE_BLOCK, form, grad_dtype);
+}
+static void adam8bit_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, adam8bit_body, setting, it, first, last);
+}
+static int adam8bit(ps_call *call)
+{
+    const struct ps_attrs_adam8bit_ *a = call->attrs;
+    struct work w;
+    if (!collect_any(call, 7, &w)) return PS_EUNSUP;
+    struct adamw h = adamw_of(a->lr, a->beta1, a->beta2, a->eps, a->weight_decay, a->grad_scale, a->t);
+    run_work(&w, &h, adam8bit_span);
+    return 0;
+}
+
+void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k);
+void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
+{
+    make_maps();
+    k[PS_OP_remainder_split_] = remainder_split;
+    k[PS_OP_remainder_join] = remainder_join;
+    k[PS_OP_lion_] = lion;
+    k[PS_OP_adam_bf16_] = adam_bf16;
+    k[PS_OP_adam8bit_] = adam8bit;
+}

@@ -1,0 +1,58 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Numbers that the updates of optimizers share on all backends: the values of 8-bit codes, and rates that follow from a
+ * parameter's shape or values. */
+#ifndef PS_BASE_UPDATE_H
+#define PS_BASE_UPDATE_H
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+enum { PS_STATE_BLOCK = 256 };        /* elements that share a scale */
+
+/* The 256 values of an 8-bit code, ascending: the dynamic map of bitsandbytes and torchao. Decade i of seven, from the
+ * smallest on, has the means of 2^i equal parts of [0.1, 1] (2^(i + 1) without signs), times 10^(i - 6); with signs
+ * also their negatives. 0 and 1 come in addition. */
+static inline void ps_state_map(float *map, bool with_sign)
+{
+    static const float power[7] = { 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f };
+    int n = 0, zero = with_sign ? 127 : 0;
+    map[zero] = 0, map[255] = 1;
+    for (int i = 0; i < 7; i++) {
+        int parts = (with_sign ? 1 : 2) << i;
+        float step = (1.0f - 0.1f) / (float)parts;
+        for (int k = 0; k < parts; k++) {
+            float low = k < (parts + 1) / 2 ? 0.1f + step * (float)k : 1.0f - step * (float)(parts - k);
+            float high = k + 1 < (parts + 1) / 2 ? 0.1f + step * (float)(k + 1) : 1.0f - step * (float)(parts - k - 1);
+            float value = power[i] * ((low + high) / 2.0f);
+            n++;
+            map[zero + n] = value;
+            if (with_sign) map[zero - n] = -value;
+        }
+    }
+}
+
+/* Numbers from here on up to the next value have the higher code. */
+static inline float ps_state_midpoint(const float *map, int code) { return (map[code] + map[code + 1]) * 0.5f; }
+
+/* How much larger Muon's step is for a matrix of this shape. adjust: as the attribute of muon_. */
+static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
+{
+    double ratio = (double)rows / (double)cols, most = (double)(rows > cols ? rows : cols);
+    if (adjust == 1) return 0.2 * sqrt(most);
+    return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
+}
+
+/* Adafactor's step size. rms: of the parameter. hugging_face: the rule of transformers, with its three switches; a rate
+ * of its own, lr, is used without relative_step. Else PyTorch's. */
+static inline double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
+                                       bool scale_parameter, bool relative_step, bool warmup_init)
+{
+    double t = (double)step, scale = eps2 > rms ? eps2 : rms, root = 1 / sqrt(t);
+    if (!hugging_face) return scale * (lr < root ? lr : root);
+    if (relative_step) {
+        double most = warmup_init ? 1e-6 * t : 1e-2;
+        lr = most < root ? most : root;
+    }
+    return lr * (scale_parameter ? scale : 1);
+}
+#endif
