@@ -92,6 +92,9 @@ function see.values(model, optimizer)
   return all
 end
 
+--- Bytes of all chunks.
+function see.state_bytes(model) return tonumber(inner(model).built.state_bytes) end
+
 --- Whether a step ends that gives no gradient to a layer.
 function see.forgotten(model, optimizer)
   model:backward((model.module.out.weight * 2):sum())
@@ -295,6 +298,7 @@ local CASES = {
   vocabulary_size = { 50257, see.said },
 
   ["memory.kind"] = { "plain", see.chunks },
+  ["memory.master"] = { "remainder", see.state_bytes, base = { bf16 = { enabled = true } } },
   ["memory.device"] = { 32 * MIB, see.tiers, base = { device = "sim" } },
   ["memory.host"] = { 32 * MIB, see.tiers },
   ["memory.disk.path"] = { function() return folder end, see.tiers, base = { memory = { host = "32MiB" } } },
@@ -308,6 +312,26 @@ local CASES = {
   ["optimizer.params.momentum"] = { 0.9, see.values, base = SGD },
   ["optimizer.params.dampening"] = { 0.5, see.values, base = MOMENTUM },
   ["optimizer.params.nesterov"] = { true, see.values, base = MOMENTUM },
+  ["optimizer.params.muon_lr"] = { 0.01, see.values, base = { optimizer = { type = "Muon" } } },
+  ["optimizer.params.adam_lr"] = { 0.01, see.values, base = { optimizer = { type = "Muon" } } },
+  ["optimizer.params.ns_coefficients"] = { { 3, -4, 2 }, see.values, base = { optimizer = { type = "Muon" } } },
+  ["optimizer.params.ns_steps"] = { 2, see.values, base = { optimizer = { type = "Muon" } } },
+  ["optimizer.params.adjust_lr_fn"] = { "match_rms_adamw", see.values, base = { optimizer = { type = "Muon" } } },
+  ["optimizer.params.beta2_decay"] = { -0.5, see.values, base = { optimizer = { type = "Adafactor" } } },
+  ["optimizer.params.eps2"] = { 0.5, see.values, base = { optimizer = { type = "Adafactor" } } },
+  ["optimizer.params.d"] = { 100, see.values, base = { optimizer = { type = "Adafactor" } } },
+  ["optimizer.params.eps1"] = { 0.1, see.values, base = { optimizer = { type = "Adafactor" } } },
+  ["optimizer.params.decay_rate"] = { -0.5, see.values, base = { optimizer = { type = "HuggingFaceAdafactor" } } },
+  ["optimizer.params.clip_threshold"] = { 0.01, see.values, base = { optimizer = { type = "HuggingFaceAdafactor" } } },
+  ["optimizer.params.scale_parameter"] = { true, see.values, base = { optimizer = { type = "HuggingFaceAdafactor" } } },
+  ["optimizer.params.relative_step"] = { true, see.values, base = { optimizer = { type = "HuggingFaceAdafactor" } } },
+  ["optimizer.params.warmup_init"] = { true, see.values, base = { optimizer = {
+    type = "HuggingFaceAdafactor", params = { relative_step = true } } } },
+  ["optimizer.params.grad_averaging"] = { false, see.values, base = { optimizer = { type = "LAMB" } } },
+  ["optimizer.params.always_adapt"] = { true, see.values, base = { optimizer = { type = "LAMB",
+    params = { weight_decay = 0 } } } },
+  ["optimizer.params.trust_clip"] = { true, see.values, base = { optimizer = { type = "LAMB",
+    params = { weight_decay = 0.1 } } } },
   ["optimizer.params.adam_w_mode"] = { true, see.values, base = { optimizer = { params = { weight_decay = 0.1 } } } },
   ["optimizer.params.use_hybrid_adam"] = { false, see.split, base = over(TIGHT, { rates = FAST }) },
   ["scheduler.type"] = { "warmup_linear", see.rates, other = "warmup_cosine",

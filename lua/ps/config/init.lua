@@ -133,6 +133,7 @@ local function refuse_others(state, made)
       if not own[key] then owners[key] = (owners[key] and owners[key] .. ", " or "") .. name end
     end
   end
+  owners.muon_lr, owners.adam_lr = not made.matrices and "Muon" or nil, not made.matrices and "Muon" or nil
   if made.op ~= optimizers.of("Adam").op then for key in pairs(OF_ADAM) do owners[key] = "Adam, AdamW" end end
   for key, owner in pairs(owners) do
     local path = "optimizer.params." .. key

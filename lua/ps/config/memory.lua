@@ -134,7 +134,10 @@ function memory.resolve(state, cfg, available)
   old_spellings(state, cfg.zero_optimization)
   if given.kind == "plain" then
     refuse_with_plain(state, cfg)
-    cfg.memory = { kind = "plain" }
+    if given.master == "remainder" then
+      state:fail("memory.master is \"remainder\" and memory.kind is \"plain\": remainders are kept in chunks")
+    end
+    cfg.memory = { kind = "plain", master = "full" }
     return
   end
   if cfg.device == "cpu" then
@@ -157,6 +160,7 @@ function memory.resolve(state, cfg, available)
   end
   cfg.memory = {
     kind = "chunk",
+    master = given.master,
     device = cfg.device ~= "cpu"
       and budget(state, "device", given.device, "overall_gpu_mem_ratio", tracer.overall_gpu_mem_ratio,
         available.device) or nil,

@@ -119,6 +119,8 @@ local sections = {
   { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
     .. "client.mem_tracer.", acts = SETUP, {
     { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"", acts = ENGINE },
+    { "master", T.enum("auto|full|remainder"), "full", H, "remainder: of the fp32 value of a bf16 parameter only the "
+      .. "lower half is kept in addition to it, 2 bytes instead of 4; auto: if that takes less memory", acts = SETUP },
     { "device", T.budget, nil, H, "budget of the accelerator; absent: the share overall_gpu_mem_ratio of its free "
       .. "memory" },
     { "host", T.budget, nil, H, "budget of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
@@ -136,19 +138,22 @@ local sections = {
     { "at_once", T.ratio, nil, H, "share of the device's time in Adam during which the host is free to work" },
   } },
   { "optimizer", "Absent: Adam with its defaults.", {
-    { "type", T.string, "Adam", H, "Adam, AdamW or SGD (PyTorch's). Adam is plain Adam (decay added to the gradient) "
+    { "type", T.string, "Adam", H, "a name of ps.optim (docs/optimizers.md), DeepSpeed or Hugging Face. "
+      .. "Adam is plain Adam (decay added to the gradient) "
       .. "as in PyTorch and PatrickStar, unless adam_w_mode is true (DeepSpeed: true when absent)",
       check = one_of_optimizers, acts = OPTIMIZER },
     { "legacy_fusion", T.boolean, false, I, "the update is always one pass" },
   } },
   { "optimizer.params", "DeepSpeed's defaults.", acts = GROUPS, {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
-    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam: decay of the two exponential averages" },
-    { "eps", T.fp32, 1e-8, H, "of Adam: added to the root" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam, LAMB and Lion (there by default 0.9, 0.99): decay "
+      .. "of the averages" },
+    { "eps", T.fp32, 1e-8, H, "of Adam and LAMB: added to the root; of Muon: the least norm" },
     { "weight_decay", T.fp32, 0, H, "see type; SGD's is added to the gradient" },
-    { "momentum", T.fp32, nil, H, "of SGD, default 0: no state in addition to the fp32 values" },
+    { "momentum", T.fp32, nil, H, "of SGD, default 0: no state in addition to the fp32 values; of "
+      .. "Muon, default 0.95" },
     { "dampening", T.fp32, nil, H, "of SGD, default 0: 1 - dampening of a gradient is added to the momentum" },
-    { "nesterov", T.boolean, nil, H, "of SGD, default false: Nesterov's momentum" },
+    { "nesterov", T.boolean, nil, H, "of SGD, default false, and Muon, default true: Nesterov's momentum" },
     { "maximize", T.boolean, false, R, "not implemented" },
     { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: by type", acts = SETTLED },
     { "use_hybrid_adam", T.boolean, true, H, "state that fits on the device with the model is updated there, SGD's, "
@@ -162,7 +167,24 @@ local sections = {
     { "factor_min", T.any, nil, R, OTHER }, { "factor_threshold", T.any, nil, R, OTHER },
     { "freeze_step", T.any, nil, R, OTHER }, { "cuda_aware", T.any, nil, R, OTHER },
     { "comm_backend_name", T.any, nil, R, OTHER },
-    { "muon_lr", T.any, nil, R, OTHER }, { "adam_lr", T.any, nil, R, OTHER },
+    { "muon_lr", T.fp32, nil, H, "of Muon: the rate of its matrices; absent: lr" },
+    { "adam_lr", T.fp32, nil, H, "of Muon: the rate of all other parameters; absent: lr" },
+    { "ns_coefficients", T.tree, nil, H, "of Muon: a, b and c of an iteration" },
+    { "ns_steps", T.integer(1, 99), nil, H, "of Muon: iterations" },
+    { "adjust_lr_fn", T.enum("original|match_rms_adamw|spectral_unclamped"), nil, H,
+      "of Muon: how the rate follows from the shape, in PyTorch's words" },
+    { "beta2_decay", T.number(nil, 0), nil, H, "of Adafactor: averages keep 1 - step ^ beta2_decay" },
+    { "decay_rate", T.number(nil, 0), nil, H, "of HuggingFaceAdafactor: the same" },
+    { "eps1", T.number(0), nil, H, "of both Adafactors: the first of their eps" },
+    { "eps2", T.number(0), nil, H, "of both Adafactors: the second of their eps" },
+    { "d", T.number(1), nil, H, "of Adafactor: bound on the root mean square of an update" },
+    { "clip_threshold", T.number(0), nil, H, "of HuggingFaceAdafactor: the same" },
+    { "scale_parameter", T.boolean, nil, H, "of HuggingFaceAdafactor: rates are multiples of a parameter's size" },
+    { "relative_step", T.boolean, nil, H, "of HuggingFaceAdafactor: the rate follows from the step" },
+    { "warmup_init", T.boolean, nil, H, "of HuggingFaceAdafactor: the rate of relative_step rises slowly" },
+    { "grad_averaging", T.boolean, nil, H, "of LAMB: the average takes 1 - beta1 of a gradient, not all of it" },
+    { "always_adapt", T.boolean, nil, H, "of LAMB: rates follow from norms without weight decay, too" },
+    { "trust_clip", T.boolean, nil, H, "of LAMB: the ratio of norms is at most 1" },
     { "ns_method", T.any, nil, R, OTHER },
   } },
   { "scheduler", "Absent: the rate stays constant. With several groups WarmupLR, WarmupDecayLR, "
@@ -311,7 +333,7 @@ local sections = {
     { "override_module_apply", T.boolean, true, I, "models are plain Lua; nothing is overridden" },
     { "enable_sanity_checks", T.boolean, false, I, "states of chunks are always checked" },
     { "grad_hooks", T.boolean, true, I, "the engine needs no hooks to see gradients" },
-    { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "there is no Muon" },
+    { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "the plan decides which states stay in memory" },
   } },
   { "zero_optimization.offload_optimizer", "Where masters, exp_avg and exp_avg_sq are stored.", {
     { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "

@@ -26,12 +26,13 @@ local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 --- Adds a kind of chunks for a state of optimizers, if it is new.
 ---@param name string
 ---@param place integer its number among the states of its optimizer, from 1
-function kinds.add_state(name, place)
+---@param instead? string a kind in whose place it is
+function kinds.add_state(name, place, instead)
   if kinds.number[name] then return end
   local number = C.ps_kind_state(name)
   native.check(number)
   kinds.name[number], kinds.number[name] = name, number
-  PLACE[name] = PLACE_OF_STATE[place]
+  PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
 --- The most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.

@@ -146,7 +146,7 @@ function Engine:state_dict()
   if not step.is_open(self) then self.masters:sync() end
   local state = self.module:state_dict()
   own_state.keep(self, state)
-  for _, row in ipairs(self.built.list) do state[row.name] = row.values end
+  for _, row in ipairs(self.built.list) do state[row.name] = masters.values(row) end
   return state
 end
 

@@ -211,6 +211,33 @@ local function lookups_of(engine, fields)
   return false
 end
 
+-- Whether every update runs inside backward, by the configuration: gradients then need no place of their own.
+local function updates_inside(fields, cfg)
+  return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
+    and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
+end
+
+-- Whether masters are kept as remainders. Without accumulation and with clipping, a gradient lies in its parameter's
+-- place, which remainders need: nothing is saved then.
+local function keeps_remainders(engine, fields, cfg)
+  local wanted = cfg.memory.master
+  if wanted == "full" then return false end
+  local saves = cfg.precision == "bf16" and cfg.memory.kind ~= "plain" and (fields.adds_up or fields.updates_inside)
+  if wanted == "auto" then
+    engine:note(("memory.master = \"auto\": masters are %s"):format(saves and "kept as remainders" or "whole"))
+    return saves
+  end
+  if cfg.precision ~= "bf16" or cfg.memory.kind == "plain" then
+    error(("ps.initialize: memory.master is \"remainder\", which is for bf16 parameters in chunks, and the "
+      .. "configuration has %s%s"):format(cfg.precision, cfg.memory.kind == "plain" and " in plain memory" or ""))
+  end
+  if not saves then
+    engine:note("memory.master = \"remainder\" saves nothing here: gradients wait for clipping in places of their own "
+      .. "(14 bytes per parameter with AdamW, as with whole masters); memory.master = \"auto\" decides by this")
+  end
+  return true
+end
+
 --- Reads the configuration.
 ---@param engine ps.Engine gets notes
 ---@param request table
@@ -227,6 +254,7 @@ function setup.configure(engine, request, config)
     error(("ps.initialize: the optimizer is %s, but optimizer.params.adam_w_mode makes it %s"):format(
       request.optimizer.kind.name, cfg.optimizer.type))
   end
+  request.param_groups = request.param_groups or optim_groups.split(cfg.optimizer.type)
   check_kind(request.param_groups, cfg.optimizer.type)
   optim_groups.check(optim_groups.configured(cfg.optimizer, request.param_groups), cfg.optimizer.type)
   if not world or world:rank() == 0 then
@@ -242,6 +270,9 @@ function setup.configure(engine, request, config)
     zero_stage = group and group:size() > 1 and cfg.zero_optimization.stage or 0 }
   fields.adds_up = fields.accumulate > 1 or cfg.pipeline.stages > 1
   fields.lookups = lookups_of(engine, fields)
+  fields.param_groups = request.param_groups
+  fields.updates_inside = updates_inside(fields, cfg)
+  fields.remainder = keeps_remainders(engine, fields, cfg)
   if cfg.seed then random.seed(cfg.seed) end
   if not stages_group then return fields end
   local pipeline = require("ps.engine.pipeline.row").request(cfg, stages_group)
@@ -513,8 +544,11 @@ function setup.finish(engine)
     fields.driver = require("ps.engine.pipeline.driver").new(engine, row)
   end
   local in_loops = (fields.driver or engine.driver).in_loops
-  fields.slots = not engine.adds_up and engine.precision ~= "fp32"
+  fields.slots = not engine.adds_up and engine.precision ~= "fp32" and not engine.remainder
   finish_optimizer(engine)
+  if #engine.optimizer.groups > 1 and optimizers.of(cfg.optimizer.type).matrices then
+    engine:note(tostring(engine.optimizer))
+  end
   fields.overlap = overlaps(engine, in_loops)
   if cfg.scheduler then
     fields.scheduler = require("ps.optim.sched").from_config(cfg.scheduler, engine.optimizer)

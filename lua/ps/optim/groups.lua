@@ -13,6 +13,41 @@ local error = caller.error
 
 local groups = {}
 
+-- Names of matrices that are not inside a model: tables of embeddings, and heads.
+local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
+
+--- The groups of an optimizer that is for matrices alone, if a script gives none: matrices inside the model, and the
+--- rest with another optimizer.
+---@param kind string
+---@return table[]? nil: one group has all parameters
+function groups.split(kind)
+  local made = optimizers.of(kind)
+  if not made.matrices then return nil end
+  local function inside(name, param)
+    if param:dim() ~= 2 then return false end
+    for _, part in ipairs(OUTSIDE) do if name:lower():find(part, 1, true) then return false end end
+    return true
+  end
+  return { { match = inside, optimizer = kind }, { optimizer = made.rest } }
+end
+
+--- Refuses parameters that their group's optimizer cannot update.
+---@param group table
+---@param name string
+---@param param ps.Tensor
+---@param cut boolean tensor-parallel ranks share the parameter out
+function groups.check_parameter(group, name, param, cut)
+  local made, shape = optimizers.of_group(group), table.concat(param:shape(), ", ")
+  if made.matrices and param:dim() ~= 2 then
+    error(("%s updates matrices, and %s is [%s]: put it into a group with another optimizer (param_groups, optimizer = "
+      .. "\"%s\")"):format(made.name, name, shape, made.rest), 0)
+  end
+  if cut and (made.whole or made.blocks) then
+    error(("%s needs all of %s, and tensor-parallel ranks share it out (here [%s]): use AdamW, Adam, SGD or Lion with "
+      .. "tensor_parallel, or ZeRO or pipelines with %s"):format(made.name, name, shape, made.name), 0)
+  end
+end
+
 --- The settings of a group, with PyTorch's names.
 ---@param group table
 ---@return string[]
@@ -190,7 +225,7 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Settings in a form that JSON holds bit for bit: a number as text, a pair of numbers (betas) as two, with a blank.
+--- Settings in a form that JSON holds bit for bit: a number as text, a list of numbers (betas) with blanks.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>
@@ -198,7 +233,10 @@ function groups.to_text(group, keys)
   local kept = {}
   for _, key in ipairs(keys) do
     local value = group[key]
-    if type(value) == "table" then value = ("%.17g %.17g"):format(value[1], value[2])
+    if type(value) == "table" then
+      local parts = {}
+      for i, number in ipairs(value) do parts[i] = ("%.17g"):format(number) end
+      value = table.concat(parts, " ")
     elseif type(value) == "number" then value = ("%.17g"):format(value) end
     kept[key] = value
   end
@@ -220,8 +258,11 @@ end
 function groups.from_text(list, saved)
   for number, group in ipairs(list) do
     for key, value in pairs(saved[number]) do
-      local a, b = tostring(value):match("^(%S+) (%S+)$")
-      if a then value = { tonumber(a), tonumber(b) } end
+      if tostring(value):find " " then
+        local numbers = {}
+        for part in value:gmatch "%S+" do numbers[#numbers + 1] = tonumber(part) end
+        value = numbers
+      end
       group[key] = type(value) == "string" and tonumber(value) or value
     end
   end
@@ -245,6 +286,8 @@ function groups.configured(optimizer, param_groups)
     for _, key in ipairs(made.settings) do
       local value = made.defaults[key]
       if (key == "lr" or kind == optimizer.type) and params[key] ~= nil then value = params[key] end
+      if key == "lr" and made.matrices then value = params.muon_lr or value
+      elseif key == "lr" and kind ~= optimizer.type then value = params.adam_lr or value end
       group[key] = type(value) == "table" and copied(value) or value
     end
     for key, value in pairs(made.fixed or {}) do group[key] = value end

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers: Adam, AdamW, SGD. State is fp32 (fp64 for fp64 parameters). A bf16 or fp16 parameter has an fp32 master,
--- made at the first step. A step is a few calls of one fused op, each over a batch of tensors. Gradient clipping, the
--- loss scale and the mean over accumulated gradients are one factor in this op, so gradients are read a second time
--- only for their norm.
+-- Optimizers of plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters), if it has no smaller type. A
+-- bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of one fused op, each over
+-- a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients are one factor in
+-- this op, so gradients are read a second time only for their norm.
 --
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
@@ -162,8 +162,11 @@ local function state_dtype(param) return param:dtype() == "fp64" and "fp64" or "
 -- The type of a state tensor of a parameter.
 local function dtype_of(state, param) return state.dtype == "fp32" and state_dtype(param) or state.dtype end
 
--- The states that a parameter of this group needs.
-local function states_of(group) return optimizers.states_of(optimizers.of_group(group), { group }) end
+-- The states that a parameter needs.
+local function states_of(entry)
+  local states = optimizers.states_of(optimizers.of_group(entry.group), { entry.group })
+  return optimizers.states_for(states, entry.param:shape())
+end
 
 -- Makes a parameter's state, when it first has a gradient.
 local function prepare(entry)
@@ -173,7 +176,7 @@ local function prepare(entry)
     if entry.master ~= p then entry.master:keep() end
   end
   local shape = entry.param:shape()
-  for _, state in ipairs(states_of(entry.group)) do
+  for _, state in ipairs(states_of(entry)) do
     if entry[state.name] == nil then
       entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype_of(state,
         entry.param), device = entry.param:device() })
@@ -198,8 +201,8 @@ end
 local function fill(list, kind, entry, grad)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
-  local has = #states_of(entry.group)
-  for k, state in ipairs(kind.states) do list[n + 3 + k] = k <= has and entry[state.name] or entry.master end
+  local states = states_of(entry)
+  for k = 1, optimizers.takes(kind) do list[n + 3 + k] = states[k] and entry[states[k].name] or entry.master end
 end
 
 -- Updates entries. done: called with each entry after its update, or nil.
@@ -209,7 +212,7 @@ local function update(entries, grads, scale, done)
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
     local factor, kind = entries[first].scale, optimizers.of_group(group)
-    local most = math.floor(native.C.PS_MAX_IN / (3 + #kind.states))
+    local most = math.floor(native.C.PS_MAX_IN / (3 + optimizers.takes(kind)))
     while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t
       and entries[last].scale == factor do
       fill(list, kind, entries[last], grads[last])
@@ -428,7 +431,7 @@ function Optimizer:state_dict(model)
   local values = { kind = self.kind.name, steps = self.steps, t = {}, groups = {} }
   for i, entry in ipairs(self.entries) do
     values.t[names[i]] = entry.t
-    for _, state in ipairs(states_of(entry.group)) do
+    for _, state in ipairs(states_of(entry)) do
       if entry[state.name] ~= nil then tensors[names[i] .. "." .. state.name] = entry[state.name] end
     end
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
@@ -482,7 +485,7 @@ local function for_torch(self)
   function view.set_updates(_, i, t) self.entries[i].t = t end
   function view.slot(_, i)
     local entry, averages = self.entries[i], {}
-    local states = states_of(entry.group)
+    local states = states_of(entry)
     prepare(entry)
     for k, state in ipairs(states) do averages[k] = entry[state.name] end
     return { name = view.engine.built.list[i].name, param = entry.param, states = states, averages = averages }
@@ -538,7 +541,7 @@ function Optimizer:load_state_dict(state, model)
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
     local found = { t = t }
-    for _, of in ipairs(t > 0 and states_of(entry.group) or {}) do
+    for _, of in ipairs(t > 0 and states_of(entry) or {}) do
       local name = of.name
       local tensor = state.tensors[names[i] .. "." .. name]
       if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i])) end
@@ -583,6 +586,61 @@ function optim.AdamW(params, options) return build(optimizers.of "AdamW", params
 ---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
+
+--- Lion (Chen et al. 2023), as lion-pytorch has it.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number,
+---  per_rank?: boolean}
+---@return ps.Optimizer
+function optim.Lion(params, options) return build(optimizers.of "Lion", params, options) end
+
+--- Muon (Jordan et al. 2024), as PyTorch has it, for matrices. Give other parameters in groups with another optimizer:
+--- { params = list, optimizer = "AdamW" }.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, weight_decay?: number, momentum?: number, nesterov?: boolean, ns_coefficients?:
+---  number[], eps?: number, ns_steps?: integer, adjust_lr_fn?: "original"|"match_rms_adamw"|"spectral_unclamped",
+---  max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.Muon(params, options) return build(optimizers.of "Muon", params, options) end
+
+--- Adafactor (Shazeer and Stern 2018), as PyTorch has it; its eps are eps1 and eps2.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, beta2_decay?: number, eps1?: number, eps2?: number, d?: number, weight_decay?:
+---  number, max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.Adafactor(params, options) return build(optimizers.of "Adafactor", params, options) end
+
+--- Adafactor as transformers has it, with the defaults of its Trainer; its eps are eps1 and eps2.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, decay_rate?: number, eps1?: number, eps2?: number, clip_threshold?: number,
+---  weight_decay?: number, scale_parameter?: boolean, relative_step?: boolean, warmup_init?: boolean,
+---  max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.HuggingFaceAdafactor(params, options)
+  return build(optimizers.of "HuggingFaceAdafactor", params, options)
+end
+
+--- LAMB (You et al. 2020), as timm has it, without its clipping (max_norm).
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number,
+---  grad_averaging?: boolean, always_adapt?: boolean, trust_clip?: boolean, max_norm?: number,
+---  per_rank?: boolean}
+---@return ps.Optimizer
+function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, options) end
+
+--- AdamW with averages of 8 bits, in blocks of 256 elements with a scale each (Dettmers et al. 2022).
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
+---  per_rank?: boolean}
+---@return ps.Optimizer
+function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
+
+--- AdamW with averages in bf16, which are rounded up or down at random.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
+---  per_rank?: boolean}
+---@return ps.Optimizer
+function optim.AdamWBF16(params, options) return build(optimizers.of "AdamWBF16", params, options) end
 
 optim.GradScaler = loss_scaler.pytorch
 

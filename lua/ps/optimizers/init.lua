@@ -7,7 +7,8 @@ local dtypes = require "ps.core.dtype"
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
 ---@field name string PyTorch's, where PyTorch has it; also the kind of chunks that hold it
 ---@field dtype "fp32"|"bf16"|"uint8" fp32 becomes fp64 for parameters of fp64
----@field shape? fun(shape: integer[]): integer[] its shape for a parameter of this shape; absent: the parameter's
+---@field shape? fun(shape: integer[]): integer[]? its shape for a parameter of this shape, nil: such a parameter has no
+---  such state; absent: the parameter's
 ---@field most? number with `shape`: the most bytes per element of the parameter
 
 ---@class ps.optimizers.Description
@@ -26,18 +27,26 @@ local dtypes = require "ps.core.dtype"
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
 ---@field torch table PyTorch's class: extra (settings that its groups also have), belongs(group): why a saved group is
 ---  another class's, or nil; counts: false: its states have no `step`
----@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer
+---@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer, in any case
+---@field exact_aliases? string[] the same in this case only
+---@field whole? boolean an update needs all of a parameter, so tensor-parallel ranks cannot share it out
+---@field blocks? boolean states have blocks that no cut may divide
+---@field matrices? boolean only for parameters of two dimensions
+---@field rest? string with `matrices`: the optimizer of all other parameters
 
 local optimizers = {}
 
-optimizers.names = { "Adam", "AdamW", "SGD" }
-local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd" }
-local by_name, by_any = {}, {}
+optimizers.names = { "Adam", "AdamW", "SGD", "Lion", "Muon", "Adafactor", "HuggingFaceAdafactor", "LAMB", "AdamW8bit",
+  "AdamWBF16" }
+local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd", Lion = "lion", Muon = "muon", Adafactor = "adafactor",
+  HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small" }
+local by_name, by_any, by_exact = {}, {}, {}
 
 for _, name in ipairs(optimizers.names) do
   local made = require("ps.optimizers." .. FILES[name])[name]
   by_name[name], by_any[name:lower()] = made, name
   for _, alias in ipairs(made.aliases or {}) do by_any[alias:lower()] = name end
+  for _, alias in ipairs(made.exact_aliases or {}) do by_exact[alias] = name end
 end
 
 --- The description of an optimizer by its own name.
@@ -48,7 +57,7 @@ function optimizers.of(name) return by_name[name] end
 --- An optimizer's name, found by any of its names in any case; nil: there is none.
 ---@param name string
 ---@return string?
-function optimizers.find(name) return by_any[name:lower()] end
+function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
 
 --- The description of a group's optimizer.
 ---@param group {kind: string}
@@ -103,8 +112,11 @@ end
 ---@return number
 function optimizers.states_most(states)
   local sum = 0
-  for _, state in ipairs(states) do sum = sum + (state.most or dtypes.of_state[state.dtype]) end
-  return sum
+  local factored = 0
+  for _, state in ipairs(states) do
+    if state.most == 4 then factored = 4 else sum = sum + dtypes.of_state[state.dtype] end
+  end
+  return sum + factored
 end
 
 --- The states that parameters have if the groups of their optimizer have these settings: the most that any group needs.
@@ -112,12 +124,24 @@ end
 ---@param groups table[]
 ---@return ps.optimizers.State[]
 function optimizers.states_of(made, groups)
-  if not made.needed then return made.states end
+  if not made.needed or made.takes then return made.states end
   local most, list = 0, {}
   for _, group in ipairs(groups) do
     if group.kind == made.name then most = math.max(most, made.needed(group)) end
   end
   for i = 1, most do list[i] = made.states[i] end
+  return list
+end
+
+--- The states among these that a parameter of this shape has.
+---@param states ps.optimizers.State[]
+---@param shape integer[]
+---@return ps.optimizers.State[]
+function optimizers.states_for(states, shape)
+  local list = {}
+  for _, state in ipairs(states) do
+    if not state.shape or state.shape(shape) then list[#list + 1] = state end
+  end
   return list
 end
 

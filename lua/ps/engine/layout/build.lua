@@ -14,6 +14,7 @@ local optimizers = require "ps.optimizers"
 require "ps.optimizers.update"                                  -- kinds of chunks for states
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.layout.embed"
+local masters = require "ps.engine.state.masters"
 local array = require "ps.core.array"
 local ffi, C = native.ffi, native.C
 
@@ -24,6 +25,8 @@ local param_array = array "ps_param"
 local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
+local REMAINDER = { name = "remainder", dtype = "uint8" }
+kinds.add_state(REMAINDER.name, 1, "param_fp32")
 local dtypes = require "ps.core.dtype"
 local BYTES, STATE = dtypes.nbytes, dtypes.of_state
 
@@ -41,9 +44,13 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
+-- Whether a state has no place at its parameter's offset: it has another shape, or elements so small that this offset
+-- would not be aligned.
+local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
+
 -- Bytes from the begin of its chunk at which a parameter's state lies. index: the parameter's number in the layout.
 local function state_at(state, ids, offset, index)
-  if not state.shape then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
+  if not packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
   return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
     + ids.state_offset[state.name][index] * STATE[state.dtype]
 end
@@ -158,15 +165,31 @@ local function target_dtype(entry, precision)
   return dtype == "fp32" and precision or dtype
 end
 
+-- The lower halves of the masters of bf16 parameters, instead of the masters: memory.master = "remainder".
+local function new_remainder(like, where, ids, offset, name)
+  local at = kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
+  sizes[0] = 2 * like:numel()
+  native.retry(C.ps_engine_tensor_shaped, native.ctx, 1, sizes, native.dtype_code(REMAINDER.dtype), where.host,
+    ids[REMAINDER.name], at, name, tensor_out)
+  return native.own(tensor_out[0])
+end
+
+local function adopt_remainder(tensor, ids, offset, name)
+  local at = kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
+  native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[REMAINDER.name], at, name)
+end
+
 -- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master, which is nil if another rank
 -- has the master.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
+  local remainder = trains and where.remainder and dtype == "bf16"
   if old:dtype() == dtype then
     adopt_param(old, dtype, where, ids, offset, name)
     if not ids.mine then return old, nil end
     if not trains or dtype == "fp32" then return old, old end
+    if remainder then return old, new_remainder(old, where, ids, offset, name) end
     local master = new_tensor(old, "fp32", where.host, ids, "param_fp32", offset, name)
     local from = where.shards and where.shards:own(old, where.host) or apart and seen_from(old, where.host) or old
     scope.no_grad(function() master:copy_(from) end)
@@ -179,6 +202,14 @@ local function place_param(entry, ids, offset, where)
   tensor_hooks.move(old, param)
   if not trains then param:requires_grad(false) end
   for _, at in ipairs(entry.places) do registry.put(at[1], at[2], param) end
+  if remainder and ids.mine then
+    local low, place = new_remainder(param, where, ids, offset, name), param
+    if where.shards and where.shards:state() then place = where.shards:own(param, where.host)
+    elseif apart then place = seen_from(param, where.host) end
+    masters.split(place, low, apart and old:to(native.device_name[where.host]) or old)
+    old:release()
+    return param, low
+  end
   if trains and ids.mine then
     adopt(old, "fp32", ids, "param_fp32", offset, name)
     old:requires_grad(false)
@@ -188,7 +219,7 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
-local STATE_ALIGN = 256                 -- bytes; the unit of places of states that have a shape of their own
+local STATE_ALIGN = 256                 -- bytes; the unit of places of states that are packed
 
 -- Makes the chunks of states for a row. A state that has its parameter's shape lies at the parameter's offset; others
 -- follow each other. shapes: by number in the layout.
@@ -196,7 +227,7 @@ local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
     local numel, each = row.numel, STATE[state.dtype]
-    if state.shape then
+    if packed(state) then
       local offsets = {}
       numel = 0
       for _, at in ipairs(row.tensors) do
@@ -231,7 +262,12 @@ local function chunks_for(row, group, where, shapes)
   if shards then ids.param_part = part("param", group.dtype, row.stripe, shards:state()) end
   row.parts = { ids.param_part }
   if not group.trains then return ids end
-  if group.dtype ~= "fp32" then one("param_fp32", "fp32", ids.mine) end
+  if group.dtype == "bf16" and where.remainder then
+    local bytes = kinds.bytes(REMAINDER.name, 2 * row.numel, REMAINDER.dtype)
+    if ids.mine then ids[REMAINDER.name] = new_chunk(REMAINDER.name, number, row.index, REMAINDER.dtype, bytes) end
+  elseif group.dtype ~= "fp32" then
+    one("param_fp32", "fp32", ids.mine)
+  end
   state_chunks(row, group, ids, shapes)
   if where.grads then
     one("grad", grad_dtype, ids.mine or not shards:gradients())
@@ -284,9 +320,10 @@ end
 local function finish_row(made, where)
   if where.shards and where.shards:state() then made.place = where.shards:own(made.param, where.host)
   elseif where.device ~= where.host then made.place = seen_from(made.param, where.host) end
-  made.values = made.master
+  made.remainder = made.master ~= nil and made.master:dtype() == REMAINDER.dtype
+  if not made.remainder then made.values = made.master end
   if made.master ~= nil and rawequal(made.master, made.param) and made.place ~= nil then made.values = made.place end
-  for _, t in pairs { made.place, made.values } do
+  for _, t in pairs { place = made.place, values = made.values } do
     if not rawequal(t, made.param) then shard.move(made.param, t) end
   end
 end
@@ -296,7 +333,7 @@ local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_states[built.units] = ids.mine and ids.state_nbytes or 0
   built.unit_bytes[built.units] = ids.mine and built.unit_states[built.units]
-    + (group.dtype == "fp32" and 0 or 4 * row.numel) or 0
+    + (group.dtype == "fp32" and 0 or ids[REMAINDER.name] and 2 * row.numel or 4 * row.numel) or 0
   built.unit_numel[built.units] = ids.mine and row.numel or 0
   built.unit_rows[built.units] = { stripe = row.stripe, param = ids.param_part, grad = ids.grad_part }
 end
@@ -352,6 +389,7 @@ function build.place(module, options)
       vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil }
     shapes[i] = entry.tensor:shape()
     if entry.trains then
+      options.check_parameter(entry.name, entry.tensor)
       entry_sizes[i].states = options.states_for(entry.name, entry.tensor)
       entry_sizes[i].bytes = options.other_bytes + optimizers.states_nbytes(entry_sizes[i].states, shapes[i])
         / math.max(1, entry_sizes[i].numel)
@@ -389,7 +427,7 @@ function build.place(module, options)
         owner = sharded and row.owner or nil }
       finish_row(made, options)
       if group.trains then
-        made.unit = built.units - 1
+        made.unit, made.states = built.units - 1, group.states
         made.averages = ids.mine and {} or nil
         for k, state in ipairs(ids.mine and group.states or {}) do
           made.averages[k] = new_state(param, state, options.host, ids, at.offset, at.index, entry.name)
@@ -472,7 +510,8 @@ function build.register(built, group_of, n_groups, where)
 end
 
 -- Used by engine/layout/rechunk.lua.
-build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_param = adopt_param, new_grad = new_grad,
+build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_remainder = adopt_remainder, adopt_param = adopt_param,
+  new_grad = new_grad,
   chunks_for = chunks_for,
   number_stripes = number_stripes, finish_row = finish_row, add_unit = add_unit, state_bytes = state_bytes }
 

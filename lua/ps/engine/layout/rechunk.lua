@@ -28,7 +28,8 @@ local function move_param(made, group, ids, at, where)
   local offset = at.offset
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
   pieces.adopt_param(made.param, group.dtype, where, ids, offset, made.name)
-  if apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
+  if made.remainder then pieces.adopt_remainder(made.master, ids, offset, made.name)
+  elseif apart then pieces.adopt(made.master, "fp32", ids, "param_fp32", offset, made.name) end
   for k, average in ipairs(made.averages or {}) do
     pieces.adopt_state(average, group.states[k], ids, offset, at.index, made.name)
   end
@@ -99,7 +100,7 @@ local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
     local bytes = row.averages and row.numel * options.other_bytes
-      + optimizers.states_nbytes(engine.optimizer.states[row.group + 1], row.param:shape()) or 0
+      + optimizers.states_nbytes(row.states, row.param:shape()) or 0
     if bytes > most then most, name = bytes, row.name end
   end
   return most, name

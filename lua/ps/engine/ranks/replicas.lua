@@ -183,7 +183,11 @@ local function hashes(engine, axis)
   end
   for _, row in ipairs(engine.built.list) do
     local copied = axis == "dp" and engine.zero_stage == 0 or axis == "tp" and not shard.of(row.param)
-    if copied and row.values ~= nil then add("parameter " .. row.name, row.values) end
+    if copied and row.values ~= nil then add("parameter " .. row.name, row.values)
+    elseif copied and row.remainder then
+      add("parameter " .. row.name, row.place ~= nil and row.place or row.param)
+      add("remainders of " .. row.name, row.master)
+    end
   end
   return list
 end

@@ -9,6 +9,40 @@ local C = native.C
 
 local masters = {}
 
+local function drop(t) if t ~= nil then t:release() end end
+
+--- Writes fp32 values into a bf16 parameter and its remainders (memory.master = "remainder").
+---@param place ps.Tensor the parameter, as the host sees it
+---@param low ps.Tensor uint8 [2 numel]
+---@param values ps.Tensor fp32, on the host
+function masters.split(place, low, values)
+  scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
+end
+
+--- The fp32 values of a row of built.list, as the host sees them; nil: another rank has them. Lent, or a copy if the
+--- row has remainders.
+---@param row table
+---@return ps.Tensor?
+function masters.values(row)
+  if not row.remainder then return row.values end
+  local place = row.place
+  if place == nil then place = row.param end
+  return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
+end
+
+-- A held parameter with remainders has no fp32 tensor; one is made when it is read, and dropped once it was loaded.
+local REMAINDERS = { __index = function(held, key)
+  if key ~= "to" then return nil end
+  held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)
+  return held.to
+end }
+local function split_into_place(held, param)
+  masters.split(held.at, held.low, held.to)
+  drop(held.to)
+  held.to = nil
+  held.seen = C.ps_tensor_version(param)
+end
+
 ---@class ps.engine.Held the fp32 values of one parameter
 ---@field to ps.Tensor where loaded values are written
 ---@field place? ps.Tensor the parameter as the host sees it, if it is on a device or ranks share it
@@ -64,8 +98,12 @@ function masters.new(built)
       elsewhere(row)
     elseif rounds or row.place ~= nil then
       local held = { to = rounds and row.master or row.place, place = row.place, rounds = rounds,
-        loaded = copy_to_place,
-        seen = C.ps_tensor_version(row.param) }
+        loaded = copy_to_place, seen = C.ps_tensor_version(row.param) }
+      if row.remainder then
+        held.to, held.low, held.at, held.loaded = nil, row.master, row.place, split_into_place
+        if held.at == nil then held.at = row.param end
+        setmetatable(held, REMAINDERS)
+      end
       self.held[row.param] = held
       self.rows[#self.rows + 1] = { param = row.param, held = held }
     end
@@ -81,7 +119,8 @@ function Masters:sync()
     if held.rounds and C.ps_tensor_version(row.param) ~= held.seen then
       local place = held.place
       if place == nil then place = row.param end
-      scope.no_grad(function() held.to:copy_(place) end)
+      if held.low ~= nil then scope.no_grad(function() held.low:fill_(0) end)
+      else scope.no_grad(function() held.to:copy_(place) end) end
       held.seen = C.ps_tensor_version(row.param)
     end
   end

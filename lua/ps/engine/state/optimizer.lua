@@ -193,7 +193,8 @@ function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
   local row = self.built.list[i]
-  return { name = row.name, param = row.param, states = self.states[row.group + 1], averages = row.averages,
+  local states = optimizers.states_for(self.states[row.group + 1], row.param:shape())
+  return { name = row.name, param = row.param, states = states, averages = row.averages,
     master = row.master ~= nil and not rawequal(row.master, row.param) and row.master or nil }
 end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end

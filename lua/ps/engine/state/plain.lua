@@ -10,6 +10,7 @@ local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 local optim = require "ps.optim"
 local optim_groups = require "ps.optim.groups"
+local optimizers = require "ps.optimizers"
 local adopt = require "ps.engine.state.adopt"
 local masters = require "ps.engine.state.masters"
 local optimizer = require "ps.engine.state.optimizer"
@@ -83,7 +84,8 @@ function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
   local row = self.engine.built.list[i]
   local entry, param = row.entry, row.param
-  local averages, states, shape = {}, self.states[self.group_of[i] + 1], param:shape()
+  local averages, shape = {}, param:shape()
+  local states = optimizers.states_for(self.states[self.group_of[i] + 1], shape)
   for k, state in ipairs(states) do
     if entry[state.name] == nil then
       local dtype = state.dtype == "fp32" and param:dtype() == "fp64" and "fp64" or state.dtype
@@ -142,7 +144,11 @@ local function groups_of(module, cfg, param_groups)
   local list = optim_groups.configured(cfg.optimizer, param_groups)
   for _, group in ipairs(list) do group.params = {} end
   for name, p in module:named_parameters() do
-    if p:needs_grad() then table.insert(list[optim_groups.number_of(param_groups, name, p)].params, p) end
+    if p:needs_grad() then
+      local group = list[optim_groups.number_of(param_groups, name, p)]
+      optim_groups.check_parameter(group, name, p, false)
+      table.insert(group.params, p)
+    end
   end
   return list
 end

@@ -1,0 +1,36 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- AdamW with small averages. AdamW8bit: 8 bits each, by the maps of bitsandbytes and torchao, in blocks of 256 elements
+-- (Dettmers et al. 2022). AdamWBF16: bf16, rounded up or down at random, so that small changes are not lost.
+local BLOCK = 256                                  -- PS_STATE_BLOCK of src/base/update.h
+
+local function blocks(shape)
+  local numel = 1
+  for _, size in ipairs(shape) do numel = numel * size end
+  return { math.ceil(numel / BLOCK) }
+end
+
+local DEFAULTS = { lr = 1e-3, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01 }
+local SETTINGS = { "lr", "betas", "eps", "weight_decay" }
+
+local function attrs(into, group)
+  into.lr, into.beta1, into.beta2, into.eps = group.lr, group.betas[1], group.betas[2], group.eps
+  into.weight_decay = group.weight_decay
+end
+
+local function belongs(group) if not group.betas or not group.eps then return "is not AdamW's" end end
+
+return {
+  AdamW8bit = {
+    name = "AdamW8bit", op = "adam8bit_", blocks = true, settings = SETTINGS, defaults = DEFAULTS, attrs = attrs,
+    states = { { name = "exp_avg_codes", dtype = "uint8" }, { name = "exp_avg_scale", dtype = "fp32", shape = blocks,
+      most = 4 }, { name = "exp_avg_sq_codes", dtype = "uint8" }, { name = "exp_avg_sq_scale", dtype = "fp32",
+      shape = blocks, most = 4 } },
+    torch = { belongs = belongs },
+    aliases = { "adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit" },
+  },
+  AdamWBF16 = {
+    name = "AdamWBF16", op = "adam_bf16_", settings = SETTINGS, defaults = DEFAULTS, attrs = attrs,
+    states = { { name = "exp_avg", dtype = "bf16" }, { name = "exp_avg_sq", dtype = "bf16" } },
+    torch = { belongs = belongs },
+  },
+}

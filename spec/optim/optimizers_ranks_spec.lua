@@ -1,0 +1,67 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Every optimizer under ZeRO 1 to 3 has the same bits at one number of ranks, 2 and 3, also with remainders; and a
+-- parameter that tensor-parallel ranks share out is refused by optimizers that need all of it.
+local lib = require "spec.ranks_lib"
+local optimizers = require "ps.optimizers"
+
+local SCRIPT = [[
+local ps = require "ps"
+local ffi = require "ffi"
+local nn = ps.nn
+local group = ps.init_distributed { rendezvous = "file://FOLDER/rendezvous", quiet = true }
+local function hash(t)
+  local out = ffi.new("uint64_t[2]")
+  ps.check(ps.C.ps_tensor_hash(t, out))
+  return tostring(out[0]) .. tostring(out[1])
+end
+for _, kind in ipairs { KINDS } do
+  for _, case in ipairs { { "fp32" }, { "bf16" }, { "bf16", "remainder" } } do
+    for stage = 1, 3 do
+      ps.manual_seed(5)
+      local half = case[1] == "bf16"
+      local model, opt = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 2048,
+        optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1 } },
+        bf16 = half and { enabled = true } or nil, zero_optimization = { stage = stage },
+        memory = { master = case[2] } }, model_func = function()
+          return nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 70), nn.GELU(), nn.Linear(70, 33))
+        end }
+      ps.manual_seed(9 + group:rank())
+      for _ = 1, 3 do
+        local x = ps.randn { 6, 48 }
+        model:backward((model(half and x:to "bf16" or x):to "fp32"):pow(2):mean())
+        opt:step()
+      end
+      for name, t in pairs(model:state_dict()) do
+        print(("%s %s%s|%s|%d|%s"):format(kind, case[1], case[2] or "", name, stage, hash(t)))
+      end
+      model:close()
+    end
+  end
+end
+]]
+
+describe("ZeRO 1 to 3 give the same bits with every optimizer", function()
+  for _, size in ipairs { 2, 3 } do
+    it(("on %d ranks"):format(size), function()
+      if lib.no_gloo() then return pending(lib.no_gloo()) end
+      local folder = lib.folder()
+      local kinds = {}
+      for i, name in ipairs(optimizers.names) do kinds[i] = ("%q"):format(name) end
+      local said = lib.run(folder, size, (SCRIPT:gsub("KINDS", table.concat(kinds, ", ")):gsub("FOLDER", folder)))
+      local seen, count = {}, 0
+      for rank = 0, size - 1 do
+        assert.equal(0, said[rank].code, said[rank].text)
+        for case, name, stage, hash in said[rank].text:gmatch "([^|\n]+)|([^|\n]+)|(%d)|(%d[^\n]*)" do
+          local key = case .. name
+          seen[key] = seen[key] or { hash = hash, stages = {} }
+          assert.equal(seen[key].hash, hash, ("%s, %s, stage %s"):format(case, name, stage))
+          seen[key].stages[tonumber(stage)] = true
+          count = count + 1
+        end
+      end
+      for key, row in pairs(seen) do assert.same({ true, true, true }, row.stages, key) end
+      assert.equal(#optimizers.names * 3 * 3 * 6, count)
+      lib.remove(folder)
+    end)
+  end
+end)

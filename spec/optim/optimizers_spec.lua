@@ -1,0 +1,268 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Every optimizer of ps.optimizers: the same bits in plain memory, in chunks, under budgets and with a disk; masters as
+-- remainders; states that are saved and loaded; and requests that are refused before the first step.
+local ps = require "ps"
+local ffi = require "ffi"
+local optimizers = require "ps.optimizers"
+local nn, ops = ps.nn, ps.ops
+
+local function hash(t)
+  local out = ffi.new("uint64_t[2]")
+  ps.check(ps.C.ps_tensor_hash(t, out))
+  return tostring(out[0]) .. tostring(out[1])
+end
+
+local function model_func()
+  return nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 96), nn.GELU(), nn.Linear(96, 33))
+end
+
+local function config(kind, memory, half, micros)
+  return { optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1 } }, memory = memory, plan_print = false,
+    bf16 = half and { enabled = true } or nil, gradient_accumulation_steps = micros, chunk_size = 2048,
+    gradient_clipping = micros > 1 and 1 or 0 }
+end
+
+local function steps(model, opt, n, half, micros)
+  for _ = 1, n do
+    for _ = 1, micros do
+      local x = ps.randn { 6, 48 }
+      model:backward((model(half and x:to "bf16" or x):to "fp32"):pow(2):mean())
+    end
+    opt:step()
+  end
+end
+
+-- All values and states, as text.
+local function all_of(model, opt)
+  local out = {}
+  for name, t in pairs(model:state_dict()) do out[#out + 1] = name .. hash(t) end
+  for number, entry in pairs(opt:state_dict().state) do
+    for name, t in pairs(entry) do
+      if type(t) ~= "number" then out[#out + 1] = ("%d.%s %s"):format(number, name, hash(t)) end
+    end
+  end
+  table.sort(out)
+  return table.concat(out, "\n")
+end
+
+local function train(kind, memory, half, micros)
+  ps.manual_seed(5)
+  local model, opt = ps.initialize { quiet = true, model_func = model_func,
+    config = config(kind, memory, half, micros) }
+  steps(model, opt, 3, half, micros)
+  local text = all_of(model, opt)
+  model:close()
+  collectgarbage()
+  collectgarbage()
+  return text
+end
+
+local KINDS = optimizers.names
+
+-- A test that fails must not leave its engine open.
+local function close()
+  local state = ps.engine()
+  if state then state.model:close() end
+end
+
+describe("an optimizer", function()
+  local folder = os.tmpname() .. "d"
+  setup(function() os.execute("mkdir -p " .. folder) end)
+  after_each(close)
+  teardown(function() os.execute("rm -rf " .. folder) end)
+
+  for _, kind in ipairs(KINDS) do
+    for _, half in ipairs { false, true } do
+      it(("%s has the same bits in plain memory, in chunks, under budgets and on disk, %s"):format(kind,
+        half and "bf16" or "fp32"), function()
+        for micros = 1, 2 do
+          local disk = { path = folder, limit = 2 ^ 25 }
+          local plain = train(kind, "plain", half, micros)
+          assert(plain == train(kind, nil, half, micros), "in chunks")
+          for _, host in ipairs { 900000, 700000, 560000 } do
+            assert(plain == train(kind, { host = host, disk = disk }, half, micros), "with " .. host .. " bytes")
+          end
+        end
+      end)
+    end
+
+    it(kind .. " has the same bits with remainders in chunks, under budgets and on disk", function()
+      for micros = 1, 2 do
+        local whole = train(kind, { master = "remainder" }, true, micros)
+        local small = train(kind, { master = "remainder", host = 560000, disk = { path = folder, limit = 2 ^ 25 } },
+          true, micros)
+        assert(whole == small)
+      end
+    end)
+
+    it(kind .. " goes on from a saved state bit for bit", function()
+      for _, master in ipairs { "full", "remainder" } do
+        local function make()
+          ps.manual_seed(7)
+          return ps.initialize { quiet = true, model_func = model_func,
+            config = config(kind, { master = master }, true, 1) }
+        end
+        local model, opt = make()
+        steps(model, opt, 2, true, 1)
+        local path = folder .. "/" .. kind .. master
+        ps.checkpoints.save(path, { model = model, optimizer = opt, step = 2 })
+        ps.manual_seed(8)
+        steps(model, opt, 2, true, 1)
+        local want = all_of(model, opt)
+        model:close()
+        model, opt = make()
+        ps.checkpoints.load(path, { model = model, optimizer = opt })
+        ps.manual_seed(8)
+        steps(model, opt, 2, true, 1)
+        assert(want == all_of(model, opt), master)
+        model:close()
+      end
+    end)
+  end
+end)
+
+describe("a remainder", function()
+  after_each(close)
+
+  -- Highs: zeros, subnormals, the least normal, one, the largest, infinities and NaNs, with both signs.
+  local HIGHS = { 0x0000, 0x0001, 0x007f, 0x0080, 0x3f80, 0x3fff, 0x7f7e, 0x7f7f, 0x7f80, 0x7fc0, 0x7fff, 0x4049 }
+
+  it("and its weight give every fp32 number back, of all lower halves, rounded half away from zero", function()
+    for _, sign in ipairs { 0, 0x8000 } do
+      for _, high in ipairs(HIGHS) do
+        local n = 65536
+        local src, param = ps.empty { n }, ps.empty({ n }, { dtype = "bf16" })
+        local low = ps.zeros({ 2 * n }, { dtype = "uint8" })
+        local bits = ffi.new("uint32_t[?]", n)
+        for lo = 0, n - 1 do bits[lo] = (high + sign) * 65536 + lo end
+        ps.check(ps.C.ps_tensor_write(src, bits, 4 * n))
+        ops.remainder_split_ { param, low, src }
+        local joined = ops.remainder_join(param, low)
+        local m, w = ffi.new("uint32_t[?]", n), ffi.new("uint16_t[?]", n)
+        ps.check(ps.C.ps_tensor_read(joined, m, 4 * n))
+        ps.check(ps.C.ps_tensor_read(param, w, 2 * n))
+        local wrong = 0
+        for lo = 0, n - 1 do
+          local nan = high % 0x8000 > 0x7f80 or high == 0x7f80 and lo > 0
+          local up = math.floor((tonumber(bits[lo]) + 0x8000) / 65536) % 65536
+          local want, weight = nan and 0x7fc00000 or tonumber(bits[lo]), nan and 0x7fc0 or up
+          if tonumber(m[lo]) ~= want or tonumber(w[lo]) ~= weight then wrong = wrong + 1 end
+        end
+        assert.equal(0, wrong, ("high %04x"):format(high + sign))
+      end
+    end
+  end)
+
+  it("run equals, bit for bit, one with whole masters that are rounded by the same rule", function()
+    for _, case in ipairs { { "AdamW", "adam_", 2, { 1, 1e-2, 0.9, 0.999, 1e-8, 0.1 } } } do
+      ps.manual_seed(11)
+      local model, opt = ps.initialize { quiet = true, model_func = model_func,
+        config = config(case[1], { master = "remainder" }, true, 1) }
+      ps.manual_seed(11)
+      local other = model_func()
+      local half, whole, states = {}, {}, {}
+      for name, p in other:named_parameters() do
+        whole[name] = p:detach():clone()
+        half[name] = ps.empty(p:shape(), { dtype = "bf16" })
+        ops.remainder_split_ { half[name], ps.zeros({ 2 * p:numel() }, { dtype = "uint8" }), whole[name] }
+        states[name] = { ps.zeros(p:shape()), ps.zeros(p:shape()) }
+      end
+      local function forward(x)
+        local h = ps.F.gelu(ps.F.linear(x, half["0.weight"], half["0.bias"]))
+        h = ps.F.gelu(ps.F.linear(h, half["2.weight"], half["2.bias"]))
+        return ps.F.linear(h, half["4.weight"], half["4.bias"])
+      end
+      for t = 1, 20 do
+        local x = ps.randn({ 6, 48 }):to "bf16"
+        model:backward((model(x):to "fp32"):pow(2):mean())
+        opt:step()
+        for _, p in pairs(half) do p:requires_grad(true) end
+        (forward(x):to "fp32"):pow(2):mean():backward()
+        for name, p in pairs(half) do
+          local grad, low = p:grad(), ps.zeros({ 2 * p:numel() }, { dtype = "uint8" })
+          ps.no_grad(function()
+            ops.adam_({ whole[name], whole[name], grad, states[name][1], states[name][2] }, 1, 1e-2, 0.9, 0.999, 1e-8,
+              0.1, 1, 1 - 0.9 ^ t, 1 - 0.999 ^ t)
+            ops.remainder_split_ { p, low, whole[name] }
+          end)
+          p:set_grad(nil)
+        end
+      end
+      for name, value in pairs(model:state_dict()) do assert.equal(hash(whole[name]), hash(value), name) end
+      model:close()
+    end
+  end)
+
+  it("is zero after its parameter was written from outside, and masters that are loaded are whole", function()
+    local model = ps.initialize { quiet = true, model_func = model_func,
+      config = config("AdamW", { master = "remainder" }, true, 1) }
+    local p
+    for name, t in model.module:named_parameters() do if name == "0.weight" then p = t end end
+    ps.no_grad(function() p:fill_(1 / 3) end)
+    local value = model:state_dict()["0.weight"]
+    assert.equal(hash(p:to "fp32"), hash(value))
+    local state = {}
+    for name, t in pairs(model:state_dict()) do state[name] = t:clone() end
+    state["0.weight"] = ps.randn(p:shape())
+    model:load_state_dict(state)
+    assert.equal(hash(state["0.weight"]), hash(model:state_dict()["0.weight"]))
+    model:close()
+  end)
+
+  it("takes 2 bytes per parameter: 12 with AdamW inside backward, 16 with accumulation, 14 with clipping", function()
+    local function bytes(micros, clipping, kind, master)
+      local c = config(kind or "AdamW", { master = master or "remainder" }, true, micros)
+      c.gradient_clipping, c.chunk_size = clipping, nil
+      local model = ps.initialize { quiet = true, config = c, model_func = function()
+        return nn.Sequential(nn.Linear(1024, 2048, { bias = false }), nn.Linear(2048, 1024, { bias = false }))
+      end }
+      local built = require("ps.nn.handle").of(model).built
+      local per = tonumber(built.state_bytes) / built.numel
+      model:close()
+      return per
+    end
+    assert.near(12, bytes(1, 0), 0.1)
+    assert.near(16, bytes(2, 1), 0.1)
+    assert.near(14, bytes(1, 1), 0.1)
+    assert.near(14, bytes(1, 1, "AdamW", "auto"), 0.1)
+    assert.near(12, bytes(1, 0, "AdamW", "auto"), 0.1)
+    assert.near(18, bytes(2, 1, "AdamW", "full"), 0.1)
+    assert.near(8.03, bytes(1, 1, "AdamW8bit", "full"), 0.1)
+    assert.near(6.03, bytes(1, 0, "AdamW8bit"), 0.1)
+    assert.near(8, bytes(1, 0, "Lion"), 0.1)
+    assert.near(8, bytes(1, 0, "AdamWBF16"), 0.1)
+  end)
+end)
+
+describe("what an optimizer cannot do", function()
+  after_each(close)
+
+  local function problem(request)
+    local ok, why = pcall(ps.initialize, request)
+    assert.falsy(ok)
+    return type(why) == "table" and why.msg or why
+  end
+
+  it("is refused before the first step: Muon and a vector, remainders of fp32, an unknown name", function()
+    assert.matches("Muon updates matrices, and 0.bias is", problem { quiet = true, model_func = model_func,
+      param_groups = { { optimizer = "Muon" } }, config = config("Muon", nil, false, 1) })
+    assert.matches("memory.master is \"remainder\", which is for bf16", problem { quiet = true, model_func = model_func,
+      config = config("AdamW", { master = "remainder" }, false, 1) })
+    assert.matches("param_groups%[1%].optimizer is 'Nadam'", problem { quiet = true, model_func = model_func,
+      param_groups = { { optimizer = "Nadam" } }, config = config("AdamW", nil, false, 1) })
+  end)
+
+  it("is refused when a state of another optimizer is loaded", function()
+    local path = os.tmpname() .. "d"
+    local model, opt = ps.initialize { quiet = true, model_func = model_func, config = config("Lion", nil, false, 1) }
+    steps(model, opt, 1, false, 1)
+    ps.checkpoints.save(path, { model = model, optimizer = opt, step = 1 })
+    model:close()
+    model, opt = ps.initialize { quiet = true, model_func = model_func, config = config("AdamW", nil, false, 1) }
+    local ok, why = pcall(ps.checkpoints.load, path, { model = model, optimizer = opt })
+    assert.falsy(ok)
+    assert.matches("the saved optimizer is Lion, but this one is AdamW", type(why) == "table" and why.msg or why)
+    model:close()
+    os.execute("rm -rf " .. path)
+  end)
+end)
