@@ -90,7 +90,7 @@ local FLOORS = {
   { "engine/state", "core", "optimizers", "tensor", "nn", "optim", "engine/step" },
   { "engine/layout", "core", "optimizers", "tensor", "nn", "optim", "engine/state" },
   { "engine/ranks", "core", "optimizers", "tensor", "dist", "nn", "data", "optim", "engine/step" },
-  { "engine/plan", "core", "dist", "data", "memory", "engine/step", "engine/layout" },
+  { "engine/plan", "core", "optimizers", "dist", "data", "memory", "engine/step", "engine/layout" },
   { "engine/pipeline", "core", "tensor", "dist", "nn", "data", "memory", "parallel/pipeline", "engine/step",
     "engine/ranks" },
   { "engine/report", "core", "memory", "profile", "monitor" },

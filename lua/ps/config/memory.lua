@@ -137,7 +137,7 @@ function memory.resolve(state, cfg, available)
     if given.master == "remainder" then
       state:fail("memory.master is \"remainder\" and memory.kind is \"plain\": remainders are kept in chunks")
     end
-    cfg.memory = { kind = "plain", master = "full" }
+    cfg.memory = { kind = "plain" }
     return
   end
   if cfg.device == "cpu" then
@@ -160,7 +160,7 @@ function memory.resolve(state, cfg, available)
   end
   cfg.memory = {
     kind = "chunk",
-    master = given.master,
+    master = given.master ~= "full" and given.master or nil,
     device = cfg.device ~= "cpu"
       and budget(state, "device", given.device, "overall_gpu_mem_ratio", tracer.overall_gpu_mem_ratio,
         available.device) or nil,

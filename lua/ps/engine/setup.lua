@@ -221,7 +221,7 @@ end
 -- place, which remainders need: nothing is saved then.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
-  if wanted == "full" then return false end
+  if not wanted then return false end
   local saves = cfg.precision == "bf16" and cfg.memory.kind ~= "plain" and (fields.adds_up or fields.updates_inside)
   if wanted == "auto" then
     engine:note(("memory.master = \"auto\": masters are %s"):format(saves and "kept as remainders" or "whole"))

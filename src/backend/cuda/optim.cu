@@ -39,6 +39,13 @@ static work collect(const ps_call *call, int each)
     return w;
 }
 
+/* Whether masters are kept as remainders, which the kernels here do not know: the host updates such parameters. */
+static bool has_remainders(const ps_call *call, int each)
+{
+    for (int i = 0; i + each <= call->n_in; i += each) if (call->in[i + 1].dtype == PS_U8) return true;
+    return false;
+}
+
 /* The item of a unit. */
 DEV const item &item_of(const work &w, int64_t unit)
 {
@@ -142,6 +149,7 @@ static unsigned unit_blocks(int64_t units)
 static int adam_(ps_call *call)
 {
     const ps_attrs_adam_ *a = (const ps_attrs_adam_ *)call->attrs;
+    if (has_remainders(call, 5)) return PS_EUNSUP;
     work w = collect(call, 5);
     float wd = (float)a->weight_decay;
     adam_constants h;
@@ -212,6 +220,7 @@ static __global__ void sgd_kernel(ps_attrs_sgd_ a, const __grid_constant__ work 
 
 static int sgd_(ps_call *call)
 {
+    if (has_remainders(call, 4)) return PS_EUNSUP;
     work w = collect(call, 4);
     if (w.units == 0) return 0;
     PS_LAUNCH(sgd_kernel, unit_blocks(w.units), THREADS, 0, ps_cu->compute, *(const ps_attrs_sgd_ *)call->attrs, w);

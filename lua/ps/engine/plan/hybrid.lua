@@ -8,6 +8,7 @@
 -- exchanges between ranks are also the same, since they involve only gradients and parameters: each rank splits its own
 -- units.
 local native = require "ps.core.ffi"
+local optimizers = require "ps.optimizers"
 local C = native.C
 
 local hybrid = {}
@@ -32,13 +33,26 @@ local APART = 0.3           -- fraction of the shorter phase (copies or updates)
 ---@field forecast? ps.engine.Forecast
 ---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
+-- Whether the device has kernels for this optimizer's updates. Those of cuda know no remainders.
+local function has_kernels(engine)
+  if engine.remainder and engine.device_name == "cuda" then return false end
+  local names = { [engine.cfg.optimizer.type] = true }
+  for _, group in ipairs(engine.param_groups or {}) do if group.optimizer then names[group.optimizer] = true end end
+  for name in pairs(names) do
+    local code = C["PS_OP_" .. optimizers.of(optimizers.find(name)).op]
+    if C.ps_op_kernel_device(native.ctx, engine.device, code) ~= engine.device then return false end
+  end
+  return true
+end
+
 --- Whether this engine may run any updates on the device.
 ---@param engine ps.Engine
 ---@return boolean
 function hybrid.wanted(engine)
   local cfg = engine.cfg
   local offload = cfg.zero_optimization.offload_optimizer
-  return engine.device ~= engine.host and (offload.stays or cfg.optimizer.params.use_hybrid_adam
+  return engine.device ~= engine.host and has_kernels(engine)
+    and (offload.stays or cfg.optimizer.params.use_hybrid_adam
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
@@ -48,9 +62,10 @@ local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
   for _, row in ipairs(built.list) do if row.param.device_ == engine.host then on_host[row.unit + 1] = true end end
+  local able = has_kernels(engine)
   for unit = 1, built.units do
     all = all + built.unit_numel[unit]
-    if built.unit_numel[unit] > 0 and not on_host[unit] then
+    if able and built.unit_numel[unit] > 0 and not on_host[unit] then
       list[#list + 1], numel = unit, numel + built.unit_numel[unit]
     end
   end
