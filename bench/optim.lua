@@ -68,21 +68,21 @@ local function plain()
   ps.safetensors.save(out_path, out)
 end
 
--- A model whose loss is the sum of parameters times given numbers, which are then their gradients.
-local Given = ps.nn.class "Given"
+-- A model whose loss is the sum of parameters times given numbers, which are then their gradients. A parameter is
+-- called "<number>_<name>.value", so that choices by name (Muon's) see the name.
+local Holder, Given = ps.nn.class "Holder", ps.nn.class "Given"
+function Holder:init(value) self.value = ps.nn.Parameter(value) end
 function Given:init(file, names)
-  self.list = ps.nn.ModuleList {}
+  self.keys = {}
   for i, name in ipairs(names) do
-    local holder = ps.nn.Module()
-    holder.value = ps.nn.Parameter(file:tensor("p." .. name))
-    self.list[i] = holder
+    self.keys[i] = ("%d_%s"):format(i - 1, (name:gsub("%.", "_")))
+    self[self.keys[i]] = Holder(file:tensor("p." .. name))
   end
 end
-function Given:forward(grads)
+function Given:forward(...)
   local loss
-  for i, grad in ipairs(grads) do
-    local p = self.list[i].value
-    local part = (p:to "fp32" * grad):sum()
+  for i, grad in ipairs { ... } do
+    local part = (self[self.keys[i]].value:to "fp32" * grad):sum()
     loss = loss and loss + part or part
   end
   return loss
@@ -99,13 +99,13 @@ local function engine()
   for step = 0, args.steps - 1 do
     local grads = {}
     for i, name in ipairs(names) do grads[i] = gradient(file, name, step) end
-    model:backward(model(grads))
+    model:backward(model(unpack(grads)))
     opt:step()
   end
   local out = {}
-  for key, value in pairs(model:state_dict()) do out["p." .. names[tonumber(key:match "%d+") + 1]] = value end
+  for key, value in pairs(model:state_dict()) do out["p." .. names[tonumber(key:match "^%d+") + 1]] = value end
   for key, value in pairs(opt:state_dict(model).tensors) do
-    local number, state = key:match "(%d+)%.value%.(.+)$"
+    local number, state = key:match "^(%d+)_.*%.value%.(.+)$"
     out[("s.%s.%s"):format(names[tonumber(number) + 1], state)] = value
   end
   local rank = ps.rank and ps.rank() or 0
@@ -118,7 +118,8 @@ local function join()
   local all = {}
   for rank = 0, args.ranks - 1 do
     local path = ("%s.%d"):format(out_path, rank)
-    for key, value in pairs(ps.safetensors.load(path)) do all[key] = value end
+    local file = ps.safetensors.open(path)
+    for _, key in ipairs(file:names()) do all[key] = file:tensor(key) end
     os.remove(path)
   end
   ps.safetensors.save(out_path, all)

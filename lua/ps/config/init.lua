@@ -205,12 +205,14 @@ local function resolve_scheduler(state, cfg)
         params[total])
     end
   end
-  if params.cycle_momentum and cfg.optimizer.type == "SGD" then
+  local made = optimizers.of(cfg.optimizer.type)
+  if params.cycle_momentum and not made.defaults.betas then
     if state.given["scheduler.params.cycle_momentum"] then
-      state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"SGD\"; write false")
+      state:fail("scheduler.params.cycle_momentum moves Adam's beta1, and optimizer.type is \"%s\"; write false",
+        made.name)
     end
     params.cycle_momentum = false
-    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because SGD has no betas")
+    state:note("scheduler.params.cycle_momentum: off, as in DeepSpeed, because %s has no betas", made.name)
   elseif params.cycle_momentum then
     state:note("scheduler.params.cycle_momentum: beta1 follows the cycle and beta2 is 0.99; optimizer.params.betas has "
       .. "no effect")
