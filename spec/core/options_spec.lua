@@ -296,6 +296,10 @@ local CALLS = {
   { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
   end },
+  { "save_gguf", "tpe", "type", function(o) gpt2.new("tiny"):save_gguf("/tmp/ps_options.gguf", o) end },
+  { "gguf.open", "mmp", "mmap", function(o) require("ps.io.gguf").open("/nowhere.gguf", o) end },
+  { "ps.evaluate.f1", "averag", "average", function(o) ps.evaluate.f1({ 1 }, { 1 }, o) end },
+  { "ps.evaluate.run", "strid", "stride", function(o) ps.evaluate.run(model(), tokenizer(), o) end, source = "call" },
   { "save_pretrained", "max_size", false, function(o) gpt2.new("tiny"):save_pretrained("/tmp/ps_options_hf", o) end },
   { "F.embedding", "padding_index", "padding_idx", function(o) F.embedding(ps.tensor({ 1 }, "int64"), x, o) end },
   { "F.mse_loss", "reduce", false, function(o) F.mse_loss(x, x, o) end },
@@ -397,7 +401,8 @@ local INNER = {
   ["lua/ps/chat/init.lua"] = "variables_of generation_prompt",
   ["lua/ps/engine/layout/build.lua"] = "build.place", ["lua/ps/engine/layout/rechunk.lua"] = "move least_set",
   ["lua/ps/engine/plan/shortage.lua"] = "*",
-  ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized",
+  ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized "
+    .. "Engine:save_gguf",
   ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward check_kept",
   ["lua/ps/tensor/functional.lua"] = "reduction_of",
   ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
@@ -412,7 +417,11 @@ local INNER = {
   ["lua/ps/tokenizer/init.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
   ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks them
-  ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked",
+  ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked Model:save_gguf",
+  ["lua/ps/data/files.lua"] = "files.open",
+  ["lua/ps/evaluate/init.lua"] = "windows_of TASKS.perplexity TASKS.choices TASKS.answers evaluate.run "
+    .. "evaluate.callback",
+  ["lua/ps/evaluate/likelihood.lua"] = "likelihood.sums",
   ["lua/ps/pretrained/init.lua"] = "family.from_pretrained", ["lua/ps/memory/trace.lua"] = "trace.trace",
   ["lua/ps/memory/views.lua"] = "views.chunks",
   ["lua/ps/init.lua"] = "ps.trace ps.load ps.from_pretrained ps.from_config",

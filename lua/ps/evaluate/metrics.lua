@@ -29,6 +29,7 @@ function metrics.accuracy(predictions, labels)
 end
 
 local AVERAGE = { binary = true, macro = true, micro = true }
+local F1 = { average = "string", positive = "any" }
 
 -- F1 of counts: true positives, false positives, false negatives. 0 if there are none.
 local function f1_of(tp, fp, fn)
@@ -42,7 +43,7 @@ end
 ---  `positive` (default 1), "macro" for the mean over all classes that occur, "micro" for all decisions together
 ---@return number
 function metrics.f1(predictions, labels, options)
-  options = caller.options(options, "ps.evaluate.f1", { average = "string", positive = "any" })
+  options = caller.options(options, "ps.evaluate.f1", F1)
   checked(predictions, labels, "ps.evaluate.f1")
   local average = options.average or "binary"
   caller.one_of(average, AVERAGE, "ps.evaluate.f1: average")

@@ -315,7 +315,7 @@ local function from_gguf(t, path)
   t.path, t.model = path, given.kind == "bert" and "wordpiece" or "bpe"
   t.handle, t.added, t.template = description.new_handle(t.model), {}, given.template
   local filled, problem = pcall(fill, t, given)
-  if not filled then error(("%s: %s"):format(path, tostring(problem):gsub("^a tokenizer: ", "")), 0) end
+  if not filled then error(("%s: %s"):format(path, tostring(problem)), 0) end
   local options = description.apply(t, given.description)
   for _, one in ipairs(given.description.added_tokens) do t.added[one.id] = one end
   name_tokens(t, given.config, {})
