@@ -540,14 +540,16 @@ void ps_gguf_drop(const ps_gguf *g, int i);                 /* as ps_st_drop */
  * PS_ERANGE: a value that the type cannot hold. PS_EIO: the file cannot be written. */
 typedef struct ps_ggufw ps_ggufw;
 int ps_ggufw_new(const char *path, ps_ggufw **out);
-/* type: "F32", "Q4_0", ... The shape is from the outermost dimension on; heads and transposed: as in ps_gguf_layout,
- * for values that are appended in the order of Hugging Face's files. */
+/* Errors of ps_ggufw_new. type: "F32", "Q4_0", ... The shape begins with the outermost dimension. heads and transposed:
+ * as in ps_gguf_layout, for values that are appended in the order of Hugging Face's files. */
 int ps_ggufw_add(ps_ggufw *w, const char *name, const char *type, int ndim, const int64_t *shape, int64_t heads,
                  int transposed);
-/* Writes the header. meta: the bytes of all entries of the metadata, as in files. */
+/* Writes the header; errors of ps_ggufw_new. meta: the bytes of all entries of the metadata, as in files. */
 int ps_ggufw_begin(ps_ggufw *w, const void *meta, int64_t nbytes, int64_t entries);
-int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);  /* the next values */
-int ps_ggufw_commit(ps_ggufw *w);                            /* fsync, rename over path, fsync the folder */
+/* The next values of a tensor; errors of ps_ggufw_new. */
+int ps_ggufw_append(ps_ggufw *w, const char *name, int dtype, const void *data, int64_t numel);
+/* fsync, rename over path, fsync of the folder; errors of ps_ggufw_new. */
+int ps_ggufw_commit(ps_ggufw *w);
 void ps_ggufw_free(ps_ggufw *w);                             /* without commit: removes the temporary file */
 
 /* A thread that writes a file while the script continues. One file at a time. PS_ESTATE: it is at work. PS_ENOMEM: no
@@ -733,6 +735,7 @@ typedef struct ps_encoder_text {
   int32_t need;                          /* 1: at least one token must be trained; 2: and at least one must not */
   double weight;
 } ps_encoder_text;
+/* PS_EINVAL: a number of threads out of range. PS_ESTATE: the tokenizer is not ready. PS_ENOMEM: no thread starts. */
 int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *config, ps_encoder **out);
 /* Queues a text. Waits for an earlier one if there are many. PS_EINVAL: an earlier text has no tokens, or `need` does
  * not hold; also errors of ps_tok_encode and ps_examples_add. */
@@ -1041,7 +1044,7 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
  * the engine's, or a place that does not fit or is taken. */
 int ps_engine_tensor_new(ps_ctx *ctx, const ps_tensor *like, int dtype, int device, int32_t chunk, int64_t offset,
                          const char *name, ps_tensor **out);
-/* The same for a shape [ndim]. */
+/* The same for a shape [ndim]. Errors of ps_engine_tensor_new. */
 int ps_engine_tensor_shaped(ps_ctx *ctx, int ndim, const int64_t *shape, int dtype, int device, int32_t chunk,
                             int64_t offset, const char *name, ps_tensor **out);
 /* The same bytes for use on another device of the engine. PS_EINVAL: no such device, or the tensor is in no chunk. */

@@ -219,7 +219,7 @@ describe("ps.from_pretrained with mmap = true", function()
     for name, t in pairs(ps.load(pt .. "/model.safetensors")) do state[name] = t end
     ps.save(state, pt .. "/pytorch_model.bin")
     os.remove(pt .. "/model.safetensors")
-    check.fails_saying({ "pytorch_model.bin is not a safetensors file" }, function() open(pt, true) end)
+    check.fails_saying({ "pytorch_model.bin is neither a safetensors nor a GGUF file" }, function() open(pt, true) end)
     assert.truthy(open(pt, "auto"))
   end)
 end)

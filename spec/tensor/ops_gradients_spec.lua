@@ -18,7 +18,7 @@ local function differentiable(row, set)
   local list = {}
   for i = 1, #set do
     local spec = set[i]
-    if spec ~= NONE and not spec.index and not spec.bool and not spec.same
+    if spec ~= NONE and not spec.index and not spec.bool and not spec.runs and not spec.same
       and not spec.dtype then list[#list + 1] = i end
   end
   return list
