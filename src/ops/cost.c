@@ -9,7 +9,8 @@
     X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
     X(column_linear) X(row_linear) X(column_linear_grad) X(parallel_lm_loss)                                           \
     X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
-    X(embedding_backward) X(gather) X(adam) X(sgd) X(conv) X(conv_transpose) X(conv_weight)
+    X(embedding_backward) X(gather) X(adam) X(sgd) X(adafactor) X(update) X(muon)                                      \
+    X(conv) X(conv_transpose) X(conv_weight)
 #define DECLARE(name) void cost_##name(ps_cost *c);
 RULES(DECLARE)
 

@@ -90,9 +90,9 @@ KERNEL_UP_TO(BLOCK, 2) forward_kernel(const __grid_constant__ attention t)
     clear_all<RT, DP / 8>(o);
     for (int m = 0; m < RT; m++) top[m][0] = top[m][1] = -INFINITY, sum[m][0] = sum[m][1] = 0;
     if (!LEAN && t.begin) {
-        span all = span_of(t, b, q0, ROWS, n_k), own = span_of(t, b, w0, 16 * RT, n_k);
+        span all = span_of(t, b, q0, ROWS, n_k), of_warp = span_of(t, b, w0, 16 * RT, n_k);
         begin = all.begin / KEYS * KEYS, end = min(end, all.end);
-        seen_from = own.begin, seen_by_any = min(seen_by_any, own.end);
+        seen_from = of_warp.begin, seen_by_any = min(seen_by_any, of_warp.end);
     }
     q_rows.open(t.q, b, h, q0), keys.open(t, b, h, begin);
     q_rows.next(q_tile, t.q, q0, n_q, D, NULL, 0);

@@ -114,7 +114,7 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
 
 /* A block per sample. Of the segments' ids [T] each thread has a part: it finds the last position of its part that
  * begins a run of equal ids, and the first one; those of the parts before and after it complete its own. */
-static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_t, int32_t *begin, int32_t *end,
+static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {
     __shared__ int last_of[THREADS], first_of[THREADS];
@@ -123,7 +123,7 @@ static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t 
     int to = (int)min((int64_t)from + n, T), last = -1, first = (int)T;
     const int32_t *own = id + b * id_b;
     for (int i = from; i < to; i++) {
-        if (i > 0 && own[i * id_t] == own[(i - 1) * id_t]) continue;
+        if (i > 0 && own[i * id_step] == own[(i - 1) * id_step]) continue;
         last = i;
         first = min(first, i);
     }
@@ -133,12 +133,12 @@ static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t 
     for (int k = (int)threadIdx.x - 1; k >= 0 && before == 0; k--) before = max(last_of[k], 0);
     for (int k = (int)threadIdx.x + 1; k < THREADS && after == (int)T; k++) after = first_of[k];
     for (int i = from; i < to; i++) {
-        if (i == 0 || own[i * id_t] != own[(i - 1) * id_t]) before = i;
-        (own[i * id_t] ? begin : end)[b * T + i] = before;
+        if (i == 0 || own[i * id_step] != own[(i - 1) * id_step]) before = i;
+        (own[i * id_step] ? begin : end)[b * T + i] = before;
     }
     for (int i = to - 1; i >= from; i--) {
-        (own[i * id_t] ? end : begin)[b * T + i] = after;
-        if (i == 0 || own[i * id_t] != own[(i - 1) * id_t]) after = i;
+        (own[i * id_step] ? end : begin)[b * T + i] = after;
+        if (i == 0 || own[i * id_step] != own[(i - 1) * id_step]) after = i;
     }
 }
 
