@@ -90,6 +90,10 @@ describe("every honoured key", function()
     assert.matches("strict_gradients", select(2, pcall(train, { strict_gradients = true }, Forgetful)))
     train { memory = "plain" }
     train { optimizer = { type = "SGD", params = { momentum = 0.9 } } }
+    train { optimizer = { type = "Muon", params = { muon_lr = 0.01, adam_lr = 0.01 } } }
+    for _, kind in ipairs { "Adafactor", "HuggingFaceAdafactor", "Lion", "LAMB", "AdamW8bit", "AdamWBF16" } do
+      train { optimizer = { type = kind } }
+    end
     train { fp16 = { enabled = true } }
     train { bf16 = { enabled = true }, device = "sim", memory = { device = "64MiB", host = "64MiB" },
       zero_optimization = { offload_optimizer = { device = "cpu" } } }

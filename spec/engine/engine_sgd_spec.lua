@@ -108,9 +108,9 @@ describe("SGD of an engine", function()
     torch.param_groups[1].momentum = 0.9
     local saved = optimizer:state_dict(model)
     optimizer = open { lr = 0.1 }
-    fails(function() optimizer:load_state_dict(torch) end, "has momentum 0.9", "made without")
+    fails(function() optimizer:load_state_dict(torch) end, "momentum is 0.9", "made without")
     saved.values.groups[1].momentum = "0.9"
-    fails(function() optimizer:load_state_dict(saved) end, "has momentum 0.9", "made without")
+    fails(function() optimizer:load_state_dict(saved) end, "momentum is 0.9", "made without")
   end)
 
   it("refuses settings of another kind, and a momentum for which there are no buffers", function()
@@ -122,7 +122,7 @@ describe("SGD of an engine", function()
     local function bad(optimizer_, ...)
       fails(function() config.read { optimizer = optimizer_ } end, ...)
     end
-    bad({ type = "SGD", params = { betas = { 0.9, 0.99 } } }, "optimizer.params.betas", "SGD", "Adam and AdamW")
+    bad({ type = "SGD", params = { betas = { 0.9, 0.99 } } }, "optimizer.params.betas", "is for Adam, AdamW,")
     bad({ type = "sgd", params = { eps = 1e-8 } }, "optimizer.params.eps")
     bad({ type = "Adam", params = { momentum = 0.9 } }, "optimizer.params.momentum", "the key is for SGD")
     bad({ params = { nesterov = true } }, "optimizer.params.nesterov")

@@ -150,7 +150,7 @@ describe("an engine", function()
         if fault == "function" then
           model.module.fn = ps.autograd.Function { name = "Bad", forward = function(_, h) return h * 1 end,
             backward = function() return 3 end }
-          fails(step, "backward of Bad gave a number as gradient 1")
+          fails(step, "backward of Bad returned a number as gradient 1")
         elseif fault == "hook" then
           local handle = model.module.fc.weight:register_hook(function() error "no" end)
           fails(step, "no")

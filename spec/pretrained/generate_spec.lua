@@ -643,7 +643,7 @@ describe("what a folder says of generation", function()
     assert.same({ plain, 0 }, { run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab)) })
     out, code = run(("tools/generate.lua %s/config.json --start ab"):format(vocab))
     assert.same({ ("generate: from_pretrained: %s/config.json is a file; pass its folder, which needs a "
-      .. "config.json\n"):format(vocab), 1 }, { out, code })
+      .. "config.json, or a file NAME.gguf\n"):format(vocab), 1 }, { out, code })
     tokens.remove(vocab)
   end)
 end)

@@ -426,8 +426,8 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes)
                             bytes_text(at->used).s, at->name);
     if (!is_disk(cs, t) && tier_room(cs, t) >= nbytes)      /* the machine lacks memory, although the budget has room */
         return ps_fail_room(PS_ENOMEM, PS_SUB_NONE, t, nbytes, at->be->bytes_available(at->be),
-                            "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but the machine has only "
-                            "%s left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
+                            "%s%s: %s wanted on tier %s, whose budget of %s has room for it, but only %s "
+                            "are left %s%s; free some memory, or set memory.%s lower, so that chunks move out earlier",
                             c ? "chunk " : "", c ? text : "a tensor", bytes_text(nbytes).s, at->name,
                             bytes_text(at->budget).s, bytes_text(at->be->bytes_available(at->be)).s,
                             at->be->is_host ? ps_host_limited_by() : "on the device",

@@ -68,6 +68,15 @@ local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
   return self[fn]
 end })
 
+--- Makes a function with `...` accept as many arguments as the function that it calls.
+---@param wrapper function
+---@param fn function
+---@return function wrapper
+function exact.like(wrapper, fn)
+  most[wrapper] = most[fn]
+  return wrapper
+end
+
 --- Refuses arguments `...` after the last parameter of a method; self is not among them.
 ---@param fn function the method
 ---@param describe fun(object: any): string, string? texts for an error: the call, and what to write instead

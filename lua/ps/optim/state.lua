@@ -189,7 +189,7 @@ function state.torch(opt, named)
     local group, params, names = opt.groups[number], torch_pt.mark("list", {}), torch_pt.mark("list", {})
     for k, at in ipairs(list) do
       local t, slot = at.i and opt:updates(at.i), at.i and opt:slot(at.i)
-      if slot and slot.averages and t > 0 then
+      if slot and slot.averages and slot.states[1] and t > 0 then
         all[n] = { step = t }
         for j, of in ipairs(slot.states) do all[n][of.name] = slot.averages[j] end
       end

@@ -39,6 +39,7 @@ local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local deferred = require "ps.nn.deferred"
+local exact = require "ps.core.exact"
 local registry = require "ps.nn.registry"
 local hooks = require "ps.core.hooks"
 local module_hooks = require "ps.nn.hooks"
@@ -326,13 +327,14 @@ local function divide(cut, claim)
   if next(left) then
     caller.error(("%s: gather leaves out %s, a column of the module"):format(claim.named, next(left)))
   end
-  rawset(module, "forward", function(self, x, ...)
+  local function forward_of_columns(self, x, ...)
     if region.pieces == 1 or not region:has_part(x) then return whole(self, x, ...) end
     local list = {}
     for i, name in ipairs(names) do list[i] = self[name] end
     region:begin_columns(list, x)
     return forward(self, x, ...)
-  end)
+  end
+  rawset(module, "forward", exact.like(forward_of_columns, forward))
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
@@ -353,7 +355,7 @@ local function partial_inside(cut, module)
     if not ok then error((...), 0) end
     return ...
   end
-  rawset(module, "forward", function(self, ...)
+  local function forward_once(self, ...)
     if region.on or not scope.grad_enabled() then return forward(self, ...) end
     local fields = {}
     for _, key in ipairs(names) do
@@ -361,7 +363,8 @@ local function partial_inside(cut, module)
       registry.put(self, key, region:once(fields[key]))
     end
     return restore(fields, pcall(forward, self, ...))
-  end)
+  end
+  rawset(module, "forward", exact.like(forward_once, forward))
 end
 
 -- done: modules that are already marked as inside, or whose parameters are partial in any case.
@@ -377,27 +380,30 @@ end
 local function enter(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
-  rawset(module, "forward", function(self, x, ...) return forward(self, region:enter(x), ...) end)
+  local function entering(self, x, ...) return forward(self, region:enter(x), ...) end
+  rawset(module, "forward", exact.like(entering, forward))
 end
 
 local function leave(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
-  rawset(module, "forward", function(...)
+  local function leaving(...)
     local y = region:leave(forward(...))
     region.on = false                                       -- the rows after this module are whole
     return y
-  end)
+  end
+  rawset(module, "forward", exact.like(leaving, forward))
 end
 
 -- A forward of the model begins with all rows on all ranks. Parts do so, too, if steps of generation use cached keys.
 -- The row of a pipeline restores the state in which a part began (row.lua).
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts
-  rawset(model, "forward", function(...)
+  local function beginning(...)
     region:begin()
     return forward(...)
-  end)
+  end
+  rawset(model, "forward", exact.like(beginning, forward))
   if type(parts_of) ~= "function" then return end
   rawset(model, "parts", function(...)
     local list = {}
