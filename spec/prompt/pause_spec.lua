@@ -134,10 +134,10 @@ describe("Ctrl-C on a terminal", function()
     assert.equal("true", t:ask "net(ps.ones { 2, 8 }):sum():item() ~= 0")
     local said = t:ask "ps.zeros { 2 } + ps.zeros { 3 }"    -- a mistake of the prompt's, at no line of the script
     assert.truthy(said:find "^add: " and not said:find("script.lua", 1, true), said)
-    assert.truthy(t:ask("net.weight:zero_()"):find("to write into a parameter has to wait", 1, true))
-    assert.truthy(t:ask("loss:backward()"):find("backward has to wait", 1, true))
-    assert.truthy(t:ask("opt:step()"):find("optimizer:step() has to wait", 1, true))
-    assert.truthy(t:ask("opt:zero_grad()"):find("optimizer:zero_grad() has to wait", 1, true))
+    assert.truthy(t:ask("net.weight:zero_()"):find("to write into a parameter must wait", 1, true))
+    assert.truthy(t:ask("loss:backward()"):find("backward must wait", 1, true))
+    assert.truthy(t:ask("opt:step()"):find("optimizer:step() must wait", 1, true))
+    assert.truthy(t:ask("opt:zero_grad()"):find("optimizer:zero_grad() must wait", 1, true))
     t:type "while true do end\n"
     t:expect "while true do end"
     t:wait(0.5)                                            -- it runs
