@@ -95,21 +95,53 @@ static int give_of_rows(ps_grad *g, ps_tensor *a)
     return 0;
 }
 
+/* da of one matrix a that is multiplied with every matrix of b's batch, in half types. It is one product over the
+ * columns of the whole batch, for the same reason. */
+static int give_of_columns(ps_grad *g, ps_tensor *b)
+{
+    const ps_meta *m = ps_grad_in_meta(g, 0);
+    static const ps_attrs_matmul none;
+    static const ps_attrs_permute swap = { .axes = { 1, 0, 2 } };
+    ps_tensor *x, *dy = g->dout[0], *t, *all[PS_MAX_OUT] = { NULL };
+    int64_t M = dy->shape_[dy->ndim - 2], N = dy->shape_[dy->ndim - 1], n = 1;
+    for (int d = 0; d < dy->ndim - 2; d++) n *= dy->shape_[d];
+    PS_TRY(transpose(g, &t, b));
+    PS_TRY(rows_of(g, &x, t));
+    PS_TRY(ps_reshape_to(g, &dy, dy, 3, (int64_t[]) { n, M, N }));
+    PS_TRY(ps_run(g, PS_OP_permute, &swap, all, 1, dy));
+    PS_TRY(ps_reshape_to(g, &dy, all[0], 2, (int64_t[]) { M, n * N }));
+    all[0] = NULL;
+    PS_TRY(ps_run(g, PS_OP_matmul, &none, all, 2, dy, x));
+    PS_TRY(ps_reshape_to(g, &t, all[0], m->ndim, m->shape));
+    ps_grad_give(g, 0, t);
+    return 0;
+}
+
+static int64_t matrices_of(const ps_meta *m)
+{
+    int64_t n = 1;
+    for (int d = 0; d < m->ndim - 2; d++) n *= m->shape[d];
+    return n;
+}
+
 /* da = dy b^T, db = a^T dy. */
 int grad_matmul(ps_grad *g)
 {
     const ps_meta *m = ps_grad_in_meta(g, 1);
     ps_tensor *a, *b, *t;
-    int64_t matrices = 1;
     if (ps_grad_wants(g, 0)) {
+        bool half = m->dtype == PS_BF16 || m->dtype == PS_F16;
         PS_TRY(ps_grad_in(g, 1, &b));
-        PS_TRY(transpose(g, &t, b));
-        PS_TRY(give_product(g, 0, g->dout[0], t));
+        if (half && matrices_of(ps_grad_in_meta(g, 0)) == 1 && matrices_of(m) > 1) {
+            PS_TRY(give_of_columns(g, b));
+        } else {
+            PS_TRY(transpose(g, &t, b));
+            PS_TRY(give_product(g, 0, g->dout[0], t));
+        }
     }
     if (!ps_grad_wants(g, 1)) return 0;
     PS_TRY(ps_grad_in(g, 0, &a));
-    for (int d = 0; d < m->ndim - 2; d++) matrices *= m->shape[d];
-    if (matrices == 1 && a->ndim > 2 && a->ndim >= m->ndim) return give_of_rows(g, a);
+    if (matrices_of(m) == 1 && a->ndim > 2 && a->ndim >= m->ndim) return give_of_rows(g, a);
     PS_TRY(transpose(g, &t, a));
     return give_product(g, 1, t, g->dout[0]);
 }

@@ -100,7 +100,7 @@ local function plan(model, adapters, name, file, path)
       else
         list[#list + 1] = { from = given, tensor = tensor }
       end
-    elseif not tied then
+    elseif not tied and not own:find "%.original_module%." then         -- PEFT's copies of the base model's biases
       unknown[#unknown + 1] = given
     end
   end

@@ -114,7 +114,8 @@ local function entries_of(adapters, state, trained)
     if not dtype then error(("%s has type %s, which is not supported"):format(name, tostring(other)), 0) end
     local whole, parts = readers(state, name)
     read_of[name] = parts
-    local tensor = trained[name] or layer_of[name] and merged(layer_of[name], whole, trained) or parts
+    local tensor = trained[name] or parts
+    if layer_of[name] then tensor = merged(layer_of[name], trained[name] or whole, trained) end
     entries[#entries + 1] = { name = name, shape = state:shape(name), dtype = dtype, owner = 0, tensor = tensor,
       numel = rectangles.numel(state:shape(name)) }
   end
