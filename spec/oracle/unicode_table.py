@@ -77,8 +77,9 @@ def main():
         version, unicodedata.unidata_version))
     print("#ifndef PS_DATA_TOK_UNICODE_H\n#define PS_DATA_TOK_UNICODE_H\n#include <stdint.h>\n")
     print("enum { TOK_UNICODE_MAJOR = %s, TOK_UNICODE_MINOR = %s };\n" % tuple(version.split(".")))
-    print("typedef struct tok_range { uint32_t first, last, value; } tok_range;    /* of code points, both included */\n")
-    print("/* Code points whose category PCRE2 may not know; value: one of the same category and UTF-8 length that it knows. */")
+    print("typedef struct tok_range { uint32_t first, last, value; } tok_range;    /* range of code points, including both */\n")
+    print("/* Code points whose category PCRE2 may not know. value: a code point that PCRE2 knows, of the same category and UTF-8")
+    print(" * length. */")
     table("tok_range tok_stand_ins", [(a, b, stand_in(*v, now)) for a, b, v in ranges(newer)], lambda r: "{0x%x,0x%x,0x%x}" % r)
 
     def bert(**on):
@@ -87,7 +88,7 @@ def main():
 
     clean, strip, lower = bert(clean_text=True), bert(strip_accents=True), bert(lowercase=True)
     split = pre_tokenizers.BertPreTokenizer().pre_tokenize_str
-    print("/* BERT's punctuation beyond ASCII, its accents and its control characters, as tokenizers has them. */")
+    print("/* BERT's punctuation outside of ASCII, its accents and its control characters, as tokenizers has them. */")
     form = "{0x%x,0x%x,1}"
     rows = [(a, b) for a, b, _ in ranges({c: 1 for c in ALL if c > 127 and len(split("a" + chr(c) + "a")) == 3})]
     table("tok_range tok_bert_punctuation", rows, lambda r: form % r)
@@ -95,7 +96,7 @@ def main():
     table("tok_range tok_bert_accents", rows, lambda r: form % r)
     rows = [(a, b) for a, b, _ in ranges({c: 1 for c in ALL if clean("a" + chr(c) + "a") == "aa"})]
     table("tok_range tok_bert_controls", rows, lambda r: form % r)
-    print("/* Small letters that utf8proc may not know; value: added to the code point, modulo 2^32. */")
+    print("/* Lower-case letters that utf8proc may not know. value: added to the code point, modulo 2^32. */")
     off = {c: (ord(lower(chr(c))) - c) % 2**32 for c in ALL if c != 0x130 and lower(chr(c)) != chr(c).lower()}
     table("tok_range tok_lower", ranges(off), lambda r: "{0x%x,0x%x,0x%x}" % tuple(r))
     print("#endif")
