@@ -159,6 +159,17 @@ function lib.run(settings, code)
   return text
 end
 
+--- Runs a command of the shell.
+---@param command string
+---@return string text both streams
+---@return integer code
+function lib.shell(command)
+  local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
+  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+  p:close()
+  return text, tonumber(code)
+end
+
 --- Runs tools/merge.lua.
 ---@param ... string its arguments
 ---@return integer code
@@ -166,11 +177,8 @@ end
 function lib.merge(...)
   local words = {}
   for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
-  local p = assert(io.popen(("'%s' '%s/tools/merge.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-    table.concat(words, " "))))
-  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return tonumber(code), text
+  local text, code = lib.shell(("'%s' '%s/tools/merge.lua' %s"):format(paths.exe, paths.root, table.concat(words, " ")))
+  return code, text
 end
 
 return lib

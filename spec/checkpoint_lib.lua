@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- For specs of checkpoints of one process: a folder for each test, a small run to save, files, and what was said.
 local ps = require "ps"
+local check = require "spec.check_lib"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local checkpoints, nn, optim, C = ps.checkpoints, ps.nn, ps.optim, ps.C
@@ -51,12 +52,10 @@ end
 --- Runs a script as a process of its own: output, exit code.
 function lib.child(script, before)
   lib.write(lib.path("child.lua"), script)
-  local p = assert(io.popen(("%s OMP_NUM_THREADS=1 timeout 300 '%s' '%s' '%s' 2>&1; echo \"|$?\""):format(before or "",
-    paths.exe, lib.path("child.lua"), lib.folder)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
+  local out, code = check.shell(("%s OMP_NUM_THREADS=1 timeout 300 '%s' '%s' '%s'"):format(before or "",
+    paths.exe, lib.path("child.lua"), lib.folder))
   os.remove(lib.path("child.lua"))
-  return out, tonumber(code)
+  return out, code
 end
 
 --- A model and an optimizer to save.

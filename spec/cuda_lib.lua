@@ -2,6 +2,7 @@
 -- What specs of the device cuda share: which plug-in and driver there are, and programs that run with them.
 -- PS_CUDA_REAL=1 takes the real plug-in on this machine's GPU instead of the emulated one, PS_FULL=1 all types.
 local ffi = require "ffi"
+local check = require "spec.check_lib"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -39,11 +40,9 @@ function lib.child(what, env)
     f:close()
     words[#words + 1] = name
   end
-  local p = assert(io.popen(("cd '%s' && %s 2>&1; echo \"|$?\""):format(paths.root, table.concat(words, " "))))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
+  local out, code = check.shell(("cd '%s' && %s"):format(paths.root, table.concat(words, " ")))
   if name then os.remove(name) end
-  return out, tonumber(code)
+  return out, code
 end
 
 --- Why kernels cannot be run here, or nil.

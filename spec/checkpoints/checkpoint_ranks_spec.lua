@@ -2,6 +2,7 @@
 -- Checkpoints of several processes: written by all ranks together, resumed on any number of them, and what is wrong on
 -- one rank, or with one file, is an error on every rank that says what.
 local lfs = require "lfs"
+local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
@@ -412,10 +413,7 @@ describe("a checkpoint of several processes", function()
     assert.truthy(whole == owned)
     -- The tool makes the very file that one process would have written.
     local function merge(arguments)
-      local p = io.popen(("cd '%s' && '%s' '%s' %s 2>&1; echo \"|$?\""):format(folder, paths.exe, tool, arguments))
-      local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-      p:close()
-      return text, tonumber(code)
+      return check.shell(("cd '%s' && '%s' '%s' %s"):format(folder, paths.exe, tool, arguments))
     end
     for i, name in ipairs { "whole/step-00000001", "owned" } do
       local text, code = merge(("%s --out merged%d.safetensors"):format(name, i))

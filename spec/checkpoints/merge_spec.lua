@@ -20,11 +20,8 @@ before_each(function() os.execute(("rm -rf '%s' && mkdir '%s'"):format(folder, f
 local function path(name) return folder .. "/" .. name end
 
 local function merge(arguments, before)
-  local p = assert(io.popen(("cd '%s' && %s env -u LUA_INIT '%s' '%s' %s 2>&1; echo \"|$?\""):format(folder,
-    before or "", paths.exe, tool, arguments)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("cd '%s' && %s env -u LUA_INIT '%s' '%s' %s"):format(folder,
+    before or "", paths.exe, tool, arguments))
 end
 
 local function names()

@@ -2,6 +2,7 @@
 -- The border between C and Lua: every declared function is there, and no other; every struct has C's layout, a half of
 -- another build is refused, and calls across it are compiled by the JIT.
 local ffi = require "ffi"
+local check = require "spec.check_lib"
 local lfs = require "lfs"
 local cdef = require "ps.cdef"
 local ps = require "ps"
@@ -15,11 +16,9 @@ local function child(script)
   local f = assert(io.open(name, "wb"))
   f:write(script)
   f:close()
-  local p = assert(io.popen(("env -u LUA_INIT '%s' %s 2>&1; echo \"|$?\""):format(paths.exe, name)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
+  local out, code = check.shell(("env -u LUA_INIT '%s' %s"):format(paths.exe, name))
   os.remove(name)
-  return out, tonumber(code)
+  return out, code
 end
 
 describe("the declarations", function()

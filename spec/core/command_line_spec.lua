@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Numbers on the command lines of examples, tools and benches: one checked way for all of them, and what it says.
 local lfs = require "lfs"
+local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
 local lib = require "spec.check_lib"
@@ -44,10 +45,7 @@ end)
 
 -- What a program says to a command line, and its exit code.
 local function says(line)
-  local p = assert(io.popen(("cd '%s' && timeout 300 '%s' %s 2>&1; echo \"|$?\""):format(paths.root, paths.exe, line)))
-  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return text, tonumber(code)
+  return check.shell(("cd '%s' && timeout 300 '%s' %s"):format(paths.root, paths.exe, line))
 end
 
 describe("programs", function()

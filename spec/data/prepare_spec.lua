@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- tools/prepare.lua: shards of text and JSON lines are what the texts as a whole give, whatever blocks and threads.
 local ps = require "ps"
+local check = require "spec.check_lib"
 local check_lib = require "spec.check_lib"
 local json = require "cjson"
 local lib = require "spec.tokenizer_lib"
@@ -38,11 +39,8 @@ local function ids_of(path, options)
 end
 
 local function prepare(arguments)
-  local p = assert(io.popen(("'%s' '%s/tools/prepare.lua' --tokenizer '%s' %s 2>&1; echo \"|$?\""):format(paths.exe,
-    paths.root, folder, arguments)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("'%s' '%s/tools/prepare.lua' --tokenizer '%s' %s"):format(paths.exe,
+    paths.root, folder, arguments))
 end
 
 local function shard(name)

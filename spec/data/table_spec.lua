@@ -377,11 +377,8 @@ end)
 
 describe("tools/data.lua", function()
   local function run(words)
-    local p = assert(io.popen(("NO_COLOR=1 '%s' '%s'/tools/data.lua %s 2>&1; echo \"|$?\""):format(paths.exe,
-      paths.root, words)))
-    local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    return out, tonumber(code)
+    return check.shell(("NO_COLOR=1 '%s' '%s'/tools/data.lua %s"):format(paths.exe,
+      paths.root, words))
   end
 
   it("shows an example as the model sees it, and counts rows", function()

@@ -462,10 +462,7 @@ describe("PyTorch", function()
   local python
 
   local function capture(command)
-    local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
-    local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    return out, tonumber(code)
+    return check.shell(command)
   end
 
   setup(function()

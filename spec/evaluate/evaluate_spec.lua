@@ -237,11 +237,8 @@ end)
 
 describe("tools/evaluate.lua", function()
   local function run(words)
-    local p = assert(io.popen(("'%s' '%s'/tools/evaluate.lua %s %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-      folder, words)))
-    local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    return out, tonumber(code)
+    return check.shell(("'%s' '%s'/tools/evaluate.lua %s %s"):format(paths.exe, paths.root,
+      folder, words))
   end
 
   it("prints measures, JSON, and samples to a file", function()

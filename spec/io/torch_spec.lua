@@ -12,10 +12,7 @@ local folder
 local function path(name) return folder .. "/" .. name end
 
 local function capture(command)
-  local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(command)
 end
 
 local function write_file(name, text)

@@ -197,11 +197,8 @@ describe("tools/merge_adapter.lua", function()
   local function merge(...)
     local words = {}
     for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end
-    local p = assert(io.popen(("'%s' '%s/tools/merge_adapter.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
-      table.concat(words, " "))))
-    local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
-    p:close()
-    return text, tonumber(code)
+    return check.shell(("'%s' '%s/tools/merge_adapter.lua' %s"):format(paths.exe, paths.root,
+      table.concat(words, " ")))
   end
 
   it("writes folders with the adapter in the weights", function()

@@ -210,12 +210,9 @@ describe("pairs of texts", function()
     end
     check.write(folder .. "/pairs.jsonl", table.concat(lines))
     for _, more in ipairs { "", "--loss ipo --cache " .. folder .. "/reference.safetensors" } do
-      local p = io.popen(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out --lr 1e-2 "
-        .. "--epochs 3 --beta 0.5 --lora 4 %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, folder, folder,
-        folder, more))
-      local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
-      p:close()
-      assert.equal("0", code, text)
+      local text, code = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out "
+        .. "--lr 1e-2 --epochs 3 --beta 0.5 --lora 4 %s"):format(paths.exe, paths.root, folder, folder, folder, more))
+      assert.equal(0, code, text)
       local first, last = text:match "loss ([%d.]+)", text:match ".*loss ([%d.]+)"
       assert(tonumber(last) < 0.95 * tonumber(first), text)
       assert.truthy(text:find "accuracy 1%.00", text)

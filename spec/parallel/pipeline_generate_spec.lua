@@ -2,6 +2,7 @@
 -- generate in a pipeline returns the ids of one process on all ranks, for every cut. If ranks request different things,
 -- errors name these. If ranks begin things that do not match, it is an error immediately.
 local lib = require "spec.ranks_lib"
+local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local ps = require "ps"
 local tokens = require "spec.tokenizer_lib"
@@ -95,10 +96,7 @@ describe("generate in a pipeline", function()
       initializer_range = 0.3 }):save_pretrained(vocab)
     local line = "tools/generate.lua %s --start ab --num-samples %d --max-new 5 --seed 7"
     local function program(words)
-      local p = assert(io.popen(("'%s' %s 2>&1; echo \"|$?\""):format(paths.exe, words)))
-      local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-      p:close()
-      return text, tonumber(code)
+      return check.shell(("'%s' %s"):format(paths.exe, words))
     end
     for samples = 1, 2 do
       local alone, code = program(paths.root .. "/" .. line:format(vocab, samples))

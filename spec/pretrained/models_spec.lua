@@ -517,11 +517,9 @@ end)
 
 describe("bench/hf.lua", function()
   local function run(name, more)
-    local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/bench/hf.lua' '%s' %s 2>&1; echo \"|$?\""):format(
-      paths.exe, paths.root, path(name), more or "")))
-    local said, status = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    return tonumber(status), (said:gsub("psluajit: dropout is off in this backward[^\n]*\n", ""))
+    local said, status = check.shell(("OMP_WAIT_POLICY=passive '%s' '%s/bench/hf.lua' '%s' %s"):format(
+      paths.exe, paths.root, path(name), more or ""))
+    return status, (said:gsub("psluajit: dropout is off in this backward[^\n]*\n", ""))
   end
 
   it("writes outputs, gradients by the file's names and a trained folder, and refuses by status 2", function()

@@ -17,11 +17,8 @@ teardown(function() ranks_lib.remove(folder) end)
 
 -- The tool's output and exit code.
 local function tool(words)
-  local p = assert(io.popen(("cd '%s' && '%s' '%s/tools/profile_visualizer.lua' %s 2>&1; echo \"|$?\""):format(folder,
-    paths.exe, paths.root, words)))
-  local out, code = p:read("*a"):match "^(.*)|(%d+)\n$"
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("cd '%s' && '%s' '%s/tools/profile_visualizer.lua' %s"):format(folder,
+    paths.exe, paths.root, words))
 end
 
 -- A file of the profile by hand, changed.

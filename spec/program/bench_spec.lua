@@ -2,6 +2,7 @@
 -- Benches with the smallest of models: that they run, and what they take is in proportion.
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 describe("larger_than_memory.lua", function()
   it("measures the disk with bytes that fit small budgets", function()
@@ -28,13 +29,11 @@ describe("first_logits.lua", function()
   it("writes the folder, loads it in a process of its own, and tells seconds and memory", function()
     local folder = os.tmpname()
     os.remove(folder)
-    local p = assert(io.popen(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/first_logits.lua' '%s' --make tiny "
-      .. "--dtype fp32 --rounds 1 --cold --ids '7 1 2' 2>&1; echo \"|$?\""):format(paths.exe, paths.root, folder)))
-    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
+    local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/first_logits.lua' '%s' --make tiny "
+      .. "--dtype fp32 --rounds 1 --cold --ids '7 1 2'"):format(paths.exe, paths.root, folder))
     local written = lfs.attributes(folder .. "/model.safetensors", "size")
     os.execute("rm -r " .. folder)
-    assert.equal("0", code, text)
+    assert.equal(0, code, text)
     local result = require("cjson").decode(text:match("(%b{})\n$"))
     assert.equal(written, result.file_bytes)
     assert.truthy(result.cold and result.seconds > 0, text)
@@ -43,16 +42,13 @@ describe("first_logits.lua", function()
 end)
 
 describe("profiler_cost.lua", function()
-  local check = require "spec.check_lib"
   local instructions = require "bench.instructions_lib"
 
   -- What the bench printed last, of so many steps that are counted.
   local function run(count)
-    local p = assert(io.popen(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/profiler_cost.lua' --rounds 2 --steps 1 "
-      .. "--count-steps %d 2>&1; echo \"|$?\""):format(paths.exe, paths.root, count)))
-    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    assert.equal("0", code, text)
+    local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/profiler_cost.lua' --rounds 2 "
+      .. "--steps 1 --count-steps %d"):format(paths.exe, paths.root, count))
+    assert.equal(0, code, text)
     return require("cjson").decode(text:match("(%b{})\n$")), text
   end
 
@@ -112,7 +108,6 @@ calls=3 180
 end)
 
 describe("gpu_table.lua", function()
-  local check = require "spec.check_lib"
 
   -- The table of a part whose figures are these lines, of "row|JSON".
   local function table_of(part, lines)

@@ -11,11 +11,8 @@ local TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor 
 
 -- Runs a tool with a folder and options; gives its output and exit status.
 local function run(tool, folder, options)
-  local p = assert(io.popen(("'%s' '%s'/tools/%s.lua %s --max-new 5 --temperature 0 --dtype fp32 %s 2>&1; echo \"|$?\"")
-    :format(paths.exe, paths.root, tool, folder, options)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("'%s' '%s'/tools/%s.lua %s --max-new 5 --temperature 0 --dtype fp32 %s")
+    :format(paths.exe, paths.root, tool, folder, options))
 end
 
 describe("tools/chat.lua", function()

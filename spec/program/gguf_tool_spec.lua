@@ -1,16 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- tools/gguf.lua: what it prints of a file, conversions in both directions, and certificates.
 local ps = require "ps"
+local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
 local paths = require "ps.paths"
 local tokens = require "spec.tokenizer_lib"
 
 local function run(options)
-  local p = assert(io.popen(("'%s' '%s'/tools/gguf.lua %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, options)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("'%s' '%s'/tools/gguf.lua %s"):format(paths.exe, paths.root, options))
 end
 
 -- The JSON on the last line of an output, before which notes about a small vocabulary stand.
@@ -18,10 +16,7 @@ local function last_object(out) return json.decode(out:match "([^\n]*)\n$") end
 
 -- Runs another program of the tree.
 local function other(program, options)
-  local p = assert(io.popen(("'%s' '%s/%s' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root, program, options)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("'%s' '%s/%s' %s"):format(paths.exe, paths.root, program, options))
 end
 
 describe("tools/gguf.lua", function()

@@ -12,10 +12,8 @@ local folder = ranks_lib.folder()
 teardown(function() ranks_lib.remove(folder) end)
 
 local function run(command, code)
-  local p = assert(io.popen(("cd '%s' && OMP_NUM_THREADS=1 timeout 500 %s 2>&1; echo \"|$?\""):format(folder, command)))
-  local text, got = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  assert.equal(tostring(code or 0), got, text)
+  local text, got = check.shell(("cd '%s' && OMP_NUM_THREADS=1 timeout 500 %s"):format(folder, command))
+  assert.equal(code or 0, got, text)
   return text
 end
 

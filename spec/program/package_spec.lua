@@ -8,12 +8,7 @@ local check = require "spec.check_lib"
 local build = paths.exe:match "^(.*)/"
 local folder, root
 
-local function sh(command)
-  local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
-  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
-  p:close()
-  return text, tonumber(code)
-end
+local sh = check.shell
 
 local function good(command)
   local text, code = sh(command)

@@ -3,16 +3,14 @@
 -- misspelt one, new projects, and the version.
 local lfs = require "lfs"
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 local folder
 
 -- Runs a shell command in the scratch folder, with `psluajit` in its path; output of both streams and the exit code.
 local function sh(command)
-  local line = "cd '%s' && PATH='%s':\"$PATH\" OMP_NUM_THREADS=1 timeout 300 sh -c '%s' 2>&1; echo \"|$?\""
-  local p = assert(io.popen(line:format(folder, paths.exe:match "^(.*)/", (command:gsub("'", "'\\''")))))
-  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
-  p:close()
-  return text, tonumber(code)
+  return check.shell(("cd '%s' && PATH='%s':\"$PATH\" OMP_NUM_THREADS=1 timeout 300 sh -c '%s'"):format(folder,
+    paths.exe:match "^(.*)/", (command:gsub("'", "'\\''"))))
 end
 
 -- Runs a command that must end well.

@@ -28,11 +28,8 @@ teardown(function() tokens.remove(folder) end)
 
 local function run(words, ranks)
   local launch = ranks and ("'%s/tools/launch.lua' --nproc-per-node %d"):format(paths.root, ranks) or ""
-  local p = assert(io.popen(("OMP_NUM_THREADS=1 '%s' %s '%s/examples/finetune.lua' --model %s %s 2>&1; echo \"|$?\"")
-    :format(paths.exe, launch, paths.root, folder, words)))
-  local out, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
-  return out, tonumber(code)
+  return check.shell(("OMP_NUM_THREADS=1 '%s' %s '%s/examples/finetune.lua' --model %s %s")
+    :format(paths.exe, launch, paths.root, folder, words))
 end
 
 -- The losses of a run's log by step.

@@ -56,27 +56,22 @@ teardown(function() os.execute("rm -r " .. folder) end)
 -- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint (as
 -- one file: in those of the ranks are numbers of the save).
 local function train(out, options, what, more)
-  local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 3000 "
+  local text, code = check.shell(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 3000 "
     .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
-    .. "--save 4 --out %s %s 2>&1; echo \"|$?\""):format(folder, paths.exe, paths.root, options, what or "none0", out,
-    more or "")))
-  local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-  p:close()
+    .. "--save 4 --out %s %s"):format(folder, paths.exe, paths.root, options, what or "none0", out,
+    more or ""))
   os.execute(("cd %s && rm -f last.safetensors && '%s' '%s/tools/merge.lua' %s/step-00000012 --out last.safetensors "
     .. ">/dev/null 2>&1"):format(folder, paths.exe, paths.root, out))
-  return text, tonumber(code), read "last.safetensors"
+  return text, code, read "last.safetensors"
 end
 
 describe("a failure that other ranks are told of", function()
   -- Runs a script as two ranks: what the launcher said, its exit code.
   local function run(script, options)
     write("fails.lua", script)
-    local p = assert(io.popen(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 300 "
-      .. "'%s' '%s/tools/launch.lua' --nproc-per-node 2 %s fails.lua 2>&1; echo \"|$?\""):format(folder,
-      paths.exe, paths.root, options or "")))
-    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
-    return text, tonumber(code)
+    return check.shell(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 300 "
+      .. "'%s' '%s/tools/launch.lua' --nproc-per-node 2 %s fails.lua"):format(folder,
+      paths.exe, paths.root, options or ""))
   end
 
   -- Rank 0 blames `what`, as its watch would say, and ends. Rank 1 does `rank_1` when the launcher has taken that in:
