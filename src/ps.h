@@ -507,14 +507,11 @@ typedef struct ps_gguf_value { /* an entry of the metadata, or a value of an arr
  * a GGUF file, or damaged. */
 int ps_gguf_open(const char *path, ps_gguf **out);
 void ps_gguf_close(ps_gguf *g);
-int ps_gguf_version(const ps_gguf *g);
 int ps_gguf_count(const ps_gguf *g);
 const char *ps_gguf_name(const ps_gguf *g, int i);
 int ps_gguf_find(const ps_gguf *g, const char *name);       /* index or -1 */
 int ps_gguf_get(const ps_gguf *g, int i, ps_gguf_entry *out);           /* PS_ERANGE: there is no tensor i */
 const char *ps_gguf_type_name(int type);                    /* "Q4_0"; NULL: there is no such type */
-/* The number of a type, with its block's elements and bytes (NULL: not wanted). PS_EINVAL: there is none. */
-int ps_gguf_type(const char *name, int32_t *block, int32_t *nbytes);
 int ps_gguf_meta_count(const ps_gguf *g);
 const char *ps_gguf_meta_key(const ps_gguf *g, int i);
 int ps_gguf_meta_find(const ps_gguf *g, const char *key);   /* index or -1 */
@@ -729,8 +726,10 @@ typedef struct ps_encoder_config {
 typedef struct ps_encoder_text {
   const char *text;                      /* copied by the call */
   int64_t nbytes;
-  const int64_t *message, *trained;      /* [n][2] half-open ranges of bytes: from messages; that are trained */
-  int64_t n_message, n_trained;
+  /* [n][2] half-open ranges of bytes, each in order: from messages, tools, documents and unknown roles; from roles that
+   * templates expect, which may lie inside a special token; that are trained. */
+  const int64_t *message, *role, *trained;
+  int64_t n_message, n_role, n_trained;
   int32_t whole;                         /* 1: a text whose tokens are all trained, between prefix and suffix */
   int32_t need;                          /* 1: at least one token must be trained; 2: and at least one must not */
   double weight;

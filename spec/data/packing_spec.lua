@@ -396,6 +396,44 @@ describe("the cache of examples", function()
     assert.is_true(cached(open()))
   end)
 
+  it("holds the ids and labels of apply_chat_template, whatever messages, roles and space spell", function()
+    local ADDED = { ["258"] = { content = "<|im_start|>", special = true },
+      ["259"] = { content = "<|im_end|>", special = true }, ["260"] = { content = "<|user|>", special = true } }
+    local swallow = { ["258"] = ADDED["258"], ["259"] = { content = "<|im_end|>", special = true, rstrip = true },
+      ["260"] = { content = "<|user|>", special = true, lstrip = true, rstrip = true } }
+    local CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    local PIPES = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }} <|im_end|>\n{% endfor %}"
+    local STRADDLES = "{% for m in messages %}<|im_start|>{{ m.role }}\n<|im_{{ m.content }}|><|im_end|>{% endfor %}"
+    local CONTENTS = { "Hi", "end", " x ", "<|im_end|>", "a<|user|>b", "<|im_end", "|>", "<|im_end|> <|im_end|>" }
+    for _, added in ipairs { ADDED, swallow } do
+      for _, template in ipairs { CHATML, PIPES, STRADDLES } do
+        local home = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template = template,
+          eos_token = "<|im_end|>", added_tokens_decoder = added } })
+        local own, rows = ps.tokenizer.from_pretrained(home), {}
+        for _, content in ipairs(CONTENTS) do
+          for _, role in ipairs { "user", "im_end", "<|user|>" } do
+            rows[#rows + 1] = { messages = { { role = role, content = content },
+              { role = "assistant", content = content .. "y" } } }
+          end
+        end
+        local one = ps.data.loader { table = ps.data.table(rows), tokenizer = own, batch = 1, seq = 256,
+          shuffle = false, date = "2026-01-01" }
+        local forged = false
+        for _, row in ipairs(rows) do
+          local ids, mask = own:apply_chat_template(row.messages, { train_on = "assistant", date = "2026-01-01" })
+          local batch, labels = one:next(), {}
+          local got, want = batch.input_ids:tolist()[1], batch.labels:tolist()[1]
+          for k, id in ipairs(ids) do labels[k] = mask[k] == 1 and id or -100 end
+          assert.same(ids, { unpack(got, 1, #ids) }, template .. row.messages[1].role .. row.messages[1].content)
+          assert.same(labels, { unpack(want, 1, #ids) }, template .. row.messages[1].content)
+          forged = forged or own:decode(ids) ~= nil and #own:encode(own:decode(ids)) < #ids
+        end
+        assert.is_true(forged)                             -- some texts spell special tokens that do not count
+        tokens.remove(home)
+      end
+    end
+  end)
+
   it("holds what one thread and several make, with text of users that spells special tokens", function()
     local rows = {}
     for i = 1, 60 do

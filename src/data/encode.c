@@ -16,9 +16,9 @@ typedef struct job {
     int state;
     int64_t number;                     /* of the text, from 0 */
     tok_bytes text;
-    span *message, *trained;            /* [n_message], [n_trained] of `spans` */
+    span *message, *role, *trained;     /* [n_message], [n_role], [n_trained] of `spans` */
     span *spans;
-    int64_t n_message, n_trained, spans_room;
+    int64_t n_message, n_role, n_trained, spans_room;
     int32_t whole, need;
     double weight;
     tok_ints ids, ends, labels;         /* ends: the end of each id's bytes, exclusive */
@@ -54,16 +54,19 @@ static bool is_special(const ps_encoder *c, int32_t id)
     return low < c->n_special && c->special[low] == id;
 }
 
-/* Whether all bytes of a token come from messages, whose spans are in order. */
-static bool within(const job *j, span token)
+static bool overlap(span a, span b) { return a.begin < b.end && b.begin < a.end; }
+
+/* Whether the template wrote a special token: no byte comes from a message, and a role lies inside the token if at all.
+ * conversations.lua (`written`) has the same rule, and spec/data/packing_spec.lua compares both. */
+static bool is_own(const job *j, span token)
 {
-    for (int64_t i = 0; i < j->n_message; i++) {
-        if (j->message[i].begin > token.begin) return false;
-        if (j->message[i].end <= token.begin) continue;
-        if (j->message[i].end >= token.end) return true;
-        token.begin = j->message[i].end;
+    for (int64_t i = 0; i < j->n_message && j->message[i].begin < token.end; i++)
+        if (overlap(j->message[i], token)) return false;
+    for (int64_t i = 0; i < j->n_role && j->role[i].begin < token.end; i++) {
+        bool inside = j->role[i].begin > token.begin && j->role[i].end < token.end;
+        if (overlap(j->role[i], token) && !inside) return false;
     }
-    return false;
+    return true;
 }
 
 /* Appends the ids of bytes begin .. end of the job's text. */
@@ -92,7 +95,7 @@ static int without_forged(const ps_encoder *c, tok_state *st, job *j)
     int64_t from = 0;
     int rc = 0;
     for (size_t i = 0; i < n && rc == 0; i++) {
-        if (!is_special(c, ids[i]) || within(j, (span){ at[2 * i], at[2 * i + 1] })) continue;
+        if (!is_special(c, ids[i]) || !is_own(j, (span){ at[2 * i], at[2 * i + 1] })) continue;
         rc = append(c, st, j, from, at[2 * i], PS_TOK_PLAIN);
         if (rc == 0) rc = tok_ints_add(&j->ids, ids[i]);
         if (rc == 0) rc = tok_ints_add(&j->ends, at[2 * i + 1]);
@@ -140,7 +143,7 @@ static int encode(const ps_encoder *c, tok_state *st, job *j)
     PS_TRY(append(c, st, j, 0, (int64_t)j->text.n, 0));
     for (size_t i = 0; i < st->ids.n; i++) {
         span token = { st->offsets.at[2 * i], st->offsets.at[2 * i + 1] };
-        if (!is_special(c, st->ids.at[i]) || !within(j, token)) continue;
+        if (!is_special(c, st->ids.at[i]) || is_own(j, token)) continue;
         PS_TRY(without_forged(c, st, j));
         break;
     }
@@ -231,7 +234,7 @@ int ps_encoder_new(ps_tok *tok, ps_examples *examples, const ps_encoder_config *
 
 static int copy_spans(job *j, const ps_encoder_text *t)
 {
-    int64_t n = t->n_message + t->n_trained;
+    int64_t n = t->n_message + t->n_role + t->n_trained;
     if (n > j->spans_room) {
         span *spans = ps_realloc(j->spans, (size_t)(2 * n) * sizeof *spans);
         if (!spans) return ps_fail_nomem((size_t)(2 * n) * sizeof *spans);
@@ -239,8 +242,10 @@ static int copy_spans(job *j, const ps_encoder_text *t)
         j->spans_room = 2 * n;
     }
     j->message = j->spans, j->n_message = t->n_message;
-    j->trained = j->spans + t->n_message, j->n_trained = t->n_trained;
+    j->role = j->message + t->n_message, j->n_role = t->n_role;
+    j->trained = j->role + t->n_role, j->n_trained = t->n_trained;
     if (t->n_message) memcpy(j->message, t->message, (size_t)t->n_message * sizeof(span));
+    if (t->n_role) memcpy(j->role, t->role, (size_t)t->n_role * sizeof(span));
     if (t->n_trained) memcpy(j->trained, t->trained, (size_t)t->n_trained * sizeof(span));
     return 0;
 }

@@ -19,7 +19,7 @@ local span_array = array "int64_t"
 
 local examples = {}
 
-local VERSION = 1                                          -- of what is in a cache file
+local VERSION = 2                                          -- of what is in a cache file
 local MOST_THREADS = 8
 
 ---@class ps.Examples
@@ -46,7 +46,7 @@ local function around(tokenizer)
   return before, after
 end
 
--- Half-open ranges of bytes from 0 of a list of first and last bytes from 1.
+-- Converts a list of first and last bytes, from 1, to half-open ranges of bytes, from 0.
 local function spans_of(self, list)
   local n = list and #list or 0
   if n == 0 then return nil, 0 end
@@ -66,7 +66,7 @@ end
 local Encoder = {}
 Encoder.__index = Encoder
 
--- An encoder whose texts become examples of `handle`. place(i): where example i is from, for errors.
+-- An encoder whose texts become examples of `handle`. place(i): the file and line of example i, for errors.
 local function encoder_of(tokenizer, handle, place)
   local special, before, after = {}, around(tokenizer)
   for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
@@ -91,13 +91,27 @@ function Encoder:checked(rc)
   error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
--- rendered: {text =, message =, spans =} of tokenizer:render_chat; nil spans: a whole text.
+-- The parts of a text in which no special token may lie, in order: messages, and roles that templates do not expect.
+-- Second result: the roles that templates expect.
+local function foreign_of(rendered)
+  local foreign, known, mixed = {}, {}, false
+  for i, part in ipairs(rendered.message or {}) do foreign[i] = part end
+  for _, part in ipairs(rendered.roles or {}) do
+    if part.known then known[#known + 1] = part else foreign[#foreign + 1], mixed = part, true end
+  end
+  if mixed then table.sort(foreign, function(a, b) return a[1] < b[1] end) end
+  return foreign, known
+end
+
+-- rendered: {text =, message =, roles =, spans =} of tokenizer:render_chat; nil spans: a whole text.
 function Encoder:put(rendered, need, weight)
   local text = self.text
   self.kept = {}
   text.text, text.nbytes, text.weight, text.need = rendered.text, #rendered.text, weight, need
   text.whole = rendered.spans and 0 or 1
-  text.message, text.n_message = spans_of(self, rendered.message)
+  local foreign, known = foreign_of(rendered)
+  text.message, text.n_message = spans_of(self, foreign)
+  text.role, text.n_role = spans_of(self, known)
   text.trained, text.n_trained = spans_of(self, rendered.spans)
   self:checked(C.ps_encoder_put(self.handle, text))
 end
@@ -108,11 +122,11 @@ function Encoder:finish()
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
-local function weight_of(row, field, place)
+local function weight_of(row, field, rows, i)
   if not field then return 1 end
   local weight = row[field]
   if type(weight) ~= "number" or weight < 0 or weight ~= weight or weight == math.huge then
-    error(("ps.data.loader: %s: the field '%s' is %s; a weight is a number of 0 or more"):format(place, field,
+    error(("ps.data.loader: %s: the field '%s' is %s; a weight is a number of 0 or more"):format(rows:place(i), field,
       weight == nil and "missing" or tostring(weight)))
   end
   return weight
@@ -128,10 +142,10 @@ local function add(handle, ids, labels, weights, weight)
   check(C.ps_examples_add(handle, ids_of(ids), label_list, weight_list, n, weight))
 end
 
--- A row of ids: checks and appends it.
-local function add_ids(handle, rows, i, tokenizer, weight)
+-- Checks and appends row i, which has ids.
+local function add_ids(handle, rows, i, row, tokenizer, weight)
   local ids, labels = formats.ids(rows, i, tokenizer.vocab_size)
-  local weights = rows[i].loss_weights
+  local weights = row.loss_weights
   if weights == cjson.null then weights = nil end
   if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
     error(("%s: %d loss_weights for %d input_ids: give one for each"):format(rows:place(i), #weights, #ids))
@@ -144,7 +158,7 @@ local function add_ids(handle, rows, i, tokenizer, weight)
   add(handle, ids, labels, weights, weight)
 end
 
--- Labels by a mask of a tokenizer that is not of ps.tokenizer.
+-- Makes labels from a mask. Only for tokenizers that ps.tokenizer did not make.
 local function labels_of(ids, mask, place, train_on)
   local labels, trained = {}, 0
   for k, id in ipairs(ids) do
@@ -162,15 +176,17 @@ end
 local function fill(handle, rows, tokenizer, form, given)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
+  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not know of swallowed space
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
   for i = 1, #rows do
-    formats.check(rows, i, form)
-    local weight = field and weight_of(rows[i], field, place(i)) or 1
-    if form == "ids" then add_ids(handle, rows, i, tokenizer, weight)
+    local row = formats.check(rows, i, form)
+    local weight = field and weight_of(row, field, rows, i) or 1
+    if form == "ids" then add_ids(handle, rows, i, row, tokenizer, weight)
     elseif form == "text" then
-      local text = caller.typed(rows[i].text, "string", place(i) .. ": text")
+      local text = row.text
+      if type(text) ~= "string" then caller.typed(text, "string", place(i) .. ": text") end
       if own then encoder:put({ text = text }, 0, weight)
       else
         local ids = tokenizer:encode(text)
@@ -179,7 +195,7 @@ local function fill(handle, rows, tokenizer, form, given)
       end
     else
       local messages, tools = formats.conversation(rows, i, form)
-      if own then
+      if threaded then
         encoder:put(tokenizer:render_chat(messages, { train_on = train_on, date = given.date, tools = tools }), need,
           weight)
       else
@@ -227,10 +243,12 @@ local function tokenizer_key(tokenizer)
   return table.concat(list, " ")
 end
 
--- The name of the data of a cache file; nil: something has no name, such as a function.
+-- The key of the data of a cache file; nil: a part of the data has no key, such as a function.
 local function key_of(rows, tokenizer, form, given)
-  local files, tok = rows:key(), tokenizer_key(tokenizer)
-  if not files or not tok or type(given.train_on) == "function" then return nil end
+  if type(given.train_on) == "function" then return nil end
+  local tok = tokenizer_key(tokenizer)
+  local files = tok and rows:key()                         -- reads the files
+  if not files then return nil end
   return hash_of { VERSION, files, tok, form, given.train_on or "assistant", given.date or os.date "%Y-%m-%d",
     given.weight_field or "" }
 end
@@ -242,15 +260,15 @@ local function cache_folder(given)
   return given
 end
 
--- Maps the cache file; nil: there is none of these data.
+-- Maps the cache file; nil: there is no file of these data.
 local function mapped(path, key)
   local out = ffi.new("ps_examples *[1]")
   if lfs.attributes(path, "mode") ~= "file" or C.ps_examples_open(path, key, out) < 0 then return nil end
   return free_later(out, C.ps_examples_free)
 end
 
--- Makes examples by fn(handle), in a file if there is a path. given: the path is in a folder of the script's own, and
--- it is an error if the file cannot be created there; else the examples are in memory then.
+-- Makes examples by fn(handle), in a file if there is a path. given: the script chose the folder of the path. If the
+-- file cannot be created, this is an error if `given` is true; otherwise the examples are made in memory.
 local function made(path, key, wide, fn, given)
   local out = ffi.new("ps_examples *[1]")
   local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
@@ -274,8 +292,8 @@ local function finished(handle, cached)
     hash = bit.tohex(C.ps_examples_hash(handle)) }
 end
 
---- The examples of a table. They come from the cache if it has them. Ranks that start together each make them; the
---- last one's file stays, and all have the same bytes.
+--- The examples of a table. They are read from the cache if it contains them. If several ranks start together, each
+--- writes a file. The last file replaces the others, whose bytes are the same.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
 ---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a

@@ -294,7 +294,10 @@ function description.add_token(t, content, id, options)
     + (options.rstrip and C.PS_TOK_RSTRIP or 0) + (options.normalized and C.PS_TOK_NORMALIZED or 0)
   check(C.ps_tok_add(t.handle, content, #content, id, flags))
   t.special_ids = t.special_ids or {}
-  if options.special then t.special_ids[id] = content end
+  if options.special then
+    t.special_ids[id] = content
+    t.special_strips = t.special_strips or options.lstrip == true or options.rstrip == true
+  end
 end
 
 --- Makes an engine's tokenizer without words.

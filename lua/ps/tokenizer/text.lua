@@ -85,6 +85,7 @@ function text.open(path, options)
   for name, one in pairs(made.special) do tokens[name] = one[1] end
   return setmetatable({ name = made.path, source = path, opened = { tokens = tokens, plain = copied(plain) },
     handle = made.handle, special = made.special, special_ids = made.special_ids or {},
+    special_strips = made.special_strips or false,
     type_ids = made.type_ids, template = made.template, splits_special = made.splits_special,
     cleans_up = made.cleans_up,
     vocab_size = tonumber(C.ps_tok_count(made.handle)), out = ffi.new("ps_tok_ids"), bytes = ffi.new("const char *[1]"),
