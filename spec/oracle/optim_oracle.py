@@ -72,6 +72,48 @@ def optimizer(d):
     return Case(" ".join(code), run, params + grads)
 
 
+def adafactor(d):
+    """PyTorch's and transformers' Adafactor over steps, with a state that goes through PyTorch's form."""
+    kind, dtype, steps = d.choice("Adafactor", "HuggingFaceAdafactor"), d.dtype("fp32", "fp32", "bf16"), d.int(1, 12)
+    shapes = [d.shape(0, 3, 200) for _ in range(d.int(1, 3))]
+    shapes = [s if math.prod(s) else [3] for s in shapes]
+    ours = {"lr": d.choice(1e-3, 1e-2, 0.1), "weight_decay": d.choice(0, 0, 0.1), "eps1": d.choice(1e-30, 1e-7), "eps2": 1e-3}
+    theirs = {"lr": ours["lr"], "weight_decay": ours["weight_decay"]}
+    if kind == "Adafactor":
+        ours |= {"beta2_decay": d.choice(-0.8, -0.5), "d": d.choice(1.0, 2.0)}
+        theirs |= {"beta2_decay": ours["beta2_decay"], "d": ours["d"], "eps": (ours["eps1"], ours["eps2"]), "foreach": False}
+    else:
+        ours |= {"decay_rate": d.choice(-0.8, -0.5), "clip_threshold": d.choice(1.0, 2.0), "scale_parameter": d.chance(0.5)}
+        if d.chance(0.4):
+            ours |= {"relative_step": True, "warmup_init": d.chance(0.5)}
+            theirs["lr"] = None
+        theirs |= {"decay_rate": ours["decay_rate"], "clip_threshold": ours["clip_threshold"],
+                   "eps": (ours["eps1"], ours["eps2"]), "scale_parameter": ours["scale_parameter"],
+                   "relative_step": ours.get("relative_step", False), "warmup_init": ours.get("warmup_init", False)}
+    params = [Input(d.values(s, dtype, -2, 2)) for s in shapes]
+    grads = [Input(d.values([steps] + s, dtype, -1, 1)) for s in shapes]
+    count, reload_at = len(shapes), d.int(0, steps - 1) if dtype == "fp32" else -1     # PyTorch's form has no masters
+    names = ", ".join("x[%d]" % (i + 1) for i in range(count))
+    make = "ps.optim.%s({ %s }, %s)" % (kind, names, lua(ours))
+    code = ("for i = 1, %d do x[i]:requires_grad(true) end local opt = %s for s = 0, %d do for i = 1, %d do "
+            "x[i]:set_grad(x[i + %d][s]:clone()) end opt:step() if s == %d then local state = opt:torch_state_dict() "
+            "local eps = state.param_groups[1].eps assert(eps[1] == %s and eps[2] == %s and not state.param_groups[1].eps1) "
+            "opt = %s opt:load_state_dict(state) end end return %s") % (
+                count, make, steps - 1, count, count, reload_at, lua(ours["eps1"]), lua(ours["eps2"]), make, names)
+
+    def run(x, m):
+        from transformers.optimization import Adafactor
+        wide = m.dtype("fp32")
+        ps = [torch.nn.Parameter(p.detach().to(wide).clone()) for p in x[:count]]
+        opt = (torch.optim.Adafactor if kind == "Adafactor" else Adafactor)(ps, **theirs)
+        for s in range(steps):
+            for i, p in enumerate(ps):
+                p.grad = x[count + i][s].detach().to(wide).clone()
+            opt.step()
+        return [p.detach().to(m.dtype(dtype)) for p in ps]
+    return Case(code, run, params + grads)
+
+
 def clip(d):
     count, dtype, most = d.int(1, 4), d.dtype("fp32", "bf16", "fp16", "fp64"), d.choice(0.1, 1.0, 50.0)
     params = [Input(d.values(d.shape(0, 2, 100), dtype)) for _ in range(count)]
@@ -324,7 +366,7 @@ def of_names(d):
 ROWS = [Row("optimizer", optimizer, weight=6), Row("clip_grad_norm", clip), Row("GradScaler", grad_scaler, weight=2),
         Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2), Row("PyTorch's schedules", of_names, weight=2),
         Row("WarmupLR, WarmupDecayLR", deepspeed_warmup, weight=2), Row("WarmupCosineLR", deepspeed_cosine),
-        Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range)]
+        Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range), Row("Adafactor", adafactor, weight=2)]
 
 if __name__ == "__main__":
     assert set(TYPES) >= {"fp32", "bf16", "fp16", "fp64"}

@@ -174,6 +174,7 @@ local function torch_group(group, params, names)
     out[key] = type(group[key]) == "table" and copied(group[key]) or group[key]
   end
   for key, value in pairs(made.torch.extra or {}) do out[key] = value end
+  if made.torch.write then made.torch.write(group, out) end
   return out
 end
 
@@ -286,9 +287,11 @@ local function load_torch(opt, saved)
     opt:set_updates(at.i, at.step)
   end
   for number, group in ipairs(opt.groups) do
-    local from = groups[number]
+    local from, read = groups[number], optimizers.of_group(group).torch.read
+    local renamed = read and read(from) or {}
     for _, key in ipairs(optim_groups.settings(group)) do
-      local value = from[key]
+      local value = renamed[key]
+      if value == nil then value = from[key] end
       if type(group[key]) == "number" then group[key] = number_of(value) or group[key]
       elseif type(value) == "table" then
         local list = {}

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adafactor (Shazeer and Stern 2018): PyTorch's, and that of transformers under the name by which its Trainer has it. A
--- tensor of two or more dimensions has an average for each row and for each column, a vector one for each element.
+-- Adafactor (Shazeer and Stern 2018), in the forms of PyTorch and of transformers. The Trainer calls the latter
+-- "adafactor". A tensor of two or more dimensions has one average per row and one per column. A vector has one per
+-- element.
 local types = require "ps.core.types"
 
 local function rows(shape)
@@ -27,6 +28,13 @@ local function elements(shape) return #shape < 2 and shape or nil end
 
 local PAIR = types.number(0)
 
+-- In files of PyTorch both numbers are the pair eps. PyTorch's first number may be None.
+local function write_eps(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end
+local function read_eps(saved)
+  local eps = saved.eps or {}
+  return { eps1 = eps[1], eps2 = eps[2] }
+end
+
 local Torch = {
   name = "Adafactor", op = "adafactor_", whole = true, takes = 2,
   needed = function() return 1 end,
@@ -40,11 +48,7 @@ local Torch = {
     into.d, into.weight_decay, into.hugging_face = group.d, group.weight_decay, 0
   end,
   torch = {
-    write = function(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end,
-    read = function(saved)
-      local eps = saved.eps
-      return { eps1 = eps and eps[1], eps2 = eps and eps[2] }
-    end,
+    write = write_eps, read = read_eps,
     belongs = function(group) if group.beta2_decay == nil then return "is not Adafactor's" end end,
   },
 }
@@ -71,11 +75,7 @@ local HuggingFace = {
     into.warmup_init = group.warmup_init and 1 or 0
   end,
   torch = {
-    write = function(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end,
-    read = function(saved)
-      local eps = saved.eps
-      return { eps1 = eps and eps[1], eps2 = eps and eps[2] }
-    end,
+    write = write_eps, read = read_eps,
     belongs = function(group) if group.clip_threshold == nil then return "is not transformers' Adafactor's" end end,
   },
   exact_aliases = { "adafactor" },
