@@ -61,18 +61,14 @@ local function run_info()
   for i, key in ipairs(file:keys()) do
     local value, kind, is_array = file:meta(key)
     if is_array then for k, one in ipairs(value) do value[k] = plain(one) end end
-    if is_array and #value == 0 then value = json.empty_array end
     metadata[i] = { key = key, type = is_array and "array" or kind, of = is_array and kind or nil,
       value = is_array and value or plain(value) }
   end
   for i, name in ipairs(file:names()) do
-    local shape = file:shape(name)
-    tensors[i] = { name = name, type = file:type(name), shape = #shape > 0 and shape or json.empty_array,
-      nbytes = file:nbytes(name) }
+    tensors[i] = { name = name, type = file:type(name), shape = file:shape(name), nbytes = file:nbytes(name) }
   end
   if args.json then
-    print(json.encode { file = args.file, metadata = #metadata > 0 and metadata or json.empty_array,
-      tensors = #tensors > 0 and tensors or json.empty_array })
+    print(json.encode { file = args.file, metadata = metadata, tensors = tensors })
     return
   end
   for _, one in ipairs(metadata) do
@@ -86,7 +82,7 @@ local function run_info()
     print(("%-44s %s"):format(one.key, text))
   end
   for _, one in ipairs(tensors) do
-    print(("%-44s %-6s [%s]"):format(one.name, one.type, #one.shape > 0 and table.concat(one.shape, ", ") or ""))
+    print(("%-44s %-6s [%s]"):format(one.name, one.type, table.concat(one.shape, ", ")))
   end
 end
 

@@ -16,7 +16,7 @@ local function write(path, text)
   end
 end
 
--- The merges of a vocabulary with scores: two tokens that together are a token, those of the highest score first.
+-- The merges of a vocabulary with scores: pairs of tokens whose concatenation is a token, by its score, highest first.
 local function merges_of_scores(t)
   local ids, order, merges = {}, {}, {}
   for i, token in ipairs(t.tokens) do
@@ -31,7 +31,7 @@ local function merges_of_scores(t)
     local token, list = t.tokens[i], {}
     for at = 1, #token - 1 do
       local left, right = token:sub(1, at), token:sub(at + 1)
-      if ids[left] and ids[right] and right:byte() ~= nil and (right:byte() < 0x80 or right:byte() >= 0xc0) then
+      if ids[left] and ids[right] and (right:byte() < 0x80 or right:byte() >= 0xc0) then
         list[#list + 1] = { left, right, ids[left], ids[right] }
       end
     end
@@ -62,13 +62,16 @@ local function tokenizer_json(t)
   for _, key in ipairs { "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding" } do
     if all[key] == nil then all[key] = json.null end
   end
-  all.model = "MODEL"
+  local mark = "MODEL"                             -- a text that no other part of the file has
+  local rest = encode(all, "tokenizer.json")
+  while rest:find(mark, 1, true) do mark = mark .. "_" end
+  all.model = mark
   local head = encode(model, "tokenizer.json"):sub(1, -2)
   local text = head .. (",\"vocab\":{%s}"):format(table.concat(words, ","))
   if merges then text = text .. (",\"merges\":%s"):format(json.encode(merges)) end
   if #all.added_tokens == 0 then all.added_tokens = nil end
   local whole = encode(all, "tokenizer.json")
-  local at, to = whole:find('"MODEL"', 1, true)
+  local at, to = whole:find(('"%s"'):format(mark), 1, true)
   return whole:sub(1, at - 1) .. text .. "}" .. whole:sub(to + 1)
 end
 
@@ -78,8 +81,7 @@ local CLASSES = { gpt2 = "PreTrainedTokenizerFast", llama = "PreTrainedTokenizer
 ---@param from string the GGUF file
 ---@param to string
 function companions.write_tokenizer(from, to)
-  local file = io_gguf.open(from)
-  local ok, problem = pcall(function()
+  io_gguf.with(from, function(file)
     if file:meta "tokenizer.ggml.model" == nil then return end
     local t = gguf_tokenizer.of(file)
     write(to .. "/tokenizer.json", tokenizer_json(t))
@@ -89,8 +91,6 @@ function companions.write_tokenizer(from, to)
     write(to .. "/tokenizer_config.json", encode(config, "tokenizer_config.json"))
     if type(t.template) == "string" then write(to .. "/chat_template.jinja", t.template) end
   end)
-  file:close()
-  if not ok then error(problem, 0) end
 end
 
 --- Writes a GGUF file's tokenizer and generation settings to a folder, unless it has them.
