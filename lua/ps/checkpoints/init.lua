@@ -18,6 +18,7 @@
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
 local sharded = require "ps.nn.sharded"
@@ -107,10 +108,9 @@ local function base_of(model)
 end
 
 -- The state on this rank: tensors by name, and the rest as a table.
-local function gather(parts, step)
+local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
-  local base = base_of(parts.model)
   if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
   for name, tensor in pairs(parts.model:state_dict()) do
     if not (base and base.names[name]) then tensors[name] = tensor end
@@ -139,11 +139,10 @@ local function are_owned(model)
 end
 
 -- The names of all parameters if no rank holds the whole model; nil: each rank does.
-local function names_of(model)
+local function names_of(model, base)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
   if not (stages or are_owned(model) or sharded.of(model)) then return nil end
-  local base = base_of(model)
   for name in handle.module(model):named_parameters() do
     if not (base and base.names[name]) then names[#names + 1] = name end
   end
@@ -198,11 +197,11 @@ end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
 -- The files of a save and their writers. form "file": written by rank 0 alone; "shards": a folder, written by all.
-local function new_job(path, parts)
+local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
   local job = { group = group, rank = group and group:rank() or 0, size = group and group:size() or 1, step = step,
-    keep = math.max(1, parts.keep or 2), names = group and names_of(parts.model) or nil,
+    keep = math.max(1, parts.keep or 2), base = base, names = group and names_of(parts.model, base) or nil,
     async = parts.async and background.possible() }
   job.form = (is_file_path(path) or not (group or parts.shards)) and "file" or "shards"
   if is_file_path(path) then
@@ -250,13 +249,13 @@ end
 
 local function write(job, parts)
   if job.form == "file" and job.rank > 0 then return end
-  local tensors, state, own = gather(parts, job.step)
+  local tensors, state, own = gather(parts, job.step, job.base)
   local metadata
   if job.form == "shards" then
     local updates = state.optimizer and state.optimizer.t
     local expected
     tensors, expected = share(job, tensors, parts.model)
-    job.expected = { unpack(expected) }
+    job.expected = copied(expected)
     for name, tensor in pairs(own) do
       job.expected[#job.expected + 1] = name
       if job.rank == 0 then tensors[name] = tensor end
@@ -395,14 +394,18 @@ end
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
-  agree.run(mesh.group "world", function() check_parts("save", path, parts) end)
+  local base
+  agree.run(mesh.group "world", function()
+    check_parts("save", path, parts)
+    base = base_of(parts.model)
+  end)
   local engine = handle.of(parts.model)
   if engine and engine.micro > 0 and not engine.torn then
     error("a checkpoint is taken between steps: save after optimizer:step(), or call optimizer:zero_grad() first")
   end
   checkpoint.wait()
   if not parts.async then background.release() end
-  local job = new_job(path, parts)
+  local job = new_job(path, parts, base)
   local ok, problem = pcall(function()
     prepare(job)
     agree.run(job.group, function() write(job, parts) end)

@@ -28,6 +28,7 @@ restore.SCRIPT = SCRIPT
 ---@field run? string
 ---@field rng table[] of each rank that saved
 ---@field mesh? table<string, integer> the ranks along each axis, if a folder's index has them
+---@field elsewhere? fun(name: string): boolean? set by check: whether the base model's folder has a value
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -251,8 +252,9 @@ local function own_rng(opened, group)
   return all[1]
 end
 
--- A checkpoint of a model with adapters (ps.lora) may have only the values that are trained. The others are those of a
--- folder, which the model must have been loaded from. Returns a function that tells whether a name is one of those.
+-- A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The others are in a folder, from
+-- which the model must have been loaded. Returns a function that tells whether the folder has a value; nil: the
+-- checkpoint has all values.
 local function of_base(opened, model)
   local saved = opened.state.base
   if not saved then return nil end
@@ -280,11 +282,12 @@ local function check(opened, parts, with)
     if not there then error(("%s: this checkpoint has no tensor '%s' of the script"):format(opened.path, name), 0) end
     if not rectangles.same(there, tensor:shape()) then
       error(("%s: tensor '%s' is [%s] in the checkpoint, [%s] in the script"):format(opened.path, name,
-        table.concat(there, ", "), table.concat(tensor:shape(), ", ")), 0)
+        rectangles.text(there), rectangles.text(tensor:shape())), 0)
     end
   end
+  opened.elsewhere = of_base(opened, parts.model)
   parts.model:load_state_dict(model_view(opened.tensors, handle.of(parts.model) ~= nil), { check_only = true,
-    elsewhere = of_base(opened, parts.model) })
+    elsewhere = opened.elsewhere })
 end
 
 local function apply(opened, parts, with, group)
@@ -296,7 +299,7 @@ local function apply(opened, parts, with, group)
   end
   if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil),
-    { elsewhere = of_base(opened, parts.model) })
+    { elsewhere = opened.elsewhere })
   for name, tensor in pairs(parts.tensors or {}) do tensors:read_into(SCRIPT .. name, tensor) end
   random_state.set(own_rng(opened, group))
 end

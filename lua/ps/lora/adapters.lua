@@ -68,7 +68,7 @@ local function modules_to_save(model, spec)
   return list
 end
 
--- Refuses to train a table as a whole that a head uses, too: PEFT would train the table and leave the head.
+-- Refuses a table in modules_to_save that is tied to the head: PEFT would train the table and not the head.
 local function check_tied(model, list, spec)
   local head = rawget(model, "tied_head")
   local tied = head and rawget(head, "tied")
@@ -104,18 +104,15 @@ local function add(model, name, spec)
     for method, fn in pairs(Adapters.methods) do rawset(model, method, fn) end
     model:requires_grad_(false)
   end
-  local known = {}
-  for _, entry in ipairs(self.layers) do known[entry.module] = true end
-  for _, entry in ipairs(self.saved) do known[entry.module] = true end
   for _, entry in ipairs(found) do
+    if not rawget(entry.module, "lora_") then self.layers[#self.layers + 1] = entry end
     layers.add(entry, name, { r = targets.pattern_value(spec.rank_pattern, entry.name, spec.r),
       alpha = targets.pattern_value(spec.alpha_pattern, entry.name, spec.alpha), dropout = spec.dropout,
       use_rslora = spec.use_rslora, use_dora = spec.use_dora, init = spec.init })
-    if not known[entry.module] then self.layers[#self.layers + 1] = entry end
   end
   for _, entry in ipairs(list) do
+    if not rawget(entry.module, "saved_") then self.saved[#self.saved + 1] = entry end
     saved.add(entry.module, name)
-    if not known[entry.module] then self.saved[#self.saved + 1] = entry end
   end
   self.specs[name] = spec
   self:activate(name)
@@ -187,7 +184,7 @@ function Adapters:train_only(name)
   end
 end
 
---- The layers whose weight cannot be merged in place, since a head has the same weight.
+--- The name of a layer whose active adapter cannot be merged in place, since the weight is tied to a head; nil: none.
 ---@return string?
 function Adapters:tied_table()
   local head = rawget(self.model, "tied_head")
@@ -212,11 +209,8 @@ local methods = Adapters.methods
 function methods.set_adapter(self, name)
   local adapters = own(self, "set_adapter")
   if not adapters.specs[name] then
-    local names = {}
-    for known in pairs(adapters.specs) do names[#names + 1] = known end
-    table.sort(names)
     error(("set_adapter: the model has no adapter '%s' (there are %s)"):format(tostring(name),
-      table.concat(names, ", ")))
+      table.concat(caller.sorted_names(adapters.specs), ", ")))
   end
   if adapters.merged and adapters.merged ~= name then
     error(("set_adapter: the adapter '%s' is merged; call model:unmerge_adapter() first"):format(adapters.merged))

@@ -12,7 +12,7 @@ local config = {}
 
 config.FILE = "adapter_config.json"
 
--- Fields that do not change what an adapter computes, or that only say how it was begun.
+-- Fields that do not change the computation of an adapter, or that only describe its initialization.
 local INFORMATION = { peft_type = true, auto_mapping = true, peft_version = true, base_model_name_or_path = true,
   revision = true, task_type = true, inference_mode = true, megatron_core = true, runtime_config = true,
   qalora_group_size = true, fan_in_fan_out = true, modules_to_tie = true }
@@ -21,8 +21,8 @@ local APPLIED = { r = "number", lora_alpha = "number", lora_dropout = "number", 
   use_rslora = "boolean", use_dora = "boolean", bias = "string", init_lora_weights = "any",
   modules_to_save = "table", exclude_modules = "string|table", layers_to_transform = "number|table",
   layers_pattern = "string|table", rank_pattern = "table", alpha_pattern = "table", ensure_weight_tying = "boolean" }
--- Values of init_lora_weights after which the base model's weights are as they were.
-local INITS = { gaussian = true, eva = true, orthogonal = true, lora_ga = false }
+-- Values of init_lora_weights that leave the base model's weights unchanged.
+local INITS = { gaussian = true, eva = true, orthogonal = true }
 
 -- Tasks for which PEFT trains the head as a whole.
 local HEADED = { SEQ_CLS = true, TOKEN_CLS = true, QUESTION_ANS = true }

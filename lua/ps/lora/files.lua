@@ -81,8 +81,8 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
--- Where each tensor of the file goes: own name -> name in the file. Every tensor of the adapter must be there, and
--- nothing else but copies of the base model's tables.
+-- The tensors of the file and their destinations: a list of {from = name in the file, tensor = destination}. The file
+-- must have every tensor of the adapter, and otherwise only copies of the base model's tensors.
 local function plan(model, adapters, name, file, path)
   local wanted, base, missing, unknown, wrong, list = {}, model:state_dict(), {}, {}, {}, {}
   for own, tensor in adapters:tensors(name) do wanted[own] = tensor end

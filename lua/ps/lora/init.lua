@@ -113,9 +113,10 @@ function lora.wrap(model, options)
   return model
 end
 
---- Loads an adapter that PEFT or psluajit wrote, and activates it. Everything in it is checked before anything is
---- written: an option that is not supported, a missing or surplus tensor, another shape and other base weights are
---- errors.
+--- Loads an adapter that PEFT or psluajit wrote, and activates it. An option that is not supported, a missing or
+--- surplus tensor, another shape and other base weights are errors before any value is read. After such an error a
+--- model that had no adapter has none, but its parameters may be frozen. A model that had one keeps the new name, too:
+--- call model:unload_adapter() before the next attempt.
 ---@param model ps.nn.Module the base model
 ---@param folder string with adapter_config.json
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: default "default".

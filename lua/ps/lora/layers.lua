@@ -39,7 +39,7 @@ local Holder = nn_module.class("LoraTensors")
 ---@field adapters table<string, ps.lora.Adapter>
 ---@field active? string
 ---@field merged? string the adapter that the weight contains
----@field entries table[] lists of ps.lora.Adapters that name the layer
+---@field entry table that of ps.lora.Adapters.layers
 
 -- -- tensors ----------------------------------------------------------------------------------------------------------
 local function holder(layer, key)
@@ -113,7 +113,6 @@ local function norm_of(layer, name, A, B)
     return (squares + (cross * B):sum(1) * scale):sqrt()
   end)
 end
-layers.norm = norm_of
 
 -- DoRA's factor of each output, [O] in a dtype. The norm counts as a constant in backward (section 4.3 of the paper).
 local function factor_of(layer, name, magnitude, dtype)
@@ -203,8 +202,9 @@ local tools = { acting = acting, tensors = tensors_of, dropped = dropped, factor
 local function cut_into(...) parallel.cut_into(tools, ...) end
 
 -- -- attaching --------------------------------------------------------------------------------------------------------
-local function attach(layer, kind)
-  local state = { kind = kind, base = layer.forward, adapters = {}, entries = {} }
+local function attach(found)
+  local layer, kind = found.module, found.kind
+  local state = { kind = kind, base = layer.forward, adapters = {}, entry = found }
   rawset(layer, "lora_", state)
   rawset(layer, "forward", kind.table and table_forward or linear_forward)
   if kind.head then rawset(layer, "loss", head_loss) end
@@ -240,12 +240,11 @@ end
 ---@param how {r: integer, alpha: number, dropout: number, use_rslora: boolean, use_dora: boolean, init: any}
 function layers.add(found, name, how)
   local layer, kind = found.module, found.kind
-  if not rawget(layer, "lora_") then attach(layer, kind) end
-  table.insert(layer.lora_.entries, found)
+  if not rawget(layer, "lora_") then attach(found) end
   local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
     scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
   new_tensors(layer, kind, name, how.r, how)
-  if how.dropout > 0 and not kind.table then               -- PEFT drops nothing of a table's input, which are numbers
+  if how.dropout > 0 and not kind.table then               -- a table's input is indices: PEFT applies no dropout
     adapter.dropout = activation.Dropout(how.dropout)
     rawset(adapter.dropout, "training", layer.training)
     local inner = holder(layer, "lora_dropout")

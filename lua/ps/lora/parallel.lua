@@ -112,7 +112,7 @@ local function cut_of(kind, which, blocks, whole, size)
   return which ~= "A" and padded(0) or nil
 end
 
--- In an order that all ranks have.
+-- A list, so that all ranks cut the tensors in the same order.
 local KEYS = { { "lora_A", "A" }, { "lora_B", "B" }, { "lora_embedding_A", "A" }, { "lora_embedding_B", "B" },
   { "lora_magnitude_vector", "magnitude" } }
 
@@ -168,11 +168,11 @@ function parallel.cut_into(given, old, new, kind, claim, cut)
   move_tensors(old, new, kind, claim, cut)
   local group = cut.region.group
   local sums = kind == "row" or kind == "vocabulary"
-  local now = { base = new.forward, adapters = state.adapters, active = state.active, entries = state.entries,
-    kind = { out_in = new.out_in or kind == "vocabulary" and 0 or 1, table = kind == "vocabulary", cut = kind,
+  local now = { base = new.forward, adapters = state.adapters, active = state.active, entry = state.entry,
+    kind = { out_in = new.out_in or kind == "vocabulary" and 0 or 1, table = kind == "vocabulary",
       sum = sums and function(t) return scope.no_grad(group.sum, group, t) end or nil } }
   rawset(new, "lora_", now)
-  for _, entry in ipairs(state.entries) do entry.module, entry.kind = new, now.kind end
+  state.entry.module, state.entry.kind = new, now.kind
   if FORWARDS[kind] then rawset(new, "forward", FORWARDS[kind])
   else rawset(new, "weight_now", head_weight) end
 end

@@ -13,6 +13,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensors = require "ps.tensor"
 local caller = require "ps.core.caller"
+local copied = require "ps.core.copied"
 local handle = require "ps.nn.handle"
 local parts = require "ps.nn.parts"
 local serialize = require "ps.io.serialize"
@@ -130,7 +131,8 @@ function preference.wrap(model, options)
   rawset(model, "parts", function(self)
     local list = parts_of(self)
     local last, n = list[#list], #list
-    list[n] = { name = last.name, modules = last.modules, forward = function(carry, batch)
+    list[n] = { name = last.name, modules = last.modules, parameters = last.parameters,
+      forward = function(carry, batch)
       if not batch.pairs then return last.forward(carry, batch) end
       local log_probs, counts = rows_of(last.forward, carry, batch)
       if batch.pairs == "rows" then return { log_probs = log_probs } end
@@ -191,7 +193,7 @@ local function joined(prompt, answer)
       :format(type(prompt), type(answer)))
   end
   if type(prompt) == "string" then return prompt .. answer end
-  local list = { unpack(prompt) }
+  local list = copied(prompt)
   for _, message in ipairs(answer) do list[#list + 1] = message end
   return list
 end
@@ -204,7 +206,11 @@ local function common_prompt(chosen, rejected)
   return { unpack(chosen, 1, n) }, { unpack(chosen, n + 1) }, { unpack(rejected, n + 1) }
 end
 
-local function cut(list, first, n) return { unpack(list, first, math.min(#list, n)) } end
+local function cut(list, first, n)
+  local part = {}
+  for i = first, math.min(#list, n) do part[#part + 1] = list[i] end
+  return part
+end
 
 --- The ids of a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages, or only
 --- chosen and rejected, two conversations that begin alike. An answer begins where the ids of both differ from those of
@@ -247,7 +253,7 @@ function preference.batch(list, options)
   local rows, longest, reference = {}, 1, given.reference and {}
   for i, pair in ipairs(list) do
     for k, answer in ipairs { pair.chosen, pair.rejected } do
-      local row = { ids = { unpack(pair.prompt) }, first = #pair.prompt }
+      local row = { ids = copied(pair.prompt), first = #pair.prompt }
       for _, id in ipairs(answer) do row.ids[#row.ids + 1] = id end
       rows[#rows + 1], longest = row, math.max(longest, #row.ids)
       if reference then reference[#rows] = given.reference[i][k] end
@@ -299,12 +305,7 @@ function preference.reference(model, list, options)
     end
     return state["pairs." .. hash]:tolist()
   end
-  local adapters, was = adapters_of.of(module), nil
-  if adapters then
-    was = adapters.active
-    adapters:activate(nil)
-  end
-  local ok, problem = pcall(function()
+  local function compute()
     for first = 1, #list, given.batch or 4 do
       scope.scope(function()
         local some, zeros = {}, {}
@@ -315,9 +316,8 @@ function preference.reference(model, list, options)
         for _, row in ipairs(out.log_probs:reshape(-1, 2):tolist()) do values[#values + 1] = row end
       end)
     end
-  end)
-  if adapters then adapters:activate(was) end
-  if not ok then error(problem, 0) end
+  end
+  if adapters_of.of(module) then module:disable_adapter(compute) else compute() end
   if given.path then serialize.save({ ["pairs." .. hash] = create.tensor(values, "fp32") }, given.path) end
   return values
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules that an adapter trains as a whole (PEFT's modules_to_save), such as a new head. The values that act are at
--- the module's own names ("score.weight"), so that all code that reads them finds them. The others are aside:
+-- Modules that an adapter trains as a whole (PEFT's modules_to_save), such as a new head. The active values have the
+-- module's own names ("score.weight"), so that code which reads them does not change. Child modules hold the others:
 --
 --   score.weight                              the values of the active adapter
 --   score.original_module.weight              those of the base model; frozen
@@ -24,7 +24,6 @@ local function own_parameters(module)
   end)
   return list
 end
-saved.parameters = own_parameters
 
 local function copy_of(tensor)
   local copy = scope.no_grad(function() return tensor:detach():clone() end)

@@ -89,7 +89,7 @@ end
 
 --- The modules of a model that get an adapter, in the model's order.
 ---@param model ps.nn.Module
----@param spec table targets, exclude, layers_to_transform, layers_pattern, modules_to_save
+---@param spec ps.lora.Spec
 ---@return {name: string, module: ps.nn.Module, kind: table}[]
 function targets.find(model, spec)
   local all = type(spec.targets) == "string" and spec.targets:lower() == "all-linear"
