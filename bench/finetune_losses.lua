@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Fine-tunes a chat model and compares the loss of every step with transformers' on the same ids and masks:
+-- Fine-tunes a chat model and compares the loss of each step with that of transformers on the same ids and masks:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/finetune_losses.lua MODEL --data chats.jsonl [--steps 200]
 -- A step has one batch of conversations, in the order of the file; no conversation comes twice. Without --data they are
 -- sentences of the documents: the user gives the beginning, the assistant continues it. AdamW, no weight decay,
@@ -31,7 +31,7 @@ local function read(path)
   return text
 end
 
--- Conversations of sentences: the first half is the user's, the second the assistant's.
+-- Makes conversations of sentences: the user writes the first half, the assistant the second half.
 local function sentences()
   local rows, seen = {}, {}
   local files = io.popen(("ls '%s'/docs/*.md '%s'/*.md"):format(paths.root, paths.root))

@@ -7,10 +7,10 @@
 -- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
 -- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
 -- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
--- DIR/trained, a folder that loads again. DIR may also be a GGUF file; the other files are then next to it.
+-- DIR/trained, a folder that loads again. DIR may also be a GGUF file; the other files are then in its folder.
 -- --adapter ADIR: with the adapter in a folder of PEFT's. --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]:
--- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; those
--- that are not there start from the seed. LIST: names with commas between them, default all-linear. Then only the
+-- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; the
+-- others are initialized from the seed. LIST: names with commas between them, default all-linear. Then only the
 -- adapter is trained, gradients are grad.NAME, and --train writes DIR/adapter, a folder of PEFT's.
 -- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder or batch is not supported.
 local ps = require "ps"

@@ -3,9 +3,9 @@
 -- Updates parameters with given gradients, for comparisons with other programs. IN has fp32 tensors p.<name> and, for
 -- each step from 0, gradients g.<name>.<step>. The results go into IN.out.safetensors: p.<name> after N steps and the
 -- states as s.<name>.<state>.
--- Without --chunk and --ranks an optimizer of ps.optim makes the steps. --chunk: the engine does, with this
--- configuration (memory, bf16, chunk_size, ...). --ranks: R processes do, each with the same gradients, of which the
--- engine takes the mean. Exit status 2: the request was refused; the error says why.
+-- Without --chunk and --ranks an optimizer of ps.optim performs the steps. --chunk: the engine performs them, with
+-- this configuration (memory, bf16, chunk_size, ...). --ranks: R processes perform them. All have the same gradients,
+-- and the engine averages these. Exit status 2: the request was refused; the error says why.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -113,7 +113,7 @@ local function engine()
   model:close()
 end
 
--- Each rank writes the tensors that it owns; here they become one file.
+-- Merges the files of the ranks, each of which has the tensors that its rank owns, into one file.
 local function join()
   local all = {}
   for rank = 0, args.ranks - 1 do

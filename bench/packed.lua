@@ -10,7 +10,7 @@
 -- Exit status 2, and a first line `refused: FIELD = VALUE: why` on stderr: the folder is not supported.
 local ps = require "ps"
 local same_shape = require("ps.nn.module").same_shape
-local F, IGNORED = ps.functional, -100
+local F, IGNORED = ps.functional, require("ps.data.batch").IGNORED
 
 local function ids_of(file, name, path)
   local t = file:tensor(name)

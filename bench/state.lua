@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/state.lua [--params 20e6] [--rounds 5] [--no-muon]
--- What optimizers keep and cost. The last line is one JSON object:
+-- Measures the state and the time of optimizers. The last line is one JSON object:
 --   bytes_per_parameter  of all chunks, bf16, by "<optimizer> <master> <how>"; how: inside (updates inside backward),
 --                        clip (one micro-batch, clipping), accumulate (two micro-batches)
 --   update_over_probe    by "<optimizer> <master>": bytes per second of the update over those of the engine's probe, a
@@ -18,7 +18,7 @@ local updates = require "ps.optimizers.update"
 local whole = require("ps.core.command_line").whole
 local nn = ps.nn
 
-local parser = argparse("bench/state.lua", "What optimizers keep and cost.")
+local parser = argparse("bench/state.lua", "Measures the state and the time of optimizers.")
 whole(parser:option("--params", "parameters of an update that is timed", "20e6"), 4096)
 whole(parser:option("--rounds", "rounds of update and probe in turn", "5"), 1)
 parser:option("--disk", "a folder for the disk tier", "/tmp")

@@ -3,7 +3,6 @@
 -- it as a table, without and with its index, with `wc -l`, which reads the file once; then reads random rows. Opening
 -- should take at most 1.2 times as long as wc, and a row 1 ms.
 local ps = require "ps"
-local time = require "posix.time"
 local line = require "ps.core.command_line"
 
 local parser = require "argparse" ("bench/table_open.lua", "Measures the opening of a large file of JSON lines.")
@@ -11,10 +10,7 @@ line.whole(parser:option("--mib", "size of the file", "2048"), 1)
 parser:option("--folder", "where the file is written", os.getenv "TMPDIR" or "/tmp")
 local args = parser:parse()
 
-local function now()
-  local t = time.clock_gettime(time.CLOCK_MONOTONIC)
-  return t.tv_sec + t.tv_nsec / 1e9
-end
+local now = ps.now
 
 local path = ("%s/table-open-%d.jsonl"):format(args.folder, os.time())
 local f = assert(io.open(path, "wb"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Writes OUT, a header with the commit of the tree at SOURCE. An unchanged header keeps its time: nothing is compiled.
+# Writes OUT, a header with the commit of the tree at SOURCE. If it is unchanged, nothing is recompiled.
 find_program(GIT git)
 set(commit "unknown (the source is not a git checkout)")
 if(GIT)

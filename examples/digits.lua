@@ -15,7 +15,7 @@ for i, digit in ipairs(DOTS) do
 end
 local glyphs = F.interpolate(ps.tensor(dots):reshape(10, 1, 5, 3), { scale_factor = 2 })         -- [10, 1, 10, 6]
 
---- Images of digits, all at one place.
+--- Images of digits, all at the same position.
 ---@param of ps.Tensor int64 [n]
 ---@param left? integer 0 to 10; default: drawn at random
 ---@param top? integer 0 to 6

@@ -14,7 +14,7 @@ parser:option("--model", "A folder, or a name in Hugging Face's cache."):count(1
 parser:option("--data", "Pairs of answers: JSON lines, or a folder or pattern of such files."):count(1)
 parser:option("--out", "Folder to write the adapter to."):count(1)
 parser:option("--loss", "sigmoid (DPO) or ipo.", "sigmoid"):choices { "sigmoid", "ipo" }
-line.number(parser:option("--beta", "How far the model may leave the reference: less the higher.", "0.1"), 0)
+line.number(parser:option("--beta", "How strongly the loss keeps the model close to the reference.", "0.1"), 0)
 line.whole(parser:option("--lora", "Rank of the adapter.", "16"), 1)
 line.whole(parser:option("--epochs", "Passes over the data.", "1"), 1)
 line.whole(parser:option("--batch", "Pairs per step.", "4"), 1)

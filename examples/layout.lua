@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What examples with a model of their own share: options, the layout that --layout names, the training loop.
+-- Shared code of the examples that define a model: options, the layout that --layout names, the training loop.
 --   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
 --   zero       two ranks, which share all state out     pipeline   two ranks, each with a stage of the model
 --   tensor     two ranks, each with a part of each layer
 -- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches, which are those of two
--- ranks with ZeRO, so that all layouts compute the same losses, also those that couple the rows of a micro-batch.
+-- ranks with ZeRO, so that all layouts compute the same losses, even if the loss couples the rows of a micro-batch.
 local ps = require "ps"
 local argparse = require "argparse"
 local whole = require("ps.command_line").whole
@@ -45,7 +45,7 @@ local SGD = { type = "SGD", params = { lr = 1024 } }
 
 --- Makes the engine of a model.
 ---@param model_func fun(): ps.nn.Module
----@param example table a batch, of which a pipeline runs one part dry
+---@param example table a batch, with which a pipeline counts the parts of the model
 function layout:initialize(model_func, example)
   local how = self.args.layout
   local adamw = { type = "AdamW", params = { lr = self.lr, weight_decay = 0.01 } }

@@ -30,18 +30,26 @@
 
 static const char FOLDER[] = "/tmp";
 static const char PREFIX[] = "psluajit-error-";
-static const time_t STALE_S = 86400;       /* a record of a job that had ranks without this error */
-static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* for the record's lock: at most, and between tries */
+static const time_t STALE_S = 86400;       /* age at which a record that a job left behind is removed */
+static const long WAIT_NS = 1000000000, TRY_NS = 5000000;    /* the record's lock: longest wait, time between tries */
 
 enum { MAX_RECORD = 65536, MAX_ENVIRONMENT = 1 << 20, MAX_ANCESTORS = 16 };
 
 /* Variables of launchers that start one process per rank and end with their job: the rank, the ranks per machine. */
-static const struct { const char *rank, *here; } LAUNCHERS[] = {
+static const struct launcher { const char *rank, *here; } LAUNCHERS[] = {
     { "TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE" },     /* the rank itself is RANK, which other programs set, too */
     { "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE" },
     { "PMI_RANK", "MPI_LOCALNRANKS" },
     { "SLURM_PROCID", NULL },
 };
+
+/* Returns the launcher whose variables this process has; NULL: none. */
+static const struct launcher *launcher_here(void)
+{
+    for (size_t i = 0; i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
+        if (getenv(LAUNCHERS[i].rank)) return &LAUNCHERS[i];
+    return NULL;
+}
 
 static void print(const char *name, const char *text)
 {
@@ -103,7 +111,8 @@ static bool parent_of(long pid, long *parent, unsigned long long *start)
                   parent, start) == 2;
 }
 
-/* Whether a process was started with the variable. Another user's process does not tell, and is no rank's shell. */
+/* True if a process was started with the variable. The environment of another user's process cannot be read; such a
+ * process is not a rank's shell. */
 static bool has_variable(long pid, const char *name, char *buffer)
 {
     ssize_t n = read_proc("environ", pid, buffer, MAX_ENVIRONMENT);
@@ -113,7 +122,8 @@ static bool has_variable(long pid, const char *name, char *buffer)
     return false;
 }
 
-/* The launcher: the nearest ancestor that was not started as a rank. Shells between it and this process were. */
+/* Finds the launcher: the nearest ancestor without the rank's variable. Shells between the launcher and this process
+ * have the variable. */
 static bool find_launcher(const char *rank_variable, long *pid, unsigned long long *start)
 {
     char *buffer = malloc(MAX_ENVIRONMENT);
@@ -147,11 +157,11 @@ static uint64_t hash_words(const char *text, size_t n)
     return hash ? hash : 1;
 }
 
-/* The errors that a rank compares. */
+/* Hashes of the errors that a rank compares. */
 typedef struct words {
-    uint64_t all;                          /* of the error; of the verdict alone, if the rank was told */
-    uint64_t first;                        /* of its first line, as other ranks are told; 0: it was told itself */
-    uint64_t cause;                        /* of the first line of the error that it was told; 0: of none */
+    uint64_t all;                          /* the error, or only the verdict if the rank was notified */
+    uint64_t first;                        /* its first line, which other ranks get; 0: it was notified */
+    uint64_t cause;                        /* the first line of the error that it was notified of, or 0 */
 } words;
 
 static words words_of(const char *text)
@@ -172,10 +182,9 @@ static bool find_record(char *path, size_t room, long *rank)
     struct stat file, space;
     long launcher;
     unsigned long long start;
-    const char *variable = NULL, *number, *attempt = getenv("TORCHELASTIC_RESTART_COUNT");
-    for (size_t i = 0; !variable && i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
-        if (getenv(LAUNCHERS[i].rank)) variable = LAUNCHERS[i].rank;
-    if (!variable) return false;
+    const struct launcher *by = launcher_here();
+    if (!by) return false;
+    const char *variable = by->rank, *number, *attempt = getenv("TORCHELASTIC_RESTART_COUNT");
     number = getenv(strcmp(variable, "TORCHELASTIC_RUN_ID") == 0 ? "RANK" : variable);
     if (!number || !*number || strlen(number) > 9 || number[strspn(number, "0123456789")]) return false;
     *rank = atol(number);
@@ -207,7 +216,7 @@ static bool lock(int fd)
     return true;
 }
 
-/* Opens and locks the record. *made: no rank has written to it. -1: it cannot be had. */
+/* Opens and locks the record. *made: true if no rank has written to it. Returns -1 if it cannot be opened or locked. */
 static int open_record(const char *path, bool *made)
 {
     struct stat file;
@@ -243,17 +252,14 @@ static void sweep(void)
 /* The number of ranks that the launcher has started on this machine; 0: unknown. */
 static long ranks_here(void)
 {
-    for (size_t i = 0; i < sizeof LAUNCHERS / sizeof *LAUNCHERS; i++)
-        if (getenv(LAUNCHERS[i].rank)) {
-            const char *number = LAUNCHERS[i].here ? getenv(LAUNCHERS[i].here) : NULL;
-            return number ? atol(number) : 0;
-        }
-    return 0;
+    const struct launcher *by = launcher_here();
+    const char *number = by && by->here ? getenv(by->here) : NULL;
+    return number ? atol(number) : 0;
 }
 
-static bool reported;                      /* by this process, which may report two errors */
+static bool reported;                      /* this process, which may report two errors, has reported one */
 
-/* Prints unless a rank of the record did, with the record locked. False: nothing was printed or recorded. */
+/* Locks the record, and prints the text unless a listed rank has printed it. False: nothing was printed or recorded. */
 static bool print_by_record(const char *path, long rank, const char *name, const char *text)
 {
     char *list = malloc(MAX_RECORD), line[64];

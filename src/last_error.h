@@ -6,6 +6,7 @@
 /* Prints "NAME: TEXT" on standard error. name may be NULL.
  * Under psluajit's own launcher each line has a mark, and the launcher shows the error once.
  * Under torchrun, Open MPI, MPICH and Slurm, a rank does not print a text that another rank of its machine has printed
- * on the same standard error. Never waits longer than a second, and prints the text whenever it is not certain. */
+ * on the same standard error. It waits for at most a second. If it cannot find out whether the text was printed, it
+ * prints the text. */
 void last_error(const char *name, const char *text);
 #endif

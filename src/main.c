@@ -87,7 +87,7 @@ static void print_usage(const struct program *p, FILE *f)
           "Tracebacks show the script's functions; PS_TRACEBACK=all shows psluajit's own as well.\n", f);
 }
 
-/* With `build`: how it was built, too. */
+/* build: also prints the commit, the compiler and the libraries. */
 static void print_version(bool build)
 {
     printf("psluajit %s -- %s\n", PS_VERSION, LUAJIT_VERSION);
@@ -489,7 +489,7 @@ static int run_init(struct program *p, lua_State *L)
 
 /* -- the script -------------------------------------------------------------------------------------------------- */
 
-/* Replaces the message at the top by the same with the nearest script's name, from lua/ps/prompt/scripts.lua. */
+/* Appends the nearest script's name (lua/ps/prompt/scripts.lua) to the message at the top, if a name is near. */
 static void add_nearest(lua_State *L, const char *name)
 {
     int message = lua_gettop(L);
@@ -507,7 +507,7 @@ static void add_nearest(lua_State *L, const char *name)
 }
 
 /* The path to open for script `name`: itself if it is there, else the first of ROOT/examples, ROOT/tools and ROOT that
- * has it. There a name without a folder or an ending also stands for NAME.lua: `psluajit chat`. Pushes that path, or a
+ * has it. In these, a name without a folder or an ending stands for NAME.lua (`psluajit chat`). Pushes that path, or a
  * message and returns false. A name that starts with / or . means one place. */
 static bool push_script_path(const struct program *p, lua_State *L, const char *name)
 {

@@ -47,8 +47,7 @@ end
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local ids, mask = tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
-  local rendered = tok:chat_template({ tools = tools ~= nil }):trained(messages, { date = args.date, tools = tools,
-    tokens = tok:special_tokens() }, args.train_on)
+  local rendered = tok:render_chat(messages, { train_on = args.train_on, date = args.date, tools = tools })
   return ids, mask, rendered.dropped
 end
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Tries a package of tools/deb.sh in a bare Debian root (as root; needs mmdebstrap and a Debian mirror):
 #   tools/deb_root.sh PACKAGE.deb [ROOT.tar]
-# ROOT.tar: a root that mmdebstrap made before. The package is installed by apt with the packages it depends on and
-# nothing else, and trains a new project, alone and on two ranks. Then it is installed again and removed, and no file of
-# it stays.
+# ROOT.tar: a root that mmdebstrap made before. apt installs the package and only the packages that it depends on. Then
+# psluajit trains new projects, in one process and on two ranks. At the end the package is installed again and removed,
+# and its folder and program must be gone.
 set -eu
 package=$(realpath "$1")
 work=$(mktemp -d)

@@ -15,7 +15,7 @@ local SECTION = "General Commands Manual"
 local Parser = getmetatable(argparse "x").__index
 local CAPTURED = {}
 
--- The parser that a script makes; nil if it has none. The script ends where it would parse.
+-- Returns the parser that a script makes; nil if it makes none. The script is stopped when it calls parse.
 local function parser_of(path)
   local file = assert(io.open(path))
   local uses = file:read("*a"):find 'require "argparse"'

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes a small project to start from: a copy of a folder of templates/, which runs at once.
 --   psluajit new text DIR
--- A folder of templates/ is a kind: its README.md begins with "# NAME", whose next paragraph says what it is, and has
--- the commands to run.
+-- Each folder of templates/ is a kind. Its README.md begins with "# TITLE" and a paragraph that describes the kind, and
+-- has the commands to run.
 local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"

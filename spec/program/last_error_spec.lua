@@ -2,6 +2,7 @@
 -- The error that ends the ranks of a job is printed once on a machine (src/last_error.c). A shell stands in for
 -- mpiexec: it starts processes with MPICH's variables, and waits for them. spec/cluster has real launchers.
 local paths = require "ps.paths"
+local check = require "spec.check_lib"
 
 describe("the error that ends the ranks of a job", function()
   local folder
@@ -12,18 +13,8 @@ describe("the error that ends the ranks of a job", function()
   end)
   teardown(function() os.execute("rm -r " .. folder) end)
 
-  local function write(name, text)
-    local f = assert(io.open(folder .. "/" .. name, "wb"))
-    f:write(text)
-    f:close()
-  end
-
-  local function slurp(name)
-    local f = assert(io.open(folder .. "/" .. name, "rb"))
-    local text = f:read("*a")
-    f:close()
-    return text
-  end
+  local function write(name, text) check.write(folder .. "/" .. name, text) end
+  local function slurp(name) return assert(check.read(folder .. "/" .. name)) end
 
   -- Runs a shell script that has `rank N EXPRESSION [SIZE]`, which runs a Lua statement as rank N of SIZE (default 2).
   -- Returns what it wrote to standard error.

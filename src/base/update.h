@@ -31,10 +31,10 @@ static inline void ps_state_map(float *map, bool with_sign)
     }
 }
 
-/* Numbers from here on up to the next value have the higher code. */
+/* The number midway between the values of `code` and `code` + 1. From this number on, `code` + 1 is used. */
 static inline float ps_state_midpoint(const float *map, int code) { return (map[code] + map[code + 1]) * 0.5f; }
 
-/* How much larger Muon's step is for a matrix of this shape. adjust: as the attribute of muon_. */
+/* The factor of Muon's step for a matrix of this shape. adjust: the attribute of muon_. */
 static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
 {
     double ratio = (double)rows / (double)cols, most = (double)(rows > cols ? rows : cols);
@@ -42,8 +42,8 @@ static inline double ps_muon_ratio(int adjust, int64_t rows, int64_t cols)
     return sqrt(adjust == 0 && ratio < 1 ? 1 : ratio);
 }
 
-/* Adafactor's step size. rms: of the parameter. hugging_face: the rule of transformers, with its three switches; a rate
- * of its own, lr, is used without relative_step. Else PyTorch's. */
+/* Adafactor's step size. rms: of the parameter. hugging_face: the rule of transformers, which has the three switches
+ * and uses lr only without relative_step; else PyTorch's rule. */
 static inline double ps_adafactor_rate(int64_t step, double lr, double eps2, double rms, bool hugging_face,
                                        bool scale_parameter, bool relative_step, bool warmup_init)
 {

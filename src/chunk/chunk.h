@@ -69,7 +69,7 @@ void ps_chunk_unpin(ps_chunks *cs, int32_t chunk, int device);
 int ps_chunk_end(ps_chunks *cs, int32_t chunk);
 
 /* -- steps -------------------------------------------------------------------------------------------------------- */
-void ps_chunks_pass(ps_chunks *cs);       /* a pass began => a new pass began */
+void ps_chunks_pass(ps_chunks *cs);       /* a new pass began */
 /* Begins to record uses, from moment 0. The trace that ps_chunks_trace_end returns is lent until the next call. */
 void ps_chunks_trace_begin(ps_chunks *cs);
 const ps_trace *ps_chunks_trace_end(ps_chunks *cs);

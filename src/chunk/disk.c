@@ -51,7 +51,7 @@ typedef struct cause {
     int err;
     bool ring;
     int way;                    /* READ or WRITE */
-    int64_t offset, nbytes;     /* offset in the piece */
+    int64_t offset, nbytes;     /* offset of the piece in the file; bytes of the piece */
 } cause;
 
 struct ps_disk_job {

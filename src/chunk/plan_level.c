@@ -24,7 +24,7 @@ typedef struct track {
                                    * arrival */
     int64_t nbytes;
     int32_t next;                 /* its next event beyond the take cursor (as ps_stream.next) */
-    int32_t group;                /* its last taken event, or -1 */
+    int32_t group;                /* the group of its last taken event, or -1 */
     int32_t slot;                 /* place in its heap; -1: not a candidate */
     int32_t free_from;            /* the moment from which it may leave */
     int32_t below_from;           /* the moment from which the copy below may be read */

@@ -462,7 +462,7 @@ void ps_chunks_step_end(ps_chunks *cs) { step_off(cs); }
 int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *out)
 {
     if (!trace_fits(cs, trace)) return ps_fail(PS_ESTATE, "the trace is for chunks that no longer exist");
-    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* tier 1 has no tier below, so its plan would find too
+    if (cs->n_tiers == 1) PS_TRY(check_total(cs, trace));   /* with one tier no level's plan finds that there is too
                                                              * little room */
     request r;
     ps_plan first, steady;

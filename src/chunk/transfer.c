@@ -362,7 +362,7 @@ static void transfer_end(ps_chunks *cs, transfer *x, int rc)
     record_chunk(cs, c, PS_CHUNK_MOVE, from, to);
     ps_record_event e = { .kind = PS_REC_COPY, .name = !x->up, .begin_ns = x->began_ns, .id = c->id,
                           .bytes = c->nbytes, .from = (uint8_t)from, .to = (uint8_t)to };
-    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* the device's own message, if it has one */
+    const int64_t *ran = cs->tiers[t].be->copied_ns;     /* the times by the device's clock, if it has them */
     if (x->copy && x->began_ns && ran[0]) e.begin_ns = ran[0], e.end_ns = ran[1];
     ps_record_end(e);
 }

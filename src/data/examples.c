@@ -3,8 +3,8 @@
  * added, and mapped afterwards. A token is 4 bytes, whose highest bit says that the token is not trained; examples with
  * labels or weights of their own have 12 bytes per token.
  *
- * The file: head, records padded to 8 bytes, starts [count + 1], weights [count]. It takes its name when it is
- * complete. */
+ * The file: head, records padded to 8 bytes, starts [count + 1], weights [count]. The file gets its name when
+ * it is complete. */
 #include "data/examples.h"
 #include "base/alloc.h"
 #include <string.h>

@@ -75,7 +75,7 @@ static int scan(ps_lines *l)
     if (!block) return ps_fail_nomem(BLOCK);
     int64_t begin = text_begin(l), number = 1;      /* of the current line: the position of its first byte; its
                                                      * number */
-    bool blank = true;                              /* earlier blocks contain bytes of the current line */
+    bool blank = true;                              /* the current line's bytes in earlier blocks are all blank */
     int rc = 0;
     for (int64_t at = begin; at < l->map.nbytes && rc >= 0; at += BLOCK) {
         int64_t n = l->map.nbytes - at < BLOCK ? l->map.nbytes - at : BLOCK;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The rows of an epoch: which examples they hold, in which order. Sources are taken by weights, by stride scheduling
- * (Waldspurger and Weihl 1995): each source has a time at which its next example is due, 1 / weight apart. Within
- * windows of the order, examples are packed by best fit, or sorted by length. A row depends on the examples, the
- * settings and the epoch only, not on batches or ranks. */
+ * The rows of an epoch: which examples they contain, in which order. Stride scheduling (Waldspurger and Weihl 1995)
+ * selects the source of each example by weight: the examples of a source are due at times that are 1 / weight apart.
+ * Within windows of the order, examples are packed by best fit, or sorted by length. A row depends only on the
+ * examples, the settings and the epoch, not on batches or ranks. */
 #include "base/alloc.h"
 #include "base/philox.h"
 #include "data/examples.h"
@@ -16,7 +16,6 @@ typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens
 struct ps_rows {
     const ps_examples *examples;
     bool packing;
-    int64_t seq, window;
     int64_t n_items, n_rows, n_windows;
     item *items;
     int64_t *row;                       /* [n_rows + 1]: where a row's items begin */
@@ -126,7 +125,7 @@ static int64_t targets_of(const ps_examples *e, const item *it)
     return n;
 }
 
-/* Cuts an example that is too long. *keep: it goes into a row. */
+/* Truncates an example that is too long. *keep: true if the example is part of a row. */
 static int cut(ps_rows *r, const ps_rows_config *c, int32_t example, item *it, bool *keep)
 {
     const ps_examples *e = r->examples;
@@ -163,7 +162,7 @@ static int cut_all(ps_rows *r, const ps_rows_config *c, const list *order)
 /* -- packing ------------------------------------------------------------------------------------------------------- */
 typedef struct bin { int64_t left, earliest; int32_t next; } bin;    /* next: with as much room, or -1 */
 
-/* Bins by the room that is left in them: of each room a stack, and a bit that says whether there is one. */
+/* Bins by their free room. Each amount of room has a stack of bins, and a bit that is set if the stack is not empty. */
 typedef struct bins { bin *all; int64_t n; int32_t *top; uint64_t *there; int64_t seq; } bins;
 
 static void stack_push(bins *b, int32_t i)
@@ -203,8 +202,8 @@ static int by_row(const void *a, const void *b)
     return x->at < y->at ? -1 : 1;
 }
 
-/* Packs the n items of a window: the longest first, each where the least room stays. Rows are in the order of the
- * earliest of their items, whose order stays. */
+/* Packs the n items of a window, the longest first, each into the fullest bin in which it fits. Rows are in the order
+ * of their earliest items, and the items of a row keep their order. */
 static int64_t pack_window(bins *b, item *items, int64_t n, place *places, item *sorted, int64_t *row)
 {
     b->n = 0;
@@ -309,7 +308,7 @@ int ps_rows_new(const ps_examples *e, const ps_rows_config *c, ps_rows_info *inf
     ps_rows *r = ps_alloc0(sizeof *r);
     if (!r) return ps_fail_nomem(sizeof *r);
     list order = { 0 };
-    r->examples = e, r->packing = c->packing != 0, r->seq = c->seq, r->window = c->window, r->info.failed = -1;
+    r->examples = e, r->packing = c->packing != 0, r->info.failed = -1;
     int rc = order_of(e, c, &order);
     if (rc == 0) rc = cut_all(r, c, &order);
     if (rc == 0) rc = arrange(r, c);
@@ -364,12 +363,12 @@ int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n)
 }
 
 /* One item into a row of a batch from `at` on. filler: of weight 0. */
-static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, int by, const ps_rows_batch *b,
+static void put_item(const ps_examples *e, const item *it, int32_t segment, bool filler, const ps_rows_batch *b,
                      int64_t at, bool packed)
 {
     int64_t from = e->starts[it->example] + it->first;
     double share = e->weights[it->example];
-    if (b->weights && by == PS_WEIGHTS_EXAMPLE) {
+    if (b->weights && b->by == PS_WEIGHTS_EXAMPLE) {
         int64_t targets = targets_of(e, it);
         share = targets > 0 ? share / (double)targets : 0;
     }
@@ -398,7 +397,7 @@ int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *b)
                            (long long)length(r, row), (long long)b->length);
         int32_t segment = 0;
         for (int64_t k = r->row[row]; k < r->row[row + 1]; at += r->items[k++].n)
-            put_item(r->examples, &r->items[k], ++segment, filler, b->by, b, at, r->packing);
+            put_item(r->examples, &r->items[k], ++segment, filler, b, at, r->packing);
         for (; at < (i + 1) * b->length; at++) {
             b->ids[at] = b->pad, b->labels[at] = EXAMPLE_IGNORED, b->mask[at] = 0;
             if (b->positions) b->positions[at] = 0;

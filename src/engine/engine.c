@@ -200,7 +200,7 @@ int engine_within(const ps_engine *e, int kind, const char *what)
 
 /* -- updates ------------------------------------------------------------------------------------------------------ */
 
-/* An op may use no states that its parameters lack, so a script cannot change to settings that need others. */
+/* An op may only use states that its parameters have, so a script cannot change to settings that need others. */
 static int check_states(const ps_update_group *g, const param_rec *r)
 {
     if (r->n_states >= g->n_needed && r->n_states <= g->n_states) return 0;

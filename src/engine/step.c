@@ -412,8 +412,8 @@ int ps_step_done(ps_step *s)
     if (e && added) PS_TRY(engine_backward_done(e));
     if (e && (kind == PS_ACT_REDUCE || (added && !reduction_follows(s)))) PS_TRY(engine_gradients_whole(e));
     if (added) s->is.micro++;
-    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* dropouts of later actions do not
-                                                                                   * count */
+    if (s->first_walk[s->is.now.micro] == s->at) s->is.weight += s->how.weight;   /* a micro-batch's weight counts
+                                                                                   * once */
     action_over(s);
     if (s->at >= s->cursor) s->cursor = s->at + 1;
     s->is.due = due(s);

@@ -345,8 +345,8 @@ static bool is_cheap(const ps_tensor *t)
            t->numel_ * ps_dtype_bytes(t->dtype_) >= PS_CHEAP_MIN_NBYTES && ps_tensor_is_contiguous(t);
 }
 
-/* Whether a node's rule reads input i. Some inputs are read only for the gradient of another one: a frozen weight needs
- * no activations. Call it after tape_add_edge for all inputs. */
+/* True if a node's rule reads input i. Some inputs are read only for the gradient of another input: activations, for
+ * that of a weight, so not if the weight is frozen. Call this after tape_add_edge for all inputs. */
 static bool reads_input(const ps_node *node, const ps_opinfo *row, uint64_t keeps, int i)
 {
     if (!(keeps >> i & 1)) return false;

@@ -90,7 +90,6 @@ void ps_gguf_close(ps_gguf *g)
     end_if_unused(g);
 }
 
-int ps_gguf_version(const ps_gguf *g) { return g ? g->version : 0; }
 int ps_gguf_count(const ps_gguf *g) { return g ? g->count : 0; }
 int ps_gguf_meta_count(const ps_gguf *g) { return g ? g->meta_count : 0; }
 
@@ -133,7 +132,6 @@ static int64_t whole_of(int type, const uint8_t *s)
 
 int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out)
 {
-    static const int width[GGUF_VALUE_TYPES] = { 1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8 };
     PS_NEED(g);
     PS_NEED(out);
     if (i < 0 || i >= g->meta_count)
@@ -153,7 +151,7 @@ int ps_gguf_meta_get(const ps_gguf *g, int i, int64_t k, ps_gguf_value *out)
         out->text = (const char *)s + 8, out->whole = (int64_t)n;
         return 0;
     }
-    const uint8_t *s = m->bytes + k * width[m->of];
+    const uint8_t *s = m->bytes + k * gguf_value_bytes[m->of];
     float f;
     if (m->of == GGUF_F32) memcpy(&f, s, 4), out->number = f;
     else if (m->of == GGUF_F64) memcpy(&out->number, s, 8);
@@ -215,16 +213,6 @@ const char *ps_gguf_type_name(int type)
     return t ? t->name : NULL;
 }
 
-int ps_gguf_type(const char *name, int32_t *block, int32_t *nbytes)
-{
-    PS_NEED(name);
-    int number = gguf_type_by_name(name);
-    if (number < 0) return ps_fail(PS_EINVAL, "GGUF has no type '%s' of tensors", name);
-    if (block) *block = types[number].block;
-    if (nbytes) *nbytes = types[number].bytes;
-    return number;
-}
-
 int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
 {
     char shown[GGUF_NAME_SHOWN];
@@ -248,7 +236,7 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed)
 
 /* The stored row of row j. A head's D rows are pairs there, (0, D / 2), (1, D / 2 + 1), ..., which Hugging Face's
  * rotary embedding has half a head apart. */
-static int64_t stored_row(const gguf_tensor *t, int64_t j)
+int64_t gguf_stored_row(const gguf_tensor *t, int64_t j)
 {
     if (!t->heads) return j;
     int64_t D = t->shape[0] / t->heads, r = j % D;
@@ -308,7 +296,7 @@ static void copy_rows(const ps_gguf *g, const gguf_tensor *t, const int64_t *off
         if (n > numel - done) n = numel - done;
         for (int d = leading - 1; d >= 0; d--) {
             int64_t j = offset[d] + at % shape[d];
-            stored += (d == 0 ? stored_row(t, j) : j) * unit;
+            stored += (d == 0 ? gguf_stored_row(t, j) : j) * unit;
             at /= shape[d], unit *= t->shape[d];
         }
         unpack_row(t->type, g->map.bytes + t->begin + stored * row_bytes, from + col, n, dst + (size_t)done * each);

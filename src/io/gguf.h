@@ -17,6 +17,8 @@ enum { GGUF_MAX_DIMS = 4, GGUF_LONGEST_NAME = 4095, GGUF_NAME_SHOWN = 160, GGUF_
 enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING, GGUF_ARRAY,
        GGUF_U64, GGUF_I64, GGUF_F64, GGUF_VALUE_TYPES };
 
+extern const int gguf_value_bytes[GGUF_VALUE_TYPES];     /* of a value of a type; 0: it has no fixed size */
+
 /* A type of tensors: blocks of `block` elements in `bytes` bytes. */
 typedef struct gguf_type {
     const char *name;           /* NULL: no type has this number */
@@ -67,7 +69,6 @@ typedef struct gguf_tensor {
 
 struct ps_gguf {
     ps_map map;
-    int version;
     int64_t alignment, data;    /* data: where tensors begin, from the map's start */
     char *text;                 /* keys and names, each with a final 0 */
     uint64_t *strings;          /* gguf_meta.at */
@@ -81,6 +82,8 @@ struct ps_gguf {
 
 /* Reads and checks g->map's header into g, whose other fields are zero. On failure the caller closes g. */
 int gguf_parse(ps_gguf *g);
+/* The row of the file in which row j of Hugging Face's order is stored. */
+int64_t gguf_stored_row(const gguf_tensor *t, int64_t j);
 /* ps_gguf_open on bytes in memory, which must outlive it. */
 int gguf_open_memory(const char *path, const void *bytes, int64_t nbytes, ps_gguf **out);
 /* A name in the form for messages: shortened, without control characters. Returns out. */

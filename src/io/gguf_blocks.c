@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The block types of GGUF: what the bytes of one block stand for. Each value is made by the operations of ggml's own
- * definition, in fp32 and in its order, so that it has the same bits. d and m are fp16 scales of a block; qs and qh are
- * the low and the high bits of its numbers. */
+ * Unpacks the block types of GGUF. Each value is computed by the operations of ggml's own definition, in fp32 and in
+ * the same order, so that it has the same bits. d and m are fp16 scales of a block; qs and qh are the low and the high
+ * bits of its numbers. */
 #include "io/gguf.h"
 #include "base/half.h"
 #include <string.h>

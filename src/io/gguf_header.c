@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * The header of a GGUF file. The input is hostile until proven otherwise: every count is compared with the bytes that
- * are left before memory is taken for it, and every length before its bytes are touched. The header is walked twice,
- * first to check it and to count strings and names, then to fill the tables. */
+ * The header of a GGUF file. The input is treated as hostile until it is checked: every count is compared with the
+ * bytes that are left before memory is allocated for it, and every length before its bytes are read. The header is read
+ * twice, first to check it and to count strings and names, then to fill the tables. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
@@ -27,7 +27,7 @@ const char *gguf_shown(const char *name, char out[GGUF_NAME_SHOWN])
     return ps_text_shown(name, out, GGUF_NAME_SHOWN);
 }
 
-/* The message always has the file, the byte in the file, the entry or tensor (inside one) and the fault. */
+/* The message always names the file, the byte, the entry or tensor (if the fault is in one) and the fault. */
 static int bad(const walk *w, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 static int bad(const walk *w, const char *fmt, ...)
 {
@@ -99,7 +99,7 @@ static int read_name(walk *w, char **out)
 }
 
 /* -- metadata ------------------------------------------------------------------------------------------------------ */
-static const int value_bytes[GGUF_VALUE_TYPES] = {
+const int gguf_value_bytes[GGUF_VALUE_TYPES] = {
     [GGUF_U8] = 1, [GGUF_I8] = 1, [GGUF_U16] = 2, [GGUF_I16] = 2, [GGUF_U32] = 4, [GGUF_I32] = 4, [GGUF_F32] = 4,
     [GGUF_BOOL] = 1, [GGUF_U64] = 8, [GGUF_I64] = 8, [GGUF_F64] = 8,
 };
@@ -125,7 +125,7 @@ static int read_values(walk *w, gguf_meta *m)
             return bad(w, "an array of %lld strings, but the file has only %zu more bytes", (long long)m->n, left(w));
         return read_strings(w, m);
     }
-    size_t each = (size_t)value_bytes[m->of];
+    size_t each = (size_t)gguf_value_bytes[m->of];
     if ((uint64_t)m->n > left(w) / each)
         return bad(w, "%lld values of %zu bytes, but the file has only %zu more bytes", (long long)m->n, each, left(w));
     for (int64_t i = 0; m->of == GGUF_BOOL && i < m->n; i++)
@@ -289,7 +289,6 @@ static int read_counts(walk *w)
     if (version == 0x02000000u || version == 0x03000000u)
         return bad(w, "the file is big-endian, which is not supported; convert it on a little-endian machine");
     if (version != 2 && version != 3) return bad(w, "version %u; this psluajit reads versions 2 and 3", version);
-    g->version = (int)version;
     PS_TRY(read_u64(w, &count));
     PS_TRY(read_u64(w, &meta_count));
     if (count > left(w) / 24 || count > INT32_MAX)      /* the least bytes of a tensor, and below of an entry */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Writing GGUF. Tensors are declared first, in the order of the file. `begin` lays out the data, reserves the space and
- * writes the header, whose metadata the caller has put together. Each tensor then comes in pieces, in the order of
- * Hugging Face's rows, and is converted and put where it belongs; only a matrix that is swapped waits in memory until
- * it is whole. The file appears under its name only with commit, complete and on its disk. */
+ * writes the header, whose metadata the caller has encoded. Each tensor is then appended in pieces, in the order of
+ * Hugging Face's rows, converted, and written to its position. Only a transposed matrix is kept in memory until it is
+ * complete. The file gets its name only at commit, when it is complete and on its disk. */
 #include "io/gguf.h"
 #include "base/alloc.h"
 #include "base/half.h"
@@ -194,8 +194,8 @@ static int64_t convert(ps_ggufw *w, const ggufw_tensor *one, const float *x, int
     return out - w->out;
 }
 
-/* Values from .. of the tensor in the order of the file's rows, or of Hugging Face's rows if it has heads. A run that
- * is in order goes out at once, else row by row. */
+/* Writes n values of the tensor, from value `from` on, in the order of the file's rows, or of Hugging Face's rows if it
+ * has heads. With heads each row is written by itself. */
 static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t from, int64_t n)
 {
     gguf_tensor *t = &one->t;
@@ -205,10 +205,7 @@ static int write_values(ps_ggufw *w, ggufw_tensor *one, const float *x, int64_t 
         int64_t at = from + i, run = wide - at % wide, r = at / row;
         if (run > n - i) run = n - i;
         if (run > RUN) run = RUN;
-        if (t->heads) {                                 /* halves of a head to pairs */
-            int64_t D = t->shape[0] / t->heads, k = r % D;
-            at = (r - k + (k < D / 2 ? 2 * k : 2 * (k - D / 2) + 1)) * row + at % row;
-        }
+        if (t->heads) at = gguf_stored_row(t, r) * row + at % row;
         int64_t nbytes = convert(w, one, x + i, run, r, (from + i) % row);
         if (nbytes < 0) return (int)nbytes;
         PS_TRY(ps_tempfile_write(&w->file, t->begin + at / t->type->block * t->type->bytes, w->out, nbytes));

@@ -30,7 +30,7 @@ typedef struct st_type {
     int dtype;              /* PS_*, or -1: a known type that is not supported */
 } st_type;
 const st_type *st_type_by_text(const char *text);   /* NULL: the format does not have the type */
-const st_type *st_type_by_dtype(int dtype);         /* NULL: not a type */
+const st_type *st_type_by_dtype(int dtype);         /* NULL: not a dtype */
 
 typedef struct st_tensor {
     const char *name;       /* in ps_st.text */

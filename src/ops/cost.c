@@ -231,7 +231,7 @@ void cost_sgd(ps_cost *c) { update(c, 4); }
 void cost_adafactor(ps_cost *c) { update(c, 5); }
 void cost_update(ps_cost *c) { update(c, 7); }
 
-void cost_muon(ps_cost *c)                        /* of symmetric products a half */
+void cost_muon(ps_cost *c)                        /* counts half of each symmetric product */
 {
     const ps_attrs_muon_ *a = c->attrs;
     update(c, 4);

@@ -64,8 +64,8 @@ int infer_muon(ps_infer *f)
     return 0;
 }
 
-/* States: of a tensor of two or more dimensions [..., R, C] the averages of rows [..., R, 1] and of columns
- * [..., 1, C]; of a vector the average of all elements, and the master again. */
+/* States: a tensor of two or more dimensions [..., R, C] has the averages of rows [..., R, 1] and of columns
+ * [..., 1, C]. A vector has one average per element, and the master again. */
 int infer_adafactor(ps_infer *f)
 {
     PS_TRY(check_update(f, 5, 0, PS_F32));

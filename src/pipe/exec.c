@@ -787,8 +787,6 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
-/* Takes the gradients of `in` from the boundary and frees the rest of the slot. If the previous virtual stage is on
- * this rank, it gets the gradients here. */
 /* Replaces a gradient that is a view, such as a part of a concatenation's, by a copy whose bytes can be sent. */
 static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
 {
@@ -804,6 +802,8 @@ static int make_contiguous(ps_ctx *ctx, ps_tensor **t)
     return 0;
 }
 
+/* Takes the gradients of `in` from the boundary and frees the rest of the slot. If the previous virtual stage is on
+ * this rank, it gets the gradients here. */
 static int back_done(ps_pipe *x, const ps_action *a)
 {
     slot *s = slot_of(x, a->vstage, a->micro);

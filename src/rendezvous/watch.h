@@ -80,10 +80,10 @@ int ps_watch_complain(ps_watch *w, int place, int what, int peer, double seconds
 int ps_watch_complain_of(ps_watch *w, int place, const char *op, uint64_t call, int what, double seconds,
                          const char *text);
 
-/* Whether an error repeats a verdict about another rank, in any group of this process; that verdict is copied to
+/* True if an error repeats a verdict about another rank, in any group of this process. Copies that verdict to
  * verdict[PS_WATCH_TEXT]. */
 bool ps_watch_repeats(const char *error, char *verdict);
-/* The number of bytes of an error that other ranks are told: those of its first line, at most 400. */
+/* The number of bytes of an error that other ranks get: those of its first line, at most 400. */
 size_t ps_watch_last_words(const char *error);
 
 #ifdef __cplusplus

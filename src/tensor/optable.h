@@ -115,7 +115,7 @@ typedef struct ps_opinfo {
     int8_t saved_for[8];                      /* input i is saved only if this input wants a gradient; -1: always */
     const char *in_name[8];                   /* point into `ins`; a name ends at a space, ?, * or 0 */
 } ps_opinfo;
-const ps_opinfo *ps_op(int op);               /* true if op is a number of an op */
+const ps_opinfo *ps_op(int op);               /* op must be the number of an op */
 
 /* -- helpers for rules (ops/rules.c) ------------------------------------------------------------------------------ */
 /* Fails with the op's name and all input shapes and types after the text. */

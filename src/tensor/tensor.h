@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Tensors, contexts, scopes and the op path, as the layers above mem/ see them. A context owns its devices, its memory
- * manager, the scope stack and the tape's walk. It is freed after it was closed and when no tensor header and no node
- * is left. */
+ * manager, the scope stack and the tape's walk. It is freed when it has been closed and no tensor header or node is
+ * left. */
 #ifndef PS_TENSOR_H
 #define PS_TENSOR_H
 #include "base/rank_call.h"
@@ -144,8 +144,8 @@ int ps_tensor_new_meta(ps_ctx *ctx, int device, const ps_meta *meta, ps_tensor *
 int ps_tensor_view(ps_tensor *base, const ps_meta *meta, ps_tensor **out);   /* a view of base's storage, without
                                                                               * history */
 int ps_tensor_check_alive(const ps_tensor *t);                               /* returns 0 or PS_ESTALE */
-void ps_storage_release(ps_storage *s);                                      /* one header or one entry of ps_reads
-                                                                              * less */
+void ps_storage_release(ps_storage *s);                                      /* drops the reference of a header, or
+                                                                              * of an entry of ps_reads */
 void ps_storage_hold(ps_storage *s);
 void ps_storage_unhold(ps_storage *s);
 void ps_storage_drop(ps_storage *s);                                         /* a scope ends */

@@ -1,7 +1,9 @@
 -- Settings of train.lua and sample.lua.
+local steps = 300
+
 return {
   seed = 1,
-  steps = 300,
+  steps = steps,
   batch = 8,                             -- texts per step
   seq = 64,                              -- bytes per text
   model = { vocab_size = 256, n_positions = 64, n_layer = 2, n_head = 4, n_embd = 64 },
@@ -9,7 +11,7 @@ return {
   -- trains within a budget.
   engine = {
     optimizer = { type = "AdamW", params = { lr = 3e-3, weight_decay = 0.1 } },
-    scheduler = { type = "warmup_cosine", params = { max_lr = 3e-3, min_lr = 3e-4, warmup = 20, total = 300 } },
+    scheduler = { type = "warmup_cosine", params = { max_lr = 3e-3, min_lr = 3e-4, warmup = 20, total = steps } },
     gradient_clipping = 1,
   },
 }

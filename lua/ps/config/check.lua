@@ -106,8 +106,8 @@ local function names_in(node)
   return names
 end
 
--- The schema's root. The schema is large, and only reading a configuration needs it: after that, collections of Lua's
--- garbage may free it.
+-- The schema's root. The schema is large, and only the reading of a configuration needs it. After that, Lua's collector
+-- may free it.
 local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
 local kept = setmetatable({}, { __mode = "v" })
 local function schema_root()

@@ -148,8 +148,7 @@ end
 local function fill_settings(state, made, params)
   for _, key in ipairs(made.settings) do
     if not state.given["optimizer.params." .. key] and (params[key] == nil or key == "betas" or key == "eps") then
-      local default = made.config and made.config[key]
-      if default == nil then default = made.defaults[key] end
+      local default = made.defaults[key]
       params[key] = type(default) == "table" and copied(default) or default
     end
   end

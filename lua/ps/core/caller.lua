@@ -187,6 +187,7 @@ local function sorted_names(keys)
   table.sort(names)
   return names
 end
+caller.sorted_names = sorted_names
 
 -- Text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)

@@ -66,8 +66,8 @@ function command_line.try(program, fn, ...)
   return finish(pcall(fn, ...))
 end
 
---- Ends the process with a code that all ranks end with, as after Ctrl-C. To the others it is a normal end: they may
---- still be in a call in which this rank has taken part. os.exit with such a code counts as a failure of this rank.
+--- Ends the process with a code with which all ranks end, such as that of Ctrl-C. The other ranks treat it as a normal
+--- end: they may still be in a call in which this rank took part. os.exit with such a code is a failure of this rank.
 ---@param code integer
 function command_line.leave(code)
   require("ps.core.ffi").C.ps_groups_end(nil)

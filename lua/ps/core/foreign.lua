@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, each with the psluajit call
--- that does the same, or with a workaround if there is none. A ported script that reads such a name gets a stand-in.
+-- that does the same or, if there is none, with a workaround. A ported script that reads such a name gets a stand-in.
 -- Calling the stand-in, or reading a field of it, is an error that names the right call. Other unknown names of ps,
 -- ps.F and ps.nn are errors that name the nearest known name. Other unknown names of objects are nil. If a script's own
 -- module defines a name, that definition is used.

@@ -8,7 +8,7 @@ local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
 local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would waste memory
-local BYTES = { bf16 = 2, fp16 = 2, fp32 = 4, uint8 = 1 }
+local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
 --- Names by number, and numbers by name.
 kinds.name, kinds.number = {}, {}
@@ -26,7 +26,7 @@ local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 --- Adds a kind of chunks for a state of optimizers, if it is new.
 ---@param name string
 ---@param place integer its number among the states of its optimizer, from 1
----@param instead? string a kind in whose place it is
+---@param instead? string a kind that it replaces, whose offset it gets
 function kinds.add_state(name, place, instead)
   if kinds.number[name] then return end
   local number = C.ps_kind_state(name)
@@ -39,12 +39,12 @@ end
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
-  if numel * BYTES.fp32 < SHIFTED_FROM then return PAGE end
+  if numel * size_of "fp32" < SHIFTED_FROM then return PAGE end
   return (math.ceil(LAST * C.PS_KIND_SHIFT / PAGE) + 1) * PAGE
 end
 
 local function start_at(place, numel, dtype)
-  return numel * BYTES[dtype] >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
+  return numel * size_of(dtype) >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
 end
 
 --- Bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
@@ -63,7 +63,7 @@ function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dty
 function kinds.bytes(kind, numel, dtype)
   local place = PLACE[kind]
   if place ~= PLACE.grad and place ~= PLACE.param and dtype == "fp32" then place = math.max(place, ALIKE) end
-  return math.ceil((numel * BYTES[dtype] + start_at(place, numel, dtype)) / PAGE) * PAGE
+  return math.ceil((numel * size_of(dtype) + start_at(place, numel, dtype)) / PAGE) * PAGE
 end
 
 return kinds

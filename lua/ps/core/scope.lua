@@ -68,7 +68,7 @@ local function forget(id)
   end
 end
 
--- Returns whether there were any.
+-- Forgets the functions whose backward is done. Returns true if there were any.
 local function forget_reaped()
   local any = false
   while true do
@@ -100,8 +100,8 @@ function M.collect()
   collectgarbage()
 end
 
---- Runs Lua's collector once, and again only if the arguments of a function became free. A second run frees more than
---- the first only then, or if a script's finalizers drop tensors.
+--- Runs Lua's collector once, and again only if the arguments of a function became free. Otherwise a second run would
+--- free more only if a script's finalizers drop tensors.
 function M.collect_tensors()
   collectgarbage()
   if forget_reaped() then collectgarbage() end

@@ -21,6 +21,7 @@ local finite = types.finite
 local function bounds(noun, min, max)
   if min and max then return ("%s from %.10g to %.10g"):format(noun, min, max) end
   if min then return ("%s of at least %s"):format(noun, min) end
+  if max then return ("%s of at most %s"):format(noun, max) end
   return noun
 end
 

@@ -34,9 +34,9 @@ local function decoded(text, place)
   return row
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- bytes of a file from which on it gets an index
+local INDEXED = 16 * 1024 * 1024                           -- bytes: a file of at least this size gets an index
 
--- Whether a file is an index, or is not there: a file of the script's own is never replaced.
+-- True if a file is an index, or if there is no such file. Files of the script's own are never replaced.
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end
@@ -45,7 +45,7 @@ local function may_write(index)
   return magic == "PSLINES"
 end
 
--- A file by line, with the index next to the file, or in the cache folder if that cannot be written.
+-- Opens a file of lines. Its index is next to the file, or in the cache folder if it cannot be written there.
 local function open_lines(path)
   local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
   local elsewhere = lfs.attributes(index, "mode") ~= "file" and unpacked.place("lines", path, ".rows")
@@ -153,7 +153,7 @@ local function value_end(text, at)
   return at
 end
 
--- A file of one list: where each of its items begins and ends. An item is decoded when it is read.
+-- Opens a file of one list. It records where each item begins and ends. An item is decoded when it is read.
 local function of_json(text, path)
   local function bad(at, why)
     local _, lines = text:sub(1, at - 1):gsub("\n", "")

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The forms in which files have examples, recognised by their fields, and the conversation that a row is. The names are
--- TRL's; Alpaca's and ShareGPT's forms are those of their data sets.
+-- Recognises the form of examples by their fields, and converts rows to conversations. The forms have TRL's names. The
+-- forms of Alpaca and ShareGPT are those of their data sets.
 local caller = require "ps.core.caller"
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
@@ -12,7 +12,7 @@ local error = caller.error
 
 local formats = {}
 
-local IGNORED = -100                                       -- a label that is not trained
+local IGNORED = require("ps.data.batch").IGNORED
 
 -- Forms with the fields that a row must have; the first that fits counts.
 local FORMS = {
@@ -59,32 +59,32 @@ local function row_of(rows, i)
   return row
 end
 
--- A function that says whether a row has a field that is not null.
-local function fields_of(rows, i)
-  local row = rows[i]
-  return function(name) return row[name] ~= nil and row[name] ~= null end
-end
-
 -- The names of a row's fields, for errors.
-local function names_of(rows, i)
+local function names_of(row)
   local names = {}
-  for name in pairs(rows[i]) do names[#names + 1] = tostring(name) end
+  for name in pairs(row) do names[#names + 1] = tostring(name) end
   table.sort(names)
   return table.concat(names, ", ")
 end
 
---- Checks that row i is in a form.
+--- Checks that row i is in a known form.
 ---@param rows ps.DataTable
 ---@param i integer
----@param form string that of the first row
-function formats.check(rows, i, form)
-  local own = form_of(fields_of(rows, i))
-  if own == form then return end
-  if own then
-    error(("%s: a row in the form '%s'; the first row is in the form '%s'"):format(rows:place(i), own, form))
+---@param first? string the form of the first row, which the row must have
+---@return table row
+---@return string form
+function formats.check(rows, i, first)
+  local row = rows[i]
+  local form = form_of(function(name) return row[name] ~= nil and row[name] ~= null end)
+  if not form then
+    error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
+      .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),
+      names_of(row)))
   end
-  error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
-    .. "rejected; instruction, output; text; input_ids)"):format(rows:place(i), names_of(rows, i)))
+  if first and form ~= first then
+    error(("%s: a row in the form '%s'; the first row is in the form '%s'"):format(rows:place(i), form, first))
+  end
+  return row, form
 end
 
 --- The form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and completion",
@@ -100,16 +100,8 @@ function formats.recognise(rows, options)
   if #rows == 0 then error "ps.data.format: the table has no rows" end
   local first
   for i = 1, math.min(#rows, options.check or #rows) do
-    local form = form_of(fields_of(rows, i))
-    if not form then
-      error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
-        .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),
-        names_of(rows, i)))
-    end
-    first = first or form
-    if form ~= first then
-      error(("%s: a row in the form '%s'; the first row is in the form '%s'"):format(rows:place(i), form, first))
-    end
+    local _, form = formats.check(rows, i, first)
+    first = form
   end
   return first
 end

@@ -319,14 +319,18 @@ end
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
 ---  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?:
 ---  integer, rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer,
----  padding?: "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "cut"|"drop"|"error",
----  train_on?: string|fun(i: integer, role: string): boolean, date?: string} shuffle: default true; split: { 0, 0.9 }
+---  padding?: "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable,
+---  too_long?: "right"|"left"|"drop"|"error", train_on?: string|fun(i: integer, role: string): boolean, date?: string,
+---  packing?: boolean, group_by_length?: boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer,
+---  loss_weights?: string, cache?: boolean|string} shuffle: default true; split: { 0, 0.9 }
 ---  uses the first nine tenths; vocab: larger ids are errors; ahead: batches prepared in advance, default 2; rank and
 ---  world_size: default those of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an
 ---  engine accepts any); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch
----  (default), or to seq; drop_last: false: an epoch of texts ends with a smaller batch if rows are left (default
----  true); table: instead of texts; too_long: for rows of more than seq tokens, default "cut" (a row that is left
----  without a trained token is dropped); train_on and date: as in tokenizer:apply_chat_template, default "assistant"
+---  (default), or to seq; drop_last: whether a last batch that is not full is left out, default true for texts and
+---  false for a table; otherwise the last batch of texts is smaller, and that of a table is filled with rows of weight
+---  0; table: instead of texts; too_long: for examples of more than seq tokens, default "right", which removes the last
+---  ones (an example without a trained token is left out); train_on and date: as in tokenizer:apply_chat_template,
+---  default "assistant"; docs/data.md describes the other options
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)

@@ -30,7 +30,7 @@ local new                                                  -- a table of a node;
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- Row i for a function of the script: with the order of its JSON's keys, and never a table of the script's own.
+-- Row i for a function of the script. It keeps the order of the JSON's keys. A table of the script's own is copied.
 local function for_script(node, i)
   local source = node.text and node.text(i)
   if source then
@@ -141,7 +141,7 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- The node of a table that a view may be made of.
+-- The node of a table for a view of it. A mixture has no views.
 local function whole(self, what)
   local node = node_of(self)
   if node.mix then error(("table:%s of a mixture: call it on the tables before they are mixed"):format(what)) end

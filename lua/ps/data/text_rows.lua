@@ -62,8 +62,8 @@ function Rows:epoch(epoch)
   return self.now
 end
 
--- The number of tokens to which rows of `longest` are padded. Lengths repeat: they are multiples, of which few lie
--- between a length and its double.
+-- The number of tokens to which rows are padded if the longest row has `longest`. It is a multiple of a step that grows
+-- with the length, so that only a few different lengths occur.
 local function padded(self, longest)
   if self.to_seq then return self.seq end
   local step = self.multiple
@@ -180,7 +180,7 @@ local function read(self, given, tokenizer)
   end
 end
 
--- Refuses a loader without a whole batch.
+-- Rejects a loader whose rows are too few for a batch, or for a last batch with rows on all ranks.
 local function check_size(self, given, drop)
   local n, global, what = self.rows.now.rows, self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
@@ -253,8 +253,8 @@ function rows.count(self, epoch)
   self.batches = self.drop_last and math.floor(n) or math.ceil(n)
 end
 
--- Rows first .. of the epoch for this rank, and their number. The last batch of texts that is not full is shared
--- between the ranks as evenly as possible; of a table, it is filled with rows of weight 0.
+-- The first of this rank's rows in the epoch, and their number. If the last batch of texts is not full, the ranks
+-- divide it as evenly as possible. The last batch of a table is filled with rows of weight 0.
 local function own_rows(self, row, total)
   local there = math.min(self.global_batch, total - row)
   if self.fills or there == self.global_batch then return row + self.rank * self.batch, self.batch end

@@ -11,14 +11,11 @@ local C = native.C
 
 local unpacked = {}
 
-local function hash(text)
-  local h = C.ps_xxh3(text, #text)
-  return bit.tohex(tonumber(bit.rshift(h, 32))) .. bit.tohex(tonumber(bit.band(h, 0xffffffffULL)))
-end
+local function hash(text) return bit.tohex(C.ps_xxh3(text, #text)) end
 
 local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path end
 
---- The cache folder's part for one purpose, which is made if it is not there; nil: the user has no home.
+--- The subfolder of the cache folder for one purpose. It is created if it is missing. nil: the user has no home.
 ---@param purpose string
 ---@return string?
 function unpacked.folder(purpose)
@@ -45,7 +42,7 @@ end
 
 local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
 
--- Unpacks a file to another; nil and the reason: it cannot.
+-- Unpacks a file into another one. Returns true, or nil and the reason if that fails.
 local function unpack_to(path, target)
   local errors = target .. ".errors"
   local rc = os.execute(("gzip -dc -- %s >%s 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
@@ -58,7 +55,7 @@ local function unpack_to(path, target)
   return nil, why ~= "" and why or "gzip failed, or the disk is full"
 end
 
--- Removes what earlier versions of a packed file became.
+-- Removes the files to which earlier versions of a packed file were unpacked.
 local function remove_older(folder, prefix, keep)
   for name in lfs.dir(folder) do
     if name:sub(1, #prefix) == prefix and name ~= keep and not name:find("%.part$") then

@@ -239,8 +239,7 @@ end
 
 -- The methods of the model that scripts may call, by name. The other methods are for files of psluajit.
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
-  "save_gguf",
-  "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
+  "save_gguf", "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
 Engine.methods = {}
 for _, name in ipairs(Engine.PUBLIC) do

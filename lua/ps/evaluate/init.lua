@@ -2,6 +2,7 @@
 -- Evaluation of language models: perplexity of texts and of conversations, multiple choice by log-probabilities, and
 -- answers that the model generates. Windows, sums and measures are those of lm-eval, so that numbers can be compared.
 local caller = require "ps.core.caller"
+local characters = require "ps.chat.characters"
 local dist = require "ps.dist"
 local formats = require "ps.data.formats"
 local handle = require "ps.nn.handle"
@@ -36,8 +37,9 @@ local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = 
   limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
   device = "string", progress = "callable" }
 local LENGTH = 2048
+local IGNORED = require("ps.data.batch").IGNORED
 
--- The tokens that a model takes at most.
+-- The most tokens that a model accepts; nil: its configuration has no limit.
 local function positions(model)
   local config = (handle.module(model) or model).config or {}
   local most = config.max_position_embeddings or config.n_positions
@@ -52,7 +54,7 @@ end
 -- The number of words as lm-eval counts them: one more than there are runs of space.
 local function words_in(s)
   local n, inside = 1, false
-  for c in s:gmatch "[^\128-\191][\128-\191]*" do
+  for c in s:gmatch(characters.PATTERN) do
     local space = text.is_space(c)
     if space and not inside then n = n + 1 end
     inside = space
@@ -62,7 +64,7 @@ end
 
 local TASKS = {}
 
--- The windows of all rows, with what they have in words and bytes; texts only.
+-- The windows of all rows, the form of the rows, and for texts the number of words and bytes.
 local function windows_of(tok, rows, n, options)
   local windows, words, bytes = {}, 0, 0
   local form = formats.recognise(rows)
@@ -83,7 +85,7 @@ local function windows_of(tok, rows, n, options)
       end
       if labels then
         mask = {}
-        for k, label in ipairs(labels) do mask[k] = label ~= -100 and 1 or 0 end
+        for k, label in ipairs(labels) do mask[k] = label ~= IGNORED and 1 or 0 end
       end
       prefix = table.remove(ids, 1)                        -- nothing predicts the first token
       if mask then table.remove(mask, 1) end
@@ -119,7 +121,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
   return result
 end
 
--- The largest of numbers: its place, the first of equal ones.
+-- The place of the largest number of a list. Of equal numbers the first counts.
 local function largest(list)
   local at = 1
   for i, x in ipairs(list) do if x > list[at] then at = i end end
@@ -140,9 +142,9 @@ function TASKS.choices(model, tok, rows, n, options)
     end
   end
   local sums = likelihood.still(model, function()
-    return (likelihood.sums(model, pairs_, { rows = options.batch, most = options.max_length,
+    return likelihood.sums(model, pairs_, { rows = options.batch, most = options.max_length,
       pad = tok.pad_token_id or 0, device = options.device,
-      tick = options.progress and function(done) options.progress(done, #pairs_) end }))
+      tick = options.progress and function(done) options.progress(done, #pairs_) end })
   end)
   local samples, right, right_norm = {}, 0, 0
   for i, question in ipairs(questions) do
@@ -160,7 +162,7 @@ function TASKS.choices(model, tok, rows, n, options)
     acc_norm_stderr = error_of(right_norm / n, n), samples = samples }
 end
 
--- The prompt of row i, and its right answers: a conversation up to the last answer, or a question.
+-- The ids of row i's prompt (a conversation up to its last answer, or a question), and the list of right answers.
 local function asked(tok, rows, i, chat, date)
   local row = rows[i]
   if row.messages or row.conversations then

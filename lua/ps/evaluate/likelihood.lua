@@ -164,16 +164,14 @@ local function logits_of(model, ids)
   return out
 end
 
---- The sum of the log-probabilities of each continuation after its context, and whether each of its tokens is the
---- likeliest one.
+--- The sum of the log-probabilities of each continuation after its context.
 ---@param model ps.nn.Module|ps.Engine
 ---@param pairs_ {[1]: integer[], [2]: integer[]}[] ids of contexts and continuations
 ---@param options {rows: integer, most: integer, pad: integer, device?: string, tick?: fun(n: integer)} rows: pairs per
 ---  batch at most; most: inputs of a row at most; tick: is called with the number of pairs that are done
 ---@return number[] sums
----@return boolean[] greedy
 function likelihood.sums(model, pairs_, options)
-  local rows, order, sums, greedy = {}, {}, {}, {}
+  local rows, order, sums = {}, {}, {}
   for i, pair in ipairs(pairs_) do
     rows[i], order[i] = row_of(pair[1], pair[2], options.most), i
     if #pair[2] > options.most then
@@ -195,18 +193,15 @@ function likelihood.sums(model, pairs_, options)
       padded(targets, IGNORED, options.device)
     vocabulary = logits:size(2)
     local losses = F.cross_entropy(logits, y, { reduction = "none" }):tolist()
-    local likeliest = logits:argmax(-1):tolist()
     for r = 1, n do
-      local sum, all = 0, true
-      for k, id in ipairs(targets[r]) do
-        if id ~= IGNORED then sum, all = sum - losses[r][k], all and likeliest[r][k] == id end
-      end
-      sums[order[at + r - 1]], greedy[order[at + r - 1]] = sum, all
+      local sum = 0
+      for k, id in ipairs(targets[r]) do if id ~= IGNORED then sum = sum - losses[r][k] end end
+      sums[order[at + r - 1]] = sum
     end
     at = at + n
     if options.tick then options.tick(at - 1) end
   end
-  return sums, greedy
+  return sums
 end
 
 return likelihood

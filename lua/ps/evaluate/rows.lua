@@ -5,7 +5,7 @@ local error = caller.error
 
 local rows = {}
 
--- Fields under which rows have the text before an answer, in the order in which they are tried.
+-- Fields that can contain the text before an answer, in the order in which they are tried.
 local CONTEXT = { "query", "context", "question", "ctx", "prompt", "instruction", "input" }
 local CHOICES = { "choices", "endings", "options" }
 local GOLD = { "gold", "answer", "label", "answerKey", "target" }

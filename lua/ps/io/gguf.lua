@@ -22,7 +22,7 @@ local EXACT = 2 ^ 53                                       -- whole numbers up t
 
 ---@class ps.Gguf an open file, or all parts of a file that was split
 ---@field path string of the first part
----@field private mmap boolean tensors have their bytes in the file, if possible
+---@field private mmap boolean the bytes of tensors stay in the file, if possible
 ---@field private parts ffi.cdata*[] the open parts
 ---@field private home table<string, {g: ffi.cdata*, i: integer}> by the name under which a tensor is read
 ---@field private order string[] those names, in file order
@@ -31,7 +31,7 @@ File.__index = File
 
 local OPEN = { mmap = "boolean" }
 
--- The paths of a file's parts, and the number of the given one, from 0 on; nil: the name is not one of a part.
+-- The paths of a file's parts, and the number of the given part, from 0 on; nil: it is not the name of a part.
 local function parts_of(path)
   local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
   if not stem then return nil end
@@ -62,7 +62,7 @@ local function add_part(self, g)
   for i = 0, C.ps_gguf_count(g) - 1 do
     local name = ffi.string(C.ps_gguf_name(g, i))
     if self.home[name] then error(("%s: tensor '%s' is in two of its parts"):format(self.path, name)) end
-    self.home[name] = { g = g, i = i, raw = name }
+    self.home[name] = { g = g, i = i }
     self.order[#self.order + 1] = name
   end
 end
@@ -113,6 +113,18 @@ function gguf.open(path, options)
   error(problem, 0)
 end
 
+--- Calls fn with an opened file, and closes the file, also after an error.
+---@param path string
+---@param fn fun(file: ps.Gguf): any
+---@return any result of fn
+function gguf.with(path, fn)
+  local file = gguf.open(path)
+  local ok, result = pcall(fn, file)
+  file:close()
+  if not ok then error(result, 0) end
+  return result
+end
+
 --- Whether a path names a GGUF file.
 ---@param path string
 ---@return boolean
@@ -138,16 +150,23 @@ function File:keys()
   return keys
 end
 
+-- The types and the number of values of an entry of the metadata, with its part and number; nil: there is none.
+local function meta_of(self, key)
+  local g, out = opened(self), ffi.new("ps_gguf_value")
+  local i = C.ps_gguf_meta_find(g, key)
+  if i < 0 then return nil end
+  check(C.ps_gguf_meta_get(g, i, -1, out))
+  return out, g, i
+end
+
 --- A value of the metadata: a number, string or boolean; a list for an array. nil: there is none.
 ---@param key string
 ---@return any value
 ---@return string? type such as "uint32"; of an array, the type of its values
 ---@return boolean? is_array
 function File:meta(key)
-  local g, out = opened(self), ffi.new("ps_gguf_value")
-  local i = C.ps_gguf_meta_find(g, key)
-  if i < 0 then return nil end
-  check(C.ps_gguf_meta_get(g, i, -1, out))
+  local out, g, i = meta_of(self, key)
+  if not out then return nil end
   local kind = VALUES[out.of]
   if out.type ~= ARRAY then
     check(C.ps_gguf_meta_get(g, i, 0, out))
@@ -165,11 +184,8 @@ end
 ---@param key string
 ---@return integer?
 function File:meta_length(key)
-  local g, out = opened(self), ffi.new("ps_gguf_value")
-  local i = C.ps_gguf_meta_find(g, key)
-  if i < 0 then return nil end
-  check(C.ps_gguf_meta_get(g, i, -1, out))
-  return tonumber(out.n)
+  local out = meta_of(self, key)
+  return out and tonumber(out.n) or nil
 end
 
 --- A value of the metadata that must have a kind; an absent one is nil, or an error if it is needed.
@@ -210,7 +226,7 @@ local function entry_of(self, name)
   return entry, home
 end
 
---- Gives a tensor another name, and says how it is read (ps_gguf_layout in src/ps.h).
+--- Renames a tensor, and sets how it is read (ps_gguf_layout in src/ps.h).
 ---@param raw string its name in the file
 ---@param name string? nil: it is left out of names()
 ---@param layout? {heads?: integer, transposed?: boolean}
@@ -246,11 +262,6 @@ function File:has(name)
   return self.home[name] ~= nil
 end
 
---- The name of a tensor in the file, whatever `present` called it.
----@param name string
----@return string
-function File:raw_name(name) return home_of(self, name).raw end
-
 --- The shape of a tensor, from the outermost dimension on.
 ---@param name string
 ---@return integer[]
@@ -265,7 +276,7 @@ end
 ---@return string
 function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
 
---- The dtype of the values that are read, fp32 for blocks; for a type that is not supported, nil and its name.
+--- The dtype of the values that are read: fp32 for blocks. If the type is not supported: nil, and the type's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -290,7 +301,7 @@ function File:check(name) known_dtype(self, name) end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the entry's dtype with bytes that are its values.
+-- Fills a contiguous tensor of the entry's dtype. The bytes of the file are its values.
 local function fill(self, entry, home, tensor)
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_gguf_lend, home.g, entry.at, entry.nbytes)

@@ -55,7 +55,7 @@ function writing.entries(entries)
   return table.concat(parts)
 end
 
---- Replaces the value of an entry in a file, in its place. The entry must be there, with a number of the same type.
+--- Overwrites the value of an entry in a file. The entry must exist, with a number of the same type.
 ---@param path string
 ---@param entry ps.gguf.Entry
 function writing.replace(path, entry)

@@ -433,7 +433,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- no process or memory left to start more, so no rank stays
+  if not ok then                                          -- no more processes or memory: end all ranks
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

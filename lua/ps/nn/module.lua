@@ -423,7 +423,7 @@ local function made_anew(tensor, name)
   end
 end
 
--- Tells optimizers that a member was replaced: their parameters in it may be trained no more (Optimizer:step).
+-- Reports a replaced member to the optimizers: its parameters may no longer belong to the model (Optimizer:step).
 function note_gone(old, name)
   local function gone(tensor, full)
     for optimizer in pairs(exports.optimizers) do

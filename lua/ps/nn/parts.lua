@@ -12,7 +12,7 @@
 -- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
 -- everything that it gets from the part before it: a table of tensors, {} for the first part. The batch is the same for
 -- all parts: ids, masks and targets, never values that parts computed. It is the result of the model's batch_of(...)
--- for a call's arguments. A model without batch_of gets a batch by names as it is, and other arguments as a list.
+-- for a call's arguments. Without batch_of, the batch is the call's only table, or else the list of its arguments.
 local nearest = require "ps.core.nearest"
 local registry = require "ps.nn.registry"
 local nn_module = require "ps.nn.module"

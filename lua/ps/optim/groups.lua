@@ -35,7 +35,7 @@ end
 ---@param group table
 ---@param name string
 ---@param param ps.Tensor
----@param cut boolean tensor-parallel ranks share the parameter out
+---@param cut boolean each tensor-parallel rank has only a part of the parameter
 function groups.check_parameter(group, name, param, cut)
   local made, shape = optimizers.of_group(group), table.concat(param:shape(), ", ")
   if made.matrices and param:dim() ~= 2 then

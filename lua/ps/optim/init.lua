@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers of plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters), if it has no smaller type. A
+-- Optimizers of plain memory (ps.optimizers). State is fp32 (fp64 for fp64 parameters) unless it has a smaller type. A
 -- bf16 or fp16 parameter has an fp32 master, made at the first step. A step is a few calls of one fused op, each over
 -- a batch of tensors. Gradient clipping, the loss scale and the mean over accumulated gradients are one factor in
 -- this op, so gradients are read a second time only for their norm.
@@ -168,21 +168,22 @@ local function states_of(entry)
   return optimizers.states_for(states, entry.param:shape())
 end
 
--- Makes a parameter's state, when it first has a gradient.
+-- Makes a parameter's state, when it first has a gradient. Returns the states that the parameter needs.
 local function prepare(entry)
   if entry.master == nil then
     local p = entry.param
     entry.master = p:dtype() == state_dtype(p) and p or p:to { dtype = "fp32" }
     if entry.master ~= p then entry.master:keep() end
   end
-  local shape = entry.param:shape()
-  for _, state in ipairs(states_of(entry)) do
+  local shape, states = entry.param:shape(), states_of(entry)
+  for _, state in ipairs(states) do
     if entry[state.name] == nil then
       entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype_of(state,
         entry.param), device = entry.param:device() })
       entry[state.name]:keep()
     end
   end
+  return states
 end
 
 -- Entries with a gradient, and their gradients.
@@ -198,24 +199,23 @@ local function with_gradient(self)
 end
 
 -- Appends the tensors of a parameter's update to the op's inputs. The master stands in for states that it lacks.
-local function fill(list, kind, entry, grad)
+local function fill(list, kind, entry, grad, states)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
-  local states = states_of(entry)
   for k = 1, optimizers.takes(kind) do list[n + 3 + k] = states[k] and entry[states[k].name] or entry.master end
 end
 
 -- Updates entries. done: called with each entry after its update, or nil.
 local function update(entries, grads, scale, done)
-  for _, entry in ipairs(entries) do prepare(entry) end      -- allocate all memory before the first update
-  local first = 1
+  local first, states = 1, {}
+  for i, entry in ipairs(entries) do states[i] = prepare(entry) end    -- allocate all memory before the first update
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
     local factor, kind = entries[first].scale, optimizers.of_group(group)
     local most = math.floor(native.C.PS_MAX_IN / (3 + optimizers.takes(kind)))
     while last <= #entries and last - first < most and entries[last].group == group and entries[last].t == t
       and entries[last].scale == factor do
-      fill(list, kind, entries[last], grads[last])
+      fill(list, kind, entries[last], grads[last], states[last])
       last = last + 1
     end
     updates.run(list, group, t + 1, scale * (factor or 1))
@@ -288,8 +288,8 @@ local function check_taken(self)
     taken))
 end
 
--- Prints which parameters a script has replaced in their module, if they have no gradient, so that they are trained no
--- more. A layer that is wrapped by another one keeps its gradients.
+-- Prints the parameters that a script has replaced in their module and that have no gradient: these are no longer
+-- trained. If another layer wraps the old one, its parameters still get gradients.
 local function tell_gone(self)
   local names = {}
   for _, entry in ipairs(self.gone) do
@@ -485,8 +485,7 @@ local function for_torch(self)
   function view.set_updates(_, i, t) self.entries[i].t = t end
   function view.slot(_, i)
     local entry, averages = self.entries[i], {}
-    local states = states_of(entry)
-    prepare(entry)
+    local states = prepare(entry)
     for k, state in ipairs(states) do averages[k] = entry[state.name] end
     return { name = view.engine.built.list[i].name, param = entry.param, states = states, averages = averages }
   end

@@ -472,8 +472,7 @@ local MULTI = { optimizer = "table", milestones = "table", gamma = "number", las
 
 --- Each group's initial rate, multiplied by gamma at each milestone (a step): PyTorch's MultiStepLR.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer}
----  gamma default
----  0.1; a milestone that is listed twice counts twice
+---  gamma default 0.1; a milestone that is listed twice counts twice
 ---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
 ---@return ps.Schedule
 function sched.MultiStepLR(options, ...)

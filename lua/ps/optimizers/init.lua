@@ -5,10 +5,10 @@
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
----@field name string PyTorch's, where PyTorch has it; also the kind of chunks that hold it
+---@field name string PyTorch's name, if PyTorch has this state; also the kind of chunks that contain it
 ---@field dtype "fp32"|"bf16"|"uint8" fp32 becomes fp64 for parameters of fp64
----@field shape? fun(shape: integer[]): integer[]? its shape for a parameter of this shape, nil: such a parameter has no
----  such state; absent: the parameter's
+---@field shape? fun(shape: integer[]): integer[]? returns its shape for a parameter of this shape; nil: such a
+---  parameter does not have this state. If the field is absent, the state has the parameter's shape
 ---@field most? number with `shape`: the most bytes per element of the parameter
 
 ---@class ps.optimizers.Description
@@ -17,7 +17,6 @@ local dtypes = require "ps.core.dtype"
 ---@field settings string[] of a group, with PyTorch's names and in its order
 ---@field defaults table<string, any> of ps.optim: PyTorch's
 ---@field fixed? table<string, any> fields of every group that cannot be set
----@field config? table<string, any> defaults of the configuration that differ from `defaults`
 ---@field ranges? table<string, ps.config.Type> of settings that types.OPTIMIZER does not have
 ---@field states ps.optimizers.State[] in the order of the op's inputs
 ---@field takes? integer state tensors that the op takes for each parameter; absent: one for each of the states
@@ -26,7 +25,8 @@ local dtypes = require "ps.core.dtype"
 ---@field problem? fun(group: table): string? an error in settings that are each in range
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
 ---@field torch table PyTorch's class: extra (settings that its groups also have), belongs(group): why a saved group is
----  another class's, or nil; counts: false: its states have no `step`
+---  another class's, or nil; counts: false: its states have no `step`; write(group, out) and read(saved): convert
+---  settings that have other names in its groups
 ---@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer, in any case
 ---@field exact_aliases? string[] the same in this case only
 ---@field whole? boolean an update needs all of a parameter, so tensor-parallel ranks cannot share it out
@@ -40,11 +40,11 @@ optimizers.names = { "Adam", "AdamW", "SGD", "Lion", "Muon", "Adafactor", "Huggi
   "AdamWBF16" }
 local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd", Lion = "lion", Muon = "muon", Adafactor = "adafactor",
   HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small" }
-local by_name, by_any, by_exact = {}, {}, {}
+local by_name, by_any, by_exact, updates = {}, {}, {}, {}
 
 for _, name in ipairs(optimizers.names) do
   local made = require("ps.optimizers." .. FILES[name])[name]
-  by_name[name], by_any[name:lower()] = made, name
+  by_name[name], by_any[name:lower()], updates[made.op] = made, name, true
   for _, alias in ipairs(made.aliases or {}) do by_any[alias:lower()] = name end
   for _, alias in ipairs(made.exact_aliases or {}) do by_exact[alias] = name end
 end
@@ -67,10 +67,7 @@ function optimizers.of_group(group) return by_name[group.kind] end
 --- Whether an op updates parameters.
 ---@param op string
 ---@return boolean
-function optimizers.is_update(op)
-  for _, made in pairs(by_name) do if made.op == op then return true end end
-  return false
-end
+function optimizers.is_update(op) return updates[op] == true end
 
 --- The names of all states, in the order of optimizers.names.
 ---@return string[]
@@ -107,19 +104,19 @@ function optimizers.states_nbytes(states, shape)
   return sum
 end
 
---- The most bytes of states per element of a parameter, whatever its shape.
+--- An estimate of the bytes of states per element of a parameter. Only matrices with one row or column, and tensors of
+--- one element, can have more.
 ---@param states ps.optimizers.State[]
 ---@return number
 function optimizers.states_most(states)
-  local sum = 0
-  local factored = 0
+  local sum, factored = 0, 0
   for _, state in ipairs(states) do
     if state.most == 4 then factored = 4 else sum = sum + dtypes.of_state[state.dtype] end
   end
   return sum + factored
 end
 
---- The states that parameters have if the groups of their optimizer have these settings: the most that any group needs.
+--- The states of an optimizer's parameters, if its groups have these settings. The group that needs the most decides.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The descriptions of optimizers, given to C: kinds of chunks for states, attributes of update ops, and updates.
+-- Passes the descriptions of optimizers to C: kinds of chunks for states, and attributes of update ops. Also runs
+-- updates.
 local native = require "ps.core.ffi"
 local chunk_kinds = require "ps.core.kinds"
 local optimizers = require "ps.optimizers"

@@ -13,7 +13,7 @@ local C = native.C
 
 local folder = {}
 
--- ps/pretrained/gguf.lua, when a path is that of a GGUF file, which takes the place of a folder; else nil.
+-- Returns ps/pretrained/gguf.lua if the path is a GGUF file, which is used like a folder; else nil.
 local function gguf_of(path)
   return type(path) == "string" and path:match "%.gguf$" and lfs.attributes(path, "mode") == "file"
     and require "ps.pretrained.gguf" or nil
@@ -65,9 +65,9 @@ local function commit_of(repo, revision)
   return commit
 end
 
---- The folder of a model: the folder with that path, or the GGUF file, which takes its place; else the model that was
---- downloaded under that name ("gpt2",
---- "google-bert/bert-base-uncased") to Hugging Face's cache (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
+--- The folder of a model: the folder or GGUF file with that path. If there is none, the model that was downloaded under
+--- that name ("gpt2", "google-bert/bert-base-uncased") to Hugging Face's cache (HF_HUB_CACHE, HF_HOME). This function
+--- downloads nothing.
 ---@param name string
 ---@param revision? string a branch, tag or commit, default "main"
 ---@return string path
@@ -142,10 +142,9 @@ local function indexed(path, from)
   return paths
 end
 
---- The files with a folder's weights (a GGUF file is its own), in Hugging Face's order of preference: safetensors
---- before PyTorch's, whole files
---- before an index.
----@param path string the folder
+--- The files with a folder's weights, in Hugging Face's order of preference: safetensors before PyTorch's, whole files
+--- before an index. For a GGUF file: the file itself.
+---@param path string the folder or GGUF file
 ---@return string[]
 function folder.files(path)
   if gguf_of(path) then return { path } end

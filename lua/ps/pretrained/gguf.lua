@@ -6,12 +6,13 @@ local companions = require "ps.pretrained.gguf_companions"
 local ffi = require "ffi"
 local io_gguf = require "ps.io.gguf"
 local names = require "ps.pretrained.gguf_names"
+local rope = require "ps.pretrained.rope"
 local settings = require "ps.pretrained.settings"
 local error = caller.error
 
 local gguf = {}
 
---- The shortest decimal of an fp32 number of a file: 1e-05 instead of 9.9999997473788e-06.
+--- The shortest decimal number that rounds to an fp32 value: 1e-05 instead of 9.9999997473788e-06.
 ---@param value number
 ---@return number
 function gguf.shortest(value)
@@ -51,7 +52,7 @@ function gguf.architecture(file)
   return arch, name
 end
 
--- Refuses keys of the architecture that nobody here follows: they may change the model's numbers.
+-- Refuses keys of the architecture that this file does not read: they may change the model's numbers.
 local function check_keys(file, arch, name)
   for _, key in ipairs(file:keys()) do
     local own = key:match("^" .. name .. "%.(.*)$")
@@ -68,42 +69,26 @@ local function check_keys(file, arch, name)
   end
 end
 
--- The standard settings of Llama 3's stretched frequencies, as `factors` (freq / stretched freq) of D / 2 pairs.
-local function llama3_factors(theta, D, p)
-  local list, old = {}, p.original_max_position_embeddings
-  for i = 0, D / 2 - 1 do
-    local wave = 2 * math.pi * theta ^ (2 * i / D)
-    if wave < old / p.high_freq_factor then list[i + 1] = 1
-    elseif wave > old / p.low_freq_factor then list[i + 1] = p.factor
-    else
-      local smooth = (old / wave - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
-      list[i + 1] = 1 / ((1 - smooth) / p.factor + smooth)
-    end
-  end
-  return list
-end
-
 local function nearly(a, b)
   local same = #a == #b
   for i = 1, #a do same = same and math.abs(a[i] - b[i]) <= 1e-5 * math.abs(b[i]) end
   return same
 end
 
--- rope_freqs.weight: factors that divide the frequencies. Those of Llama 3 are written as rope_type llama3, others as
--- longrope, whose two lists are then equal.
+-- The settings for rope_freqs.weight, whose factors divide the frequencies. The factors of Llama 3 become rope_type
+-- llama3. Other factors become longrope with two equal lists.
 local function of_factors(file, fields, D)
   local list = file:tensor("rope_freqs.weight"):to("fp32"):tolist()
   if #list ~= D / 2 then
     refuse(file, "rope_freqs.weight", #list, ("a head of %d columns has %d pairs"):format(D, D / 2))
   end
-  local theta, most = fields.rope_theta or 10000, fields.max_position_embeddings
   local largest = 1
   for _, one in ipairs(list) do largest = math.max(largest, one) end
   local p = { rope_type = "llama3", factor = largest, low_freq_factor = 1, high_freq_factor = 4,
     original_max_position_embeddings = 8192 }
-  if largest > 1 and nearly(list, llama3_factors(theta, D, p)) then return p end
+  if largest > 1 and nearly(list, rope.llama3_factors(p, fields.rope_theta or 10000, D)) then return p end
   return { rope_type = "longrope", short_factor = list, long_factor = list, attention_factor = 1, factor = 1,
-    original_max_position_embeddings = most }
+    original_max_position_embeddings = fields.max_position_embeddings }
 end
 
 -- Rotary settings besides rope_theta; nil: there are none.
@@ -134,7 +119,7 @@ local function rotary(file, name, fields, D)
 end
 
 local IDS = { bos = "bos_token_id", padding = "pad_token_id" }
--- Tokens that end a turn, by which llama.cpp ends a text, too, if the file does not name one.
+-- Tokens that end a turn. Like llama.cpp, psluajit ends a text at them, even if the file does not name them.
 local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true, ["<end_of_turn>"] = true,
   ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
 local CONTROL = 3
@@ -184,10 +169,8 @@ local function of_decoder(file, arch, name, fields)
   end
 end
 
---- The fields of a config.json for an open file.
----@param file ps.Gguf
----@return table
-function gguf.fields(file)
+-- The fields of a config.json, except eos_token_id, for which all tokens are read.
+local function model_fields(file)
   local arch, name = gguf.architecture(file)
   check_keys(file, arch, name)
   local fields = { model_type = arch.model_type, architectures = { arch.class } }
@@ -203,7 +186,6 @@ function gguf.fields(file)
     local id = file:get(("tokenizer.ggml.%s_token_id"):format(key), "whole")
     if id and id < fields.vocab_size then fields[setting] = id end
   end
-  fields.eos_token_id = ends_of(file, fields.vocab_size)
   if arch.class ~= "BertModel" then fields.tie_word_embeddings = not file:has "output.weight" end
   if arch.model_type == "gpt2" then
     fields.activation_function = "gelu_new"
@@ -221,7 +203,16 @@ function gguf.fields(file)
   return fields
 end
 
--- Gives the tensors Hugging Face's names. Unknown ones are refused, since the model would be another one without them.
+--- The fields of a config.json for an open file.
+---@param file ps.Gguf
+---@return table
+function gguf.fields(file)
+  local fields = model_fields(file)
+  fields.eos_token_id = ends_of(file, fields.vocab_size)
+  return fields
+end
+
+-- Gives the tensors Hugging Face's names. Refuses unknown tensors, since a model without them would be a different one.
 local function present(file, arch, fields)
   for _, raw in ipairs(file:names()) do
     local own, rows = names.to_hf(arch, raw)
@@ -239,13 +230,7 @@ end
 --- The fields of a config.json for a file.
 ---@param path string
 ---@return table
-function gguf.config(path)
-  local file = io_gguf.open(path)
-  local ok, fields = pcall(gguf.fields, file)
-  file:close()
-  if not ok then error(fields, 0) end
-  return fields
-end
+function gguf.config(path) return io_gguf.with(path, gguf.fields) end
 
 --- Opens a file whose tensors have the names, layouts and row orders of a Hugging Face folder.
 ---@param path string
@@ -253,7 +238,7 @@ end
 ---@return ps.Gguf
 function gguf.open(path, mmap)
   local file = io_gguf.open(path, { mmap = mmap or false })
-  local ok, problem = pcall(function() present(file, (gguf.architecture(file)), gguf.fields(file)) end)
+  local ok, problem = pcall(function() present(file, (gguf.architecture(file)), model_fields(file)) end)
   if ok then return file end
   file:close()
   return error(problem, 0)
@@ -263,21 +248,5 @@ end
 ---@param from string
 ---@param to string
 function gguf.write_companions(from, to) companions.write(from, to, gguf.config(from)) end
-
--- The dtype of most elements, where they are not blocks.
-local PLAIN = { F32 = "float32", F16 = "float16", BF16 = "bfloat16", F64 = "float64" }
-
---- The dtype of a file's weights as config.json has it: that of most elements, float32 for blocks.
----@param file ps.Gguf
----@return string
-function gguf.dtype(file)
-  local sizes, best, most = {}, "float32", 0
-  for _, name in ipairs(file:names()) do
-    local dtype = PLAIN[file:type(name)] or "float32"
-    sizes[dtype] = (sizes[dtype] or 0) + file:nbytes(name)
-    if sizes[dtype] > most then best, most = dtype, sizes[dtype] end
-  end
-  return best
-end
 
 return gguf

@@ -1,20 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Architectures of GGUF files: the metadata's keys and the tensors' names of llama.cpp, and the settings and names of
--- Hugging Face that they stand for. N in a name is the number of a layer.
+-- Architectures of GGUF files: llama.cpp's keys of the metadata and names of tensors, and the settings and names of
+-- Hugging Face to which they correspond. N in a name is the number of a layer.
 local names = {}
 
 ---@class ps.gguf.Architecture
----@field model_types table<string, boolean> the model_types of config.json that are written as this architecture
----@field model_type string the model_type that a file of this architecture is read as
+---@field model_types table<string, boolean> models with these model_types are written as this architecture
+---@field model_type string a file of this architecture is read as a model of this model_type
 ---@field class string the class in config.json's architectures
----@field prefix string of the body's names in the class, which a body alone lacks
+---@field prefix string of the body's names in the class; a body without a head does not have it
 ---@field keys table<string, string> key of the metadata, without the architecture's name -> setting
 ---@field tensors string[][] { name in GGUF, name in Hugging Face, rows: "heads", "groups" or "swapped" }
 ---@field optional table<string, boolean> keys that may be absent
 ---@field known table<string, boolean> keys that change nothing here
----@field pairs boolean llama.cpp keeps the rows of q and k in pairs
 
--- Keys of every decoder that are read, and those that say nothing new.
+-- Keys of every decoder: those that become settings, and (KNOWN) those that do not.
 local DECODER = { context_length = "max_position_embeddings", embedding_length = "hidden_size",
   block_count = "num_hidden_layers", feed_forward_length = "intermediate_size",
   ["attention.head_count"] = "num_attention_heads", ["attention.head_count_kv"] = "num_key_value_heads",
@@ -51,7 +50,7 @@ local function of_decoder(model_type, class, rows, more)
   local types = { [model_type] = true }
   for _, other in ipairs(more or {}) do types[other] = true end
   return { model_type = model_type, model_types = types, class = class, prefix = "model.", keys = DECODER,
-    optional = DECODER_OPTIONAL, known = DECODER_KNOWN, tensors = decoder(rows), pairs = rows }
+    optional = DECODER_OPTIONAL, known = DECODER_KNOWN, tensors = decoder(rows) }
 end
 
 local function both(list, here, there, rows)
@@ -91,13 +90,12 @@ names.ARCHITECTURES = {
     keys = { context_length = "n_positions", embedding_length = "n_embd", block_count = "n_layer",
       feed_forward_length = "n_inner", ["attention.head_count"] = "n_head",
       ["attention.layer_norm_epsilon"] = "layer_norm_epsilon" }, optional = {},
-    known = { vocab_size = true, ["attention.causal"] = true }, tensors = GPT2, pairs = false },
+    known = { vocab_size = true, ["attention.causal"] = true }, tensors = GPT2 },
   bert = { model_type = "bert", model_types = { bert = true }, class = "BertModel", prefix = "bert.",
     keys = { context_length = "max_position_embeddings", embedding_length = "hidden_size",
       block_count = "num_hidden_layers", feed_forward_length = "intermediate_size",
       ["attention.head_count"] = "num_attention_heads", ["attention.layer_norm_epsilon"] = "layer_norm_eps" },
-    optional = {}, known = { vocab_size = true, ["attention.causal"] = true, pooling_type = true }, tensors = BERT,
-    pairs = false },
+    optional = {}, known = { vocab_size = true, ["attention.causal"] = true, pooling_type = true }, tensors = BERT },
 }
 
 --- The architecture that a model_type is written as.

@@ -3,7 +3,6 @@
 -- types per tensor of llama-quantize. One tensor is in memory at a time.
 local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
-local handle = require "ps.nn.handle"
 local native = require "ps.core.ffi"
 local names = require "ps.pretrained.gguf_names"
 local rope = require "ps.pretrained.rope"
@@ -95,20 +94,17 @@ local function decoder_entries(add, config, is_qwen2)
 end
 
 -- Factors that divide the frequencies, for the tensor rope_freqs.weight; nil: none.
-local function factors(p, D, config)
+local function factors(p, D)
   if p.rope_type == "longrope" then
     if p.attention_factor ~= 1 then
       settings.refuse("save_gguf", "attention_factor", p.attention_factor, "llama.cpp has no such setting here")
     end
     return p.short_factor
   end
-  if p.rope_type ~= "llama3" then return nil end
-  local list, plain = {}, rope.frequencies({ rope_type = "default", rope_theta = p.rope_theta }, D, 0, 0)
-  for i, one in ipairs((rope.frequencies(p, D, config.max_position_embeddings, 0))) do list[i] = plain[i] / one end
-  return list
+  return p.rope_type == "llama3" and rope.llama3_factors(p, p.rope_theta, D) or nil
 end
 
--- The entries of the metadata besides the tokenizer, and the factors of rotary frequencies.
+-- The entries of the metadata, without the tokenizer's, and the factors of rotary frequencies.
 local function entries_of(model, arch_name, arch, kind, parameters, name)
   local config, entries = model.config, {}
   local function general(key, type, value) entries[#entries + 1] = { key, type, value } end
@@ -135,7 +131,7 @@ local function entries_of(model, arch_name, arch, kind, parameters, name)
     add("attention.causal", "bool", false)
   else
     local p, D = decoder_entries(add, config, arch_name == "qwen2")
-    list = factors(p, D, config)
+    list = factors(p, D)
     if config.sliding_window and model.family.model_type == "mistral" then
       add("attention.sliding_window", "uint32", config.sliding_window)
     end
@@ -149,7 +145,7 @@ local function entries_of(model, arch_name, arch, kind, parameters, name)
   return entries, list
 end
 
--- The settings that a model may not have, since a GGUF file cannot say them.
+-- Refuses settings that a GGUF file cannot express.
 local function check_model(model, arch)
   local config, fine = model.config, { llama = "silu", gpt2 = "gelu_new", bert = "gelu" }
   local key = arch.model_type == "gpt2" and "activation_function" or "hidden_act"
@@ -191,7 +187,7 @@ local function declared(model, arch, entries, kind)
   return list, by_name, parameters
 end
 
--- The name of a model for general.name: that of its folder or file, whose words in small letters begin with capitals.
+-- The name of a model for general.name: that of its folder or file. Words in lower case get a capital letter.
 local function name_of(model, path)
   local words = {}
   for word in (model.source or path):gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""):gsub("%-", " "):gmatch "%S+" do
@@ -224,10 +220,7 @@ function gguf.save(model, engine, path, options)
   end
   check_model(model, arch)
   local whole = engine or model
-  local held = handle.of(whole)
-  if held and held.micro > 0 and not held.torn then
-    error("save_gguf writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
-  end
+  save.check_between_steps(whole, "save_gguf")
   local group = save.group_of(whole)
   agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
   agree.run(group, function() return save.entries(whole) end)          -- an error here is an error on all ranks

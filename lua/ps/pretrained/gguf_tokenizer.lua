@@ -29,8 +29,8 @@ local DEEPSEEK_HAN = "[\228\184\128-\233\190\165\227\129\128-\227\130\159\227\13
 
 local CODER_HAN = "[\228\184\128-\233\190\165\224\160\128-\228\184\128\234\176\128-\237\159\191]+"
 
--- By the name in tokenizer.ggml.pre: the expressions that cut one after the other; whole: a word that is a token is not
--- merged; bos: texts begin with the token bos unless the file says otherwise.
+-- By the name in tokenizer.ggml.pre: the expressions that split a text, applied one after the other. whole: a word that
+-- is a token is not merged. bos: texts begin with the token bos unless the file sets add_bos_token.
 local PRE = { ["llama-bpe"] = { LLAMA3, whole = true, bos = true }, ["gpt-2"] = { GPT2 }, mpt = { GPT2 },
   olmo = { GPT2 }, jais = { GPT2 }, trillion = { GPT2 }, ["granite-docling"] = { GPT2 }, qwen2 = { QWEN2 },
   stablelm2 = { QWEN2 }, hunyuan = { QWEN2 }, ["solar-open"] = { QWEN2 }, megrez = { QWEN2 }, ["grok-2"] = { QWEN2 },
@@ -112,7 +112,7 @@ local function of_pieces(t, file)
   return t
 end
 
--- WordPiece: llama.cpp writes the start of a word as U+2581 and leaves the "##" of its other parts out.
+-- WordPiece: in llama.cpp the start of a word has the prefix U+2581, and its other parts have no "##".
 local function of_words(t, file)
   for i, token in ipairs(t.tokens) do
     if t.types[i] ~= CONTROL and t.types[i] ~= UNKNOWN then

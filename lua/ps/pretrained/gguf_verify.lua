@@ -11,8 +11,8 @@ local error = caller.error
 local verify = {}
 
 local WINDOW = 256                                         -- tokens that are compared at once
--- The largest mean KL divergence, and the least share of positions with the same likeliest token, by the largest block
--- type in the file. They hold for models that were not trained for few bits; a damaged export is far outside of them.
+-- The largest mean KL divergence, and the smallest share of positions with the same likeliest token, by the type of
+-- tensors with the widest limits in the file. They are for models that were not trained for a small number of bits.
 local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
   Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
   Q4_0 = { 0.3, 0.75 } }
@@ -42,7 +42,7 @@ from the air, and with water and the light of the sun they make sugar and oxygen
 it this morning."
 ]]
 
--- Logits [T, V] of ids in fp32.
+-- Log-probabilities [T, V] of the next token, in fp32.
 local function log_probabilities(model, ids)
   local logits = model({ input_ids = ids }).logits
   return F.log_softmax(logits:reshape(logits:size(1), logits:size(2)):to("fp32"), -1)
@@ -96,7 +96,7 @@ local KEY = "psluajit.verify."
 local NOTED = { { "tokens", "uint32" }, { "mean_kl", "float32" }, { "max_kl", "float32" }, { "top1", "float32" },
   { "perplexity", "float32" }, { "reference_perplexity", "float32" }, { "pass", "bool" } }
 
---- Entries of the metadata for a certificate that is not there yet: no tokens, and it does not pass.
+--- Entries of the metadata that reserve space for a certificate: 0 tokens, not passed.
 ---@return ps.gguf.Entry[]
 function verify.entries()
   local entries = {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A tokenizer as the metadata of a GGUF file: that of a Hugging Face folder (tokenizer.json or older files, and
--- tokenizer_config.json), under the keys and with the values of llama.cpp's converter; or that of a GGUF file, key by
+-- The metadata of a GGUF file for a tokenizer. The tokenizer of a Hugging Face folder (tokenizer.json or older files,
+-- and tokenizer_config.json) gets the keys and values of llama.cpp's converter. That of a GGUF file is copied key by
 -- key.
 local caller = require "ps.core.caller"
 local io_gguf = require "ps.io.gguf"
@@ -14,9 +14,9 @@ local vocabulary = {}
 
 local TYPES = gguf_tokenizer.TYPES
 local BLANK = "\226\150\129"
--- GPT-2's expression as tokenizer.json's ByteLevel has it, and other spellings of expressions that PRE has.
+-- The expression by which ByteLevel of a tokenizer.json splits texts.
 local GPT2 = gguf_tokenizer.PRE["gpt-2"][1]
--- The name of a rule among those that cut alike.
+-- If several rules have the same expressions, the first of these names is written.
 local PREFERRED = { "llama-bpe", "gpt-2", "qwen2", "smollm", "gpt-4o", "falcon", "deepseek-v3", "tekken", "qwen35" }
 
 local function read(path)
@@ -41,7 +41,7 @@ local function content(value)
   return value
 end
 
--- The expressions that cut texts one after the other; nil: a step that llama.cpp does not have.
+-- The expressions that split texts, in order; nil: llama.cpp does not have one of the steps.
 local function expressions(node, list)
   list = list or {}
   if type(node) ~= "table" then return list end
@@ -191,15 +191,16 @@ end
 
 -- The tokenizer of a GGUF file, key by key.
 local function copied(path)
-  local file, entries = io_gguf.open(path), {}
-  for _, key in ipairs(file:keys()) do
-    if key:match "^tokenizer%." then
-      local value, kind = file:meta(key)
-      entries[#entries + 1] = { key, kind, value }
+  return io_gguf.with(path, function(file)
+    local entries = {}
+    for _, key in ipairs(file:keys()) do
+      if key:match "^tokenizer%." then
+        local value, kind = file:meta(key)
+        entries[#entries + 1] = { key, kind, value }
+      end
     end
-  end
-  file:close()
-  return entries
+    return entries
+  end)
 end
 
 -- The description of a folder without tokenizer.json: vocab.json with merges.txt (GPT-2), or vocab.txt (BERT).

@@ -125,7 +125,7 @@ local function go_up(places)
   end) ~= false
 end
 
--- Where rows [B, T] begin a run: 1 where a number differs from the one before it, and at the begin of the row. A float.
+-- The starts of runs in rows [B, T], as a float: 1 at the start of a row and where a number differs from the previous.
 local function begins_of(differs)
   local first = create.ones({ differs:size(0), 1 }, { device = differs:device() })
   return tensors.cat({ first, differs:float() }, 1)
@@ -140,7 +140,7 @@ function heads.places_of(segments)
     local begins = begins_of(segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)))
     local at = create.arange(0, T, 1, { device = segments:device() }):reshape(1, T)
     local run = begins:cumsum(1)
-    -- Column 0 gets those that begin none; nothing reads it.
+    -- Tokens that begin no run are added to column 0, which is not read.
     local starts = create.zeros({ B, T + 1 }, { device = segments:device() }):scatter_add(1,
       (run * begins):to("int64"), at * begins)
     return ((at - starts:gather(1, run:to("int64"))) * segments:ne(0):float()):to("int64")
@@ -156,9 +156,9 @@ local function by_places(places, rows)
   end)
 end
 
---- Reads the sequences that share rows of a batch, and checks position_ids. They are segment_ids; or, for a causal
---- model, position_ids that restart within a row, as in transformers: without attention_mask, and with use_cache =
---- false in the configuration.
+--- Finds the sequences that share rows of a batch, and checks position_ids. segment_ids number the sequences. For a
+--- causal model, position_ids that restart within a row also begin sequences, as in transformers, if there is no
+--- attention_mask and the configuration has use_cache = false.
 ---@param who string
 ---@param config? table nil: restarted position_ids have no meaning for this model
 ---@param given table a batch by names

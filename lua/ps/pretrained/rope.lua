@@ -109,8 +109,8 @@ local function plain(theta, D)
 end
 
 -- Stretches long waves, keeps short ones, and interpolates between them.
-local function llama3(p, D)
-  local all, old = plain(p.rope_theta, D), p.original_max_position_embeddings
+local function llama3(p, theta, D)
+  local all, old = plain(theta, D), p.original_max_position_embeddings
   for i, frequency in ipairs(all) do
     local wave = 2 * math.pi / frequency
     if wave > old / p.low_freq_factor then all[i] = frequency / p.factor
@@ -120,6 +120,17 @@ local function llama3(p, D)
     end
   end
   return all, 1
+end
+
+--- The numbers by which the kind llama3 divides the D / 2 frequencies, as in GGUF's tensor rope_freqs.weight.
+---@param p table settings of the kind llama3
+---@param theta number rope_theta
+---@param D integer the width of a head
+---@return number[]
+function rope.llama3_factors(p, theta, D)
+  local list, unscaled = {}, plain(theta, D)
+  for i, one in ipairs((llama3(p, theta, D))) do list[i] = unscaled[i] / one end
+  return list
 end
 
 -- Divides each frequency by a number of its own.
@@ -166,7 +177,7 @@ end
 ---@return number[] frequencies
 ---@return number factor
 function rope.frequencies(p, D, most, length)
-  if p.rope_type == "llama3" then return llama3(p, D) end
+  if p.rope_type == "llama3" then return llama3(p, p.rope_theta, D) end
   if p.rope_type == "yarn" then return yarn(p, D) end
   if p.rope_type == "longrope" then return longrope(p, D) end
   local theta, by = p.rope_theta, 1

@@ -359,6 +359,16 @@ function save.group_of(model)
   return (sharded.of(model) or engine and (engine.ranks or engine.stages)) and mesh.group "world" or nil
 end
 
+--- Raises an error if an engine that holds the model is inside a step.
+---@param model ps.nn.Module|ps.Engine
+---@param call string the called function, for the message
+function save.check_between_steps(model, call)
+  local engine = handle.of(model)
+  if engine and engine.micro > 0 and not engine.torn then
+    error(call .. " writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
+  end
+end
+
 --- Writes a model's weights and config.json to a folder, in the form that Hugging Face and from_pretrained read. With
 --- an engine these are the fp32 values (masters), which only rank 0 writes, a piece at a time; all ranks call it,
 --- between two steps, and an error of one is an error of all.
@@ -373,10 +383,7 @@ function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
   local most = nbytes_of(more.max_shard_size)
-  local engine = handle.of(model)
-  if engine and engine.micro > 0 and not engine.torn then
-    error("save_pretrained writes the state between steps: call it after optimizer:step(), or optimizer:zero_grad()")
-  end
+  save.check_between_steps(model, "save_pretrained")
   local group = save.group_of(model)
   local rank = group and group:rank() or 0
   agree.same(group, "save_pretrained", { { "folder", path }, { "max_shard_size", most } })

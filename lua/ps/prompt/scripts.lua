@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit's own scripts by name: what `psluajit tools` and `psluajit examples` list, and the script that a misspelt
--- name was meant to be.
+-- psluajit's own scripts by name: the lists of `psluajit tools` and `psluajit examples`, and the script whose name is
+-- nearest to a misspelt one.
 local lfs = require "lfs"
 local nearest = require "ps.core.nearest"
 local paths = require "ps.paths"
@@ -30,7 +30,7 @@ local function sentence(text)
   end
 end
 
--- A script in one line: the description of its options, else the first sentence of its head comment.
+-- Describes a script in one line: by its argparse description, or else by the first sentence of its head comment.
 local function about(text)
   local described = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"'
   if described then return sentence(described) end
@@ -75,8 +75,8 @@ function scripts.print(folder)
     paths.root .. "/" .. folder))
 end
 
---- The end of the error about a script that is not there: the nearest name among psluajit's scripts and the Lua files
---- of the current folder; "" if none is near.
+--- Returns the end of the error about a script that does not exist: the nearest name among psluajit's scripts and the
+--- Lua files of the current folder; "" if none is near.
 ---@param name string
 ---@return string
 function scripts.instead(name)

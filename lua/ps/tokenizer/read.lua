@@ -308,10 +308,7 @@ local function fill(t, given)
 end
 
 local function from_gguf(t, path)
-  local file = gguf.open(path)
-  local ok, given = pcall(gguf_tokenizer.of, file)
-  file:close()
-  if not ok then error(given, 0) end
+  local given = gguf.with(path, gguf_tokenizer.of)
   t.path, t.model = path, given.kind == "bert" and "wordpiece" or "bpe"
   t.handle, t.added, t.template = description.new_handle(t.model), {}, given.template
   local filled, problem = pcall(fill, t, given)

@@ -13,6 +13,18 @@ enum { PS_PAR_MIN = 1 << 14 };        /* with fewer elements, a fork and join co
 #define PS_CPU_FAMILIES(X) X(elementwise) X(reduce) X(norm) X(dropout) X(loss) X(table) X(optim) X(update) \
     X(attention) X(rope) X(channel_norm) X(image)
 
+/* True if the view is one row-major array. */
+static inline bool view_flat(const ps_view *v)
+{
+    int64_t expect = 1;
+    for (int d = v->ndim - 1; d >= 0; d--) {
+        if (v->shape[d] == 1) continue;
+        if (v->stride[d] != expect) return false;
+        expect *= v->shape[d];
+    }
+    return true;
+}
+
 /* A matrix for onednn.c: [rows, cols], with element (i, j) at data[i * stride_row + j * stride_col]. One of the strides
  * is 1. */
 typedef struct ps_mat { void *data; int32_t dtype; int64_t rows, cols, stride_row, stride_col; } ps_mat;

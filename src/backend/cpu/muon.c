@@ -36,21 +36,12 @@ static void set_master(const ps_view *in, int64_t i, float p)
     else if (in[0].dtype == PS_F16) half[i] = ps_f32_to_f16(p);
     else ((float *)in[0].data)[i] = p;
 }
-static bool is_flat(const ps_view *v)
-{
-    int64_t expect = 1;
-    for (int d = v->ndim - 1; d >= 0; d--) {
-        if (v->shape[d] != 1 && v->stride[d] != expect) return false;
-        expect *= v->shape[d];
-    }
-    return true;
-}
 /* Whether the kernels of this file know these tensors: fp32 or half parameters, fp32 masters or remainders. */
 static bool known(const ps_view *in, int each)
 {
     bool low = in[1].dtype == PS_U8, half = in[0].dtype == PS_BF16 || in[0].dtype == PS_F16;
     for (int k = 0; k < each; k++)
-        if (!is_flat(&in[k]) || (k > 2 && in[k].dtype != PS_F32 && in[k].data != in[1].data)) return false;
+        if (!view_flat(&in[k]) || (k > 2 && in[k].dtype != PS_F32 && in[k].data != in[1].data)) return false;
     if (in[2].dtype != PS_F32 && in[2].dtype != PS_BF16 && in[2].dtype != PS_F16) return false;
     return (in[0].dtype == PS_F32 || half) && (low ? in[0].dtype == PS_BF16 : in[1].dtype == PS_F32);
 }
@@ -141,7 +132,7 @@ static int64_t place(const ps_view *in, int64_t r, int64_t c)
     return in->shape[0] > in->shape[1] ? c * in->shape[0] + r : r * in->shape[1] + c;
 }
 
-/* Moves the momentum; the update, divided by its norm, goes into x. */
+/* Updates the momentum, and writes the update, divided by its norm, to x. */
 static void begin(matrices *m, const ps_attrs_muon_ *a, const ps_view *in, float *u, double *by_row)
 {
     int64_t rows = in->shape[0], cols = in->shape[1];
@@ -268,13 +259,18 @@ static void adafactor(const factored *f)
     const ps_attrs_adafactor_ *a = f->a;
     const ps_view *in = f->in;
     int64_t n_rows = f->batch * f->R, C = f->C;
-    double take = pow((double)a->t, a->beta2_decay), n = (double)in->numel;
+    double take = pow((double)a->t, a->beta2_decay), n = (double)in->numel, rms = 0;
+    if (!a->hugging_face || a->scale_parameter) {            /* otherwise the rate does not depend on rms */
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
-    for (int64_t r = 0; r < n_rows; r++) {
-        f->by_row[r] = 0;
-        for (int64_t c = 0; c < C; c++) f->by_row[r] += (double)master_at(in, r * C + c) * master_at(in, r * C + c);
+        for (int64_t r = 0; r < n_rows; r++) {
+            f->by_row[r] = 0;
+            for (int64_t c = 0; c < C; c++) {
+                double p = master_at(in, r * C + c);
+                f->by_row[r] += p * p;
+            }
+        }
+        rms = sqrt(in_order(f->by_row, n_rows) / n);
     }
-    double rms = sqrt(in_order(f->by_row, n_rows) / n);
     factored_averages(f, 1 - take, take);
 #pragma omp parallel for schedule(static) if (n_rows * C > PS_PAR_MIN)
     for (int64_t r = 0; r < n_rows; r++) {

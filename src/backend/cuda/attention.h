@@ -36,7 +36,7 @@ struct attention {
     bool causal;
     uint64_t seed, step, sample;
     uint32_t op;
-    int32_t first_head;                              /* number of heads of this rank, if ranks share the heads */
+    int32_t first_head;                              /* number of this rank's first head, if ranks share the heads */
 };
 
 /* Whether the call has only causal or full attention, or a mask of 2 dimensions: tensor cores support these. */

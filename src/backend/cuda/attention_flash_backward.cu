@@ -317,7 +317,7 @@ KERNEL_UP_TO(Shape::BLOCK, Shape::BLOCKS) dkv_kernel(const __grid_constant__ att
             times<T, DP, RT, N, W>(dk, d, q + part * DP + col);
         }
     }
-    if (!LEAN) async_wait<0>();                      /* of padding alone there was no tile */
+    if (!LEAN) async_wait<0>();                      /* if all is padding, there was no tile */
     if (t.dk.p) store_rows<T, DP, RT, LEAN, W>(t.dk, b, h, w0, n_k, col, D, dk, t.scale, own_k);
     if (t.dv.p) store_rows<T, DP, RT, LEAN, W>(t.dv, b, h, w0, n_k, col, D, dv, 1, own_v);
 }

@@ -112,8 +112,8 @@ static __global__ void sure_kernel(const __grid_constant__ attention t, int32_t 
     if (threadIdx.x == 0) sure_of[b] = sure_before(t, last);
 }
 
-/* A block per sample. Of the segments' ids [T] each thread has a part: it finds the last position of its part that
- * begins a run of equal ids, and the first one; those of the parts before and after it complete its own. */
+/* One block per sample. Each thread has a part of the segments' ids [T]. It finds the first and the last position in
+ * its part at which a run of equal ids begins. For runs that reach into other parts it uses their positions. */
 static __global__ void segments_kernel(const int32_t *id, int64_t id_b, int64_t id_step, int32_t *begin, int32_t *end,
                                        int64_t T)
 {

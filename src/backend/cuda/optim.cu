@@ -39,7 +39,7 @@ static work collect(const ps_call *call, int each)
     return w;
 }
 
-/* Whether masters are kept as remainders, which the kernels here do not know: the host updates such parameters. */
+/* True if masters are kept as remainders. The kernels here do not support these: the host updates such parameters. */
 static bool has_remainders(const ps_call *call, int each)
 {
     for (int i = 0; i + each <= call->n_in; i += each) if (call->in[i + 1].dtype == PS_U8) return true;

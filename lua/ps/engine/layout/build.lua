@@ -44,7 +44,7 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Whether a state has no place at its parameter's offset: it has another shape, or elements so small that this offset
+-- Whether a state cannot lie at its parameter's offset: its shape differs, or its elements are so small that the offset
 -- would not be aligned.
 local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
@@ -55,13 +55,18 @@ local function state_at(state, ids, offset, index)
     + ids.state_offset[state.name][index] * STATE[state.dtype]
 end
 
+-- Makes a tensor at a place in a chunk, by bytes.
+local function new_shaped(shape, dtype, host, id, at, name)
+  for i, size in ipairs(shape) do sizes[i - 1] = size end
+  native.retry(C.ps_engine_tensor_shaped, native.ctx, #shape, sizes, native.dtype_code(dtype), host, id, at, name,
+    tensor_out)
+  return native.own(tensor_out[0])
+end
+
 -- Makes a state of a parameter.
 local function new_state(like, state, host, ids, offset, index, name)
   local shape = state.shape and state.shape(like:shape()) or like:shape()
-  for i, size in ipairs(shape) do sizes[i - 1] = size end
-  native.retry(C.ps_engine_tensor_shaped, native.ctx, #shape, sizes, native.dtype_code(state.dtype), host,
-    ids[state.name], state_at(state, ids, offset, index), name, tensor_out)
-  return native.own(tensor_out[0])
+  return new_shaped(shape, state.dtype, host, ids[state.name], state_at(state, ids, offset, index), name)
 end
 
 local function adopt_state(tensor, state, ids, offset, index, name)
@@ -166,17 +171,17 @@ local function target_dtype(entry, precision)
 end
 
 -- The lower halves of the masters of bf16 parameters, instead of the masters: memory.master = "remainder".
+local function remainder_at(ids, offset)
+  return kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
+end
+
 local function new_remainder(like, where, ids, offset, name)
-  local at = kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
-  sizes[0] = 2 * like:numel()
-  native.retry(C.ps_engine_tensor_shaped, native.ctx, 1, sizes, native.dtype_code(REMAINDER.dtype), where.host,
-    ids[REMAINDER.name], at, name, tensor_out)
-  return native.own(tensor_out[0])
+  return new_shaped({ 2 * like:numel() }, REMAINDER.dtype, where.host, ids[REMAINDER.name], remainder_at(ids, offset),
+    name)
 end
 
 local function adopt_remainder(tensor, ids, offset, name)
-  local at = kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
-  native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[REMAINDER.name], at, name)
+  native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[REMAINDER.name], remainder_at(ids, offset), name)
 end
 
 -- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master, which is nil if another rank
@@ -221,8 +226,8 @@ end
 
 local STATE_ALIGN = 256                 -- bytes; the unit of places of states that are packed
 
--- Makes the chunks of states for a row. A state that has its parameter's shape lies at the parameter's offset; others
--- follow each other. shapes: by number in the layout.
+-- Makes the chunks of states for a row. A state that has its parameter's shape lies at the parameter's offset. The
+-- others are packed one after another. shapes: by number in the layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do

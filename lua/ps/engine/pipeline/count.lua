@@ -12,6 +12,7 @@ local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local collector = require "ps.core.collector"
 local views = require "ps.memory.views"
+local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -147,12 +148,14 @@ function count.stand_in(places, device, precision)
   return function() for _, at in ipairs(places) do registry.put(at.owner, at.key, at.tensor) end end
 end
 
---- All tensors of a model, for count.stand_in.
+--- All tensors of a model or of one of its parts, for count.stand_in.
 ---@param model ps.nn.Module
+---@param part? ps.nn.Part
+---@param more? string[] further names of parameters of the model
 ---@return ps.nn.PartTensor[]
-function count.places_of(model)
+function count.places_of(model, part, more)
   local places = {}
-  parts.each_tensor(model, { modules = { model } }, function(at) places[#places + 1] = at end)
+  parts.each_tensor(model, part or { modules = { model } }, function(at) places[#places + 1] = at end, more)
   return places
 end
 
@@ -219,30 +222,26 @@ local function likeness(part, cost)
   return table.concat(said, "\n")
 end
 
--- The first names of the model's parameters and buffers, by their storages.
-local function names_by_storage(module)
+--- The first names of a model's parameters and buffers.
+---@param module ps.nn.Module
+---@param key_of fun(t: ps.Tensor): any equal for tensors that count as one
+---@return table<any, string> by key
+function count.first_names(module, key_of)
   local name_of = {}
   for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
     for name, t in iterate(module) do
-      local at = storage_of(t)
+      local at = key_of(t)
       name_of[at] = name_of[at] or name
     end
   end
   return name_of
 end
 
-local function sorted(set)
-  local names = {}
-  for name in pairs(set) do names[#names + 1] = name end
-  table.sort(names)
-  return names
-end
-
 -- Runs one forward of all parts. For the parts in `measured`, by number, it collects garbage before and after, to
 -- measure the bytes that they keep.
 local function pass(module, args, measured, cached)
   local list, rng = parts.of(module), random.state()
-  local watch = setmetatable({ name_of = names_by_storage(module), used = {} }, Watch)
+  local watch = setmetatable({ name_of = count.first_names(module, storage_of), used = {} }, Watch)
   local batch, carry, costs = parts.batch(module, arguments_on_meta(args)), {}, {}
   local region = rawget(module, "parallel_region")
   if cached then batch.cached = true end
@@ -257,7 +256,7 @@ local function pass(module, args, measured, cached)
     local before = measured[i] and used()
     carry = scope.scope(part.forward, carry, batch)
     if before then cost.activations = math.max(0, used() - before) end
-    cost.dropouts, cost.uses = tonumber(rng.op) - cost.first_dropout, sorted(watch.used)
+    cost.dropouts, cost.uses = tonumber(rng.op) - cost.first_dropout, caller.sorted_names(watch.used)
     cost.carry, cost.carry_nbytes = carry_of(part, carry)
     if i == #list then cost.out, cost.carry, cost.carry_nbytes = cost.carry, {}, 0 end
     costs[i] = cost

@@ -66,9 +66,7 @@ local function measured(module, costs, args, device, precision)
     local from = i > 1 and costs[i - 1].carry or {}
     if not known[kind] then
       local best = { math.huge, math.huge }
-      local places = {}
-      parts.each_tensor(module, part, function(at) places[#places + 1] = at end, cost.uses)
-      local back = count.stand_in(places, device, precision)
+      local back = count.stand_in(count.places_of(module, part, cost.uses), device, precision)
       local fine, why = pcall(function()
         for _ = 1, TIMES do
           local forward, backward = scope.scope(run, part, from, batch, device)

@@ -2,6 +2,7 @@
 -- A model that is cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters
 -- that a rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process
 -- makes the whole model without data (ps.deferred), and fills in the values of its own virtual stages.
+local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"
 local nn_module = require "ps.nn.module"
@@ -181,13 +182,7 @@ end
 -- -- stages ---------------------------------------------------------------------------------------------------------
 -- For each part the names of the parameters and buffers that it declares, each the first name of a tied tensor.
 local function declared(self, module)
-  local name_of, all = {}, {}
-  for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
-    for name, t in iterate(module) do
-      local at = nn_module.address(t)
-      name_of[at] = name_of[at] or name
-    end
-  end
+  local name_of, all = count.first_names(module, nn_module.address), {}
   for i, part in ipairs(self.parts) do
     local names = {}
     parts.each_tensor(module, part, function(at)
@@ -209,10 +204,7 @@ local function check_overlaps(self, names_of, uses)
       table.insert(by_name[name], i)
     end
   end
-  local names = {}
-  for name in pairs(by_name) do names[#names + 1] = name end
-  table.sort(names)
-  for _, name in ipairs(names) do
+  for _, name in ipairs(caller.sorted_names(by_name)) do
     local list, user, idle = by_name[name], nil, nil
     for _, i in ipairs(#list > 1 and list or {}) do
       if uses[i][name] then user = user or i else idle = idle or i end

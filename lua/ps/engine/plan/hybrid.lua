@@ -33,7 +33,7 @@ local APART = 0.3           -- fraction of the shorter phase (copies or updates)
 ---@field forecast? ps.engine.Forecast
 ---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
--- Whether the device has kernels for this optimizer's updates. Those of cuda know no remainders.
+-- Whether the device has kernels for this optimizer's updates. The kernels of cuda do not support remainders.
 local function has_kernels(engine)
   if engine.remainder and engine.device_name == "cuda" then return false end
   local names = { [engine.cfg.optimizer.type] = true }

@@ -30,7 +30,7 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
--- A held parameter with remainders has no fp32 tensor; one is made when it is read, and dropped once it was loaded.
+-- A held parameter with remainders has no fp32 tensor. Reading the field `to` makes one, and `loaded` frees it.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
   held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)

@@ -395,7 +395,7 @@ local function leave(cut, claim)
   rawset(module, "forward", exact.like(leaving, forward))
 end
 
--- A forward of the model begins with all rows on all ranks. Parts do so, too, if steps of generation use cached keys.
+-- A forward of the model begins with all rows on all ranks. So does each part in a step of generation with cached keys.
 -- The row of a pipeline restores the state in which a part began (row.lua).
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts

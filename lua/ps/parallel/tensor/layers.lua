@@ -16,6 +16,7 @@ local loss_weight = require "ps.core.loss_weight"
 local nn_module = require "ps.nn.module"
 local embedding = require "ps.nn.embedding"
 local linear = require "ps.nn.linear"
+local parts = require "ps.nn.parts"
 local shard = require "ps.tensor.shard"
 local region_file = require "ps.parallel.tensor.region"
 local error = caller.error
@@ -289,8 +290,8 @@ end
 
 -- [ceil(V / t), C]
 local function weight_of(head)
-  local tied, now = rawget(head, "tied"), rawget(head, "weight_now")       -- weight_now: with an adapter (ps.lora)
-  return tied and tied.weight or now and now(head) or head.weight
+  local tied = rawget(head, "tied")
+  return tied and tied.weight or parts.weight(head)
 end
 
 -- [ceil(V / t)], or nil

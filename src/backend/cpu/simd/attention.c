@@ -569,7 +569,7 @@ static void load_lse(const attn *a, work *w, int64_t b, int64_t h, int64_t i0, i
         w->max[i] = x == -INFINITY ? INFINITY : x * (float)LOG2E;
     }
 }
-/* The same if segments end within a block: clears dp of each query that sees one key of its segment at most. */
+/* The same if segments end within a block: clears dp of each query that sees at most one key of its segment. */
 static void clear_sure(const attn *a, work *w, const block *k)
 {
     for (int c = 0; c < k->nq; c++) {

@@ -41,16 +41,6 @@ void loop_copy(const ps_view *dst, const ps_view *src);
 /* elementwise_copy.c: enters copies, casts, fills and random numbers. */
 void loop_fill_copies(ps_kernel *k);
 
-SIMD bool view_flat(const ps_view *v)
-{
-    int64_t expect = 1;
-    for (int d = v->ndim - 1; d >= 0; d--) {
-        if (v->shape[d] == 1) continue;
-        if (v->stride[d] != expect) return false;
-        expect *= v->shape[d];
-    }
-    return true;
-}
 SIMD bool is_lane_type(int dtype) { return dtype == PS_F32 || dtype == PS_BF16 || dtype == PS_F16; }
 
 /* The larger and the smaller; a NaN on either side wins. */

@@ -49,7 +49,7 @@ static inline bool collect_any(const ps_call *call, int each, struct work *w)
     return true;
 }
 
-/* The same for states of one type and of the parameter's numel, or the master in their place. */
+/* The same, but each state must have this type and the parameter's numel, or be the master. */
 static inline bool collect_alike(const ps_call *call, int each, int dtype, struct work *w)
 {
     for (int i = 0; i + each <= call->n_in; i += each)
@@ -107,9 +107,8 @@ SIMD void master_put(const struct item *it, int64_t i, vf p, int form)
     vu_store_low((uint16_t *)it->param + i, (m + 0x8000u) >> 16);
     vu_store_low(it->low + i, m);
 }
-static inline int form_of(const struct item *it) { return it->low ? PS_REMAINDER : it->param_dtype; }
 
-/* Runs step(...) with a constant form and a constant type of gradients as its last arguments. */
+/* Calls body(..., form, grad_dtype), where both arguments are constants. */
 #define PS_BY_FORM(it, body, ...) \
     do { \
         if ((it)->low) PS_BY_VEC((it)->grad_dtype, body, __VA_ARGS__, PS_REMAINDER); \

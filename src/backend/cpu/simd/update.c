@@ -100,7 +100,7 @@ SIMD void put_random(void *to, int64_t i, vf x, vu random)
     vu r = (u + (random & 0xffffu)) & 0xffff0000u;
     vf_store_bf16((uint16_t *)to + i, (vf)((special & u) | (~special & r)));
 }
-/* number: of the first element in its tensor, by which random numbers are drawn. */
+/* number: index in the tensor of the first element, which selects the random numbers. */
 SIMD void adam_bf16_at(const struct adamw *h, const struct item *it, int64_t i, int64_t number, int form,
                        int grad_dtype)
 {
@@ -140,9 +140,10 @@ static int adam_bf16(ps_call *call)
 }
 
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
-/* From a magnitude to its code: its upper bits name a cell, which at most one midpoint divides. A cell has the code of
- * its first number and that midpoint (infinity: none). Magnitudes below 2^-25 are nearest to 0. Negative numbers have
- * cells of their own, with codes that fall; a midpoint itself has the higher code, so there it is the next number. */
+/* Maps magnitudes to codes. The upper bits of a magnitude select a cell, which contains at most one midpoint. A cell
+ * has the code of its first number, and the midpoint (infinity: none). Magnitudes below 2^-25 are nearest to 0.
+ * Negative numbers have their own cells, whose codes decrease. A midpoint itself has the higher code, so the cells of
+ * negative numbers store the number after the midpoint. */
 enum { CELL_BITS = 7, LEAST = 127 - 25, CELLS = 26 << CELL_BITS };
 struct code_map { float value[256], midpoint[2 * CELLS]; int32_t code[2 * CELLS]; };
 static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
@@ -267,7 +268,7 @@ SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t f
         tail_get(&t, it, first + i, (int)(n - i), none);
         adam8bit_at(h, &t.it, 0, m + i, v + i, whole, form, grad_dtype);
         tail_put(&t, it, first + i, (int)(n - i), none);
-        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no element: it has no part in the scale */
+        for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no elements: must not affect the scale */
         most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(vf_load(m + i)), most[0]));
         most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(vf_load(v + i)), most[1]));
     }
