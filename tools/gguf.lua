@@ -3,6 +3,8 @@
 --   psluajit tools/gguf.lua info FILE [--json]                          its metadata and tensors
 --   psluajit tools/gguf.lua convert DIR|FILE --out FILE --type q8_0     a Hugging Face folder or a file to a file
 --   psluajit tools/gguf.lua convert FILE --out DIR                      a file to a Hugging Face folder
+--   psluajit tools/gguf.lua convert DIR|FILE --adapter DIR|FILE --out FILE   a model with an adapter in its weights
+--   psluajit tools/gguf.lua convert ADAPTER --base DIR|FILE --out FILE|DIR   an adapter: PEFT's folder or a file
 --   psluajit tools/gguf.lua convert ... --out FILE --verify             then verify, and note the result in the file
 --   psluajit tools/gguf.lua quantize FILE --out FILE --type q4_k_m      a file with other types
 --   psluajit tools/gguf.lua verify FILE --against DIR|FILE [--text FILE] [--json]
@@ -13,6 +15,7 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local gguf = require "ps.io.gguf"
 local json = require("cjson").new()
+local merge = require "ps.lora.merge_folder"
 local verify = require "ps.pretrained.gguf_verify"
 
 local SHOWN = 8                                            -- values of an array that info prints
@@ -27,6 +30,9 @@ for name, text in pairs { convert = "Writes a model in another format or type.",
   quantize = "Writes a file with other types." } do
   local command = parser:command(name, text)
   command:argument("model", "a Hugging Face folder, a name in its cache, or a GGUF file")
+  command:option("--adapter", "the folder or file of an adapter that is merged into the model")
+  command:option("--base", "if MODEL is an adapter: the folder or file of its base model")
+  command:flag("--other-base", "take the adapter although it was trained on other weights")
   command:option("--out", "the file to write, NAME.gguf, or a folder"):count(1)
   command:option("--type", "type of most tensors: " .. TYPES)
   command:option("--name", "the model's name in the file")
@@ -127,13 +133,15 @@ local function run_verify()
 end
 
 local function run_convert()
-  local model = ps.from_pretrained(args.model, { dtype = "auto", mmap = "auto", quiet = true })
   if not gguf.is_path(args.out) then
     if args.verify then error("--verify is for a file, --out NAME.gguf", 0) end
     if args.type then error("--type is for a file, --out NAME.gguf", 0) end
-    return model:save_pretrained(args.out)
   end
-  model:save_gguf(args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify })
+  if args.verify and args.adapter then
+    error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)
+  end
+  merge.convert(args.model, args.out, { type = args.type, name = args.name, pre = args.pre, certified = args.verify,
+    adapter = args.adapter, base = args.base, other_base = args.other_base })
   if not args.verify then return end
   local c = certificate(args.out, args.model, verify.TEXT)
   verify.note(args.out, c)

@@ -83,12 +83,14 @@ add_sources() {
     grep -v '^WARNING' "$log" | tail -n 5 >&2
     cannot "pip could not download $sources: is there a network (or PIP_FIND_LINKS)?"
   fi
-  rm -rf "$1/templates" "$1/vocabularies"
-  mkdir "$1/templates" "$1/vocabularies"
+  rm -rf "$1/templates" "$1/vocabularies" "$1/converter"
+  mkdir "$1/templates" "$1/vocabularies" "$1/converter"
   tar xzf "$folder"/*.tar.gz -C "$1/vocabularies" --wildcards --strip-components 4 '*/models/ggml-vocab-*' ||
     cannot "the source package holds no vocabularies"
   tar xzf "$folder"/*.tar.gz -C "$1/templates" --wildcards --strip-components 5 '*/models/templates/*.jinja' ||
     cannot "the source package holds no chat templates"
+  tar xzf "$folder"/*.tar.gz -C "$1/converter" --wildcards --strip-components 3 '*/llama.cpp/convert_*.py' \
+    '*/llama.cpp/conversion/*' '*/llama.cpp/gguf-py/gguf/*' || cannot "the source package holds no converters"
   touch "$1/sources-$2"
 }
 

@@ -296,6 +296,7 @@ local CALLS = {
   { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
   end },
+  { "gguf convert", "tpe", "type", function(o) require("ps.lora.merge_folder").convert("a", "b", o) end },
   { "save_gguf", "tpe", "type", function(o) gpt2.new("tiny"):save_gguf("/tmp/ps_options.gguf", o) end },
   { "gguf.open", "mmp", "mmap", function(o) require("ps.io.gguf").open("/nowhere.gguf", o) end },
   { "ps.evaluate.f1", "averag", "average", function(o) ps.evaluate.f1({ 1 }, { 1 }, o) end },
@@ -389,9 +390,10 @@ end
 local INNER = {
   ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
   ["lua/ps/parallel/tensor/layers.lua"] = "region_of",
-  ["lua/ps/lora/files.lua"] = "save_merged adapters_of.Adapters:save_pretrained",
+  ["lua/ps/lora/files.lua"] = "save_merged adapters_of.Adapters:save_pretrained files.convert",
   ["lua/ps/lora/init.lua"] = "lora.load lora.from_pretrained lora.merge_folder",
-  ["lua/ps/lora/merge_folder.lua"] = "skeleton", ["lua/ps/lora/layers.lua"] = "head_loss",
+  ["lua/ps/lora/merge_folder.lua"] = "stream write_folder", ["lua/ps/lora/gguf.lua"] = "gguf.write",
+  ["lua/ps/lora/layers.lua"] = "head_loss",
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",

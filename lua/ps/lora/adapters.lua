@@ -36,6 +36,7 @@ Adapters.__index = Adapters
 ---@field task_type? string
 ---@field base? string the folder of the base model
 ---@field from_file? boolean
+---@field whole_names? boolean targets are the names of all adapted layers
 
 --- The adapters of a model; nil: it has none.
 ---@param model ps.nn.Module

@@ -105,7 +105,9 @@ function config.text(adapters, name)
     end
   end
   local targets = spec.targets
-  if type(targets) == "string" and targets:lower() == "all-linear" then targets = short_names(adapters.model, names) end
+  if spec.whole_names or type(targets) == "string" and targets:lower() == "all-linear" then
+    targets = short_names(adapters.model, names)
+  end
   local null = json.null
   local whole, task = spec.modules_to_save, spec.task_type
   if whole and #whole == 0 then whole = nil end

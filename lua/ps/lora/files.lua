@@ -19,6 +19,7 @@ local address = require("ps.nn.registry").address
 local adapters_of = require "ps.lora.adapters"
 local layers = require "ps.lora.layers"
 local config = require "ps.lora.config"
+local gguf = require "ps.lora.gguf"
 local lfs = require "lfs"
 local ffi, C = native.ffi, native.C
 local error = caller.error
@@ -65,6 +66,23 @@ local function open_weights(path)
     if lfs.attributes(file, "mode") then return serialize.load(file, { lazy = true }), file end
   end
   return error(("no adapter: %s has neither %s nor %s"):format(path, WEIGHTS, OLD_WEIGHTS))
+end
+
+---@class ps.lora.Opened an adapter's files, of PEFT's form or of llama.cpp's
+---@field spec ps.lora.Spec
+---@field file table its tensors, by PEFT's names
+---@field at string the path of the file
+---@field base? string the fingerprint of the base model
+
+-- Opens the files of an adapter for a model.
+local function open(path, model)
+  if gguf.is_path(path) then
+    local spec, file, base = gguf.open(path, model, PREFIX)
+    return { spec = spec, file = file, at = path, base = base }
+  end
+  local spec = config.read(path)
+  local file, at = open_weights(path)
+  return { spec = spec, file = file, at = at, base = file.metadata and file.metadata[BASE_KEY] }
 end
 
 -- The name of a tensor of the file among Adapters:tensors, or of a parameter of the base model.
@@ -116,8 +134,7 @@ local function plan(model, adapters, name, file, path)
   return list
 end
 
-local function check_base(base, file, path, other_base)
-  local wanted = file.metadata and file.metadata[BASE_KEY]
+local function check_base(base, wanted, path, other_base)
   if not wanted or other_base then return end
   local has = files.fingerprint(base)
   if not has or has == wanted then return end
@@ -125,20 +142,22 @@ local function check_base(base, file, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Opens an adapter for a model without data.
+--- Adds the adapter of a folder or GGUF file to a model, both without data.
 ---@param model ps.nn.Module
----@param adapters ps.lora.Adapters
----@param path string the adapter's folder
+---@param path string the adapter's folder or file
 ---@param other_base? boolean
 ---@param base string the folder of the base model
+---@return ps.lora.Adapters
 ---@return table file close it after the last use of `trained`
 ---@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file: by PEFT's name without
 ---  its prefix, and parameters of the base model that the adapter has trained by name in the model
-function files.open(model, adapters, path, other_base, base)
-  local file, at = open_weights(path)
-  local trained = {}
+function files.open(model, path, other_base, base)
+  local opened = open(path, model)
+  local file, at, trained, adapters = opened.file, opened.at, {}, nil
   local ok, problem = pcall(function()
-    check_base(base, file, path, other_base)
+    check_base(base, opened.base, path, other_base)
+    adapters = adapters_of.add(model, "default", opened.spec)
+    adapters.specs.default.base = base
     for _, entry in ipairs(plan(model, adapters, "default", file, at)) do
       trained[(own_name(entry.from):gsub("%.base_layer%.", "."))] = function()
         local made = create.empty(file:shape(entry.from), { dtype = file:dtype(entry.from), device = "cpu" })
@@ -151,7 +170,7 @@ function files.open(model, adapters, path, other_base, base)
     file:close()
     error(problem, 0)
   end
-  return file, trained
+  return adapters, file, trained
 end
 
 -- Reads a tensor of the file, as load_state_dict does: on meta (ps.deferred) it is noted for later.
@@ -167,20 +186,20 @@ local LOAD = { name = "string", trainable = "boolean", other_base = "boolean", d
 
 --- Loads an adapter that PEFT or psluajit wrote into a model, and activates it.
 ---@param model ps.nn.Module
----@param path string the adapter's folder
+---@param path string the adapter's folder or GGUF file
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number}
 ---@return ps.nn.Module model
 function files.load(model, path, options)
   local given = caller.options(options, "lora.load", LOAD)
   caller.typed(path, "string", "lora.load: the folder")
   local name = given.name or "default"
-  local spec = config.read(path)
+  local opened = open(path, model)
+  local spec, file, at = opened.spec, opened.file, opened.at
   spec.dropout = given.dropout or spec.dropout
-  local file, at = open_weights(path)
   local had = adapters_of.of(model)
   local adapters
   local ok, problem = pcall(function()
-    check_base(rawget(model, "source"), file, path, given.other_base)
+    check_base(rawget(model, "source"), opened.base, path, given.other_base)
     adapters = adapters_of.add(model, name, spec)
     for _, entry in ipairs(plan(model, adapters, name, file, at)) do
       read_into(file, entry.from, entry.tensor)
@@ -247,6 +266,56 @@ local function namer(adapters, name)
   end
 end
 
+-- Writes the two files of PEFT. entries: with PEFT's names, sorted.
+local function write_folder(path, adapters, name, entries, base, group)
+  local rank = group and group:rank() or 0
+  agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
+  pretrained_save.write(path .. "/" .. WEIGHTS, entries, function(file, list)
+    return safetensors.writer(file, list, { format = "pt", [BASE_KEY] = base })
+  end, group)
+  agree.run(group, function()
+    if rank > 0 then return end
+    local text = config.text(adapters, name)
+    native.check(C.ps_file_write_atomic(path .. "/" .. config.FILE, text, #text))
+  end)
+end
+
+-- The entries of an adapter of a model or engine, with PEFT's names, sorted.
+local function entries_of(model, adapters, name)
+  local name_of, entries = namer(adapters, name), {}
+  for _, entry in ipairs(pretrained_save.whole(model)) do
+    entry.name = name_of(entry.name)
+    if entry.name then entries[#entries + 1] = entry end
+  end
+  table.sort(entries, function(a, b) return a.name < b.name end)
+  return entries
+end
+
+-- PEFT's names without their prefix.
+local function bare(entries)
+  for _, entry in ipairs(entries) do entry.name = entry.name:sub(#PREFIX + 1) end
+  return entries
+end
+
+-- Calls fn(adapters, name, group, base) with an adapter of a model, which acts during the call. base: the fingerprint
+-- of the base model, on rank 0.
+local function with_adapter(model, name, call, fn)
+  local module = handle.module(model)
+  local adapters = adapters_of.own(module, call)
+  name = name or adapters.active or adapters.merged
+  if not name then error(("%s: no adapter acts; pass its name: { adapter = name }"):format(call)) end
+  if not adapters.specs[name] then error(("%s: the model has no adapter '%s'"):format(call, name)) end
+  local was = adapters.active
+  adapters:activate(name)
+  local ok, problem = pcall(function()
+    local group = pretrained_save.group_of(model)
+    local base = (group and group:rank() or 0) == 0 and files.fingerprint(adapters.specs[name].base) or nil
+    fn(adapters, name, group, base)
+  end)
+  adapters:activate(was)
+  if not ok then error(problem, 0) end
+end
+
 --- Writes an adapter as a folder that PEFT and ps.lora.load read. With an engine these are the fp32 values, and all
 --- ranks call it.
 ---@param model ps.nn.Module|ps.Engine
@@ -254,37 +323,25 @@ end
 ---@param name? string the adapter, default: the active one
 function files.save(model, path, name)
   caller.typed(path, "string", "save_pretrained: the folder")
-  local module = handle.module(model)
-  local adapters = adapters_of.own(module, "save_pretrained")
-  name = name or adapters.active or adapters.merged
-  if not name then
-    error "save_pretrained: no adapter acts; pass its name: save_pretrained(folder, { adapter = name })"
-  end
-  if not adapters.specs[name] then error(("save_pretrained: the model has no adapter '%s'"):format(name)) end
-  local was = adapters.active
-  adapters:activate(name)
-  local ok, problem = pcall(function()
-    local name_of, entries = namer(adapters, name), {}
-    local group = pretrained_save.group_of(model)
-    local rank = group and group:rank() or 0
-    agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
-    for _, entry in ipairs(pretrained_save.whole(model)) do
-      entry.name = name_of(entry.name)
-      if entry.name then entries[#entries + 1] = entry end
-    end
-    table.sort(entries, function(a, b) return a.name < b.name end)
-    local base = rank == 0 and files.fingerprint(adapters.specs[name].base) or nil
-    pretrained_save.write(path .. "/" .. WEIGHTS, entries, function(file, list)
-      return safetensors.writer(file, list, { format = "pt", [BASE_KEY] = base })
-    end, group)
-    agree.run(group, function()
-      if rank > 0 then return end
-      local text = config.text(adapters, name)
-      native.check(C.ps_file_write_atomic(path .. "/" .. config.FILE, text, #text))
-    end)
+  with_adapter(model, name, "save_pretrained", function(adapters, own, group, base)
+    write_folder(path, adapters, own, entries_of(model, adapters, own), base, group)
   end)
-  adapters:activate(was)
-  if not ok then error(problem, 0) end
+end
+
+--- Writes an adapter whose tensors are in another file, in the other form: a GGUF file, or a folder of PEFT.
+---@param model ps.pretrained.Model the base model without data, with the adapter "default"
+---@param trained table<string, fun(): ps.Tensor> of files.open
+---@param path string NAME.gguf or a folder
+---@param options {type?: string, name?: string}
+function files.convert(model, trained, path, options)
+  local adapters, entries = adapters_of.of(model), {}
+  for own, tensor in adapters:tensors "default" do
+    entries[#entries + 1] = { name = PREFIX .. own, shape = tensor:shape(), dtype = trained[own]():dtype(), owner = 0,
+      numel = tensor:numel(), tensor = trained[own] }
+  end
+  local base = files.fingerprint(adapters.specs.default.base)
+  if not gguf.is_path(path) then return write_folder(path, adapters, "default", entries, base) end
+  gguf.write(path, model, adapters, "default", bare(entries), { type = options.type, name = options.name, base = base })
 end
 
 -- Whether the base model has a tensor of a wrapped model.
@@ -292,17 +349,17 @@ local function is_base(own)
   return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
--- Writes the whole model with an adapter in its weights.
-local function save_merged(adapters, model, path, options)
+-- A function that changes the entries of the whole model to those with the adapter in its weights.
+local function merging(adapters, model, call)
   local module, name = adapters.model, adapters.active or adapters.merged
   if pretrained_save.group_of(model) then
-    error("save_pretrained: merged = true is for one process that has the whole model; save the adapter, then run "
-      .. "tools/merge_adapter.lua BASE ADAPTER --out DIR")
+    error(("%s: merged = true is for one process that has the whole model; save the adapter, then run "
+      .. "tools/merge_adapter.lua BASE ADAPTER --out DIR"):format(call))
   end
   local tied = adapters:tied_table()
   if tied then
-    error(("save_pretrained: %s has an adapter, and its weight is also the head's; tools/merge_adapter.lua writes a "
-      .. "folder whose head has a weight of its own"):format(tied))
+    error(("%s: %s has an adapter, and its weight is also the head's; tools/merge_adapter.lua writes a "
+      .. "folder whose head has a weight of its own"):format(call, tied))
   end
   local layer_of, values = {}, {}
   for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry.module end
@@ -311,9 +368,7 @@ local function save_merged(adapters, model, path, options)
     for own, tensor in pairs(module:state_dict()) do values[address(tensor)] = state[own] end
   end
   local function value_of(tensor) return values[address(tensor)] or tensor end
-  pretrained_save.run(model, path, function(dtype)
-    return module.family.settings:to_file(module.config, module.class_name, dtype)
-  end, { max_shard_size = options.max_shard_size, source = module.source, entries = function(entries)
+  return function(entries)
     local list = {}
     for _, entry in ipairs(entries) do
       local layer = layer_of[entry.name]
@@ -323,7 +378,43 @@ local function save_merged(adapters, model, path, options)
       if is_base(entry.name) then list[#list + 1] = entry end
     end
     return list
-  end })
+  end
+end
+
+-- Writes the whole model with an adapter in its weights.
+local function save_merged(adapters, model, path, options)
+  local module = adapters.model
+  pretrained_save.run(model, path, function(dtype)
+    return module.family.settings:to_file(module.config, module.class_name, dtype)
+  end, { max_shard_size = options.max_shard_size, source = module.source,
+    entries = merging(adapters, model, "save_pretrained") })
+end
+
+local ADAPTER = { type = "string", name = "string", adapter = "string|boolean" }
+
+--- Implements save_gguf of a wrapped model: the whole model with the active adapter in its weights, or an adapter.
+---@param model ps.nn.Module|ps.Engine
+---@param path string
+---@param options table
+---@param save_model fun(options: table, change: fun(entries: table[]): table[])
+function adapters_of.Adapters:save_gguf(model, path, options, save_model)
+  options = options or {}
+  if options.merged == true and not options.adapter then
+    local rest = {}
+    for key, value in pairs(options) do if key ~= "merged" then rest[key] = value end end
+    return save_model(rest, merging(self, model, "save_gguf"))
+  end
+  if not options.adapter or options.merged then
+    error("save_gguf: the model has adapters; pass merged = true to write the model with the active one in its "
+      .. "weights, or adapter = true to write the active one alone")
+  end
+  caller.typed(path, "string", "save_gguf: the path")
+  options = caller.options(options, "save_gguf", ADAPTER)
+  local name = options.adapter ~= true and options.adapter or nil
+  with_adapter(model, name, "save_gguf", function(adapters, own, group, base)
+    gguf.write(path, handle.module(model), adapters, own, bare(entries_of(model, adapters, own)),
+      { type = options.type, name = options.name, base = base }, group)
+  end)
 end
 
 --- The base model, for a checkpoint that has only the values that are trained; nil: the model did not come from a

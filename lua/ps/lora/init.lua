@@ -118,7 +118,7 @@ end
 --- model that had no adapter has none, but its parameters may be frozen. A model that had one keeps the new name, too:
 --- call model:unload_adapter() before the next attempt.
 ---@param model ps.nn.Module the base model
----@param folder string with adapter_config.json
+---@param folder string with adapter_config.json, or a GGUF file of an adapter
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: default "default".
 ---  trainable: default true. other_base: load an adapter of other base weights. dropout: instead of the file's
 ---@return ps.nn.Module model
@@ -173,13 +173,13 @@ function lora.set_tensors(model, state)
 end
 
 --- Writes a folder with a base model and an adapter merged into it, one tensor at a time.
----@param base string the folder of the base model
----@param adapter string the folder of the adapter
+---@param base string the folder or GGUF file of the base model
+---@param adapter string the folder or GGUF file of the adapter
 ---@param out string the folder to write
 ---@param options? {max_shard_size?: integer|string, other_base?: boolean, task?: string} task: the model's class, if
 ---  config.json names another one
 function lora.merge_folder(base, adapter, out, options)
-  require "ps.lora.merge_folder"(base, adapter, out, options)
+  require("ps.lora.merge_folder").folder(base, adapter, out, options)
 end
 
 --- Whether a model has adapters.

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a model's folder with an adapter in its weights, one tensor at a time: the memory is that of two copies of the
--- largest adapted tensor in fp32 and some buffers, whatever the model's size.
+-- Writes a model, also with an adapter in its weights, one tensor at a time, as a folder or a GGUF file: the memory is
+-- that of two copies of the largest adapted tensor in fp32 and some buffers, whatever the model's size.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local rectangles = require "ps.core.rectangles"
 local registry = require "ps.nn.registry"
 local scope = require "ps.core.scope"
-local adapters_of = require "ps.lora.adapters"
-local config = require "ps.lora.config"
 local files_of = require "ps.pretrained.files"
 local folder = require "ps.pretrained.folder"
+local gguf_save = require "ps.pretrained.gguf_save"
+local io_gguf = require "ps.io.gguf"
 local layers = require "ps.lora.layers"
 local lora_files = require "ps.lora.files"
 local pieces = require "ps.io.pieces"
@@ -19,12 +19,7 @@ local weights = require "ps.pretrained.weights"
 local lfs = require "lfs"
 local error = caller.error
 
--- The base model and the adapter, both without data.
-local function skeleton(base, adapter, options)
-  local spec = config.read(adapter)
-  local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
-  return model, adapters_of.add(model, "default", spec)
-end
+local merge = {}
 
 -- Functions that read a tensor of the base model: whole, and part by part.
 local function readers(state, name)
@@ -108,7 +103,7 @@ end
 -- The tensors to write, and for each tensor of the base model the function that reads it.
 local function entries_of(adapters, state, trained)
   local layer_of, entries, read_of = {}, {}, {}
-  for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry end
+  for _, entry in ipairs(adapters and adapters.layers or {}) do layer_of[entry.name .. ".weight"] = entry end
   for _, name in ipairs(state.names()) do
     local dtype, other = state:dtype(name)
     if not dtype then error(("%s has type %s, which is not supported"):format(name, tostring(other)), 0) end
@@ -126,41 +121,130 @@ local function entries_of(adapters, state, trained)
         numel = made:numel() }
     end
   end
+  table.sort(entries, function(a, b) return a.name < b.name end)
   return entries, read_of
+end
+
+-- Refuses files that lack a tensor of the model, or have one of another shape.
+local function check_whole(model, state, base)
+  for name, tensor in pairs(model:state_dict()) do
+    local spare = false
+    for _, pattern in ipairs(model.spare or {}) do
+      spare = spare or (name:match("^" .. model.base .. "%.(.*)$") or name):find(pattern) ~= nil
+    end
+    if not state:has(name) and not spare then error(("%s has no tensor '%s'"):format(base, name), 0) end
+    if state:has(name) and not rectangles.same(state:shape(name), tensor:shape()) then
+      error(("%s: tensor '%s' has shape [%s], but its settings say [%s]"):format(base, name,
+        rectangles.text(state:shape(name)), rectangles.text(tensor:shape())), 0)
+    end
+  end
+end
+
+-- Calls fn(model, entries) with a base model without data and the tensors to write, which are read when they are
+-- written. adapter: a folder or GGUF file of an adapter that is merged into them; nil: none.
+local function stream(base, adapter, options, fn)
+  local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
+  local whole, adapters, weights_file, trained = model:state_dict(), nil, nil, {}
+  if adapter then adapters, weights_file, trained = lora_files.open(model, adapter, options.other_base, base) end
+  local ok, problem = pcall(function()
+    local files = files_of.open(folder.files(base))
+    local fine, why = pcall(scope.no_grad, scope.scope, function()
+      local known = {}
+      for name in pairs(whole) do known[name] = true end
+      local own_name = weights.namer(model)
+      local state = files:state(function(name)
+        local own = own_name(name)
+        return own and known[own] and own or nil
+      end)
+      local entries, read_of = entries_of(adapters, state, trained)
+      if adapters then untie(model, adapters, entries, read_of) end
+      fn(model, entries, state)
+    end)
+    files:close()
+    if not fine then error(why, 0) end
+  end)
+  if weights_file then weights_file:close() end
+  if not ok then error(problem, 0) end
+end
+
+-- Refuses an output that would replace an input while it is read.
+local function check_apart(call, out, inputs)
+  for _, from in ipairs(inputs) do
+    if lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino") then
+      error(("%s: %s would be replaced while it is read; choose another folder or name to write"):format(call, from))
+    end
+  end
+end
+
+local function write_folder(out, base, options)
+  return function(model, entries)
+    save.folder(out, entries, function(dtype)
+      return model.family.settings:to_file(model.config, model.class_name, dtype)
+    end, { max_shard_size = options.max_shard_size, source = base })
+  end
 end
 
 local OPTIONS = { max_shard_size = "whole|string", other_base = "boolean", task = "string" }
 
 --- Writes a folder with the base model of a folder and an adapter merged into it. Types of tensors are the base
 --- model's.
----@param base string the folder of the base model
----@param adapter string the folder of the adapter
+---@param base string the folder or GGUF file of the base model
+---@param adapter string the folder or GGUF file of the adapter
 ---@param out string the folder to write
 ---@param options? {max_shard_size?: integer|string, other_base?: boolean, task?: string}
-return function(base, adapter, out, options)
+function merge.folder(base, adapter, out, options)
   local given = caller.options(options, "lora.merge_folder", OPTIONS)
   for what, path in pairs { base = base, adapter = adapter, out = out } do
     caller.typed(path, "string", "lora.merge_folder: the folder " .. what)
   end
   base = folder.find(base)
-  for _, from in ipairs { base, adapter } do
-    if lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino") then
-      error(("lora.merge_folder: %s would be replaced while it is read; choose another folder to write"):format(from))
-    end
-  end
-  local model, adapters = skeleton(base, adapter, given)
-  local weights_file, trained = lora_files.open(model, adapters, adapter, given.other_base, base)
-  local files = files_of.open(folder.files(base))
-  local ok, problem = pcall(scope.no_grad, scope.scope, function()
-    local own_name = weights.namer(model)
-    local state = files:state(own_name)
-    local entries, read_of = entries_of(adapters, state, trained)
-    untie(model, adapters, entries, read_of)
-    save.folder(out, entries, function(dtype)
-      return model.family.settings:to_file(model.config, model.class_name, dtype)
-    end, { max_shard_size = given.max_shard_size, source = base })
-  end)
-  files:close()
-  weights_file:close()
-  if not ok then error(problem, 0) end
+  check_apart("lora.merge_folder", out, { base, adapter })
+  stream(base, adapter, given, write_folder(out, base, given))
 end
+
+local CONVERT = { type = "string", name = "string", pre = "string", certified = "boolean", base = "string",
+  adapter = "string", other_base = "boolean", task = "string" }
+
+local function is_adapter(path)
+  if folder.is_adapter(path) then return true end
+  return io_gguf.is_path(path) and io_gguf.with(path, function(file)
+    return file:meta "general.type" == "adapter"
+  end)
+end
+
+--- Converts a model between a Hugging Face folder and a GGUF file, in either direction or from file to file. One tensor
+--- is in memory at a time. Also converts an adapter between PEFT's folder and a GGUF file.
+---@param from string the folder or file of a model, or of an adapter
+---@param out string NAME.gguf, or a folder
+---@param options? {type?: string, name?: string, pre?: string, certified?: boolean, base?: string, adapter?: string,
+---  other_base?: boolean, task?: string} type, name, pre, certified: of save_gguf, for a file; base: of an adapter, the
+---  folder or file of its base model; adapter: the folder or file of an adapter that is merged into the model
+function merge.convert(from, out, options)
+  local given = caller.options(options, "gguf convert", CONVERT)
+  if is_adapter(from) then
+    if given.adapter or given.pre or given.certified then
+      error(("gguf convert: %s is an adapter; pass --base, and --type and --name if needed"):format(from), 0)
+    end
+    local base = given.base or folder.is_adapter(from) and require("ps.lora.config").base_of(from)
+    if not base then error(("gguf convert: %s is an adapter; pass its base model, --base DIR|FILE"):format(from), 0) end
+    base = folder.find(base)
+    check_apart("gguf convert", out, { from, base })
+    local model = pretrained.from_config(base, { task = given.task, device = "meta", dtype = "fp32" })
+    local _, file, trained = lora_files.open(model, from, given.other_base, base)
+    local ok, problem = pcall(scope.no_grad, scope.scope, lora_files.convert, model, trained, out, given)
+    file:close()
+    if not ok then error(problem, 0) end
+    return
+  end
+  if given.base then error(("gguf convert: --base is for an adapter, and %s is a model"):format(from), 0) end
+  from = folder.find(from)
+  check_apart("gguf convert", out, { from, given.adapter })
+  stream(from, given.adapter, given, function(model, entries, state)
+    if not given.adapter then check_whole(model, state, from) end
+    if not io_gguf.is_path(out) then return write_folder(out, from, {})(model, entries) end
+    gguf_save.write(model, entries, out, { type = given.type, name = given.name, pre = given.pre,
+      certified = given.certified })
+  end)
+end
+
+return merge

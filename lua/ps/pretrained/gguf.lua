@@ -48,7 +48,10 @@ function gguf.architecture(file)
     refuse(file, "general.architecture", name, "there are " .. table.concat(sorted(names.ARCHITECTURES), ", "))
   end
   local kind = file:get("general.type", "string")
-  if kind and kind ~= "model" then refuse(file, "general.type", kind, "only models are read") end
+  if kind and kind ~= "model" then
+    refuse(file, "general.type", kind, kind == "adapter" and "load its base model, then ps.lora.load(model, file)"
+      or "only models are read")
+  end
   return arch, name
 end
 

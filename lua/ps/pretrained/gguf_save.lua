@@ -167,7 +167,8 @@ end
 local function declared(model, arch, entries, kind)
   local config, list, by_name, parameters = model.config, {}, {}, 0
   local layers = config.num_hidden_layers or config.n_layer
-  local tied = not (model.lm_head and arch.model_type ~= "bert")
+  local tied = true
+  for _, entry in ipairs(entries) do tied = tied and names.to_gguf(arch, entry.name) ~= "output.weight" end
   for _, entry in ipairs(entries) do
     local own, rows, layer = names.to_gguf(arch, entry.name)
     if not own and not (arch.model_type == "bert" and entry.name:match "pooler%.") then
@@ -201,15 +202,8 @@ end
 
 local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
 
---- Writes a model. All ranks call it; an error of one is an error of all and leaves no file.
----@param model ps.pretrained.Model
----@param engine ps.Engine? the engine that holds the model
----@param path string
----@param options? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16",
----  "q8_0", "q4_0", "q4_k_m" or "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the
----  name in llama.cpp of the rule by which the tokenizer cuts texts; certified: reserves entries psluajit.verify.* of
----  the metadata for a certificate (ps/pretrained/gguf_verify.lua)
-function gguf.save(model, engine, path, options)
+-- Checks the options and the model. Returns the type, and the architecture with its name.
+local function begin(model, path, options)
   caller.typed(path, "string", "save_gguf: the path")
   options = caller.options(options, "save_gguf", OPTIONS)
   local kind = options.type or "f16"
@@ -219,12 +213,17 @@ function gguf.save(model, engine, path, options)
     settings.refuse("save_gguf", "model_type", model.family.model_type, "there is no architecture of GGUF for it here")
   end
   check_model(model, arch)
-  local whole = engine or model
-  save.check_between_steps(whole, "save_gguf")
-  local group = save.group_of(whole)
-  agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
-  agree.run(group, function() return save.entries(whole) end)          -- an error here is an error on all ranks
-  local all = save.whole(whole)
+  return options, kind, arch_name, arch
+end
+
+--- Writes a model's tensors. All ranks call it; an error of one is an error of all and leaves no file.
+---@param model ps.pretrained.Model its settings and tokenizer; its tensors may have no data
+---@param all table[] the tensors, as of save.whole or save.folder
+---@param path string
+---@param given? table see gguf.save
+---@param group? ps.Group
+function gguf.write(model, all, path, given, group)
+  local options, kind, arch_name, arch = begin(model, path, given)
   local list, by_name, parameters = declared(model, arch, all, kind)
   local meta, stretched = entries_of(model, arch_name, arch, kind, parameters, options.name or name_of(model, path))
   local plain = #meta
@@ -263,6 +262,26 @@ function gguf.save(model, engine, path, options)
     end
     return { append = append, commit = function() writer:commit() end, close = function() writer:close() end }
   end, group)
+end
+
+--- Writes a model. All ranks call it; an error of one is an error of all and leaves no file.
+---@param model ps.pretrained.Model
+---@param engine ps.Engine? the engine that holds the model
+---@param path string
+---@param given? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16",
+---  "q8_0", "q4_0", "q4_k_m" or "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the
+---  name in llama.cpp of the rule by which the tokenizer cuts texts; certified: reserves entries psluajit.verify.* of
+---  the metadata for a certificate (ps/pretrained/gguf_verify.lua)
+---@param change? fun(entries: table[]): table[] changes the list of tensors to write
+function gguf.save(model, engine, path, given, change)
+  local _, kind = begin(model, path, given)
+  local whole = engine or model
+  save.check_between_steps(whole, "save_gguf")
+  local group = save.group_of(whole)
+  agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
+  agree.run(group, function() return save.entries(whole) end)          -- an error here is an error on all ranks
+  local all = save.whole(whole)
+  gguf.write(model, change and change(all) or all, path, given, group)
 end
 
 return gguf

@@ -161,18 +161,24 @@ end
 --- which it was loaded (docs/gguf.md). One tensor is in memory at a time. With an engine, these are the fp32 values
 --- (masters), and all ranks call it.
 ---@param path string
----@param options? {type?: string, name?: string, pre?: string}|ps.Engine type: "f32", "f16" (default), "bf16", "q8_0",
----  "q6_k", "q4_k_m" or "q4_0"; name: general.name, default that of the model's folder; pre: llama.cpp's name of the
----  rule by which the tokenizer cuts texts; the engine that holds this model passes itself, followed by options
----@param more? {type?: string, name?: string, pre?: string}
+---@param options? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}|ps.Engine
+---  type: "f32", "f16" (default), "bf16", "q8_0", "q6_k", "q4_k_m" or "q4_0"; name: general.name, default that of the
+---  model's folder; pre: llama.cpp's name of the rule by which the tokenizer cuts texts; merged: of a model with
+---  adapters (ps.lora), the model with the active adapter in its weights; adapter: true or a name, that adapter alone,
+---  as "f32" (default), "f16" or "bf16"; the engine that holds this model passes itself, followed by options
+---@param more? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}
 function Model:save_gguf(path, options, more)
   local engine
   path, options, engine = asked(path, options, more)
+  local gguf = require "ps.pretrained.gguf_save"
   if rawget(self, "adapters_") then
-    error "save_gguf: the model has adapters; merge them into its weights first (tools/merge_adapter.lua)"
+    self.adapters_:save_gguf(engine or self, path, options, function(rest, change)
+      gguf.save(self, engine, path, rest, change)
+    end)
+    return
   end
   check_layout(self, "save_gguf")
-  require("ps.pretrained.gguf_save").save(self, engine, path, options)
+  gguf.save(self, engine, path, options)
 end
 
 --- Like OSLO's: writes the folder of a model that several ranks share, with a file pytorch_model_tp_I_pp_J.bin for each

@@ -1,0 +1,210 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Adapters in llama.cpp's GGUF files. A tensor has the name of the weight that it changes, with .lora_a [r, in] or
+-- .lora_b [out, r] appended. The token table has .lora_a [rows, r]. Rows of .lora_b are in the order of the base
+-- model's file. The file has one alpha: llama.cpp scales a layer by alpha / r. A layer with another scale has a
+-- .lora_b that contains the quotient.
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local caller = require "ps.core.caller"
+local io_gguf = require "ps.io.gguf"
+local names = require "ps.pretrained.gguf_names"
+local floats = require "ps.core.array" "float"
+local pretrained_save = require "ps.pretrained.save"
+local scope = require "ps.core.scope"
+local settings = require "ps.pretrained.settings"
+local writing = require "ps.io.gguf_write"
+local C = native.C
+local error = caller.error
+
+local gguf = {}
+
+local TYPES = { f32 = "F32", f16 = "F16", bf16 = "BF16" }
+local BASE_KEY = "psluajit.base"                           -- the fingerprint of the base model
+
+local function refuse(key, value, why) settings.refuse("a GGUF adapter", key, value, why) end
+
+-- The architecture of a model.
+local function arch_of(model)
+  local model_type = model.family and model.family.model_type
+  local name, arch = names.of_model_type(model_type)
+  if not arch then refuse("model_type", model_type or model.class_name, "there is no architecture of GGUF for it") end
+  return arch, name
+end
+
+-- The number of heads whose rows llama.cpp has in another order; nil: none.
+local function heads_of(config, rows)
+  if rows == "heads" then return config.num_attention_heads end
+  if rows == "groups" then return config.num_key_value_heads or config.num_attention_heads end
+end
+
+-- -- writing ----------------------------------------------------------------------------------------------------------
+-- Refuses adapters that llama.cpp cannot apply.
+local function check_spec(adapters, spec)
+  if spec.use_dora then refuse("use_dora", "true", "llama.cpp has no DoRA; write the merged model instead") end
+  if spec.bias ~= "none" then refuse("bias", spec.bias, "llama.cpp has no trained biases; write the merged model") end
+  for _, entry in ipairs(adapters.saved) do
+    refuse("modules_to_save", entry.name, "llama.cpp has no modules that are trained as a whole; write the merged "
+      .. "model")
+  end
+end
+
+-- The file's alpha, and for each layer the factor of its B.
+local function scales(adapters, name, spec)
+  local alpha, factors = nil, {}
+  for _, entry in ipairs(adapters.layers) do
+    local one = entry.module.lora_.adapters[name]
+    if one then
+      local own = one.scale * one.r
+      if not alpha then alpha = own ~= 0 and own or spec.r end
+      factors[entry.name] = math.abs(own - alpha) < 1e-9 * math.abs(alpha) and 1 or own / alpha
+    end
+  end
+  return alpha, factors
+end
+
+-- How a tensor with a name of PEFT, without its prefix, is in the file: its name there, the order of its rows, whether
+-- it is transposed, its layer and whether it is B.
+local function place(arch, config, name)
+  local layer, table_part = name:match "^(.*)%.lora_embedding_([AB])$", name:match "%.lora_embedding_([AB])$"
+  if not layer then layer = name:match "^(.*)%.lora_[AB]%.weight$" end
+  local part = table_part or name:match "%.lora_([AB])%.weight$"
+  local own, rows = names.to_gguf(arch, layer .. ".weight")
+  if not own or table_part and own ~= "token_embd.weight" then
+    refuse("target_modules", layer, "llama.cpp applies no adapter to it")
+  end
+  if table_part and config.tie_word_embeddings then
+    refuse("target_modules", layer, "its weight is also the head's, and llama.cpp would apply the adapter to both")
+  end
+  return { name = own .. (part == "A" and ".lora_a" or ".lora_b"), layer = layer, is_b = part == "B",
+    heads = part == "B" and heads_of(config, rows) or nil, transposed = table_part == "A" }
+end
+
+-- n values times a factor, as a buffer of fp32.
+local function times(dtype, data, n, factor)
+  return scope.no_grad(scope.scope, function()
+    local t = create.empty({ n }, { dtype = dtype, device = "cpu" })
+    native.check(C.ps_tensor_write(t, data, t:nbytes()))
+    t = t:to("fp32") * factor
+    local buffer = floats(n)
+    native.check(C.ps_tensor_read(t, buffer, t:nbytes()))
+    return buffer
+  end)
+end
+
+--- Writes an adapter. All ranks of the group call it.
+---@param path string
+---@param model ps.pretrained.Model
+---@param adapters ps.lora.Adapters
+---@param name string of the adapter
+---@param entries table[] as of ps.pretrained.save, with PEFT's names without their prefix, sorted by name
+---@param options {type?: string, name?: string, base?: string} type: of the matrices, "f32" (default), "f16" or
+---  "bf16"; name: general.name; base: the fingerprint of the base model
+---@param group? ps.Group
+function gguf.write(path, model, adapters, name, entries, options, group)
+  local kind = caller.one_of(options.type or "f32", TYPES, "save_gguf: type of an adapter")         -- "F32", ...
+  local spec, arch, arch_name = adapters.specs[name], arch_of(model)
+  check_spec(adapters, spec)
+  local alpha, factors = scales(adapters, name, spec)
+  local meta = { { "general.architecture", "string", arch_name }, { "general.type", "string", "adapter" },
+    { "adapter.type", "string", "lora" },
+    { "general.name", "string", options.name or path:match "[^/]*$":gsub("%.gguf$", "") },
+    { "adapter.lora.alpha", "float32", alpha }, { "general.quantization_version", "uint32", 2 } }
+  if options.base then meta[#meta + 1] = { BASE_KEY, "string", options.base } end
+  local list, places, dtypes = {}, {}, {}
+  for i, entry in ipairs(entries) do
+    local at = place(arch, model.config, entry.name)
+    places[entry.name], dtypes[entry.name] = at, entry.dtype
+    list[i] = { name = at.name, type = kind, shape = entry.shape, heads = at.heads, transposed = at.transposed }
+  end
+  pretrained_save.write(path, entries, function()
+    local writer = writing.open(path, meta, list)
+    local function append(_, own, data, nbytes)
+      local at, dtype = places[own], dtypes[own]
+      local factor = at.is_b and factors[at.layer] or 1
+      local n = tonumber(nbytes) / tonumber(C.ps_dtype_size(native.dtype_code(dtype)))
+      if factor == 1 then return writer:append(at.name, dtype, data, n) end
+      writer:append(at.name, "fp32", times(dtype, data, n, factor), n)
+    end
+    return { append = append, commit = function() writer:commit() end, close = function() writer:close() end }
+  end, group)
+end
+
+-- -- reading ----------------------------------------------------------------------------------------------------------
+local function check_kind(file, model)
+  local arch, name = arch_of(model)
+  local given = file:get("general.architecture", "string", true)
+  for _, row in ipairs { { "general.type", "adapter" }, { "adapter.type", "lora" } } do
+    local has = file:get(row[1], "string", true)
+    if has ~= row[2] then settings.refuse(file.path, row[1], has, ("it must be %s"):format(row[2])) end
+  end
+  if given ~= name then
+    settings.refuse(file.path, "general.architecture", given, ("the model is %s; load the adapter's base model")
+      :format(name))
+  end
+  for _, key in ipairs(file:keys()) do
+    if key:match "^adapter%." and key ~= "adapter.type" and key ~= "adapter.lora.alpha" then
+      settings.refuse(file.path, key, tostring(file:meta(key)), "it is not supported")
+    end
+  end
+  return arch
+end
+
+-- Gives the tensors PEFT's names. Returns the rank of each layer, by name.
+local function present(file, model, arch, prefix)
+  local ranks = {}
+  for _, raw in ipairs(file:names()) do
+    local weight, part = raw:match "^(.*)%.lora_([ab])$"
+    local own, rows = names.to_hf(arch, weight or raw)
+    if not weight or not own or not own:find "%.weight$" then
+      settings.refuse(file.path, "tensor", raw, "the model has no such tensor")
+    end
+    local layer, is_table = own:gsub("%.weight$", ""), weight == "token_embd.weight"
+    local shape, is_b = file:shape(raw), part == "b"
+    if #shape ~= 2 then settings.refuse(file.path, "tensor", raw, "it must be a matrix") end
+    if is_b then ranks[layer] = shape[2] end
+    file:present(raw, prefix .. layer .. (is_table and ".lora_embedding_" or ".lora_") .. part:upper()
+      .. (is_table and "" or ".weight"),
+      { heads = is_b and heads_of(model.config, rows) or nil, transposed = is_table and not is_b })
+  end
+  return ranks
+end
+
+local function sorted(t)
+  local list = {}
+  for key in pairs(t) do list[#list + 1] = key end
+  table.sort(list)
+  return list
+end
+
+--- Opens a file as an adapter of a model: its settings, and its tensors by PEFT's names.
+---@param path string
+---@param model ps.pretrained.Model
+---@param prefix string of PEFT's names
+---@return ps.lora.Spec spec
+---@return ps.Gguf file
+---@return string? base the fingerprint of the base model
+function gguf.open(path, model, prefix)
+  local file = io_gguf.open(path)
+  local ok, spec, base = pcall(function()
+    local ranks = present(file, model, check_kind(file, model), prefix)
+    local layers = sorted(ranks)
+    if #layers == 0 then error(("%s: it has no tensor that ends with .lora_b"):format(path), 0) end
+    local alpha, r = file:get("adapter.lora.alpha", "number") or 0, ranks[layers[1]]
+    local patterns, alphas = {}, nil
+    for _, layer in ipairs(layers) do
+      if ranks[layer] ~= r then patterns[layer:gsub("%.", "\\.")] = ranks[layer] end
+    end
+    if alpha == 0 then alpha, alphas = r, patterns end     -- llama.cpp: the scale is then 1
+    return { r = r, alpha = alpha, dropout = 0, targets = layers, use_rslora = false, use_dora = false, bias = "none",
+      init = true, rank_pattern = patterns, alpha_pattern = alphas, from_file = true, whole_names = true },
+      file:get(BASE_KEY, "string")
+  end)
+  if ok then return spec, file, base end
+  file:close()
+  error(spec, 0)
+end
+
+--- Whether a path names a GGUF file.
+gguf.is_path = io_gguf.is_path
+
+return gguf
