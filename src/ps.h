@@ -122,8 +122,15 @@ typedef struct ps_holder {
 int ps_memory_holders(ps_ctx *ctx, int device, int when, ps_holder *out, int64_t *used);
 int64_t ps_memory_available(ps_ctx *ctx, int device);     /* number of bytes that could still be allocated; -1: there is
                                                            * no such device */
-/* True if a collection is due: since the last call, enough bytes were allocated outside any scope. It is true once. */
+/* Lua's collector frees the bytes of tensors that a script no longer refers to and that no scope drops. True if a
+ * collection is due: since the last one, tensors outside chunks have grown by a quarter. It is true once per
+ * collection. */
 int ps_collect_due(ps_ctx *ctx);
+/* Bytes of tensors that were made since the last collection and still exist, in use or not; below 0 if more were
+ * freed. */
+int64_t ps_collect_waiting(const ps_ctx *ctx);
+/* Called after a collection. The next one is due after a quarter of the bytes in use, and after at least `least`. */
+void ps_collected(ps_ctx *ctx, int64_t least);
 
 /* -- tensors ----------------------------------------------------------------------------------------------------- */
 int64_t ps_dtype_size(int dtype);        /* bytes per element */

@@ -17,7 +17,7 @@ local LINE = 120
 -- Internal functions, which docs/api.md does not list.
 local INTERNAL = {}
 for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_code device_index device_name scope_begin
-    scope_end step_scope collect collect_all functional F ops ps.nn.Module ps.Tensor.held
+    scope_end collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
 
 -- Bytecodes that end a function with values: RET, RET1, RETM and tail calls. RET0 ends it without one.

@@ -17,7 +17,7 @@ local ps = {
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
-  recompute = scope.recompute, step_scope = scope.step_scope, backward = scope.backward,
+  recompute = scope.recompute, backward = scope.backward,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
   newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]

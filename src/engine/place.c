@@ -26,6 +26,7 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
     PS_TRY(engine_check_whole(t));
     PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
     ps_scope_adopt(ctx, t->storage);
+    ps_scope_uncount(t->storage);
     return 0;
 }
 

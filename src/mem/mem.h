@@ -54,7 +54,7 @@ struct ps_storage {
     struct {
         ps_scope *of;           /* the scope that will drop the storage, or NULL */
         ps_storage *prev, *next;
-        bool unscoped;          /* the storage counts in unscoped_nbytes of that scope, which is the root scope */
+        int64_t *count;         /* the context's count that includes this storage, or NULL (tensor/scope.c) */
     } scope;
 };
 

@@ -2,7 +2,11 @@
  * The scope stack. A storage is in the list of exactly one scope. After it was dropped, it is in no list. Small
  * storages are made in the root scope, which never ends. Ending a scope drops the bytes of its storages. Kept storages
  * move to the root instead, and those that the caller names move to the parent. Bytes that the tape holds stay in the
- * root until the tape releases them. */
+ * root until the tape releases them.
+ *
+ * Bytes that only a dead header in Lua refers to wait for Lua's collector. The context counts the bytes of all storages
+ * with contents outside chunks, whether they are in use or wait. A collection tells how many are in use. The next one
+ * is due when a quarter of that has been added. */
 #include "tensor/tensor.h"
 #include "base/alloc.h"
 #include "base/error.h"
@@ -22,23 +26,32 @@ static void link_to(ps_scope *scope, ps_storage *s)
     scope->first = s;
 }
 
-void ps_scope_unlink(ps_storage *s)
+static void unlink(ps_storage *s)
 {
     if (!s->scope.of) return;
-    if (s->scope.unscoped) {                 /* it was freed by itself, or it stays: it does not need a collection */
-        int64_t left = s->scope.of->unscoped_nbytes - s->nbytes;
-        s->scope.of->unscoped_nbytes = left > 0 ? left : 0;
-        s->scope.unscoped = false;
-    }
     if (s->scope.next) s->scope.next->scope.prev = s->scope.prev;
     if (s->scope.prev) s->scope.prev->scope.next = s->scope.next;
     else s->scope.of->first = s->scope.next;
     s->scope.of = NULL;
 }
 
+enum { HEADERS_NBYTES = 512 };           /* of a storage, its tensor and Lua's object for it, approximately */
+
+void ps_scope_uncount(ps_storage *s)
+{
+    if (s->scope.count) *s->scope.count -= s->nbytes + HEADERS_NBYTES;
+    s->scope.count = NULL;
+}
+
+void ps_scope_unlink(ps_storage *s)
+{
+    unlink(s);
+    ps_scope_uncount(s);
+}
+
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s)
 {
-    ps_scope_unlink(s);
+    unlink(s);
     link_to(&ctx->scope.root, s);
     s->bytes.dropped = false;            /* a scope may have dropped it while the tape held its bytes */
 }
@@ -50,9 +63,9 @@ void ps_scope_add(ps_ctx *ctx, ps_storage *s)
     if (ctx->engine.suspended.on)                   /* tensors that are made in a pause do not outlive the pause */
         for (outer = ctx->scope.now; outer->id != ctx->engine.suspended.scope;) outer = outer->parent;
     link_to(small ? outer : ctx->scope.now, s);
-    if (!takes || s->scope.of != &ctx->scope.root) return;
-    s->scope.unscoped = true;
-    ctx->scope.root.unscoped_nbytes += s->nbytes + 512;        /* 512: bytes of headers */
+    if (!takes) return;
+    s->scope.count = &ctx->scope.nbytes;
+    ctx->scope.nbytes += s->nbytes + HEADERS_NBYTES;
 }
 
 int ps_scope_begin(ps_ctx *ctx, int64_t *id)
@@ -73,10 +86,11 @@ static void end_innermost(ps_ctx *ctx)
     ps_scope *scope = ctx->scope.now;
     while (scope->first) {
         ps_storage *s = scope->first;
-        ps_scope_unlink(s);
+        unlink(s);
         if (!s->bytes.kept) ps_storage_drop(s);
         ps_storage_leave(ctx, s);
         if (s->block) link_to(&ctx->scope.root, s);        /* kept, or still held by the tape */
+        else ps_scope_uncount(s);
     }
     ctx->scope.now = scope->parent;
     ps_free(scope);
@@ -93,7 +107,7 @@ int ps_scope_end(ps_ctx *ctx, int64_t id, int n_keep, ps_tensor *const *keep)
         ps_storage *s = keep[i]->storage;
         for (ps_scope *x = ctx->scope.now; x != scope->parent; x = x->parent)
             if (s->scope.of == x) {
-                ps_scope_unlink(s);
+                unlink(s);
                 link_to(scope->parent, s);
             }
     }
@@ -114,11 +128,20 @@ int64_t ps_scope_depth(ps_ctx *ctx)
 
 int ps_collect_due(ps_ctx *ctx)
 {
-    if (ctx->scope.root.unscoped_nbytes < ctx->scope.collect_at || ctx->closed) return 0;
-    ctx->scope.root.unscoped_nbytes = 0;
-    ps_memory_info info;
-    ctx->mem.now->table->info(ctx->mem.now, 0, &info);
-    int64_t half = info.used / 2, least = 256 << 20;      /* in bytes: for fewer bytes a collection would not pay off */
-    ctx->scope.collect_at = half > least ? half : least;
+    if (ctx->scope.nbytes < ctx->scope.collect_at || ctx->closed) return 0;
+    ctx->scope.collect_at = INT64_MAX;
     return 1;
+}
+
+int64_t ps_collect_waiting(const ps_ctx *ctx) { return ctx->scope.nbytes - ctx->scope.left; }
+
+/* `used` falls by at most an eighth per collection: a training loop collects at different points of its step, and the
+ * point with the most tensors in use sets the pace. */
+void ps_collected(ps_ctx *ctx, int64_t least)
+{
+    int64_t left = ctx->scope.nbytes, used = ctx->scope.used - ctx->scope.used / 8;
+    if (used < left) used = left;
+    ctx->scope.left = left;
+    ctx->scope.used = used;
+    ctx->scope.collect_at = used + (used / 4 > least ? used / 4 : least);
 }

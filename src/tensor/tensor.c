@@ -21,7 +21,7 @@ int ps_ctx_new(ps_ctx **out)
     ctx->scope.now = &ctx->scope.root;
     ctx->step = &ps_step_idle;
     ctx->scope.next_id = 1;
-    ctx->scope.collect_at = 256 << 20;
+    ctx->scope.collect_at = 32 << 20;
     ctx->rng.seed = 0;
     int n = ps_backends_open(ctx->devices, 8);
     int rc = n < 0 ? n : ps_mem_plain_new(n, ctx->devices, &ctx->mem.plain);
@@ -157,6 +157,7 @@ static void bytes_go(ps_storage *s)
 {
     if (ps_replay_has(s) && s->block) ps_replay_gone(s, false);
     ps_storage_free(s);
+    ps_scope_uncount(s);
 }
 void ps_storage_unhold(ps_storage *s)
 {

@@ -17,8 +17,6 @@ struct ps_scope {
     int modules;                  /* depth of modules when it began; its end also leaves the modules that were entered
                                    * since */
     ps_storage *first;
-    int64_t unscoped_nbytes;      /* of the root scope: bytes that were allocated since the last collection, that no
-                                   * scope will drop, and that therefore wait for Lua's collector */
 };
 
 typedef struct ps_walk ps_walk;   /* grad/walk.c */
@@ -81,7 +79,10 @@ struct ps_ctx {
     struct {
         ps_scope root, *now;      /* now: the innermost scope */
         int64_t next_id;
-        int64_t collect_at;       /* a collection is due when root.unscoped_nbytes reaches this value */
+        int64_t nbytes;           /* of storages with contents outside chunks: in use, or waiting for Lua's collector */
+        int64_t left;             /* nbytes after the last collection */
+        int64_t used;             /* the largest `left` of the last collections */
+        int64_t collect_at;       /* a collection is due when nbytes reaches this value */
     } scope;                      /* tensor/scope.c */
     struct {
         bool on;                  /* tensors that the tape saves are moved to the host */
@@ -173,6 +174,8 @@ void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* the memory that allocates f
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */
 void ps_scope_add(ps_ctx *ctx, ps_storage *s); /* a new storage joins the innermost scope */
 void ps_scope_unlink(ps_storage *s);
+/* The storage no longer waits for Lua's collector: its bytes are gone, or they are in a chunk from now on. */
+void ps_scope_uncount(ps_storage *s);
 void ps_scope_adopt(ps_ctx *ctx, ps_storage *s);                             /* moves it to the root: no scope will drop
                                                                               * s */
 

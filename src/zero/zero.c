@@ -103,6 +103,7 @@ int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset
     PS_TRY(engine_check_whole(t));
     PS_TRY(ps_shard_adopt(shard_of(base.zero), t->storage, part, offset, name));
     ps_scope_adopt(ctx, t->storage);
+    ps_scope_uncount(t->storage);
     return 0;
 }
 

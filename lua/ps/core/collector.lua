@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The pace of Lua's garbage collector. The bytes of small tensors and of tensor headers become free only when the
 -- collector runs. If nothing controls it, the collector runs at different times in each run, and the peaks of two runs
--- differ by these bytes. Each function here is a moment at which the library collects. core/ffi.lua and core/scope.lua
--- also collect when memory is short, and at the end of scopes.
+-- differ by these bytes. Each function here is a moment at which the library collects. core/ffi.lua, which runs every
+-- full collection, also collects when tensors have grown and when memory is short.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -15,20 +15,20 @@ local collector = {}
 local UNCOLLECTED = 32
 
 --- Collects after a model, its layout or a block of it has been made, and drops the temporary tensors of its making.
-function collector.after_making() collectgarbage() end
+function collector.after_making() native.collect() end
 
 --- Collects after a call has failed, and frees the ops that the call recorded and its tensors.
-function collector.after_failure() collectgarbage() end
+function collector.after_failure() native.collect() end
 
 --- Collects twice: the finalizers of the first collection drop references to tensors, which the second one frees.
 function collector.thoroughly()
-  collectgarbage()
-  collectgarbage()
+  native.collect()
+  native.collect()
 end
 
 --- Collects before a backward walks. In a planned script the collector then stays off until the next such moment.
 function collector.before_walk()
-  collectgarbage()
+  native.collect()
   if not devices.computes then collectgarbage "stop" end
 end
 
@@ -37,7 +37,7 @@ end
 ---@return boolean collected
 function collector.in_dry_run(number)
   if number % C.PS_UNCOLLECTED ~= 0 then return false end
-  collectgarbage()
+  native.collect()
   collectgarbage "stop"
   return true
 end
@@ -74,7 +74,7 @@ function collector.pace_script(action, begins)
   if not begins then return end
   if action.kind == C.PS_ACT_FORWARD then
     forwards = action.micro == 0 and action.vstage == 0 and 1 or forwards + 1
-    if forwards % UNCOLLECTED == 0 then collectgarbage() end
+    if forwards % UNCOLLECTED == 0 then native.collect() end
   end
   collectgarbage "stop"
 end

@@ -111,6 +111,20 @@ end
 ---@return boolean released whether one released some
 function M.give_room() return hooks.ask "memory" or false end
 
+-- A collection takes about half a millisecond per MiB of Lua's own memory, in which an op writes many times as much.
+-- Scripts with large tables therefore collect later, but not after more than MOST bytes.
+local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
+
+--- Runs Lua's collector. All full collections of the library call this function. If the collector is stopped, it stays
+--- stopped.
+function M.collect()
+  local running = collectgarbage "isrunning"
+  collectgarbage()
+  if not running then collectgarbage "stop" end
+  C.ps_collected(ctx, math.min(math.max(collectgarbage "count" * 1024 * PER_BYTE, LEAST), MOST))
+end
+local collect = M.collect
+
 --- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
 --- to release memory, and tries once more if one did.
 ---@param fn fun(...): integer
@@ -118,8 +132,8 @@ function M.give_room() return hooks.ask "memory" or false end
 function M.retry(fn, ...)
   local rc = fn(...)
   if rc == ENOMEM then
-    collectgarbage()
-    collectgarbage()
+    collect()
+    collect()
     rc = fn(...)
   end
   if rc == ENOMEM and M.give_room() then rc = fn(...) end
@@ -127,9 +141,16 @@ function M.retry(fn, ...)
   return rc
 end
 
---- Collects if enough bytes were allocated outside scopes since the last collection.
+--- Collects if tensors have grown enough since the last collection.
 function M.collect_if_due()
-  if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
+  if C.ps_collect_due(ctx) ~= 0 then collect() end
+end
+
+--- Collects at the end of a turn of a script's loop, or of a step, if the turn left at least a few MiB of tensors. The
+--- next turn then has as much memory as this one.
+function M.collect_turn()
+  local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
+  if tonumber(C.ps_collect_waiting(ctx)) >= least then collect() end
 end
 
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
@@ -139,8 +160,8 @@ local OUTS_NBYTES = ffi.sizeof(outs)
 --- hold the inputs: they get references of their own while the collector runs.
 local function apply_again(op, n_in, ins, attrs, nbytes)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
-  collectgarbage()
-  collectgarbage()
+  collect()
+  collect()
   ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc == ENOMEM and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
@@ -198,7 +219,7 @@ local function apply(op, n_in, ins, attrs, nbytes, n_out)
     apply_again(op, n_in, ins, attrs, nbytes)
   end
   if note then M.recorder:finish(note, outs) end
-  if C.ps_collect_due(ctx) ~= 0 then collectgarbage() end
+  if C.ps_collect_due(ctx) ~= 0 then collect() end
   if outs[0] ~= nil and outs[0].numel_ >= LINED_NUMEL and outs[0] ~= ins[0] then note_line(outs[0]) end
   if n_out == 1 then return own(outs[0]) end
   local a, b, c = outs[0], outs[1], outs[2]

@@ -95,16 +95,16 @@ getmetatable(M.segments_end).__gc = function() for id in pairs(waiting) do forge
 --- Runs Lua's collector. It frees tensors that are no longer referenced, and the arguments that recompute keeps for
 --- functions whose backward is done.
 function M.collect()
-  collectgarbage()
+  native.collect()
   forget_reaped()
-  collectgarbage()
+  native.collect()
 end
 
 --- Runs Lua's collector once, and again only if the arguments of a function became free. Otherwise a second run would
 --- free more only if a script's finalizers drop tensors.
 function M.collect_tensors()
-  collectgarbage()
-  if forget_reaped() then collectgarbage() end
+  native.collect()
+  if forget_reaped() then native.collect() end
 end
 
 --- Like M.collect, but also frees what compiled code holds: LuaJIT's traces keep the closures and tables that they
@@ -232,26 +232,13 @@ function M.offload_activations(fn, ...)
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
--- -- the step scope: the first optimizer:step() opens it, each later one ends it and opens the next ------------------
-local step_id
-local step_depth             -- number of open scopes after it had begun
-
---- Ends the current step scope and begins the next. optimizer:step() calls it last. Between the two, the hook "step" is
---- called. If a scope that is younger than the step scope is open, both stay open: the younger one frees the tensors.
-function M.step_scope()
-  if step_id and C.ps_scope_depth(ctx) > step_depth then
-    hooks.tell "step"
-    collectgarbage("step", 100)
-    return
-  end
-  if step_id then
-    local ok = C.ps_scope_end(ctx, step_id, 0, nil)       -- fails harmlessly if an outer scope ended it before
-    step_id = ok == 0 and step_id or nil
-  end
+--- Ends a step: calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
+--- optimizer:step() calls it last.
+function M.end_step()
+  forget_reaped()
   hooks.tell "step"
-  step_id = M.begin()
-  step_depth = C.ps_scope_depth(ctx)
   collectgarbage("step", 100)
+  native.collect_turn()
 end
 
 -- -- recompute ------------------------------------------------------------------------------------------------------
@@ -388,7 +375,7 @@ end
 local function walk(rc, factor)
   while rc ~= 0 do
     if rc < 0 then
-      if rc == C.PS_ENOMEM then collectgarbage() end
+      if rc == C.PS_ENOMEM then native.collect() end
       native.raise(rc)
     end
     M.resume(tonumber(id_out[0]), factor)

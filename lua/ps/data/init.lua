@@ -1,12 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Token shards (memory-mapped), text to shards, the shuffling loader, and the sequential reader for evaluation. A
--- loader reads shards in C, or a list of texts (text_rows.lua). Each turn of a loader ends the scope of the turn
--- before, which frees the tensors of a training step that were not kept.
+-- loader reads shards in C, or a list of texts (text_rows.lua).
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
-local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local error = caller.error
 local bit = require "bit"
@@ -178,26 +176,6 @@ local function range_of(options, shards)
   return options.first or 0, options.last or total
 end
 
--- The last batches of all loaders. A loader that ends its turn may end the scopes of other loaders that began inside
--- it; their batches are kept.
-local given_out = setmetatable({}, { __mode = "k" })
-
--- Ends the scope of the turn before, unless an outer scope has ended it.
-local function end_turn(self)
-  given_out[self] = nil
-  if not self.scope then return end
-  local others = {}
-  for _, batch in pairs(given_out) do others[#others + 1] = batch end
-  local ok, problem = pcall(scope.finish, self.scope, others)
-  self.scope = nil
-  if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
-end
-
-local function begin_turn(self)
-  end_turn(self)
-  self.scope = scope.begin()
-end
-
 local function batch_tensor(ids, rows, seq, device)
   local tensor = create.empty({ rows, seq }, { dtype = "int32", device = device })
   check(C.ps_tensor_write(tensor, ids, rows * seq * 4))
@@ -206,17 +184,11 @@ end
 
 -- The next batch of texts; nil at the end of an epoch, after which the next one begins.
 local function give_rows(self)
-  local batch = text_rows.next(self, random.state())
-  if batch == nil then return nil end
-  given_out[self] = {}
-  for _, t in pairs(batch) do table.insert(given_out[self], t) end
-  return batch
+  return text_rows.next(self, random.state())
 end
 
 local function give(self, x, y, rows, seq)
-  local batch = { batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device) }
-  given_out[self] = batch
-  return batch[1], batch[2]
+  return batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device)
 end
 
 -- For each group of ranks, the first loader that returned a batch and takes its rank from the group.
@@ -382,7 +354,7 @@ local function turn(self)
     error("the loader was made before the processes joined or were cut into stages, and would read other ranks' rows: "
       .. "make it after ps.initialize, or call ps.mesh { pp = ... } first")
   end
-  begin_turn(self)
+  native.collect_turn()
   if self.rows then
     local batch = give_rows(self)
     if batch and self.world and not read_by[self.world] then read_by[self.world] = self end
@@ -414,17 +386,12 @@ end
 function Loader:__call()
   local x, y = turn(self)
   if x ~= nil then return self.rows and x or { x, y } end
-  end_turn(self)
 end
 
 --- `for x, y in loader:epoch() do`: the rest of the current epoch.
 ---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; with texts the batch
 function Loader:epoch()
-  return function()
-    local x, y = turn(self)
-    if x == nil then end_turn(self) end
-    return x, y
-  end
+  return function() return turn(self) end
 end
 
 --- The number of batches per epoch, `loader.batches`.
@@ -528,11 +495,8 @@ function data.windows(options)
   if options.device ~= nil then devices.open(options.device) end
   local self, at = { device = options.device }, 0
   return function()
-    if at >= given then
-      end_turn(self)
-      return nil
-    end
-    begin_turn(self)
+    if at >= given then return nil end
+    native.collect_turn()
     local rows = math.min(options.batch, given - at)
     local x, y = int_array(rows * seq), int_array(rows * seq)
     for r = 0, rows - 1 do

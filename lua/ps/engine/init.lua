@@ -112,7 +112,7 @@ function Engine:finish_step(info)
   rng.op = 0
   local every = self.ranks and self.cfg.compare_ranks_every or 0
   if every > 0 and self.steps % every == 0 then replicas.compare(self) end
-  scope.step_scope()
+  scope.end_step()
   if not info.skipped then unused.look(self) end
 end
 

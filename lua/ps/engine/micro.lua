@@ -10,6 +10,7 @@
 -- Each micro-batch is weighted by its targets, so that the gradient is that of the batch's mean loss. Random numbers
 -- are those of the uncut batch: dropout counts samples by their position in the batch. engine/step/loops.lua performs
 -- the turns.
+local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local batch = require "ps.data.batch"
@@ -77,14 +78,6 @@ local function count_of(engine, rows, trains)
   return count
 end
 
--- Ends the scope of a turn, unless an outer scope has already ended it.
-local function end_scope(self)
-  if not self.scope then return end
-  local ok, problem = pcall(scope.finish, self.scope)
-  self.scope = nil
-  if not ok and not (type(problem) == "table" and problem.name == "ESTATE") then error(problem, 0) end
-end
-
 ---@class ps.engine.MicroBatches: ps.engine.Loop
 ---@field engine ps.Engine
 ---@field trains boolean true: forwards of a step; false: forwards without gradients
@@ -113,18 +106,17 @@ function Loop:next()
   return out
 end
 
---- The micro-batch of the next turn, in a scope that ends before the turn after it.
+--- The micro-batch of the next turn.
 ---@return any[] given
 function Loop:draw()
-  end_scope(self)
+  self.given = nil
+  native.collect_turn()
   self.given = self.take(self.at + 1)
-  self.scope = scope.begin()
   return self.given
 end
 
 --- Cleans up after the loop. Called once.
 function Loop:left()
-  end_scope(self)
   if self.sample then random.state().sample = self.sample end
 end
 

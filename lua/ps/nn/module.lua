@@ -67,6 +67,17 @@ end
 -- accepts only values of its kind.
 local note_gone                                    -- (old, name): a member is about to be replaced by another one
 
+-- The tensors of a field outlive scopes: a tensor itself, and those in a plain table that a forward assigns. A tensor
+-- whose bytes are gone already stays as it is.
+local FIELD_DEPTH = 3
+local function outlives_scopes(value, depth)
+  if is_tensor(value) then
+    if value:alive() then value:keep() end
+  elseif type(value) == "table" and depth > 0 and getmetatable(value) == nil and C.ps_module_now() ~= 0 then
+    for _, v in pairs(value) do outlives_scopes(v, depth - 1) end
+  end
+end
+
 local function assign(self, name, value)
   local kind = self._kind[name]
   local old = kind and self._fields[name]
@@ -92,6 +103,8 @@ local function assign(self, name, value)
         type(value)))
     end
     value:keep()
+  else
+    outlives_scopes(value, FIELD_DEPTH)
   end
   self._fields[name] = value
 end

@@ -257,7 +257,7 @@ local function end_step()
   local rng = random.state()
   rng.step = rng.step + 1
   rng.op = 0
-  scope.step_scope()
+  scope.end_step()
 end
 
 -- Refuses several ranks: each would update from its own gradients, and their parameters would drift apart.

@@ -22,8 +22,7 @@ local loops = {}
 ---@field score {hits: number, targets: number}|false|nil with `targets`: how many the last turn's loss hit
 ---@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
 ---@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
----@field draw fun(self: ps.engine.Loop): any[] ends the scope of the last turn, begins that of the next one, and
----  returns its micro-batch
+---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next turn
 ---@field left fun(self: ps.engine.Loop) called when the loop has ended, or was abandoned
 
 -- Enters a loop, whose first micro-batch will begin a step.
