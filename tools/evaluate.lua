@@ -2,6 +2,7 @@
 -- How well a language model knows texts, and answers questions:
 --   psluajit tools/evaluate.lua MODEL --data FILE
 --   psluajit tools/evaluate.lua MODEL --data FILE --json
+--   psluajit tools/launch.lua --nproc-per-node 2 tools/evaluate.lua MODEL --data FILE     -- divides the rows
 -- MODEL is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. FILE is read as
 -- ps.data.table reads it. Rows with `text`, and conversations, give the perplexity; rows with `query`, `choices` and
 -- `gold` multiple choice; --task answers lets the model answer rows with `question` and `answers` (docs/evaluation.md).
@@ -50,6 +51,8 @@ local function write_samples(samples)
 end
 
 local function main()
+  ps.init_distributed { quiet = true }
+  local first = ps.rank() == 0
   local rows = ps.data.table(args.data, { text = args.text })
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
@@ -59,16 +62,16 @@ local function main()
   local bar
   local result = ps.evaluate.run(model, tok, { data = rows, task = args.task, max_length = args.max_length,
     stride = args.stride, batch = args.batch, limit = args.limit, train_on = args.train_on, date = args.date,
-    max_new = args.max_new, chat = args.plain and false or nil, device = args.device, progress = function(done, total)
-      if args.json then return end
+    max_new = args.max_new, chat = args.plain and false or nil, device = args.device, divide = true,
+    progress = function(done, total)
+      if args.json or not first then return end
       bar = bar or ps.progress.new { total = total }
       bar:update(done, {})
     end })
   if bar then bar:finish() end
-  if args.samples then
-    if not result.samples then error("--samples: perplexity has no results by row", 0) end
-    write_samples(result.samples)
-  end
+  if args.samples and not result.samples then error("--samples: perplexity has no results by row", 0) end
+  if not first then return end
+  if args.samples then write_samples(result.samples) end
   result.samples, result.model, result.data = nil, args.model, args.data
   if args.json then return print(json.encode(convert.value(result, "the result"), { sort_keys = true })) end
   for _, name in ipairs(NAMES) do

@@ -93,6 +93,9 @@ describe("ps.evaluate.run", function()
       near(hits / n, result.accuracy)
       assert.same({ n, 14, bytes, 3 }, { result.tokens, result.words, result.bytes, result.rows })
     end
+    rows[3] = { text = 5 }                                 -- is not read
+    assert.equal(2, ps.evaluate.run(model, tok, { data = rows, limit = 2 }).rows)
+    rows[3] = { prompt = "another form" }
     assert.equal(1, ps.evaluate.run(model, tok, { data = rows, limit = 1 }).rows)
   end)
 
@@ -213,8 +216,14 @@ describe("ps.evaluate.callback", function()
       end
       ps.train.run { model = model, optimizer = optimizer, loader = loader, steps = 4, quiet = true,
         callbacks = { step = ps.evaluate.callback(2, model, tok, { data = rows, batch = 2 }, report) } }
-      local choices = ps.evaluate.run(model, tok, { data = { { query = "a", choices = { "b", "ab" }, gold = 0 } } })
-      ps.print_rank(("%%.4f"):format(choices.samples[1].loglikelihoods[2]))
+      local questions = { { query = "a", choices = { "b", "ab" }, gold = 0 },
+        { query = "ab", choices = { "ba", "abab", "b" }, gold = 2 } }
+      for _, n in ipairs { 1, 2, 8 } do
+        local choices = ps.evaluate.run(model, tok, { data = questions, batch = n })
+        for _, sample in ipairs(choices.samples) do
+          for _, sum in ipairs(sample.loglikelihoods) do ps.print_rank(("%%.4f"):format(sum)) end
+        end
+      end
     ]]
     local path = folder .. "/callback.lua"
     local function run(launch, batch)
@@ -225,13 +234,26 @@ describe("ps.evaluate.callback", function()
       return out
     end
     local one = run("", 4)
-    assert.truthy(one:find "^2 %d+%.%d+ 36\n4 %d+%.%d+ 36\n%-%d+%.%d+\n$", one)
+    assert.truthy(one:find("^2 %d+%.%d+ 36\n4 %d+%.%d+ 36\n" .. ("%-%d+%.%d+\n"):rep(15) .. "$"), one)
     local two = run(("'%s/tools/launch.lua' --nproc-per-node 2"):format(paths.root), 2)
     local a, b = {}, {}
     for x in one:gmatch "%-?%d+%.%d+" do a[#a + 1] = tonumber(x) end
     for x in two:gmatch "%-?%d+%.%d+" do b[#b + 1] = tonumber(x) end
     assert.equal(#a, #b, two)
     for i, x in ipairs(a) do near(x, b[i], 1e-4) end
+  end)
+
+  it("opens the data once", function()
+    local opened = 0
+    local function rows_of(i)
+      if i == 1 then opened = opened + 1 end
+      if i <= 2 then return { text = ("ab"):rep(i) } end
+    end
+    local seen = {}
+    local step = ps.evaluate.callback(2, model, tok, { data = rows_of }, function(result) seen[#seen + 1] = result end)
+    for at = 1, 5 do step { step = at } end
+    assert.same({ 1, 2, 2 }, { opened, #seen, seen[1].rows })
+    assert.equal(seen[1].loss, seen[2].loss)
   end)
 end)
 
@@ -240,6 +262,27 @@ describe("tools/evaluate.lua", function()
     return check.shell(("'%s' '%s'/tools/evaluate.lua %s %s"):format(paths.exe, paths.root,
       folder, words))
   end
+
+  it("divides the rows of each task among processes", function()
+    local lines = { perplexity = { '{"text": "ab cab"}', '{"text": "b"}', '{"text": "ca"}' },
+      choices = { '{"query": "a", "choices": ["b", "ab", "cc"], "gold": 0}', '{"query": "b", "choices": ["b", "a"], '
+        .. '"gold": 1}' },
+      answers = { '{"question": "a", "answer": "b"}', '{"question": "b", "answer": "b"}', '{"question": "c", "answer": '
+        .. '"b"}' } }
+    for task, list in pairs(lines) do
+      local data = ("%s/%s.jsonl"):format(folder, task)
+      check.write(data, table.concat(list, "\n") .. "\n")
+      local words = ("--data %s --json --batch 2 --max-new 4 --task %s"):format(data, task)
+      local one = cjson.decode((run(words)))
+      local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node 2 "
+        .. "'%s/tools/evaluate.lua' %s %s"):format(paths.exe, paths.root, paths.root, folder, words))
+      assert.equal(0, code, out)
+      local two = cjson.decode(out:match "^%[0%] ({[^\n]*})\n$" or out)   -- one process prints
+      for name, want in pairs(one) do
+        if type(want) == "number" and want ~= 0 then near(want, two[name], 1e-6) else assert.equal(want, two[name]) end
+      end
+    end
+  end)
 
   it("prints measures, JSON, and samples to a file", function()
     local data = folder .. "/choices.jsonl"

@@ -1,8 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Evaluation of language models: perplexity of texts and of conversations, multiple choice by log-probabilities, and
 -- answers that the model generates. Windows, sums and measures are those of lm-eval, so that numbers can be compared.
+local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"
 local characters = require "ps.chat.characters"
+local create = require "ps.tensor.create"
 local dist = require "ps.dist"
 local formats = require "ps.data.formats"
 local handle = require "ps.nn.handle"
@@ -10,6 +12,7 @@ local likelihood = require "ps.evaluate.likelihood"
 local mesh = require "ps.dist.mesh"
 local metrics = require "ps.evaluate.metrics"
 local rows_of = require "ps.evaluate.rows"
+local cjson = require "cjson"
 local tables = require "ps.data.table"
 local text = require "ps.chat.text"
 local train = require "ps.train"
@@ -31,11 +34,13 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
 ---@field chat? boolean whether a question of "answers" is a user's message; default: if the folder has a chat template
 ---@field max_new? integer of "answers": tokens of an answer at most; default 32
 ---@field device? string of the model's inputs; default: that of its first parameter
+---@field divide? boolean whether all ranks call it and divide the rows, for a model without an engine; with an engine
+---  the ranks of its data-parallel axis always divide them
 ---@field progress? fun(done: integer, total: integer) called after each batch
 
 local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",
   limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
-  device = "string", progress = "callable" }
+  device = "string", divide = "boolean", progress = "callable" }
 local LENGTH = 2048
 local IGNORED = require("ps.data.batch").IGNORED
 
@@ -63,6 +68,12 @@ local function words_in(s)
 end
 
 local TASKS = {}
+
+-- The ranks that divide the rows; nil: this process computes all of them.
+local function group_of(model, options)
+  if handle.of(model) then return mesh.group "dp" end
+  return options.divide and mesh.group "world" or nil
+end
 
 -- The windows of all rows, the form of the rows, and for texts the number of words and bytes.
 local function windows_of(tok, rows, n, options)
@@ -100,8 +111,8 @@ function TASKS.perplexity(model, tok, rows, n, options)
   local tokens = 0
   for _, window in ipairs(windows) do tokens = tokens + window.count end
   if tokens == 0 then error(("%s: no token counts"):format(rows:place(1))) end
-  local group = handle.of(model) and mesh.group "dp"
-  local next_batch, batches = likelihood.batches(windows, options.batch, tok.pad_token_id or 0,
+  local group = group_of(model, options)
+  local next_batch, batches, counted = likelihood.batches(windows, options.batch, tok.pad_token_id or 0,
     group and group:rank() or 0, group and group:size() or 1, options.device)
   local done = 0
   local loss, accuracy = train.evaluate(model, function()
@@ -110,6 +121,11 @@ function TASKS.perplexity(model, tok, rows, n, options)
     done = done + 1
     if x then return x, y end
   end)
+  if group and not handle.of(model) then                   -- train.evaluate adds up the ranks of an engine only
+    local sums = group:all_reduce(create.tensor({ (loss or 0) * counted, (accuracy or 0) * counted },
+      { dtype = "fp64" })):tolist()
+    loss, accuracy = sums[1] / tokens, sums[2] / tokens
+  end
   local total = loss * tokens
   local result = { task = "perplexity", form = form, rows = n, tokens = tokens, loss = loss, accuracy = accuracy,
     token_perplexity = math.exp(loss), loglikelihood = -total }
@@ -141,9 +157,11 @@ function TASKS.choices(model, tok, rows, n, options)
       pairs_[#pairs_ + 1] = { first, rest }
     end
   end
+  local config = (handle.module(model) or model).config or {}
   local sums = likelihood.still(model, function()
     return likelihood.sums(model, pairs_, { rows = options.batch, most = options.max_length,
-      pad = tok.pad_token_id or 0, device = options.device,
+      pad = tok.pad_token_id or 0, device = options.device, group = group_of(model, options),
+      vocabulary = type(config.vocab_size) == "number" and config.vocab_size or nil,
       tick = options.progress and function(done) options.progress(done, #pairs_) end })
   end)
   local samples, right, right_norm = {}, 0, 0
@@ -181,20 +199,35 @@ local function asked(tok, rows, i, chat, date)
     { add_generation_prompt = true, date = date }), answers
 end
 
+-- Completes the list of samples, of which each rank has some.
+local function gather_samples(group, samples, n)
+  if not group then return end
+  local mine = {}
+  for i = 1, n do if samples[i] then mine[#mine + 1] = { i, samples[i] } end end
+  for _, given in ipairs(agree.texts(group, cjson.encode(mine))) do
+    for _, pair in ipairs(cjson.decode(given)) do samples[pair[1]] = pair[2] end
+  end
+end
+
 function TASKS.answers(model, tok, rows, n, options)
   local chat = options.chat
   if chat == nil then chat = tok.has_chat_template and tok:has_chat_template() end
   local exact, f1, samples = 0, 0, {}
+  -- Ranks of an engine decode together, so each of them computes all rows.
+  local group = not handle.of(model) and group_of(model, options) or nil
+  local rank, ranks = group and group:rank() or 0, group and group:size() or 1
   likelihood.still(model, function()
-    for i = 1, n do
+    for i = 1 + rank, n, ranks do
       local ids, answers = asked(tok, rows, i, chat, options.date)
       local out = model:generate({ ids }, options.max_new or 32, { temperature = 0, tokenizer = tok })[1]
       local answer = tok:decode({ unpack(out, #ids + 1) }, { skip_special_tokens = true }):match "^%s*(.-)%s*$"
-      local hit, score = metrics.exact_match(answer, answers), metrics.word_f1(answer, answers)
-      exact, f1, samples[i] = exact + hit, f1 + score, { answer = answer, exact_match = hit, f1 = score }
+      samples[i] = { answer = answer, exact_match = metrics.exact_match(answer, answers),
+        f1 = metrics.word_f1(answer, answers) }
       if options.progress then options.progress(i, n) end
     end
   end)
+  gather_samples(group, samples, n)
+  for _, sample in ipairs(samples) do exact, f1 = exact + sample.exact_match, f1 + sample.f1 end
   return { task = "answers", rows = n, exact_match = exact / n, exact_match_stderr = error_of(exact / n, n),
     f1 = f1 / n, samples = samples }
 end
@@ -218,11 +251,19 @@ local function checked(model, tok, options, call)
   if most and full.max_length > most then
     error(("%s: max_length is %d, and the model has %d positions"):format(call, full.max_length, most))
   end
+  if options.limit and options.limit < #rows then rows = rows:take(options.limit) end
   full.stride = options.stride or full.max_length
   if full.stride > full.max_length then
     error(("%s: a stride of %d tokens is longer than a window of %d"):format(call, full.stride, full.max_length))
   end
-  return full, rows, math.min(#rows, options.limit or #rows)
+  return full, rows
+end
+
+-- Runs the task on checked options.
+local function run(model, tokenizer, full, rows)
+  local task = full.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
+  caller.one_of(task, TASKS, "ps.evaluate.run: task")
+  return TASKS[task](model, tokenizer, rows, #rows, full)
 end
 
 --- Evaluates a causal language model on rows.
@@ -237,16 +278,15 @@ end
 --- "answers", rows with question and answers, or conversations: the model answers greedily; { exact_match, f1,
 --- samples } as SQuAD's script has them.
 ---
---- With an engine of several ranks all ranks call it, and all get the result.
+--- With an engine of several ranks all ranks call it, divide the rows, and all get the result. `divide` does the same
+--- for a model that each rank has as a whole.
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
 ---@return table
 function evaluate.run(model, tokenizer, options)
-  local full, rows, n = checked(model, tokenizer, options, "ps.evaluate.run")
-  local task = options.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
-  caller.one_of(task, TASKS, "ps.evaluate.run: task")
-  return TASKS[task](model, tokenizer, rows, n, full)
+  local full, rows = checked(model, tokenizer, options, "ps.evaluate.run")
+  return run(model, tokenizer, full, rows)
 end
 
 -- A result as one line: its numbers by name.
@@ -264,7 +304,7 @@ function evaluate.line(result)
   return table.concat(parts, ", ")
 end
 
---- A callback for ps.train.run { callbacks = { step = ... } } that evaluates every n steps.
+--- A callback for ps.train.run { callbacks = { step = ... } } that evaluates every n steps. The data are opened once.
 ---@param every integer steps
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
@@ -275,10 +315,10 @@ end
 function evaluate.callback(every, model, tokenizer, options, report)
   caller.whole(every, "ps.evaluate.callback: every", 1)
   if report ~= nil then caller.callable(report, "ps.evaluate.callback: report") end
-  checked(model, tokenizer, options, "ps.evaluate.callback")
+  local full, rows = checked(model, tokenizer, options, "ps.evaluate.callback")
   return function(line)
     if line.step % every ~= 0 then return nil end
-    local result = evaluate.run(model, tokenizer, options)
+    local result = run(model, tokenizer, full, rows)
     if report then return report(result, line) end
     dist.print_rank(("step %d: %s"):format(line.step, evaluate.line(result)))
   end

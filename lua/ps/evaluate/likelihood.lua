@@ -91,8 +91,10 @@ end
 ---@param device? string
 ---@return fun(): ps.Tensor?, ps.Tensor?
 ---@return integer batches
+---@return integer counted targets of this rank that count
 function likelihood.batches(windows, rows, pad, rank, ranks, device)
-  local at, n = 0, math.ceil(math.ceil(#windows / ranks) / rows)
+  local at, n, counted = 0, math.ceil(math.ceil(#windows / ranks) / rows), 0
+  for i = 1 + rank, #windows, ranks do counted = counted + windows[i].count end
   return function()
     if at == n then return nil end
     local inputs, targets = {}, {}
@@ -103,7 +105,7 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
     if not inputs[1] then inputs, targets = { { pad } }, { { IGNORED } } end
     at = at + 1
     return padded(inputs, pad, device), padded(targets, IGNORED, device)
-  end, n
+  end, n, counted
 end
 
 --- The ids of a context and of its continuation. The space at the end of a context belongs to the continuation, and the
@@ -164,44 +166,68 @@ local function logits_of(model, ids)
   return out
 end
 
+-- Computes the sums of a batch of rows: sums[r] of row r. Second result: the size of the vocabulary.
+local function sums_of(model, rows, options)
+  local inputs, targets, sums = {}, {}, {}
+  for r, row in ipairs(rows) do inputs[r], targets[r] = row.inputs, row.targets end
+  local logits = logits_of(model, padded(inputs, options.pad, options.device))
+  local losses = F.cross_entropy(logits, padded(targets, IGNORED, options.device), { reduction = "none" }):tolist()
+  for r, list in ipairs(targets) do
+    local sum = 0
+    for k, id in ipairs(list) do if id ~= IGNORED then sum = sum - losses[r][k] end end
+    sums[r] = sum
+  end
+  return sums, logits:size(2)
+end
+
+-- The numbers of the rows of each batch. Long rows come first, so that short ones share a batch.
+local function batches_of(rows, options, vocabulary)
+  local order, batches, at = {}, {}, 1
+  for i in ipairs(rows) do order[i] = i end
+  table.sort(order, function(a, b)
+    if #rows[a].inputs ~= #rows[b].inputs then return #rows[a].inputs > #rows[b].inputs end
+    return a < b
+  end)
+  while at <= #order do
+    local longest = #rows[order[at]].inputs
+    local n = math.max(1, math.min(options.rows, #order - at + 1, math.floor(LOGITS / (longest * vocabulary))))
+    batches[#batches + 1] = { unpack(order, at, at + n - 1) }
+    at = at + n
+  end
+  return batches
+end
+
 --- The sum of the log-probabilities of each continuation after its context.
 ---@param model ps.nn.Module|ps.Engine
 ---@param pairs_ {[1]: integer[], [2]: integer[]}[] ids of contexts and continuations
----@param options {rows: integer, most: integer, pad: integer, device?: string, tick?: fun(n: integer)} rows: pairs per
----  batch at most; most: inputs of a row at most; tick: is called with the number of pairs that are done
+---@param options {rows: integer, most: integer, pad: integer, device?: string, vocabulary?: integer, group?: ps.Group,
+---  tick?: fun(n: integer)} rows: pairs per batch at most; most: inputs of a row at most; vocabulary: the number of
+---  logits, nil: the first row tells; group: ranks that divide the batches, which compute equally many; tick: is called
+---  with the number of pairs that are done
 ---@return number[] sums
 function likelihood.sums(model, pairs_, options)
-  local rows, order, sums = {}, {}, {}
+  local rows, sums = {}, {}
   for i, pair in ipairs(pairs_) do
-    rows[i], order[i] = row_of(pair[1], pair[2], options.most), i
+    rows[i], sums[i] = row_of(pair[1], pair[2], options.most), 0
     if #pair[2] > options.most then
       error(("ps.evaluate: a continuation has %d tokens, more than the %d of the model"):format(#pair[2], options.most))
     end
   end
-  table.sort(order, function(a, b)                         -- long rows first: short ones share a batch
-    if #rows[a].inputs ~= #rows[b].inputs then return #rows[a].inputs > #rows[b].inputs end
-    return a < b
-  end)
-  local at, vocabulary = 1, nil
-  while at <= #order do
-    local longest = #rows[order[at]].inputs
-    local n = math.max(1, math.min(options.rows, #order - at + 1,
-      vocabulary and math.floor(LOGITS / (longest * vocabulary)) or 1))
-    local inputs, targets = {}, {}
-    for r = 1, n do inputs[r], targets[r] = rows[order[at + r - 1]].inputs, rows[order[at + r - 1]].targets end
-    local logits, y = logits_of(model, padded(inputs, options.pad, options.device)),
-      padded(targets, IGNORED, options.device)
-    vocabulary = logits:size(2)
-    local losses = F.cross_entropy(logits, y, { reduction = "none" }):tolist()
-    for r = 1, n do
-      local sum = 0
-      for k, id in ipairs(targets[r]) do if id ~= IGNORED then sum = sum - losses[r][k] end end
-      sums[order[at + r - 1]] = sum
-    end
-    at = at + n
-    if options.tick then options.tick(at - 1) end
+  if #rows == 0 then return sums end
+  local group = options.group
+  local rank, ranks = group and group:rank() or 0, group and group:size() or 1
+  local batches = batches_of(rows, options, options.vocabulary or select(2, sums_of(model, { rows[1] }, options)))
+  local done = 0
+  for round = 0, math.ceil(#batches / ranks) - 1 do
+    for k = 1, ranks do done = done + #(batches[round * ranks + k] or {}) end
+    local own = batches[round * ranks + rank + 1]
+    local batch = {}
+    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end        -- a rank without a batch repeats the first
+    local got = sums_of(model, batch, options)
+    for r, i in ipairs(own or {}) do sums[i] = got[r] end
+    if options.tick then options.tick(done) end
   end
-  return sums
+  return group and group:all_reduce(create.tensor(sums, { dtype = "fp64" })):tolist() or sums
 end
 
 return likelihood
