@@ -173,12 +173,40 @@ describe("an adapter that does not fit", function()
     fails(function() ps.lora.load(m, at "a") end, "lacks 1 tensors", name)
     assert.is_nil(m.set_adapter)
     assert.equal(0, far(before, output(m)))
+    for own, p in m:named_parameters() do
+      assert.is_true(p:needs_grad(), own)
+      assert.is_nil(own:find "lora_", own)
+    end
     rewrite("a", function(t) t[name] = ps.zeros { 48, 3 } end)
     fails(load, name, "[48, 3]", "[48, 2]", "another base model")
     rewrite("a", function(t)
       t[name], t["base_model.model.other.lora_A.weight"] = ps.zeros { 48, 2 }, ps.zeros { 2 }
     end)
     fails(load, "no place", "base_model.model.other.lora_A.weight")
+  end)
+
+  it("leaves the adapters of the model as they are", function()
+    local function state(m)
+      local list = {}
+      for own, p in m:named_parameters() do list[#list + 1] = ("%s %s"):format(own, tostring(p:needs_grad())) end
+      return list
+    end
+    local m = noise(ps.lora.wrap(ps.from_pretrained(at "base", { quiet = true }), { r = 3, targets = { "q_proj" },
+      modules_to_save = { "lm_head" }, name = "first" }))
+    local before, want = state(m), output(m)
+    rewrite("a", function(t) t["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"] = nil end)
+    change("a", "modules_to_save", { "lm_head", "norm" })
+    fails(function() ps.lora.load(m, at "a", { name = "second" }) end, "lacks")
+    fails(function() ps.lora.wrap(m, { r = 3, targets = { "no_proj" }, name = "second" }) end, "no_proj")
+    assert.same(before, state(m))
+    assert.equal("first", m:active_adapter())
+    assert.equal(0, far(want, output(m)))
+    m:save_pretrained(at "first")
+    ps.lora.wrap(m, { r = 2, name = "second" })            -- the name is free
+    fails(function() ps.lora.load(m, at "first", { name = "second" }) end, "has an adapter 'second'")
+    assert.equal("second", m:active_adapter())
+    m:set_adapter "first"
+    assert.equal(0, far(want, output(m)))
   end)
 
   it("is refused over other weights, unless they are wanted", function()

@@ -81,6 +81,49 @@ local function check_tied(model, list, spec)
   end
 end
 
+-- The entries whose module keeps an adapter after discard(module, name).
+local function kept(entries, name, discard)
+  local list = {}
+  for _, entry in ipairs(entries) do
+    if not discard(entry.module, name) then list[#list + 1] = entry end
+  end
+  return list
+end
+
+-- Removes one adapter, even one that `add` has made only in part.
+local function discard(self, name)
+  self.layers, self.saved = kept(self.layers, name, layers.discard), kept(self.saved, name, saved.discard)
+  self.specs[name] = nil
+  if next(self.specs) == nil then
+    for method in pairs(Adapters.methods) do rawset(self.model, method, nil) end
+    rawset(self.model, "adapters_", nil)
+  end
+end
+
+--- Calls fn(...), which adds an adapter. If it fails, the adapter is removed, and the model's adapters and the
+--- parameters that require a gradient are those of before.
+---@generic T
+---@param model ps.nn.Module
+---@param name string of the adapter
+---@param fn fun(...): T
+---@param ... any
+---@return T
+local function undone_on_error(model, name, fn, ...)
+  local before = of(model)
+  if before and before.specs[name] then return fn(...) end              -- an error: the name is taken
+  local active, trained = before and before.active, {}
+  for _, p in ipairs(model:parameters()) do trained[p] = p:needs_grad() end
+  local ok, result = pcall(fn, ...)
+  if ok then return result end
+  local self = of(model)
+  if self then discard(self, name) end
+  if before then before:activate(active) end
+  for p, yes in pairs(trained) do
+    if p:needs_grad() ~= yes then p:requires_grad(yes) end
+  end
+  return error(result, 0)
+end
+
 --- Adds an adapter to a model and activates it.
 ---@param model ps.nn.Module
 ---@param name string
@@ -290,4 +333,4 @@ function methods.unload_adapter(self, options)
   return self
 end
 
-return { of = of, own = own, add = add, Adapters = Adapters }
+return { of = of, own = own, add = add, undone_on_error = undone_on_error, Adapters = Adapters }

@@ -196,20 +196,14 @@ function files.load(model, path, options)
   local opened = open(path, model)
   local spec, file, at = opened.spec, opened.file, opened.at
   spec.dropout = given.dropout or spec.dropout
-  local had = adapters_of.of(model)
-  local adapters
-  local ok, problem = pcall(function()
+  local ok, adapters = pcall(adapters_of.undone_on_error, model, name, function()
     check_base(rawget(model, "source"), opened.base, path, given.other_base)
-    adapters = adapters_of.add(model, name, spec)
-    for _, entry in ipairs(plan(model, adapters, name, file, at)) do
-      read_into(file, entry.from, entry.tensor)
-    end
+    local made = adapters_of.add(model, name, spec)
+    for _, entry in ipairs(plan(model, made, name, file, at)) do read_into(file, entry.from, entry.tensor) end
+    return made
   end)
   file:close()
-  if not ok then
-    if not had and adapters_of.of(model) then model:unload_adapter() end
-    error(problem, 0)
-  end
+  if not ok then error(adapters, 0) end
   adapters.specs[name].base = rawget(model, "source") or spec.base
   if given.trainable == false then adapters:train_only(nil) end
   return model

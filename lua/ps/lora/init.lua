@@ -109,14 +109,14 @@ function lora.wrap(model, options)
   spec.task_type = given.task_type or lora.task_of(model)
   if spec.modules_to_save == nil then spec.modules_to_save = heads_of(model, spec.task_type) end
   spec.base = rawget(model, "source")
-  adapters.add(model, check_name(given.name or "default"), spec)
+  local name = check_name(given.name or "default")
+  adapters.undone_on_error(model, name, adapters.add, model, name, spec)
   return model
 end
 
 --- Loads an adapter that PEFT or psluajit wrote, and activates it. An option that is not supported, a missing or
---- surplus tensor, another shape and other base weights are errors before any value is read. After such an error a
---- model that had no adapter has none, but its parameters may be frozen. A model that had one keeps the new name, too:
---- call model:unload_adapter() before the next attempt.
+--- surplus tensor, another shape and other base weights are errors before any value is read. After such an error the
+--- model is as before: its adapters, the active one, and which parameters require a gradient.
 ---@param model ps.nn.Module the base model
 ---@param folder string with adapter_config.json, or a GGUF file of an adapter
 ---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: default "default".

@@ -357,11 +357,35 @@ function layers.unmerge(layer)
   state.merged, state.factor = nil, nil
 end
 
+local HOLDERS = { "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout" }
+
+--- Removes one adapter from a layer, even one that `add` has made only in part. A layer without adapters is as it was
+--- before.
+---@param layer ps.nn.Module
+---@param name string
+---@return boolean bare the layer has no adapter left
+function layers.discard(layer, name)
+  local state = rawget(layer, "lora_")
+  if not state then return true end
+  state.adapters[name] = nil
+  if state.active == name then state.active = nil end
+  if next(state.adapters) == nil then
+    layers.remove(layer)
+    return true
+  end
+  for _, key in ipairs(HOLDERS) do
+    if registry.kind(layer, key) then
+      if registry.kind(layer[key], name) then layer[key][name] = nil end
+      if registry.members(layer[key])() == nil then layer[key] = nil end
+    end
+  end
+  return false
+end
+
 --- Removes all adapters from a layer, which is then as it was before.
 ---@param layer ps.nn.Module
 function layers.remove(layer)
-  for _, key in ipairs { "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector",
-    "lora_dropout" } do
+  for _, key in ipairs(HOLDERS) do
     if registry.kind(layer, key) then layer[key] = nil end
   end
   for _, key in ipairs { "lora_", "forward", "loss", "weight_now", "cut_into" } do rawset(layer, key, nil) end

@@ -104,6 +104,23 @@ function saved.tensors(module, name)
   return list
 end
 
+--- Removes the values of one adapter. The module then has the base model's.
+---@param module ps.nn.Module
+---@param name string
+---@return boolean bare no adapter has values of the module
+function saved.discard(module, name)
+  local state = rawget(module, "saved_")
+  if not state then return true end
+  saved.activate(module, false)
+  state.names[name] = nil
+  if next(state.names) == nil then
+    saved.remove(module)
+    return true
+  end
+  if registry.kind(module.modules_to_save, name) then module.modules_to_save[name] = nil end
+  return false
+end
+
 --- Removes what adapters keep aside. The module has the base model's values, or with `keep` those that act now.
 ---@param module ps.nn.Module
 ---@param keep? boolean
