@@ -367,18 +367,31 @@ describe("the cache of examples", function()
     assert.equal(first.texts, again.texts)
     for batch in first do assert.equal(check.bytes(batch.labels), check.bytes(again:next().labels)) end
     assert.is_true(cached(open { seq = 32, packing = true, seed = 9 }))      -- rows are made of the same examples
-    for _, more in ipairs { { train_on = "all" }, { date = "2026-01-02" },
-      { table = ps.data.table(file):take(30) } } do
+    assert.is_true(cached(open { date = "2026-01-02" }))   -- the template does not ask for the date
+    for _, more in ipairs { { train_on = "all" }, { table = ps.data.table(file):take(30) } } do
       local one = open(more)
       assert.is_false(cached(one))
       assert.is_true(cached(open(more)))
     end
     assert.is_false(cached(open { table = ps.data.table(file):map(function(row) return row end) }))
     assert.is_false(cached(open { cache = false }))
-    assert.equal(4, files())
+    assert.equal(3, files())
     write(41)
     assert.is_false(cached(open()))
     assert.equal(41, open().rows.count)
+  end)
+
+  it("is another one on another day if the template asks for the date", function()
+    local dated = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = {
+      chat_template = "{{ strftime_now('%d') }}" .. TEMPLATE } })
+    local own = ps.tokenizer.from_pretrained(dated)
+    write(5)
+    local first = open { tokenizer = own }
+    assert.is_true(cached(open { tokenizer = own }))
+    local other = open { tokenizer = own, date = "2026-01-02" }
+    assert.is_false(cached(other))
+    assert.not_equal(first.texts, other.texts)
+    tokens.remove(dated)
   end)
 
   it("is made again if the file is not complete", function()

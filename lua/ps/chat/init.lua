@@ -257,6 +257,10 @@ function Template:render(messages, options)
   return text.flat(text.strip(all:sub(1, at - 1), nil, false, true))
 end
 
+--- Whether the template asks for the date, so that its text may change from day to day.
+---@return boolean
+function Template:reads_date() return self.source:find("strftime_now", 1, true) ~= nil end
+
 -- The header of the assistant's turn: the text that a template writes for add_generation_prompt after the user's last
 -- message, or that it always writes at the end, or that it writes before the content of an answer; "": none.
 local function generation_prompt(self, messages, options)

@@ -243,14 +243,20 @@ local function tokenizer_key(tokenizer)
   return table.concat(list, " ")
 end
 
+-- Whether the folder's chat template asks for the date.
+local function reads_date(tokenizer, form)
+  if form == "ids" or form == "text" then return false end
+  return tokenizer:chat_template():reads_date() or tokenizer:chat_template({ tools = true }):reads_date()
+end
+
 -- The key of the data of a cache file; nil: a part of the data has no key, such as a function.
 local function key_of(rows, tokenizer, form, given)
   if type(given.train_on) == "function" then return nil end
   local tok = tokenizer_key(tokenizer)
   local files = tok and rows:key()                         -- reads the files
   if not files then return nil end
-  return hash_of { VERSION, files, tok, form, given.train_on or "assistant", given.date or os.date "%Y-%m-%d",
-    given.weight_field or "" }
+  return hash_of { VERSION, files, tok, form, given.train_on or "assistant",
+    reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
 -- The folder of cache files; nil: there is none. given: a folder of the script's own.
@@ -305,6 +311,7 @@ function examples.of_table(rows, tokenizer, given)
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
   end
+  given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })    -- one date for all rows
   local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
   local folder = key and cache_folder(given.cache)
   local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
