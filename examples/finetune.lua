@@ -65,10 +65,17 @@ local function conversations(path, option)
   return rows
 end
 
--- Everything that can be refused before the model is loaded.
+local function loader_of(examples, tok, seq, date, training)
+  return ps.data.loader { table = examples, tokenizer = tok, batch = args.batch, seq = seq, seed = args.seed,
+    date = date, shuffle = training, packing = args.packing and training, pad_to_multiple_of = 16,
+    accumulate = args.accumulate }
+end
+
+-- Refuses, before the model is loaded, everything that can be refused then: options, rows, and examples that the
+-- model would not learn from.
 local function prepared()
-  if not args.lora and (args.dora or args.merge or args.alpha) then
-    error("--dora, --merge and --alpha need --lora and a rank, such as --lora 16", 0)
+  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0) then
+    error("--dora, --merge, --alpha and --lora-dropout need --lora and a rank, such as --lora 16", 0)
   end
   local folder = require("ps.pretrained.folder").find(args.model)
   local there, from = lfs.attributes(args.out), lfs.attributes(folder)
@@ -99,12 +106,14 @@ local function prepared()
   end
   if rest > 0 and rest < ps.world_size() and #held_out > rest then held_out = held_out:take(#held_out - rest) end
   local date = args.date or args.resume and (checkpoints.info(run).extra or {}).date or os.date "%Y-%m-%d"
+  most = most or 1024
+  local tok, seq = ps.tokenizer.from_pretrained(folder), args.seq or math.min(1024, most)
+  local loader, evaluation = loader_of(rows, tok, seq, date, true), loader_of(held_out, tok, seq, date, false)
   checkpoints.make_folder(args.out)
   checkpoints.make_folder(run)
-  most = most or 1024
-  return folder, ps.tokenizer.from_pretrained(folder), rows, held_out, most, args.seq or math.min(1024, most), date
+  return folder, tok, held_out, most, date, loader, evaluation
 end
-local folder, tok, rows, held_out, most, seq, date = try(prepared)
+local folder, tok, held_out, most, date, loader, evaluation = try(prepared)
 
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function()
@@ -118,12 +127,6 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
     zero_optimization = ps.world_size() > 1 and { stage = args.zero } or nil,
     memory = (args.host or args.disk) and { host = args.host, disk = args.disk and { path = args.disk } } or nil } })
 
-local function loader_of(examples, more)
-  return try(ps.data.loader, { table = examples, tokenizer = tok, batch = args.batch, seq = seq, seed = args.seed,
-    date = date, shuffle = more == nil, packing = args.packing and more == nil, pad_to_multiple_of = 16,
-    accumulate = args.accumulate })
-end
-local loader, evaluation = loader_of(rows), loader_of(held_out, true)
 local steps = math.max(1, math.floor(args.epochs * loader.batches / args.accumulate))
 local schedule = ps.sched.warmup_cosine { optimizer = optimizer, max_lr = args.lr, min_lr = args.lr / 10,
   warmup = math.ceil(steps / 20), total = steps }

@@ -169,7 +169,12 @@ describe("examples/finetune.lua", function()
   it("refuses options that do not fit before the model is loaded", function()
     check.write(folder .. "/one.jsonl", '{"prompt": "a", "completion": "b"}\n')
     check.write(folder .. "/none.jsonl", "\n")
-    local to = folder .. "/refused"
+    check.write(folder .. "/turns.jsonl", ('{"messages": [{"role": "user", "content": "a"}]}\n'):rep(9))
+    local to, weights, bare = folder .. "/refused", folder .. "/model.safetensors", folder .. "-bare"
+    os.execute(("mv '%s' '%s.kept'; mkdir -p '%s'; cp '%s'/*.json '%s'/*.txt '%s'"):format(weights, weights, bare, folder,
+      folder, bare))
+    check.write(bare .. "/tokenizer_config.json", '{"eos_token": "<|endoftext|>"}')
+    finally(function() os.execute(("mv '%s.kept' '%s'; rm -r '%s'"):format(weights, weights, bare)) end)
     for words, want in pairs {
       [("--data %s --out %s"):format(data, data)] = "finetune.lua: --out: " .. data .. " is a file, not a folder\n",
       [("--data %s --out %s/."):format(data, folder)] = "--out: it is the folder of --model",
@@ -179,10 +184,15 @@ describe("examples/finetune.lua", function()
         "--batch: 42 rows to train on are fewer than a batch of 100 (100 on each of 1 processes): --batch 42 or less",
       [("--data %s --out %s --seq 65"):format(data, to)] = "--seq: 65 tokens, and the model has 64 positions",
       [("--data %s --out %s --eval %s/none.jsonl"):format(data, to, folder)] = "--eval: " .. folder .. "/none.jsonl",
+      [("--data %s/turns.jsonl --out %s"):format(folder, to)] = "turns.jsonl:",
+      [("--data %s --out %s --date yesterday"):format(data, to)] = "date = 'yesterday': YYYY-MM-DD expected",
+      [("--data %s --out %s --lora-dropout 0.1"):format(data, to)] = "--lora-dropout need --lora",
+      [("--data %s --out %s --model %s"):format(data, to, bare)] = bare .. " has no chat template",
     } do
       local out, code = run(words)
       assert.truthy(code == 1 and out:find(want, 1, true), out)
       assert.is_nil(out:find("traceback", 1, true))
+      assert.is_nil(require "lfs".attributes(to))          -- nothing is left behind
     end
   end)
 
