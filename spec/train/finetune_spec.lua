@@ -171,8 +171,8 @@ describe("examples/finetune.lua", function()
     check.write(folder .. "/none.jsonl", "\n")
     check.write(folder .. "/turns.jsonl", ('{"messages": [{"role": "user", "content": "a"}]}\n'):rep(9))
     local to, weights, bare = folder .. "/refused", folder .. "/model.safetensors", folder .. "-bare"
-    os.execute(("mv '%s' '%s.kept'; mkdir -p '%s'; cp '%s'/*.json '%s'/*.txt '%s'"):format(weights, weights, bare, folder,
-      folder, bare))
+    os.execute(("mv '%s' '%s.kept'; mkdir -p '%s'; cp '%s'/*.json '%s'/*.txt '%s'"):format(weights, weights, bare,
+      folder, folder, bare))
     check.write(bare .. "/tokenizer_config.json", '{"eos_token": "<|endoftext|>"}')
     finally(function() os.execute(("mv '%s.kept' '%s'; rm -r '%s'"):format(weights, weights, bare)) end)
     for words, want in pairs {
