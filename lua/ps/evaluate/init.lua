@@ -70,9 +70,9 @@ end
 local TASKS = {}
 
 -- The ranks that divide the rows; nil: this process computes all of them.
-local function group_of(model, options)
+local function group_of(model, divide)
   if handle.of(model) then return mesh.group "dp" end
-  return options.divide and mesh.group "world" or nil
+  return divide and mesh.group "world" or nil
 end
 
 -- The windows of all rows, the form of the rows, and for texts the number of words and bytes.
@@ -111,7 +111,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
   local tokens = 0
   for _, window in ipairs(windows) do tokens = tokens + window.count end
   if tokens == 0 then error(("%s: no token counts"):format(rows:place(1))) end
-  local group = group_of(model, options)
+  local group = group_of(model, options.divide)
   local next_batch, batches, counted = likelihood.batches(windows, options.batch, tok.pad_token_id or 0,
     group and group:rank() or 0, group and group:size() or 1, options.device)
   local done = 0
@@ -160,7 +160,7 @@ function TASKS.choices(model, tok, rows, n, options)
   local config = (handle.module(model) or model).config or {}
   local sums = likelihood.still(model, function()
     return likelihood.sums(model, pairs_, { rows = options.batch, most = options.max_length,
-      pad = tok.pad_token_id or 0, device = options.device, group = group_of(model, options),
+      pad = tok.pad_token_id or 0, device = options.device, group = group_of(model, options.divide),
       vocabulary = type(config.vocab_size) == "number" and config.vocab_size or nil,
       tick = options.progress and function(done) options.progress(done, #pairs_) end })
   end)
@@ -214,7 +214,7 @@ function TASKS.answers(model, tok, rows, n, options)
   if chat == nil then chat = tok.has_chat_template and tok:has_chat_template() end
   local exact, f1, samples = 0, 0, {}
   -- Ranks of an engine decode together, so each of them computes all rows.
-  local group = not handle.of(model) and group_of(model, options) or nil
+  local group = not handle.of(model) and group_of(model, options.divide) or nil
   local rank, ranks = group and group:rank() or 0, group and group:size() or 1
   likelihood.still(model, function()
     for i = 1 + rank, n, ranks do

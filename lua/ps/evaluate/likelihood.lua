@@ -167,11 +167,11 @@ local function logits_of(model, ids)
 end
 
 -- Computes the sums of a batch of rows: sums[r] of row r. Second result: the size of the vocabulary.
-local function sums_of(model, rows, options)
+local function sums_of(model, rows, how)
   local inputs, targets, sums = {}, {}, {}
   for r, row in ipairs(rows) do inputs[r], targets[r] = row.inputs, row.targets end
-  local logits = logits_of(model, padded(inputs, options.pad, options.device))
-  local losses = F.cross_entropy(logits, padded(targets, IGNORED, options.device), { reduction = "none" }):tolist()
+  local logits = logits_of(model, padded(inputs, how.pad, how.device))
+  local losses = F.cross_entropy(logits, padded(targets, IGNORED, how.device), { reduction = "none" }):tolist()
   for r, list in ipairs(targets) do
     local sum = 0
     for k, id in ipairs(list) do if id ~= IGNORED then sum = sum - losses[r][k] end end
@@ -181,7 +181,7 @@ local function sums_of(model, rows, options)
 end
 
 -- The numbers of the rows of each batch. Long rows come first, so that short ones share a batch.
-local function batches_of(rows, options, vocabulary)
+local function batches_of(rows, how, vocabulary)
   local order, batches, at = {}, {}, 1
   for i in ipairs(rows) do order[i] = i end
   table.sort(order, function(a, b)
@@ -190,7 +190,7 @@ local function batches_of(rows, options, vocabulary)
   end)
   while at <= #order do
     local longest = #rows[order[at]].inputs
-    local n = math.max(1, math.min(options.rows, #order - at + 1, math.floor(LOGITS / (longest * vocabulary))))
+    local n = math.max(1, math.min(how.rows, #order - at + 1, math.floor(LOGITS / (longest * vocabulary))))
     batches[#batches + 1] = { unpack(order, at, at + n - 1) }
     at = at + n
   end
