@@ -58,7 +58,7 @@ local TENSOR = {
   { "", "build.to_chunk", "lua/ps/engine/layout/build.lua", "ps_engine_adopt", "each goes into a chunk of its own" },
   { "names", "weights.load", "lua/ps/pretrained/weights.lua", "take", "finds each tensor's name in the model" },
   { "", "take", "lua/ps/pretrained/weights.lua", "load_state_dict", "refuses a body that is incomplete" },
-  { "", "Module:load_state_dict", "lua/ps/nn/module.lua", "sharded.read", "compares all shapes, then reads" },
+  { "", "Module:load_state_dict", "lua/ps/nn/state.lua", "sharded.read", "compares all shapes, then reads" },
   { "", "sharded.read", "lua/ps/nn/sharded.lua", "read_into", "all of it, or this rank's part" },
   { "file", "File:read_into", "lua/ps/io/safetensors.lua", "fill", "read_part if the type changes" },
   { "", "fill", "lua/ps/io/safetensors.lua", "ps_tensor_load", "compares the checksum, if any" },

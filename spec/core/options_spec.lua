@@ -113,6 +113,7 @@ local CALLS = {
   { "ps.materialize", "devise", "device", function(o) ps.materialize(ps.deferred(nn.Linear, 2, 2), o) end },
   { "shard.new", "block", "blocks", function(o) require("ps.tensor.shard").new(o) end },
   { "load_state_dict", "strickt", "strict", function(o) local m = model(); m:load_state_dict(m:state_dict(), o) end },
+  { "state_dict", "ties", "tied", function(o) model():state_dict(o) end },
   { "nn.Linear", "biass", "bias", function(o) nn.Linear(2, 3, o) end },
   { "nn.Conv1D", "stdd", "std", function(o) nn.Conv1D(2, 3, o) end },
   { "F.conv1d", "strid", "stride", function(o) F.conv1d(heads[0], ps.ones { 4, 4, 1 }, nil, o) end, source = "call" },

@@ -120,21 +120,81 @@ describe("a module's state", function()
       "no option 'persist'", 1, true))
   end)
 
+  local Tied = nn.class "Tied"
+  function Tied:init()
+    self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, { bias = false })
+    self.head.weight = self.embed.weight
+  end
+
+  local function keys(state)
+    local list = {}
+    for name in pairs(state) do list[#list + 1] = name end
+    table.sort(list)
+    return list
+  end
+
+  local unlike = "'embed.weight' and 'head.weight' are one tied parameter, but the state has unlike values"
+
   it("may have both names of a tied weight, with one value", function()
-    local Tied = nn.class "Tied"
-    function Tied:init()
-      self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, { bias = false })
-      self.head.weight = self.embed.weight
+    local tied, w = Tied(), ps.randn { 3, 2 }
+    tied:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w:clone() }
+    tied:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w }
+    tied:load_state_dict { ["head.weight"] = w }
+    assert.same(w:tolist(), tied.embed.weight:tolist())
+    fails(function() tied:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w + 1 } end, unlike)
+    assert.same(w:tolist(), tied.embed.weight:tolist())
+  end)
+
+  it("has both names of a tied weight; a file has one, and is loaded under either", function()
+    local tied = Tied()
+    local state = tied:state_dict()
+    assert.same({ "embed.weight", "head.weight" }, keys(state))
+    assert.truthy(ps.same(state["embed.weight"], state["head.weight"]))
+    assert.same({ "embed.weight" }, keys(tied:state_dict { tied = false }))
+    assert.equal("embed.weight", names(tied))
+    fails(function() tied:state_dict { ties = false } end, "no option 'ties'")
+    local path = os.tmpname()
+    local function loads(values)
+      local other = Tied()
+      local file = ps.safetensors.open(path)
+      other:load_state_dict(file)
+      file:close()
+      assert.same(values:tolist(), other.embed.weight:tolist())
+      other = Tied()
+      other:load_state_dict(ps.load(path))
+      assert.same(values:tolist(), other.head.weight:tolist())
     end
-    local net, w = Tied(), ps.randn { 3, 2 }
-    net:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w:clone() }
-    net:load_state_dict { ["embed.weight"] = w, ["head.weight"] = w }
-    net:load_state_dict { ["head.weight"] = w }
-    assert.same(w:tolist(), net.embed.weight:tolist())
-    local ok, why = pcall(net.load_state_dict, net, { ["embed.weight"] = w, ["head.weight"] = w + 1 })
-    assert.falsy(ok)
-    assert.truthy(tostring(why):find("'embed.weight' and 'head.weight' are one tied parameter, but the state has "
-      .. "unlike values", 1, true), tostring(why))
-    assert.same(w:tolist(), net.embed.weight:tolist())
+    ps.safetensors.save(path, state, { format = "pt" })
+    local file = ps.safetensors.open(path)
+    assert.same({ "embed.weight" }, file:names())
+    assert.same({ format = "pt", ["head.weight"] = "embed.weight" }, file.metadata)
+    file:close()
+    loads(tied.embed.weight)
+    local w = ps.randn { 3, 2 }
+    ps.safetensors.save(path, { ["head.weight"] = w })
+    loads(w)
+    ps.safetensors.save(path, { ["head.weight"] = w, ["embed.weight"] = w:clone() })
+    loads(w)
+    ps.safetensors.save(path, { ["head.weight"] = w, ["embed.weight"] = w + 1 })
+    file = ps.safetensors.open(path)
+    fails(function() Tied():load_state_dict(file) end, unlike)
+    file:close()
+    os.remove(path)
+    assert.same({ "embed.weight", "head.weight" }, keys(state))
+  end)
+
+  it("has the name of a head that reads a table", function()
+    local Model = nn.class "Model"
+    function Model:init()
+      self.tokens = nn.Embedding(5, 4)
+      self.head = nn.LMHead(4, 5, { tied = self.tokens })
+    end
+    local model, w = Model(), ps.randn { 5, 4 }
+    assert.same({ "head.weight", "tokens.weight" }, keys(model:state_dict()))
+    assert.equal("tokens.weight", names(model))
+    model:load_state_dict { ["head.weight"] = w }
+    assert.same(w:tolist(), model.tokens.weight:tolist())
+    model:load_state_dict(model:state_dict())
+    fails(function() model:load_state_dict { ["head.weight"] = w, ["tokens.weight"] = w + 1 } end, "unlike values")
   end)
 end)

@@ -39,7 +39,7 @@ end
 -- The state of a model that has no engine yet: rank 0 has all of it in memory, other ranks nothing. Reading a parameter
 -- gathers it, so all ranks read all of them.
 local function gathered(model, rank)
-  local state, names, all = {}, {}, model:state_dict()
+  local state, names, all = {}, {}, model:state_dict { tied = false }
   for name in pairs(all) do names[#names + 1] = name end
   table.sort(names)
   for _, name in ipairs(names) do

@@ -112,7 +112,7 @@ local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
   if base then state.base = { path = base.path, fingerprint = base.fingerprint } end
-  for name, tensor in pairs(parts.model:state_dict()) do
+  for name, tensor in pairs(parts.model:state_dict { tied = false }) do
     if not (base and base.names[name]) then tensors[name] = tensor end
   end
   local own = {}

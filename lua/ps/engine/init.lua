@@ -35,6 +35,7 @@ local exact = require "ps.core.exact"
 local trained = require "ps.engine.step.trained"
 local unused = require "ps.engine.step.unused"
 local step = require "ps.engine.step"
+local tied = require "ps.nn.tied"
 local table_driver = require "ps.engine.step.table"
 local micro = require "ps.engine.micro"
 require "ps.engine.step.clip"
@@ -132,6 +133,7 @@ function Engine:eval()
   self.module:eval()
   return self.handle
 end
+local STATE = { tied = "boolean" }
 Engine.to = trained.to
 -- Methods that convert the module. An engine refuses them.
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
@@ -139,15 +141,17 @@ local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" 
 --- Name -> tensor: fp32 values (the masters of half parameters) and buffers, as the host sees them. If ranks share the
 --- state (zero_optimization.stage 1 to 3), each rank gets the tensors that it owns, and rank 0 also the buffers. The
 --- tensors are lent: read or save them before the next step.
+---@param options? {tied?: boolean} tied = false: a tied weight only has its first name; default: all names
 ---@return table<string, ps.Tensor>
-function Engine:state_dict()
+function Engine:state_dict(options)
   self = handle.own(self, "state_dict")
+  options = caller.options(options, "state_dict", STATE)
   self:check_whole()
   if not step.is_open(self) then self.masters:sync() end
-  local state = self.module:state_dict()
+  local state = self.module:state_dict { tied = false }
   own_state.keep(self, state)
   for _, row in ipairs(self.built.list) do state[row.name] = masters.values(row) end
-  return state
+  return options.tied == false and state or tied.add(self.module, state)
 end
 
 --- Calls the module's save_pretrained with the fp32 values. All ranks call it; rank 0 writes.

@@ -271,6 +271,28 @@ local function entries_of(tensors)
   return entries
 end
 
+-- A tensor that has several names is written once, under the first one in order. As in the package safetensors, the
+-- metadata names it for each of the others. A new table of metadata if there are any.
+local function once(entries, metadata)
+  local list, first, all = {}, {}, nil
+  for _, entry in ipairs(entries) do
+    local t = entry.tensor
+    local same = ("%s %d %s %s %s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
+      rectangles.text(entry.shape), rectangles.text(t:stride()))
+    if first[same] and t.numel_ > 0 then
+      if not all then
+        all = {}
+        for key, value in pairs(metadata or {}) do all[key] = value end
+      end
+      all[entry.name] = all[entry.name] or first[same]
+    else
+      first[same] = entry.name
+      list[#list + 1] = entry
+    end
+  end
+  return list, all or metadata
+end
+
 -- Calls fn(writer) with a new writer. If fn fails, the writer is freed, which removes its temporary file.
 local function with_writer(path, fn)
   local out = ffi.new("ps_stw *[1]")
@@ -316,6 +338,7 @@ function Writer:close()
 end
 
 --- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when all is on disk.
+--- A tensor that has several names (a tied weight) is written once, under the first of them in order.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata? table<string, string>
@@ -324,6 +347,7 @@ function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
   if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
   local entries, largest = entries_of(tensors), 1
+  entries, metadata = once(entries, metadata)
   for _, entry in ipairs(entries) do largest = math.max(largest, entry.tensor:nbytes()) end
   local writer = safetensors.writer(path, entries, metadata, checksums)
   local ok, problem = pcall(function()

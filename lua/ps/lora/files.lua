@@ -102,7 +102,7 @@ end
 -- The tensors of the file and their destinations: a list of {from = name in the file, tensor = destination}. The file
 -- must have every tensor of the adapter, and otherwise only copies of the base model's tensors.
 local function plan(model, adapters, name, file, path)
-  local wanted, base, missing, unknown, wrong, list = {}, model:state_dict(), {}, {}, {}, {}
+  local wanted, base, missing, unknown, wrong, list = {}, model:state_dict { tied = false }, {}, {}, {}, {}
   for own, tensor in adapters:tensors(name) do wanted[own] = tensor end
   local from = {}
   for _, given in ipairs(file:names()) do
@@ -359,7 +359,7 @@ local function merging(adapters, model, call)
   for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry.module end
   if handle.of(model) then
     local state = model:state_dict()
-    for own, tensor in pairs(module:state_dict()) do values[address(tensor)] = state[own] end
+    for own, tensor in pairs(module:state_dict { tied = false }) do values[address(tensor)] = state[own] end
   end
   local function value_of(tensor) return values[address(tensor)] or tensor end
   return function(entries)

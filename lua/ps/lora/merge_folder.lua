@@ -127,7 +127,7 @@ end
 
 -- Refuses files that lack a tensor of the model, or have one of another shape.
 local function check_whole(model, state, base)
-  for name, tensor in pairs(model:state_dict()) do
+  for name, tensor in pairs(model:state_dict { tied = false }) do
     local spare = false
     for _, pattern in ipairs(model.spare or {}) do
       spare = spare or (name:match("^" .. model.base .. "%.(.*)$") or name):find(pattern) ~= nil
@@ -144,7 +144,7 @@ end
 -- written. adapter: a folder or GGUF file of an adapter that is merged into them; nil: none.
 local function stream(base, adapter, options, fn)
   local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
-  local whole, adapters, weights_file, trained = model:state_dict(), nil, nil, {}
+  local whole, adapters, weights_file, trained = model:state_dict { tied = false }, nil, nil, {}
   if adapter then adapters, weights_file, trained = lora_files.open(model, adapter, options.other_base, base) end
   local ok, problem = pcall(function()
     local files = files_of.open(folder.files(base))

@@ -1,10 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The plan of load_state_dict: which tensor of a state is read into which tensor of a module, and what does not match.
+local caller = require "ps.core.caller"
+local create = require "ps.tensor.create"
 local sharded = require "ps.nn.sharded"
 local hooks = require "ps.core.hooks"
 local rectangles = require "ps.core.rectangles"
 local registry = require "ps.nn.registry"
+local scope = require "ps.core.scope"
+local tied = require "ps.nn.tied"
 local shard = require "ps.tensor.shard"
+
+local error = caller.error
 
 local load_plan = {}
 
@@ -53,7 +59,7 @@ end
 
 --- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one for each distinct tensor, and the
 --- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source;
---- `again` is the second.
+--- `again` lists its other names there.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]
@@ -64,36 +70,70 @@ end
 ---@return string[] unexpected
 ---@return string[] wrong
 function load_plan.plan(self, source, shape_of, elsewhere, state)
-  local entries, by_address, known, wrong, kinds = {}, {}, {}, {}, {}
+  local entries, by_address, by_name, known, wrong, kinds = {}, {}, {}, {}, {}, {}
   local of_file = state.read_into and (state.shards and state:shards() or {})
   local function shard_of(name)
     if of_file then return of_file[name] end
     return shard.of(state[name])
   end
-  registry.walk(self, function(name, tensor, kind, owner, key)
-    if kind == "module" or not registry.is_persistent(owner, key) then return end
+  local function note(name, entry)
+    if known[name] then return end
     known[name] = true
-    local at = registry.address(tensor)
-    local entry = by_address[at]
-    if not entry then
-      entry = { tensor = tensor, name = name }
-      by_address[at] = entry
-      entries[#entries + 1] = entry
-    end
     if not source[name] then return end
-    if entry.from then entry.again = entry.again or name end
+    if entry.from then table.insert(entry.again, name) end
     entry.from = entry.from or name
-    local has = shape_of(name)
+    local has, tensor = shape_of(name), entry.tensor
     sharded.check_rank(shard_of(name), tensor, name)
     if not fits(has, tensor, name, kinds, state.whole == true) then
       wrong[#wrong + 1] = ("%s is [%s] in the model, [%s] in the state"):format(name,
         table.concat(sharded.shape(tensor), ", "), table.concat(has, ", "))
     end
+  end
+  registry.walk(self, function(name, tensor, kind, owner, key)
+    if kind == "module" or not registry.is_persistent(owner, key) then return end
+    local at = registry.address(tensor)
+    local entry = by_address[at]
+    if not entry then
+      entry = { tensor = tensor, name = name, again = {} }
+      by_address[at], by_name[name] = entry, entry
+      entries[#entries + 1] = entry
+    end
+    note(name, entry)
   end)
+  for name, first in pairs(tied.names(self, true)) do note(name, by_name[first]) end
   local missing, unexpected = missing_of(entries, elsewhere), {}
   for name in pairs(source) do if not known[name] then unexpected[#unexpected + 1] = name end end
   table.sort(unexpected)
   return entries, missing, unexpected, wrong
+end
+
+-- Whether two tensors of a state have the same values. Those of a file are read into memory, as values of `tensor`.
+local function alike(state, one, other, tensor)
+  if not state.read_into then
+    return rawequal(state[one], state[other]) or state[one]:equal(state[other])
+  end
+  return scope.no_grad(scope.scope, function()
+    local list = {}
+    for i, name in ipairs { one, other } do
+      list[i] = create.empty(state:shape(name), { dtype = tensor:dtype(), device = "cpu" })
+      state:read_into(name, list[i])
+    end
+    return list[1]:equal(list[2])
+  end)
+end
+
+--- Refuses a state in which the names of a tied tensor have unlike values.
+---@param entries table[] of load_plan.plan
+---@param state table tensors by name, or an open file
+function load_plan.check_tied(entries, state)
+  for _, entry in ipairs(entries) do
+    for _, name in ipairs(entry.again) do
+      if not alike(state, entry.from, name, entry.tensor) then
+        error(("load_state_dict: '%s' and '%s' are one tied parameter, but the state has unlike values for them; "
+          .. "remove one of the two, or untie the model"):format(entry.from, name))
+      end
+    end
+  end
 end
 
 return load_plan

@@ -12,19 +12,18 @@
 -- Calling a module runs :forward inside a scope: when it returns, temporaries that neither the result nor the tape
 -- needs are freed. If a class's forward makes no temporaries, `Class.unscoped = true` omits the scope. Names and their
 -- order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own tensors come before
--- those of its modules. A tied tensor is listed once, under its first name. Modules keep no activations.
+-- those of its modules. A tied tensor is listed once, under its first name; state_dict has all
+-- of its names. Modules keep no activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
 local collector = require "ps.core.collector"
-local sharded = require "ps.nn.sharded"
 local exact = require "ps.core.exact"
 local summary = require "ps.nn.summary"
 local hooks = require "ps.core.hooks"
 local module_hooks = require "ps.nn.hooks"
 local rectangles = require "ps.core.rectangles"
 local foreign = require "ps.core.foreign"
-local load_plan = require "ps.nn.load_plan"
 local registry = require "ps.nn.registry"
 local shard = require "ps.tensor.shard"
 local tensor_hooks = require "ps.tensor.hooks"
@@ -493,80 +492,7 @@ function Module:to(target, ...)
   return self
 end
 
---- Name -> tensor of all parameters and persistent buffers (references, not copies; a tied tensor once).
----@return table<string, ps.Tensor>
-function Module:state_dict()
-  check_owned(self)
-  local state, seen = {}, {}
-  walk(self, function(name, tensor, kind, owner, key)
-    if kind == "module" or seen[address(tensor)] or not registry.is_persistent(owner, key) then return end
-    seen[address(tensor)], state[name] = true, tensor
-  end)
-  return state
-end
-
-local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "function" }
-
---- Copies values into the parameters and buffers by name, and converts types. Everything is checked before anything is
---- written.
----@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with lazy),
----  which is read one tensor at a time
----@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default
----  true): missing and unexpected names are errors; check_only: nothing is written; elsewhere: whether another process
----  has a tensor, which then does not count as missing
----@return {missing: string[], unexpected: string[]}
-function Module:load_state_dict(state, options)
-  if type(state) ~= "table" then
-    error(("load_state_dict takes a table of tensors by name, or an open file, not a %s"):format(type(state)))
-  end
-  options = caller.options(options, "load_state_dict", LOADING)
-  local file = state.read_into and state --[[@as ps.SafeTensors]]
-  local source = {}
-  if file then
-    for _, name in ipairs(file:names()) do source[name] = true end
-  else
-    for name in pairs(state) do source[name] = true end
-  end
-  local function shape_of(name)
-    if file then return file:shape(name) end
-    if not is_tensor(state[name]) then
-      error(("load_state_dict: '%s' is a %s, not a tensor"):format(name, type(state[name])), 0)
-    end
-    return state[name]:shape()
-  end
-  local elsewhere = options.elsewhere
-  local entries, missing, unexpected, wrong = load_plan.plan(self, source, shape_of, elsewhere, state)
-  if #wrong > 0 then error("load_state_dict: shapes differ: " .. load_plan.some(wrong)) end
-  if options.strict ~= false then
-    local problems = {}
-    if #missing > 0 then problems[1] = ("%d missing: %s"):format(#missing, load_plan.some(missing)) end
-    if #unexpected > 0 then
-      problems[#problems + 1] = ("%d unexpected: %s"):format(#unexpected, load_plan.some(unexpected))
-    end
-    if #problems > 0 then error("load_state_dict: " .. table.concat(problems, "; ")) end
-  end
-  for _, entry in ipairs(file and entries or {}) do
-    if entry.from then file:check(entry.from) end
-  end
-  for _, entry in ipairs(file and {} or entries) do
-    local first, again = entry.from and state[entry.from], entry.again and state[entry.again]
-    if first ~= nil and again ~= nil and not rawequal(first, again) and not first:equal(again) then
-      error(("load_state_dict: '%s' and '%s' are one tied parameter, but the state has unlike values for them; remove "
-        .. "one of the two, or untie the model"):format(entry.from, entry.again))
-    end
-  end
-  if options.check_only then return { missing = missing, unexpected = unexpected } end
-  for _, entry in ipairs(entries) do
-    if entry.from then
-      local held = hooks.ask("load", entry.tensor, state, entry.from)
-      local tensor = held and held.to or entry.tensor
-      if held and held.elsewhere then tensor = nil else sharded.read(state, entry.from, tensor, entry.tensor) end
-      if held and tensor ~= nil then held:loaded(entry.tensor) end
-    end
-  end
-  hooks.tell("loaded", self)
-  return { missing = missing, unexpected = unexpected }
-end
+require "ps.nn.state"(Module, check_owned)
 
 -- init and forward are excluded: their arguments are checked at calls of the class and of the module.
 local init, no_forward = Module.init, Module.forward

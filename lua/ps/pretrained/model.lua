@@ -44,7 +44,9 @@ Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "ro
 -- tensor.
 local function layout_of(self)
   local layout = {}
-  for name, tensor in pairs(self:state_dict()) do layout[name] = table.concat(sharded.shape(tensor), ", ") end
+  for name, tensor in pairs(self:state_dict { tied = false }) do
+    layout[name] = table.concat(sharded.shape(tensor), ", ")
+  end
   return layout
 end
 

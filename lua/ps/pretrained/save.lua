@@ -52,7 +52,7 @@ end
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
-  local here, entries, rows, engine = model:state_dict(), {}, {}, handle.of(model)
+  local here, entries, rows, engine = model:state_dict { tied = false }, {}, {}, handle.of(model)
   local stages = engine and engine.stages
   local function saves(name) return not stages or stages:saves(name) end
   local shares = engine and engine.ranks and engine.zero_stage > 0
@@ -68,7 +68,7 @@ function save.entries(model)
     for _, list in ipairs { "list", "frozen" } do
       for _, row in ipairs(engine.built[list]) do rows[address(row.param)] = { row.owner, list == "list" } end
     end
-    for name, tensor in pairs(engine.module:state_dict()) do
+    for name, tensor in pairs(engine.module:state_dict { tied = false }) do
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,

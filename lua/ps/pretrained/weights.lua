@@ -36,7 +36,7 @@ end
 ---@return fun(name: string): string?
 function weights.namer(model)
   local known = {}
-  for name in pairs(model:state_dict()) do known[name] = true end
+  for name in pairs(model:state_dict { tied = false }) do known[name] = true end
   return function(name) return own_name(model, known, name) end
 end
 
@@ -83,7 +83,7 @@ end
 
 -- Loads an open state: the whole body, and the tensors of the head that it has.
 local function take(model, state, names, left, lost, how)
-  local tensors = model:state_dict()
+  local tensors = model:state_dict { tied = false }
   if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
   local found = model:load_state_dict(state, { strict = false, check_only = true })
   local body, head = {}, {}
@@ -120,7 +120,7 @@ end
 ---@param how? ps.pretrained.Loading
 function weights.load(model, files, how)
   local known, names, left, lost = {}, {}, {}, {}
-  for name in pairs(model:state_dict()) do known[name] = true end
+  for name in pairs(model:state_dict { tied = false }) do known[name] = true end
   if model.config.tie_word_embeddings then for other in pairs(model.ties or {}) do known[other] = true end end
   local state = files:state(function(name)
     local own = own_name(model, known, name)

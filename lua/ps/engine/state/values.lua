@@ -44,7 +44,7 @@ end
 ---@param engine ps.Engine
 ---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
 function values.parameters(engine)
-  local state, rows, list = engine:state_dict(), {}, {}
+  local state, rows, list = engine:state_dict { tied = false }, {}, {}
   for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end
   local factor = engine.micro > 0 and engine.optimizer:grad_scale() or 1
   for name, param in engine.module:named_parameters() do
