@@ -5,9 +5,11 @@ RUN := $(BUILD)/psluajit
 STEPS ?=
 DATA ?=
 OUT ?= out/train
+SEED ?= 1
+HOURS ?=
 
 .PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
-  pictures deb install clean bench c-tests-sanitized asan tsan fuzz
+  pictures deb install clean bench c-tests-sanitized asan tsan fuzz faults
 
 all: build
 
@@ -113,6 +115,11 @@ c-tests-sanitized: setup
 
 asan tsan:
 	@cmake --preset $@ && cmake --build --preset $@ && PS_TEST_ISA=none PS_TEST_LIMIT_S=20000 tools/test.sh build-$@
+
+# Jobs under drawn faults (docs/reliability.md): 100 seeds from SEED on, or for HOURS=8.
+faults: build
+	@cmake --build $(BUILD) --target psluajit_faults
+	@$(RUN) tools/faults.lua --seeds $(SEED):$$(($(SEED) + 99)) --jobs 2 $(if $(HOURS),--hours $(HOURS)) --keep
 
 fuzz:
 	@cmake --preset fuzz && cmake --build --preset fuzz

@@ -215,6 +215,30 @@ describe("a folder of checkpoints", function()
       .. "1 more", "/latest")
   end)
 
+  it("is not taken for missing where `latest` or a rank's file cannot be read", function()
+    local run = new()
+    saved(run, 1)
+    os.remove(path("latest"))
+    assert(lfs.link("latest", path("latest"), true))       -- a link to itself cannot be opened
+    for _, call in ipairs { checkpoints.find, function() return checkpoints.load(folder, run) end } do
+      fails(function() call(folder) end, "cannot tell which checkpoint of ", "is the newest", "Too many levels")
+    end
+    os.remove(path("latest"))
+    assert(lfs.mkdir(path("latest")))                      -- a folder opens, but cannot be read
+    fails(function() checkpoints.find(folder) end, "cannot tell which checkpoint of ", "/latest: ", "directory")
+    assert(lfs.rmdir(path("latest")))
+    run.shards = true
+    local name = checkpoints.save(folder, run)
+    local shard = name .. "/rank-00000-of-00001.safetensors"
+    os.remove(shard)
+    fails(function() checkpoints.load(name, run) end, shard .. " is missing")
+    assert(lfs.link("x", name .. "/x", true) and lfs.link(name .. "/x", shard, true))
+    fails(function() checkpoints.load(name, run) end, "cannot open ", "Too many levels")
+    os.remove(name .. "/index.json")
+    assert(lfs.mkdir(name .. "/index.json"))
+    fails(function() checkpoints.load(name, run) end, "cannot read ", "index.json", "directory")
+  end)
+
   it("is asked for in ways that cannot be meant, and says what it takes", function()
     local run = new()
     local function with(more)

@@ -55,7 +55,14 @@ public:
         std::vector<char> value(PS_STORE_MAX_VALUE);
         int64_t nbytes = 0;
         code = ps_store_get(store_, key.c_str(), timeout_s_, value.data(), int64_t(value.size()), &nbytes);
-        if (code < 0) failed();
+        if (code < 0) {
+            /* Gloo's keys for the addresses of ranks are their numbers. */
+            if (code == PS_ETIME && key.find_first_not_of("0123456789") == std::string::npos) {
+                ps_error_prefix("rank %s did not send the address at which it listens: ", key.c_str());
+                ps_error_set_rank(std::atoi(key.c_str()));
+            }
+            failed();
+        }
         value.resize(size_t(nbytes));
         return value;
     }

@@ -11,6 +11,7 @@
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"
+local errno = require "posix.errno"
 local C = native.C
 
 local folder = {}
@@ -91,12 +92,22 @@ function folder.names(path)
   return names
 end
 
+-- The lines of `latest`; nil if there is no such file. A file that cannot be read is an error: a run that took it for
+-- missing would begin again.
 local function read_latest(path)
-  local file = io.open(path .. "/latest", "rb")
-  if not file then return nil end
-  local name, run = file:read("*l") or "", file:read("*l")
-  file:close()
-  return name, run and run:match("^%x+$")
+  local file, why, code = io.open(path .. "/latest", "rb")
+  if not file and (code == errno.ENOENT or code == errno.ENOTDIR) then return nil end
+  local name, run
+  if file then
+    name, why = file:read("*l")
+    run = file:read("*l")
+    file:close()
+  end
+  if not name and why then
+    error(("cannot tell which checkpoint of %s is the newest: %s"):format(path, file and path .. "/latest: " .. why
+      or why), 0)
+  end
+  return name or "", run and run:match("^%x+$")
 end
 
 --- Writes `latest`; `name` is the newest complete checkpoint.

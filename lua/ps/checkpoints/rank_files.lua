@@ -18,6 +18,8 @@
 local native = require "ps.core.ffi"
 local json = require("cjson").new()
 local bit = require "bit"
+local errno = require "posix.errno"
+local lfs = require "lfs"
 local encode = require "ps.core.encode"
 local Pieced = require "ps.io.pieced"
 local rectangles = require "ps.core.rectangles"
@@ -96,7 +98,8 @@ end
 -- }.
 local function open_shard(folder, rank, wanted, options)
   local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
-  local there = io.open(path, "rb")
+  local there, why, code = io.open(path, "rb")
+  if not there and code ~= errno.ENOENT then error(("cannot open %s"):format(why), 0) end
   if not there then
     error(("%s is missing: the checkpoint has files of %d ranks, which must all be in one folder that every rank sees")
       :format(path,
@@ -127,9 +130,7 @@ end
 ---@return boolean
 function rank_files.all_there(folder, size)
   for rank = 0, size - 1 do
-    local file = io.open(folder .. "/" .. rank_files.file_name(rank, size), "rb")
-    if not file then return false end
-    file:close()
+    if not lfs.attributes(folder .. "/" .. rank_files.file_name(rank, size), "mode") then return false end
   end
   return true
 end
@@ -234,9 +235,10 @@ function rank_files.index(folder)
   local path = folder .. INDEX
   local file, why = io.open(path, "rb")
   if not file then error(("this checkpoint is incomplete: cannot open %s"):format(why), 0) end
-  local text = file:read("*a")
+  local text, problem = file:read("*a")
   file:close()
-  local digits, rest = (text or ""):sub(#HEAD + 1, #HEAD + 16), (text or ""):sub(#HEAD + 17)
+  if not text then error(("cannot read %s: %s"):format(path, problem), 0) end
+  local digits, rest = text:sub(#HEAD + 1, #HEAD + 16), text:sub(#HEAD + 17)
   if text:sub(1, #HEAD) ~= HEAD or bit.tohex(C.ps_xxh3(rest, #rest), 16) ~= digits then
     error(path .. " is damaged: its checksum differs from the one in it", 0)
   end

@@ -1,0 +1,168 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/faults.lua: fixed seeds, of which none may be wrong, and the checker itself, which must see what is wrong.
+-- PS_FULL=1 runs 100 seeds; PS_FAULT_SEEDS=A:B runs others.
+local draw = require "tools.faults.draw"
+local judge = require "tools.faults.judge"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local lib = require "spec.ranks_lib"
+
+local exe = paths.exe:gsub("/[^/]*$", "") .. "/psluajit_faults"
+local NONE = "needs the program psluajit_faults (cmake --build build --target psluajit_faults)"
+local missing = not lfs.attributes(exe, "mode") and NONE or lib.no_gloo()
+local SEEDS = os.getenv "PS_FAULT_SEEDS" or os.getenv "PS_FULL" == "1" and "1:100" or "1:24"
+-- Seeds and plans that found a defect.
+local FOUND = {
+  { 20, "1/0:open@15=EACCES" },                            -- the error of a rank's file said that it was missing
+  { 58, "1/1:send@4=half_open" },                          -- the error had a key of the store instead of the rank
+  { 82, "2/0:open@1=EIO" },                                -- `latest` could not be read, and the run began again
+}
+
+-- What tools/faults.lua prints, and its exit code.
+local function faults(arguments)
+  local p = assert(io.popen(("'%s' '%s/tools/faults.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
+    arguments)))
+  local text, code = p:read("*a"):match "^(.*)|(%d+)\n$"
+  p:close()
+  return text, tonumber(code)
+end
+
+describe("faults by seeds", function()
+  it("end golden or named", function()
+    if missing then return pending(missing) end
+    local text, code = faults("--jobs 3 --seeds " .. SEEDS)
+    assert.truthy(code == 0, text)
+    local golden, named, happened = text:match "(%d+) golden, (%d+) named, 0 WRONG; (%d+) faults happened"
+    assert.truthy(tonumber(golden) >= 5 and tonumber(named) >= 5 and tonumber(happened) >= 20, text)
+  end)
+
+  for _, plan in ipairs(FOUND) do
+    it("have not come back: " .. plan[2], function()
+      if missing then return pending(missing) end
+      local text, code = faults(("--replay %d --plan '%s'"):format(plan[1], plan[2]))
+      assert.truthy(code == 0, text)
+    end)
+  end
+
+  it("are logged one by one", function()
+    if missing then return pending(missing) end
+    local text, code = faults "--replay 8 --plan '1/0:sync@0=EIO'"
+    assert.equal(0, code)
+    assert.truthy(text:find("fault: rank 0 sync@0=EIO:0 sync ", 1, true), text)
+    assert.truthy(text:find("named: ", 1, true), text)
+    assert.truthy(text:find("life 2: no faults", 1, true), text)
+  end)
+
+  it("are refused by name", function()
+    local text, code = faults "--seeds 5:1"
+    assert.truthy(code ~= 0 and text:find("it takes A:B", 1, true), text)
+    text, code = faults "--jobs 2"
+    assert.truthy(code ~= 0 and text:find("give --seeds A:B or --replay SEED", 1, true), text)
+  end)
+end)
+
+describe("a seed", function()
+  local options = { ranks = 2, steps = 6 }
+
+  it("draws the same plan again", function()
+    for seed = 1, 50 do assert.same(draw.plan(seed, options), draw.plan(seed, options)) end
+  end)
+
+  it("draws every kind, and switches every kind off", function()
+    local on, off = {}, {}
+    for seed = 1, 600 do
+      local plan = draw.plan(seed, options)
+      for _, event in ipairs(plan.events) do on[event.kind] = true end
+      for _, kind in ipairs(plan.off) do off[kind] = true end
+    end
+    for _, kind in ipairs(draw.KINDS) do assert.truthy(on[kind.name] and off[kind.name], kind.name) end
+  end)
+end)
+
+-- The checker on logs and ends that the spec makes up.
+describe("the checker", function()
+  local run = require "tools.faults.run"
+  local job = { ranks = 1, steps = 2, config = {} }
+  local folder, shm = lib.folder(), {}
+  for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
+  teardown(function() run.clean(folder) end)
+
+  local function golden()
+    return { { w = "a1" }, { w = "b2" }, ["0 1"] = { rows = "aa" }, ["0 2"] = { rows = "bb" } }
+  end
+
+  local function write(name, text)
+    local f = assert(io.open(folder .. name, "w"))
+    f:write(text)
+    f:close()
+  end
+
+  -- Judges one life with these lines of its log.
+  local function judged(lines, process, events, happened, resumes, saved)
+    write(".log", table.concat(lines, "\n") .. "\n")
+    write(".faults", happened or "")
+    process.rank, process.text, process.seconds = 0, process.text or "", 1
+    local plan = { events = events or {}, job = job }
+    local state = { saved = saved or 0, seen = {}, faults = 0 }
+    local verdict = judge.life({ folder = folder, job = job }, plan, 1, { process }, golden(), state, resumes)
+    return verdict.outcome, verdict.why or "", state
+  end
+
+  local WELL = { "0 1 resumed 0 0", "0 1 step 1 w=a1 aa", "0 1 saved 1", "0 1 step 2 w=b2 bb", "0 1 end 2" }
+
+  it("accepts a run that went well", function()
+    local outcome, _, state = judged(WELL, { code = 0 })
+    assert.equal("golden", outcome)
+    assert.equal(1, state.saved)
+    assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
+  end)
+
+  it("sees other parameters, other rows and lost checkpoints", function()
+    local function wrong(lines, ...)
+      local outcome, why = judged(lines, { code = 0 }, nil, nil, ...)
+      assert.equal("WRONG", outcome)
+      return why
+    end
+    assert.truthy(wrong { "0 1 step 1 w=a2 aa" }:find("other values of w after step 1", 1, true))
+    assert.truthy(wrong { "0 1 step 1 v=a1 aa" }:find("other values of v", 1, true))
+    assert.truthy(wrong { "0 1 step 1 w=a1 bb" }:find("other rows in step 1", 1, true))
+    assert.truthy(wrong { "0 1 step 3 w=a1 aa" }:find("does not exist", 1, true))
+    assert.truthy(wrong({ "0 1 resumed 0 0" }, false, 1):find("continued from step 0", 1, true))
+    assert.truthy(wrong({ "0 1 resumed 1 1" }, true, 1):find("were damaged", 1, true))
+    assert.truthy(wrong { "0 1 resumed 1 0", "1 1 resumed 0 0" }:find("another rank from step 1", 1, true))
+    local _, _, state = judged({ "0 1 step 1 w=a1 aa" }, { code = 0 })
+    assert.equal("rank 0 never reported step 2", judge.left({ folder = folder, job = job }, state, shm))
+  end)
+
+  it("sees ends without a cause", function()
+    local eio = { { kind = "eio", life = 1, rank = 0, text = "write@0=EIO" } }
+    local stop = { { kind = "stop", life = 1, rank = 0, text = "any@0=stop" } }
+    local hit = "0 event write@0=EIO:0 write /x\n"
+    local function ends(process, events, happened, resumes)
+      local outcome, why = judged({}, process, events, happened, resumes)
+      return outcome .. " " .. why
+    end
+    assert.truthy(ends({ code = 1, text = "psluajit: oops\n" }):match "^WRONG rank 0 ended with code 1, without a ")
+    assert.truthy(ends({ code = 1, text = "psluajit: oops\n" }, eio, hit):match "^WRONG")
+    local function said() return { code = 1, text = "psluajit: Input/output error\n" } end
+    assert.truthy(ends(said(), eio):match "^WRONG")        -- it did not happen
+    assert.equal("named Input/output error", ends(said(), eio, hit))
+    assert.truthy(ends(said(), eio, hit, true):match "^WRONG the resume")
+    assert.truthy(ends({ signal = 11 }, eio, hit):match "^WRONG rank 0 was ended by signal 11")
+    assert.truthy(ends({ signal = 9, hung = true }, eio, hit):match "^WRONG rank 0 did not end within")
+    assert.truthy(ends({ code = 0, orphans = true }):match "^WRONG rank 0 left a process")
+    assert.truthy(ends({ code = 1, text = "psluajit: slow" }, stop, "0 event any@0=stop:0 open /x\n"):match "^WRONG")
+    local kill = { { kind = "kill", life = 1, rank = 0, text = "any@0=kill" } }
+    assert.equal("named kill", ends({ signal = 9 }, kill, "0 event any@0=kill:0 open /x\n"))
+  end)
+
+  it("sees what is left behind", function()
+    local _, _, state = judged(WELL, { code = 0 })
+    write("/run.tmp", "")
+    assert.equal("left behind: run.tmp", judge.left({ folder = folder, job = job }, state, shm))
+    os.remove(folder .. "/run.tmp")
+    assert(lfs.mkdir(folder .. "/run"))
+    write("/run/step-00000001.tmp-1", "")
+    assert.equal("left behind: run/step-00000001.tmp-1", judge.left({ folder = folder, job = job }, state, shm))
+  end)
+end)

@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Faults by plan. The program psluajit_faults is psluajit with the objects of this folder. They define the C library's
+ * functions for files, sockets, memory, clocks, sleeps and locks, so that every call of the engine, of LuaJIT and of
+ * Gloo comes here. psluajit has none of these objects: its calls go to the C library directly.
+ *
+ * Each such function is a door. The door counts the call and compares it with the plan (PS_FAULT_PLAN): a list of events
+ * RANK:DOOR@NTH=ACTION, or RANK:DOOR@NTH+COUNT=ACTION, separated by blanks. NTH counts from 0. RANK is a number, or * for
+ * all ranks. tools/faults/draw.lua describes the actions. Files count only if they are below PS_FAULT_FOLDER, and
+ * sockets only if they are of the internet's families. Each event that happens is a line of the file PS_FAULT_LOG. */
+#ifndef PS_FAULTS_H
+#define PS_FAULTS_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* The order is that of `doors` in plan.c. Any counts the calls of all others, except for clock,
+ * lock and alloc. */
+enum faults_door {
+    DOOR_ANY, DOOR_OPEN, DOOR_READ, DOOR_WRITE, DOOR_SYNC, DOOR_RENAME, DOOR_SPACE, DOOR_REMOVE, DOOR_MKDIR, DOOR_MAP,
+    DOOR_CONNECT, DOOR_ACCEPT, DOOR_SEND, DOOR_RECV, DOOR_ALLOC, DOOR_CLOCK, DOOR_SLEEP, DOOR_LOCK, DOOR_WAIT,
+    N_DOORS
+};
+/* Actions that plan.c performs before the call: DELAY, KILL, STOP, SIGNAL, POWER. Doors perform the others. */
+enum faults_action {
+    ACT_NONE, ACT_ERRNO, ACT_SHORT, ACT_FLIP, ACT_CUT, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP, ACT_SPURIOUS,
+    ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER
+};
+typedef struct faults_hit {
+    int action;                 /* ACT_NONE: the call proceeds */
+    int err;                    /* ACT_ERRNO */
+    double arg;                 /* the action's number, or 0 */
+} faults_hit;
+
+/* Counts a call of `door`, and returns the action that the plan has for it. what: a path for the log, or NULL. can: a
+ * bit set of the actions that this call can perform; events with others are not used up. */
+faults_hit faults_pass(int door, unsigned can, const char *what);
+#define CAN(action) (1u << (action))
+enum { CAN_WAIT = 1u << ACT_DELAY | 1u << ACT_KILL | 1u << ACT_STOP | 1u << ACT_SIGNAL | 1u << ACT_POWER };
+
+/* For scripts that walk over every call: replaces the plan, and counts calls and events from 0. No other thread may be
+ * in a door. */
+void faults_arm(const char *plan);
+int64_t faults_happened(void);                  /* events that happened since then */
+
+/* -- descriptors (files.c) ---------------------------------------------------------------------------------------- */
+enum faults_class { FD_OTHER, FD_FILE, FD_NAMELESS, FD_FOLDER, FD_SOCKET };
+int faults_class_of(int fd);
+void faults_set_class(int fd, int class, const char *path);
+const char *faults_path_of(int fd);             /* "" if unknown */
+/* What reads and writes of a file and of a socket have in common. */
+ssize_t faults_socket_send(int fd, const void *bytes, size_t nbytes, int flags);
+ssize_t faults_socket_recv(int fd, void *bytes, size_t nbytes, int flags);
+/* Flips bit `which` (modulo their number) of the bytes. */
+void faults_flip(void *bytes, size_t nbytes, double which);
+
+/* -- loss of power (lost.c) --------------------------------------------------------------------------------------- */
+/* Each function is called before the change. Paths are absolute. */
+void lost_write(int fd, int64_t offset, int64_t nbytes);
+void lost_resize(int fd);
+void lost_truncate(const char *path);           /* all bytes of a file */
+void lost_sync(int fd);                         /* a file's bytes, or a folder's names, are on the disk */
+void lost_create(const char *path);
+void lost_rename(const char *from, const char *to, bool exchange);
+void lost_remove(const char *path, bool folder);
+void lost_mkdir(const char *path);
+void lost_undone(void);                         /* the last of these changes of a folder failed */
+/* Undoes what was not synced, as `seed` draws, and ends the process. */
+_Noreturn void lost_power(uint64_t seed);
+bool faults_want_power(void);                   /* the plan has such an event, so changes are recorded */
+
+/* -- system calls that pass no door ------------------------------------------------------------------------------- */
+void faults_nap(double seconds);
+void faults_lock(void);                         /* one lock for all of this folder; not recursive */
+void faults_unlock(void);
+void *faults_next(const char *name, const char *version);       /* the C library's function; version: or NULL */
+void faults_note(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* a line of the log */
+#endif

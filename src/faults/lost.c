@@ -1,0 +1,350 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Loss of power (faults.h). Before each change of a file, its present bytes are kept until fsync says that the new ones
+ * are on the disk. Names are kept likewise until their folder is synced. When power is lost, each block of 4,096 bytes
+ * that was not synced stays, returns to its old bytes, or does the latter in one part of its sectors. Of the changes of
+ * a folder's names, a number of the last ones is undone, as a file system with a journal would.
+ *
+ * Files of the disk tier have no name, so they are left out: nothing of them outlives the process. The model is that of
+ * one machine that stops: only this process's changes are undone. */
+#define _GNU_SOURCE
+#include "faults/faults.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { BLOCK = 4096, SECTOR = 512, MOST_SAVED = 64 << 20 };
+
+typedef struct block { int64_t index; uint8_t old[BLOCK]; } block;
+/* A file with bytes that are not synced. */
+typedef struct file {
+    struct file *next;
+    dev_t dev;
+    ino_t ino;
+    int fd;                     /* an own descriptor, for reading old bytes and for writing them back */
+    int64_t old_size;
+    block *blocks;
+    int n, room;
+} file;
+typedef struct change {
+    enum { CREATE, RENAME, EXCHANGE, REMOVE, REMOVE_FOLDER, MAKE_FOLDER } kind;
+    char folder[PATH_MAX], path[PATH_MAX], to[PATH_MAX];     /* folder: whose names change */
+    uint8_t *old;               /* bytes of the file that the change removes, or NULL */
+    int64_t old_size;
+} change;
+
+static file *files;
+static change *changes;
+static int n_changes, room_changes;
+
+/* -- bytes -------------------------------------------------------------------------------------------------------- */
+static int64_t size_of(int fd)
+{
+    struct stat st;
+    return fstat(fd, &st) == 0 ? st.st_size : 0;
+}
+
+static file **find(const struct stat *st)
+{
+    file **at = &files;
+    while (*at && ((*at)->dev != st->st_dev || (*at)->ino != st->st_ino)) at = &(*at)->next;
+    return at;
+}
+
+/* The record of a file; made if there is none. NULL: not a file, or no memory. */
+static file *record_of(int fd)
+{
+    struct stat st;
+    char name[64];
+    if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode)) return NULL;
+    file **at = find(&st);
+    if (*at) return *at;
+    snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+    int own = (int)syscall(SYS_openat, AT_FDCWD, name, O_RDWR | O_CLOEXEC, 0);
+    file *f = own >= 0 ? calloc(1, sizeof *f) : NULL;
+    if (!f) return NULL;
+    *f = (file){ .dev = st.st_dev, .ino = st.st_ino, .fd = own, .old_size = st.st_size };
+    return *at = f;
+}
+
+static void keep_block(file *f, int64_t index)
+{
+    for (int i = 0; i < f->n; i++)
+        if (f->blocks[i].index == index) return;
+    if (f->n == f->room) {
+        int room = f->room ? 2 * f->room : 16;
+        block *more = realloc(f->blocks, (size_t)room * sizeof *more);
+        if (!more) return;
+        f->blocks = more, f->room = room;
+    }
+    block *b = &f->blocks[f->n++];
+    memset(b, 0, sizeof *b);
+    b->index = index;
+    syscall(SYS_pread64, f->fd, b->old, BLOCK, index * BLOCK);
+}
+
+void lost_write(int fd, int64_t offset, int64_t nbytes)
+{
+    if (!faults_want_power() || nbytes <= 0) return;
+    faults_lock();
+    file *f = record_of(fd);
+    for (int64_t i = offset / BLOCK; f && i <= (offset + nbytes - 1) / BLOCK; i++) keep_block(f, i);
+    faults_unlock();
+}
+
+void lost_resize(int fd)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    file *f = record_of(fd);
+    for (int64_t i = 0; f && i * BLOCK < size_of(fd); i++) keep_block(f, i);
+    faults_unlock();
+}
+
+void lost_truncate(const char *path)
+{
+    int fd = faults_want_power() ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC, 0) : -1;
+    if (fd < 0) return;
+    lost_resize(fd);
+    syscall(SYS_close, fd);
+}
+
+static void forget_file(file **at)
+{
+    file *f = *at;
+    *at = f->next;
+    syscall(SYS_close, f->fd);
+    free(f->blocks);
+    free(f);
+}
+
+static void forget_change(int i)
+{
+    free(changes[i].old);
+    memmove(&changes[i], &changes[i + 1], (size_t)(--n_changes - i) * sizeof *changes);
+}
+
+void lost_sync(int fd)
+{
+    struct stat st;
+    if (!faults_want_power() || fstat(fd, &st) < 0) return;
+    faults_lock();
+    file **at = find(&st);
+    if (*at) forget_file(at);
+    for (int i = n_changes - 1; S_ISDIR(st.st_mode) && i >= 0; i--) {
+        struct stat folder;
+        if (stat(changes[i].folder, &folder) == 0 && folder.st_dev == st.st_dev && folder.st_ino == st.st_ino)
+            forget_change(i);
+    }
+    faults_unlock();
+}
+
+/* -- names -------------------------------------------------------------------------------------------------------- */
+/* Appends a change of the names in the folder of `path`. (locked) */
+static change *append(int kind, const char *path, const char *to)
+{
+    if (n_changes == room_changes) {
+        int room = room_changes ? 2 * room_changes : 16;
+        change *more = realloc(changes, (size_t)room * sizeof *more);
+        if (!more) return NULL;
+        changes = more, room_changes = room;
+    }
+    change *c = &changes[n_changes++];
+    memset(c, 0, sizeof *c);
+    c->kind = kind;
+    snprintf(c->path, sizeof c->path, "%s", path);
+    snprintf(c->to, sizeof c->to, "%s", to ? to : "");
+    snprintf(c->folder, sizeof c->folder, "%s", to ? to : path);
+    char *slash = strrchr(c->folder, '/');
+    if (slash) *slash = 0;
+    return c;
+}
+
+/* Keeps the bytes of the file `path`, if there is one. */
+static void keep_bytes(change *c, const char *path)
+{
+    int fd = c ? (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0) : -1;
+    struct stat st;
+    if (fd < 0) return;
+    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size <= MOST_SAVED
+        && (c->old = malloc((size_t)st.st_size + 1)) != NULL) {
+        c->old_size = st.st_size;
+        syscall(SYS_pread64, fd, c->old, (size_t)st.st_size, 0);
+    }
+    syscall(SYS_close, fd);
+}
+
+/* Paths below the folder `from` begin with `to` from now on. */
+static void move_prefix(char *path, const char *from, const char *to)
+{
+    char moved[PATH_MAX];
+    size_t n = strlen(from);
+    if (strncmp(path, from, n) || (path[n] != '/' && path[n])) return;
+    if (snprintf(moved, sizeof moved, "%s%s", to, path + n) < (int)sizeof moved) memcpy(path, moved, sizeof moved);
+}
+
+static void move_paths(int upto, const char *from, const char *to)
+{
+    for (int i = 0; i < upto; i++) {
+        move_prefix(changes[i].folder, from, to);
+        move_prefix(changes[i].path, from, to);
+        move_prefix(changes[i].to, from, to);
+    }
+}
+
+static bool is_folder(const char *path)
+{
+    struct stat st;
+    return lstat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+void lost_create(const char *path)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    append(CREATE, path, NULL);
+    faults_unlock();
+}
+
+void lost_mkdir(const char *path)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    append(MAKE_FOLDER, path, NULL);
+    faults_unlock();
+}
+
+void lost_remove(const char *path, bool folder)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    change *c = append(folder ? REMOVE_FOLDER : REMOVE, path, NULL);
+    if (!folder) keep_bytes(c, path);
+    faults_unlock();
+}
+
+void lost_rename(const char *from, const char *to, bool exchange)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    int before = n_changes;
+    change *c = append(exchange ? EXCHANGE : RENAME, from, to);
+    if (!exchange) keep_bytes(c, to);
+    if (!exchange && is_folder(from)) move_paths(before, from, to);
+    faults_unlock();
+}
+
+void lost_undone(void)
+{
+    if (!faults_want_power()) return;
+    faults_lock();
+    if (n_changes) {
+        change *c = &changes[n_changes - 1];
+        if (c->kind == RENAME) move_paths(n_changes - 1, c->to, c->path);
+        forget_change(n_changes - 1);
+    }
+    faults_unlock();
+}
+
+/* -- the loss ----------------------------------------------------------------------------------------------------- */
+static uint64_t draw(uint64_t *state)           /* splitmix64 (Steele, Lea, Flood: Fast splittable generators, 2014) */
+{
+    uint64_t z = *state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static void remove_all(const char *path)
+{
+    char command[PATH_MAX + 32];
+    snprintf(command, sizeof command, "rm -rf '%s'", path);
+    (void)!system(command);
+}
+
+static void restore(const change *c, const char *path)
+{
+    if (!c->old) return;
+    int fd = (int)syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) return;
+    syscall(SYS_pwrite64, fd, c->old, (size_t)c->old_size, 0);
+    syscall(SYS_close, fd);
+}
+
+static void undo(int i)
+{
+    const change *c = &changes[i];
+    faults_note("lost name %d %s %s", c->kind, c->path, c->to);
+    if (c->kind == CREATE) syscall(SYS_unlinkat, AT_FDCWD, c->path, 0);
+    else if (c->kind == MAKE_FOLDER) remove_all(c->path);
+    else if (c->kind == REMOVE) restore(c, c->path);
+    else if (c->kind == REMOVE_FOLDER) syscall(SYS_mkdir, c->path, 0777);
+    else {
+        unsigned flags = c->kind == EXCHANGE ? RENAME_EXCHANGE : 0;
+        if (!flags && is_folder(c->to)) move_paths(i, c->to, c->path);
+        syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);      /* fails, but for a folder that came anew */
+        syscall(SYS_renameat2, AT_FDCWD, c->to, AT_FDCWD, c->path, flags);
+        if (!flags) restore(c, c->to);
+    }
+}
+
+/* Undoes the last changes of each folder, from a drawn one on. */
+static void lose_names(uint64_t *state)
+{
+    static char gone[64][PATH_MAX];             /* folders for which the number has been drawn */
+    static int left[64];                        /* changes of that folder that are still to be undone */
+    int n_gone = 0;
+    for (int i = 0; i < n_changes; i++) {
+        int k = 0;
+        while (k < n_gone && strcmp(gone[k], changes[i].folder)) k++;
+        if (k == 64) continue;
+        if (k == n_gone) {
+            int n = 0;
+            for (int j = i; j < n_changes; j++) n += !strcmp(changes[j].folder, changes[i].folder);
+            snprintf(gone[n_gone], PATH_MAX, "%s", changes[i].folder);
+            left[n_gone++] = (int)(draw(state) % (uint64_t)(n + 1));
+        }
+    }
+    for (int i = n_changes - 1; i >= 0; i--)
+        for (int k = 0; k < n_gone; k++)
+            if (left[k] > 0 && !strcmp(gone[k], changes[i].folder)) {
+                left[k]--;
+                undo(i);
+                break;
+            }
+}
+
+static void lose_bytes(uint64_t *state)
+{
+    int stayed = 0, lost = 0, torn = 0;
+    for (file *f = files; f; f = f->next) {
+        bool all = draw(state) % 3 == 0;        /* nothing of this file was written: the usual case */
+        int64_t size = size_of(f->fd);
+        for (int i = 0; i < f->n; i++) {
+            block *b = &f->blocks[i];
+            uint64_t what = all ? 1 : draw(state) % 3;
+            int64_t at = b->index * BLOCK, n = size - at < BLOCK ? size - at : BLOCK, from = 0;
+            if (what == 0 || n <= 0) { stayed++; continue; }
+            if (what == 2) from = (int64_t)(draw(state) % (BLOCK / SECTOR)) * SECTOR;
+            if (from >= n) { stayed++; continue; }
+            what == 2 ? torn++ : lost++;
+            syscall(SYS_pwrite64, f->fd, b->old + from, (size_t)(n - from), at + from);
+        }
+        if (all) syscall(SYS_ftruncate, f->fd, f->old_size);
+    }
+    faults_note("lost bytes: %d blocks stayed, %d were lost, %d torn", stayed, lost, torn);
+}
+
+_Noreturn void lost_power(uint64_t seed)
+{
+    faults_lock();                              /* for ever: other threads stop at their next change */
+    lose_bytes(&seed);
+    lose_names(&seed);
+    for (;;) syscall(SYS_kill, getpid(), SIGKILL);
+}

@@ -1,0 +1,104 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The job of tools/faults.lua: one rank of a small training that saves and resumes. It is a script as a user would
+-- write it. Arguments: a file with the settings (JSON, tools/faults/draw.lua), the run's folder, the log, and the
+-- number of this life. Each line of the log is one event of this rank:
+--   RANK LIFE resumed STEP SKIPPED     SKIPPED: number of checkpoints that could not be used
+--   RANK LIFE step STEP HASHES ROWS    after the step: NAME=HASH of this rank's parameters, and a hash of each row that
+--                                      it read
+--   RANK LIFE saved STEP               the checkpoint is said to be complete
+--   RANK LIFE end STEP
+local ps = require "ps"
+local bit = require "bit"
+local ffi = require "ffi"
+local json = require "cjson"
+
+ffi.cdef "unsigned alarm(unsigned seconds);"
+
+local file = assert(io.open(arg[1], "rb"))
+local job = json.decode(file:read("*a"))
+file:close()
+local folder, life = arg[2], tonumber(arg[4])
+local run = folder .. "/run"
+ffi.C.alarm(job.limit_s)                                   -- a job whose starter died does not stay
+
+local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
+  heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }
+local rank = ps.rank()
+local log = assert(io.open(arg[3], "a"))
+log:setvbuf "line"
+local function note(text, ...) log:write(("%d %d "):format(rank, life), text:format(...), "\n") end
+
+local function hash(text) return bit.tohex(ps.C.ps_xxh3(text, #text)) end
+
+local function bytes_of(t)
+  t = t:contiguous()
+  local n = tonumber(ps.C.ps_tensor_nbytes(t))
+  local buffer = ffi.new("uint8_t[?]", n)
+  ps.check(ps.C.ps_tensor_read(t, buffer, n))
+  return ffi.string(buffer, n)
+end
+
+local function hashes_of(model)
+  local list = {}
+  for name, tensor in pairs(model:state_dict()) do list[#list + 1] = name .. "=" .. hash(bytes_of(tensor)) end
+  return #list > 0 and table.concat(list, ",") or "-"      -- a rank may have no share of a small model
+end
+
+local function rows_of(x)
+  local list = {}
+  for i, row in ipairs(x:tolist()) do list[i] = hash(table.concat(row, " ")) end
+  return table.concat(list, ",")
+end
+
+local FAMILIES = { gpt2 = "models.gpt2", llama = "models.llama", qwen2 = "models.qwen2", qwen3 = "models.qwen3",
+  mistral = "models.mistral" }
+
+ps.manual_seed(11)
+local config = job.config
+config.plan_print, config.seed = false, 11
+if config.memory and config.memory.disk then config.memory.disk.path = folder end
+local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
+  return require(FAMILIES[job.family]).new("tiny")
+end }
+local loader = ps.data.loader { file = job.text, batch = job.rows, seq = 16, seed = 2, vocab = 256 }
+local parts = { model = model, optimizer = optimizer, loader = loader, keep = job.keep, quiet = true,
+  async = job.async, shards = job.shards }
+
+local first = 0
+if ps.checkpoints.find(run) then
+  local from = ps.checkpoints.load(run, parts)
+  first = from.step
+  note("resumed %d %d", first, #from.skipped)
+else
+  note "resumed 0 0"
+end
+
+local function saved(path) note("saved %d", tonumber(path:match "step%-(%d+)")) end
+
+for step = first + 1, job.steps do
+  local x, y = loader:next()
+  if not x then x, y = loader:next() end                   -- a new epoch
+  local rows = rows_of(x)
+  optimizer:zero_grad()
+  if config.pipeline or job.accumulate > 1 then
+    for out in model:micro_batches(x, y) do model:backward(out.loss) end
+  else
+    model:backward(model(x, y))
+  end
+  optimizer:step()
+  note("step %d %s %s", step, hashes_of(model), rows)
+  if step % job.every == 0 then
+    if job.async then
+      local path = ps.checkpoints.wait()
+      if path then saved(path) end
+    end
+    local path = ps.checkpoints.save(run, parts)
+    if not job.async then saved(path) end
+  end
+end
+local path = ps.checkpoints.wait()
+if path then saved(path) end
+if group then group:barrier() end
+note("end %d", optimizer.steps)
+model:close()
+log:close()

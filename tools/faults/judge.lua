@@ -1,0 +1,203 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Decides from the outside what the lives of a run were: golden, named, or wrong. It reads what processes printed,
+-- how they ended, the job's log and the faults that happened (tools/faults/run.lua), and the table of
+-- tools/faults/draw.lua.
+local draw = require "tools.faults.draw"
+local run = require "tools.faults.run"
+
+local judge = {}
+
+-- The kinds of the faults that happened since line `from` of the log of faults, by rank: those that may end a life.
+local function happened(plan, life, list, from)
+  local by_rank, all = {}, {}
+  local function add(rank, kind)
+    if kind.golden then return end
+    by_rank[rank] = by_rank[rank] or {}
+    table.insert(by_rank[rank], kind)
+    all[#all + 1] = kind
+  end
+  for i = from, #list do
+    local door, action = list[i].text:match "^(%l+)@%d+=([%w_]+)"
+    for _, event in ipairs(plan.events) do
+      local its_door, its_action = (event.text or ""):match "^(%l+)@[%d+]+=([%w_]+)"
+      if event.life == life and event.rank == list[i].rank and its_door == door and its_action == action then
+        add(event.rank, draw.KINDS[event.kind])
+        break
+      end
+    end
+  end
+  for _, event in ipairs(plan.events) do
+    if event.life == life and event.kind == "twice" then add(event.rank, draw.KINDS.twice) end
+  end
+  return by_rank, all
+end
+
+local function fits(text, kinds)
+  for _, kind in ipairs(kinds) do
+    for _, cause in ipairs(kind.causes or {}) do
+      local found = text:match("[^\n]*" .. cause .. "[^\n]*")
+      if found then return found end
+    end
+  end
+end
+
+-- The line that says why a process ended.
+local function last_words(text)
+  local words = text:match "psluajit[%w_]*: ([^\n]+)" or text:match "([^\n]+)\n*$" or ""
+  return (words:gsub("^%c*", ""):sub(1, 240))
+end
+
+-- How a process ended: nil if well, else "named" or "wrong" and why.
+local function ending(process, by_rank, all)
+  local own = by_rank[process.rank] or {}
+  local who = ("rank %d%s"):format(process.rank, process.twin and " (its twin)" or "")
+  if process.hung then return "wrong", ("%s did not end within %.0f s"):format(who, process.seconds) end
+  if process.orphans then return "wrong", who .. " left a process behind" end
+  if process.signal then
+    for _, kind in ipairs(own) do
+      if kind.dies and kind.dies[process.signal] then return "named", kind.name end
+    end
+    return "wrong", ("%s was ended by signal %d: %s"):format(who, process.signal, last_words(process.text))
+  end
+  if process.code == 0 then return nil end
+  local cause = fits(process.text, own) or fits(process.text, all)
+  -- A rank that did nothing wrong names the one that did.
+  if not cause and #all > 0 then
+    for rank in pairs(by_rank) do cause = cause or process.text:match("[^\n]*rank " .. rank .. "[^\n]*") end
+  end
+  if cause then return "named", last_words(process.text) end
+  return "wrong", ("%s ended with code %s, without a cause: %s"):format(who, tostring(process.code),
+    last_words(process.text))
+end
+
+-- Parameters have the golden run's values. Which rank has which depends on the size of chunks, so that all ranks' are
+-- one table, unless tensor parallelism gives each rank its part.
+local function check_step(line, job, golden)
+  local want = golden[line.rank .. " " .. line.step]
+  if not want then return ("rank %d reports step %d, which does not exist"):format(line.rank, line.step) end
+  local values = job.config.tensor_parallel and want.values or golden[line.step]
+  for name, hash in line[1]:gmatch "([^=,]+)=(%x+)" do
+    if values[name] ~= hash then
+      return ("rank %d has other values of %s after step %d"):format(line.rank, name, line.step)
+    end
+  end
+  if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
+end
+
+-- Where a life began: never before the last checkpoint that was said to be complete, unless that one was damaged.
+local function check_begin(line, state, resumes)
+  local skipped = tonumber(line[1]) or 0
+  if skipped > 0 and resumes then return ("%d checkpoints were damaged"):format(skipped) end
+  if line.step < state.saved and skipped == 0 then
+    return ("rank %d continued from step %d, but the checkpoint of step %d was complete"):format(line.rank, line.step,
+      state.saved)
+  end
+end
+
+-- Compares the log of a life with that of the golden run. state: what is known from earlier lives.
+local function check_log(log, job, life, golden, state, resumes)
+  local first
+  for _, line in ipairs(log) do
+    if line.life == life then
+      local problem
+      if line.what == "step" then
+        problem = check_step(line, job, golden)
+        state.seen[line.rank .. " " .. line.step] = true
+      elseif line.what == "resumed" then
+        problem = check_begin(line, state, resumes)
+        first = first or line.step
+        if line.step ~= first then
+          problem = ("rank %d continued from step %d, another rank from step %d"):format(line.rank, line.step, first)
+        end
+      end
+      if problem then return problem end
+    end
+  end
+  for _, line in ipairs(log) do
+    if line.life == life and line.what == "saved" then state.saved = math.max(state.saved, line.step) end
+  end
+end
+
+--- The golden run's log: by "RANK STEP" { values, rows } and by step the values of all ranks, each by parameter. The
+--- run must have read each row once per epoch.
+---@param log table[]
+---@param job table
+---@return table
+function judge.golden(log, job)
+  local golden, seen = {}, {}
+  local sharded = (job.config.pipeline or job.config.tensor_parallel) and 1 or job.ranks
+  for _, line in ipairs(log) do
+    if line.what == "step" then
+      local values, together = {}, golden[line.step] or {}
+      for name, hash in line[1]:gmatch "([^=,]+)=(%x+)" do values[name], together[name] = hash, hash end
+      golden[line.step], golden[line.rank .. " " .. line.step] = together, { values = values, rows = line[2] }
+      for row in line[2]:gmatch "%x+" do
+        if line.rank < sharded then
+          assert(not seen[row], "the golden run read a row twice")
+          seen[row] = true
+        end
+      end
+    end
+  end
+  for rank = 0, job.ranks - 1 do
+    for step = 1, job.steps do assert(golden[rank .. " " .. step], "the golden run has no step " .. step) end
+  end
+  return golden
+end
+
+---@class ps.faults.Verdict
+---@field outcome "golden"|"named"|"WRONG"
+---@field why? string
+
+--- Judges one life. resumes: it had no faults, so it must end well. state: { saved, seen, faults }, which the caller
+--- keeps from life to life; at first { saved = 0, seen = {}, faults = 0 }.
+---@param spec table
+---@param plan ps.faults.Plan
+---@param life integer
+---@param processes ps.faults.Process[]
+---@param golden table
+---@param state table
+---@param resumes boolean
+---@return ps.faults.Verdict
+function judge.life(spec, plan, life, processes, golden, state, resumes)
+  local list = run.happened(spec.folder)
+  local by_rank, all = happened(plan, life, list, state.faults + 1)
+  state.faults = #list
+  local outcome, why = "golden", nil
+  for _, process in ipairs(processes) do
+    local how, what = ending(process, by_rank, all)
+    if how == "wrong" then return { outcome = "WRONG", why = what } end
+    if how and outcome == "golden" then outcome, why = "named", what end
+  end
+  local problem = check_log(run.log(spec.folder), spec.job, life, golden, state, resumes)
+  if problem then return { outcome = "WRONG", why = problem } end
+  if resumes and outcome ~= "golden" then return { outcome = "WRONG", why = "the resume ended: " .. why } end
+  return { outcome = outcome, why = why }
+end
+
+--- What is left when all lives are over: nil, or what is wrong. shm: names in /dev/shm before.
+---@param spec table
+---@param state table
+---@param shm table<string, boolean>
+---@return string?
+function judge.left(spec, state, shm)
+  local job = spec.job
+  for rank = 0, job.ranks - 1 do
+    for step = 1, job.steps do
+      if not state.seen[rank .. " " .. step] then return ("rank %d never reported step %d"):format(rank, step) end
+    end
+  end
+  for _, name in ipairs(run.names "/dev/shm") do
+    if not shm[name] and not name:match "^sem%." then return "/dev/shm has " .. name end
+  end
+  for _, name in ipairs(run.names(spec.folder)) do
+    if name ~= "run" and name ~= "rendezvous" then return "left behind: " .. name end
+  end
+  for _, name in ipairs(run.names(spec.folder .. "/run")) do
+    if name ~= "latest" and not name:match "^step%-%d+$" and not name:match "^step%-%d+%.safetensors$" then
+      return "left behind: run/" .. name
+    end
+  end
+end
+
+return judge

@@ -1,0 +1,194 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs the lives of a job: starts its ranks, stops, continues and ends them, and returns what the outside saw.
+-- Functions that wait yield, so that several jobs run at once.
+local ffi = require "ffi"
+local json = require "cjson"
+local lfs = require "lfs"
+local fcntl = require "posix.fcntl"
+local signal = require "posix.signal"
+local stdlib = require "posix.stdlib"
+local time = require "posix.time"
+local unistd = require "posix.unistd"
+local wait = require "posix.sys.wait"
+local draw = require "tools.faults.draw"
+
+local run = {}
+
+local CONTINUED_S = 0.3                                    -- if no event says how long a stopped rank is stopped
+
+ffi.cdef "int prctl(int option, ...);"
+local PR_SET_PDEATHSIG = 1
+
+---@return number seconds
+function run.now()
+  local t = time.clock_gettime(time.CLOCK_MONOTONIC)
+  return t.tv_sec + t.tv_nsec * 1e-9
+end
+
+local function read(path)
+  local f = io.open(path, "rb")
+  local text = f and f:read("*a") or ""
+  if f then f:close() end
+  return text
+end
+run.read = read
+
+local function write(path, text)
+  local f = assert(io.open(path, "wb"))
+  f:write(text)
+  assert(f:close())
+end
+
+---@class ps.faults.Process
+---@field rank integer
+---@field twin boolean        the second process of a rank
+---@field pid integer
+---@field out string          path of its output
+---@field code? integer       exit code, or nil
+---@field signal? integer     the signal that ended it, or nil
+---@field hung? boolean       it had to be killed
+
+-- Starts one rank.
+local function start(spec, life, rank, twin)
+  local job = spec.job
+  local out = ("%s.out%d.%d%s"):format(spec.folder, life, rank, twin and "t" or "")
+  local env = { RANK = rank, LOCAL_RANK = rank, WORLD_SIZE = job.ranks, LOCAL_WORLD_SIZE = job.ranks,
+    MASTER_ADDR = "127.0.0.1", MASTER_PORT = 1, OMP_NUM_THREADS = 1, OMP_WAIT_POLICY = "passive",
+    PS_FAULT_FOLDER = spec.folder, PS_FAULT_PLAN = spec.plan or "", PS_FAULT_LOG = spec.folder .. ".faults",
+    CUDA_VISIBLE_DEVICES = "" }
+  if (job.disk_threads or 0) > 0 then env.PS_DISK_THREADS = job.disk_threads end
+  local command = { [0] = spec.exe, spec.script, spec.folder .. ".json", spec.folder, spec.folder .. ".log",
+    tostring(life) }
+  local parent = unistd.getpid()
+  local pid = assert(unistd.fork())
+  if pid > 0 then
+    unistd.setpid("p", pid, pid)
+    return { rank = rank, twin = twin, pid = pid, out = out }
+  end
+  unistd.setpid("p", 0, 0)
+  ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
+  if unistd.getppid() ~= parent then unistd._exit(1) end
+  local null = fcntl.open("/dev/null", fcntl.O_RDONLY)
+  local to = fcntl.open(out, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_TRUNC, 420)
+  unistd.dup2(null, 0)
+  unistd.dup2(to, 1)
+  unistd.dup2(to, 2)
+  for name, value in pairs(env) do stdlib.setenv(name, tostring(value)) end
+  unistd.execp(command[0], command)
+  unistd._exit(127)
+end
+
+-- Takes note of what happened to a process since the last look.
+local function look(process, seconds)
+  local pid, how, number = wait.wait(process.pid, wait.WNOHANG + wait.WUNTRACED)
+  if not pid or pid == 0 then
+    if process.continues and run.now() >= process.continues then
+      process.continues = nil
+      signal.kill(process.pid, signal.SIGCONT)
+    end
+  elseif how == "stopped" then
+    process.continues = run.now() + seconds
+  else
+    process.over = run.now()
+    if how == "exited" then process.code = number else process.signal = number end
+  end
+end
+
+--- Runs one life to its end. spec: exe, script, job, folder, plan (of PS_FAULT_PLAN).
+---@param spec table
+---@param life integer
+---@param events ps.faults.Event[] those of this life
+---@return ps.faults.Process[]
+function run.life(spec, life, events)
+  local job, began = spec.job, run.now()
+  local starts, processes, stopped = {}, {}, {}
+  for rank = 0, job.ranks - 1 do starts[#starts + 1] = { rank = rank, at = began } end
+  for _, event in ipairs(events) do
+    if event.kind == "late" then starts[event.rank + 1].at = began + event.seconds end
+    if event.kind == "stop" then stopped[event.rank] = event.seconds end
+    if event.kind == "twice" then starts[#starts + 1] = { rank = event.rank, at = began, twin = true } end
+  end
+  os.remove(spec.folder .. "/rendezvous")
+  repeat
+    local left = 0
+    for _, s in ipairs(starts) do
+      if not s.done and run.now() >= s.at then
+        s.done = true
+        processes[#processes + 1] = start(spec, life, s.rank, s.twin)
+      end
+      if not s.done then left = left + 1 end
+    end
+    for _, process in ipairs(processes) do
+      if not process.over then look(process, stopped[process.rank] or CONTINUED_S) end
+      if not process.over then
+        left = left + 1
+        if run.now() - began > job.limit_s and not process.hung then
+          process.hung = true
+          signal.kill(-process.pid, signal.SIGKILL)
+        end
+      end
+    end
+    if left > 0 then coroutine.yield() end
+  until left == 0
+  for _, process in ipairs(processes) do
+    process.text = read(process.out)
+    process.seconds = process.over - began
+    if signal.kill(-process.pid, 0) == 0 then              -- a child that outlived it
+      process.orphans = true
+      signal.kill(-process.pid, signal.SIGKILL)
+    end
+  end
+  return processes
+end
+
+--- The lines of the job's log: { rank, life, what, step, ... }.
+---@param folder string
+---@return table[]
+function run.log(folder)
+  local list = {}
+  for line in read(folder .. ".log"):gmatch "[^\n]*\n" do
+    local words = {}
+    for word in line:gmatch "%S+" do words[#words + 1] = word end
+    list[#list + 1] = { rank = tonumber(words[1]), life = tonumber(words[2]), what = words[3],
+      step = tonumber(words[4]), words[5], words[6] }
+  end
+  return list
+end
+
+--- The faults that happened, of all lives until now: { rank, text }.
+---@param folder string
+---@return {rank: integer, text: string}[]
+function run.happened(folder)
+  local list = {}
+  for rank, text in read(folder .. ".faults"):gmatch "(%d+) event ([^\n]*)\n" do
+    list[#list + 1] = { rank = tonumber(rank), text = text }
+  end
+  return list
+end
+
+--- Makes the folder of a job and its settings. Folders are siblings of their logs, so that faults do not hit these.
+---@param spec table
+function run.prepare(spec)
+  run.clean(spec.folder)
+  assert(lfs.mkdir(spec.folder))
+  write(spec.folder .. ".json", json.encode(spec.job))
+end
+
+---@param folder string
+function run.clean(folder)
+  os.execute(("rm -rf '%s' '%s'.*"):format(folder, folder))
+end
+
+--- Names in a folder, without . and ..
+---@param path string
+---@return string[]
+function run.names(path)
+  local names = {}
+  if lfs.attributes(path, "mode") ~= "directory" then return names end
+  for name in lfs.dir(path) do if name ~= "." and name ~= ".." then names[#names + 1] = name end end
+  table.sort(names)
+  return names
+end
+
+run.draw = draw
+return run
