@@ -46,7 +46,7 @@ describe("faults by seeds", function()
 
   it("are logged one by one", function()
     if missing then return pending(missing) end
-    local text, code = faults "--replay 8 --plan '1/0:sync@0=EIO'"
+    local text, code = faults "--replay 11 --plan '1/0:sync@0=EIO'"
     assert.equal(0, code)
     assert.truthy(text:find("fault: rank 0 sync@0=EIO:0 sync ", 1, true), text)
     assert.truthy(text:find("named: ", 1, true), text)
