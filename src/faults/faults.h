@@ -3,10 +3,11 @@
  * functions for files, sockets, memory, clocks, sleeps and locks, so that every call of the engine, of LuaJIT and of
  * Gloo comes here. psluajit has none of these objects: its calls go to the C library directly.
  *
- * Each such function is a door. The door counts the call and compares it with the plan (PS_FAULT_PLAN): a list of events
- * RANK:DOOR@NTH=ACTION, or RANK:DOOR@NTH+COUNT=ACTION, separated by blanks. NTH counts from 0. RANK is a number, or * for
- * all ranks. tools/faults/draw.lua describes the actions. Files count only if they are below PS_FAULT_FOLDER, and
- * sockets only if they are of the internet's families. Each event that happens is a line of the file PS_FAULT_LOG. */
+ * Each such function is a door. The door counts the call and compares it with the plan (PS_FAULT_PLAN): a list of
+ * events RANK:DOOR@NTH=ACTION, or RANK:DOOR@NTH+COUNT=ACTION, separated by blanks. NTH counts from 0. RANK is a number,
+ * or * for all ranks. tools/faults/draw.lua describes the actions. Files count only if they are below PS_FAULT_FOLDER,
+ * and sockets only if they are of the internet's families. Each event that happens is a line of the file
+ * PS_FAULT_LOG. */
 #ifndef PS_FAULTS_H
 #define PS_FAULTS_H
 #include <stdbool.h>
