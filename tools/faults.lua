@@ -46,10 +46,8 @@ local function fail(text, ...)
   os.exit(2)
 end
 
-local exe = paths.exe:gsub("/[^/]*$", "") .. "/psluajit_faults"
-if not lfs.attributes(exe, "mode") then
-  fail("%s does not exist; build it: cmake --build BUILD --target psluajit_faults", exe)
-end
+local exe, no_program = run.program()
+if not exe then fail("%s", no_program) end
 
 -- -- one folder for all ---------------------------------------------------------------------------------------------
 local root = os.tmpname()

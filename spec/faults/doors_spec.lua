@@ -2,13 +2,10 @@
 -- The doors of psluajit_faults (src/faults): each action does what its name says, at the call that the plan names, and
 -- nowhere else. The program psluajit has none of it.
 local check = require "spec.check_lib"
-local lfs = require "lfs"
 local paths = require "ps.paths"
 local lib = require "spec.ranks_lib"
 
-local exe = paths.exe:gsub("/[^/]*$", "") .. "/psluajit_faults"
-local NONE = "needs the program psluajit_faults (cmake --build build --target psluajit_faults)"
-local missing = not lfs.attributes(exe, "mode") and NONE or nil
+local exe, missing = require("tools.faults.run").program()
 
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)

@@ -7,9 +7,7 @@ local lfs = require "lfs"
 local paths = require "ps.paths"
 local lib = require "spec.ranks_lib"
 
-local exe = paths.exe:gsub("/[^/]*$", "") .. "/psluajit_faults"
-local NONE = "needs the program psluajit_faults (cmake --build build --target psluajit_faults)"
-local missing = not lfs.attributes(exe, "mode") and NONE or lib.no_gloo()
+local missing = select(2, require("tools.faults.run").program()) or lib.no_gloo()
 local SEEDS = os.getenv "PS_FAULT_SEEDS" or os.getenv "PS_FULL" == "1" and "1:100" or "1:24"
 -- Seeds and plans that found a defect.
 local FOUND = {

@@ -197,8 +197,8 @@ function draw.text(plan, life)
   return table.concat(words, " ")
 end
 
---- What a job's results depend on. Budgets, tiers and checkpoints change no bits, so jobs that differ in them only have
---- one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with accumulation.
+--- The settings on which a job's results depend. Budgets, tiers and checkpoints change no bits, so jobs that differ in
+--- them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with accumulation.
 ---@param job table
 ---@return string key
 ---@return table settings of the golden run

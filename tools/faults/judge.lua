@@ -175,7 +175,8 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   return { outcome = outcome, why = why }
 end
 
---- What is left when all lives are over: nil, or what is wrong. shm: names in /dev/shm before.
+--- Looks for steps that are missing and for leftovers, when all lives are over. Returns what is wrong, or nil. shm:
+--- names in /dev/shm before.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>

@@ -10,7 +10,7 @@ local stdlib = require "posix.stdlib"
 local time = require "posix.time"
 local unistd = require "posix.unistd"
 local wait = require "posix.sys.wait"
-local draw = require "tools.faults.draw"
+local paths = require "ps.paths"
 
 local run = {}
 
@@ -37,6 +37,22 @@ local function write(path, text)
   local f = assert(io.open(path, "wb"))
   f:write(text)
   assert(f:close())
+end
+
+local OLDER_S = 300                                        -- one build takes this long at most
+
+--- The program psluajit_faults next to psluajit; nil and the reason if there is none that was built with it.
+---@return string?
+---@return string? why
+function run.program()
+  local exe = paths.exe:gsub("/[^/]*$", "") .. "/psluajit_faults"
+  local build = "cmake --build BUILD --target psluajit_faults"
+  local time_of, usual = lfs.attributes(exe, "modification"), lfs.attributes(paths.exe, "modification")
+  if not time_of then return nil, ("needs the program psluajit_faults (%s)"):format(build) end
+  if time_of < usual - OLDER_S then
+    return nil, ("needs a program psluajit_faults that is not older than psluajit (%s)"):format(build)
+  end
+  return exe
 end
 
 ---@class ps.faults.Process
@@ -190,5 +206,4 @@ function run.names(path)
   return names
 end
 
-run.draw = draw
 return run
