@@ -198,7 +198,8 @@ function draw.text(plan, life)
 end
 
 --- The settings on which a job's results depend. Budgets, tiers and checkpoints change no bits, so jobs that differ in
---- them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with accumulation.
+--- them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with
+--- accumulation.
 ---@param job table
 ---@return string key
 ---@return table settings of the golden run
