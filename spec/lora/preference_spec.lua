@@ -152,7 +152,7 @@ describe("ps.preference", function()
     local m = adapted "llama"
     local batch = ps.preference.batch(PAIRS)
     local odd = { input_ids = batch.input_ids:narrow(0, 0, 3), labels = batch.labels:narrow(0, 0, 3) }
-    fails(function() m(odd) end, "3 rows are no pairs")
+    fails(function() m(odd) end, "3 rows do not form pairs")
     fails(function() ps.preference.wrap(base("bert", { task = "masked_lm" }), {}) end, "causal")
     fails(function() ps.preference.wrap(base "llama", { beta = 0 }) end, "beta = 0")
     fails(function() ps.preference.wrap(base "llama", { loss_type = "kto" }) end, "kto", "sigmoid")
@@ -195,7 +195,8 @@ describe("pairs of texts", function()
     assert.is_nil(ps.preference.encode(tok, { prompt = "wxyz", chosen = "cd", rejected = "e" }, { seq = 4 }))
     assert.equal(1, #ps.preference.encode(tok, { prompt = "xyz", chosen = "cd", rejected = "e" }, { seq = 4 }).chosen)
     fails(function() ps.preference.encode(tok, { prompt = "x", chosen = "c" }) end, "chosen and rejected")
-    fails(function() ps.preference.encode(tok, { prompt = "x", chosen = user, rejected = user }) end, "both are texts")
+    fails(function() ps.preference.encode(tok, { prompt = "x", chosen = user, rejected = user }) end,
+      "both must be texts")
     local batch = ps.preference.batch({ pair }, { pad = 1 })
     assert.same({ { -100, -100, pair.chosen[1], pair.chosen[2] }, { -100, -100, pair.rejected[1], -100 } },
       batch.labels:tolist())

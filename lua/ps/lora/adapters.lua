@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The adapters of a model: several by name, of which one acts. The model gets the methods below.
+-- The named adapters of a model, of which at most one is active. A wrapped model has the methods below.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
@@ -51,7 +51,7 @@ local function own(model, call)
   return of(model) or error(("%s: the model has no adapter; ps.lora.wrap(model, { r = 16 }) adds one"):format(call))
 end
 
--- Modules whose name ends with one of modules_to_save.
+-- The modules whose names end with an entry of modules_to_save.
 local function modules_to_save(model, spec)
   local list, seen = {}, {}
   for name, module in model:named_modules() do
@@ -63,7 +63,7 @@ local function modules_to_save(model, spec)
   end
   for _, wanted in ipairs(spec.modules_to_save or {}) do
     if not seen[wanted] and not spec.from_file then
-      error(("lora: modules_to_save names %s, and no module of the model ends with that"):format(wanted))
+      error(("lora: modules_to_save names %s, but no name of a module ends with that"):format(wanted))
     end
   end
   return list
@@ -164,7 +164,7 @@ local function add(model, name, spec)
   return self
 end
 
---- Makes an adapter act; nil: none acts.
+--- Activates an adapter. nil: no adapter is active afterwards.
 ---@param name? string
 function Adapters:activate(name)
   for _, entry in ipairs(self.layers) do
@@ -246,7 +246,7 @@ end
 Adapters.methods = {}
 local methods = Adapters.methods
 
---- Makes another adapter act and train.
+--- Activates another adapter and makes it trainable.
 ---@param self ps.nn.Module
 ---@param name string
 ---@return ps.nn.Module self
@@ -264,7 +264,7 @@ function methods.set_adapter(self, name)
   return self
 end
 
---- The name of the adapter that acts; nil: none does.
+--- The name of the active adapter; nil: none is active.
 ---@param self ps.nn.Module
 ---@return string?
 function methods.active_adapter(self) return own(self, "active_adapter").active end
@@ -275,7 +275,7 @@ local function restore(adapters, name, ok, ...)
   return ...
 end
 
---- Calls fn(...) with the base model: no adapter acts.
+--- Calls fn(...) while no adapter is active, so that the base model computes.
 ---@param self ps.nn.Module
 ---@param fn function
 ---@param ... any
@@ -307,7 +307,7 @@ function methods.merge_adapter(self)
   return self
 end
 
---- Takes the merged adapter out of the weights again. They are the base model's up to rounding.
+--- Subtracts the merged adapter from the weights. They are then the base model's up to rounding.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.unmerge_adapter(self)
@@ -318,7 +318,7 @@ function methods.unmerge_adapter(self)
 end
 methods.unmerge = methods.unmerge_adapter
 
---- Removes all adapters. The model is the base model; with `merge` it has the active adapter in its weights.
+--- Removes all adapters. The base model remains; with `merge` the active adapter is added to its weights first.
 ---@param self ps.nn.Module
 ---@param options? {merge?: boolean}
 ---@return ps.nn.Module self

@@ -32,8 +32,8 @@ local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
 local BASE_KEY = "psluajit_base"                           -- in the file's metadata: the fingerprint of the base model
 local SAMPLE = 64                                          -- bytes of each tensor that the fingerprint has
 
---- A number, as text, that differs between models of other weights: a hash of the names, types and shapes of a folder's
---- tensors and of 64 bytes of each. nil: the folder has no safetensors files.
+--- A fingerprint, as text, that differs between models with different weights: a hash of the names, types and shapes
+--- of a folder's tensors and of 64 bytes of each. nil: the folder has no safetensors files.
 ---@param path? string the folder
 ---@return string?
 function files.fingerprint(path)
@@ -85,7 +85,7 @@ local function open(path, model)
   return { spec = spec, file = file, at = at, base = file.metadata and file.metadata[BASE_KEY] }
 end
 
--- The name of a tensor of the file among Adapters:tensors, or of a parameter of the base model.
+-- Converts a name in the file to the name that Adapters:tensors or the base model gives the tensor.
 local function own_name(name)
   local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
   bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
@@ -291,13 +291,13 @@ local function bare(entries)
   return entries
 end
 
--- Calls fn(adapters, name, group, base) with an adapter of a model, which acts during the call. base: the fingerprint
+-- Calls fn(adapters, name, group, base) with an adapter of a model, which is active during the call. base: the fingerprint
 -- of the base model, on rank 0.
 local function with_adapter(model, name, call, fn)
   local module = handle.module(model)
   local adapters = adapters_of.own(module, call)
   name = name or adapters.active or adapters.merged
-  if not name then error(("%s: no adapter acts; pass its name: { adapter = name }"):format(call)) end
+  if not name then error(("%s: no adapter is active; pass a name: { adapter = name }"):format(call)) end
   if not adapters.specs[name] then error(("%s: the model has no adapter '%s'"):format(call, name)) end
   local was = adapters.active
   adapters:activate(name)

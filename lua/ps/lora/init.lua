@@ -36,7 +36,7 @@ function lora.task_of(model)
   end
 end
 
--- The heads that a model of this task trains as a whole.
+-- The heads that are trained as a whole for this task.
 local function heads_of(model, task)
   local list = {}
   for _, name in ipairs(HEADS[task] or {}) do
@@ -75,9 +75,10 @@ end
 
 --- Adds an adapter to a model and freezes everything else. Each chosen layer computes W x + scale B A x with trained A
 --- [r, in] and B [out, r], where scale is alpha / r (with use_rslora alpha / sqrt(r)). With use_dora the rows of
---- W + scale B A get trained magnitudes. A is random and B zero, so the model computes at first what it computed
---- before. Adapters of a model in half precision are fp32. The model gets the methods set_adapter, active_adapter,
---- disable_adapter, merge_adapter, unmerge_adapter and unload_adapter; save_pretrained writes the adapter.
+--- W + scale B A get trained magnitudes. A is random and B is zero, so the outputs of the model do not change until
+--- the first update. Adapters of a model in half precision are fp32. The model gets the methods set_adapter,
+--- active_adapter, disable_adapter, merge_adapter, unmerge_adapter and unload_adapter; save_pretrained writes the
+--- adapter.
 ---@param model ps.nn.Module
 ---@param options? {r?: integer, alpha?: number, dropout?: number, targets?: string|string[], use_rslora?: boolean,
 ---  use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?:

@@ -133,7 +133,7 @@ local function low_rank(adapter, A, B, x, y)
   return ops.linear(u, as(B, dtype), nil, y, 1)
 end
 
--- The adapter of a layer that acts now, and its name; nil: none does.
+-- The active adapter of a layer, and its name; nil: none is active.
 local function acting(layer)
   local state = layer.lora_
   local name = state.active
@@ -270,7 +270,7 @@ end
 
 -- -- merging ----------------------------------------------------------------------------------------------------------
 --- Calls fn(first, block) for blocks of rows of the weight with an adapter, in the weight's dtype, computed in fp32.
---- sign: 1 adds the adapter to the weight, -1 takes it out again. factor: of DoRA, fp32 [O].
+--- sign: 1 adds the adapter to the weight, -1 subtracts it. factor: DoRA's, fp32 [O].
 ---@param weight ps.Tensor
 ---@param by_row boolean the weight is [O, I]; false: it is [I, O]
 ---@param parts {A: ps.Tensor, B: ps.Tensor, scale: number, factor?: ps.Tensor}
@@ -340,7 +340,7 @@ function layers.merge(layer)
   end)
 end
 
---- Takes the merged adapter out of the weight again.
+--- Subtracts the merged adapter from the weight.
 ---@param layer ps.nn.Module
 function layers.unmerge(layer)
   local state = layer.lora_

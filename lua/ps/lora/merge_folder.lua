@@ -60,7 +60,8 @@ local function places(entry)
   return list
 end
 
--- The weight of a layer with the adapter, made when it is written. The layer has data only during the call.
+-- The weight of a layer with the adapter, which is computed when it is written. The layer has data only during the
+-- call.
 local function merged(entry, read, trained)
   return function()
     local layer, meta, list = entry.module, entry.module.weight, places(entry)

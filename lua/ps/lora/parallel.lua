@@ -5,7 +5,7 @@
 --   column       B and the magnitudes are cut like the outputs; all ranks have A
 --   row          A is cut like the inputs; all ranks have B and the magnitudes; the products with A are summed
 --   vocabulary   A is cut by the table's rows; all ranks have B; the looked-up rows are summed
---   head         B is cut by words; all ranks have A
+--   head         B is cut by vocabulary entries; all ranks have A
 --
 -- A tensor that all ranks have gets the same gradient on all ranks: copy_to sums the ranks' gradients. With sequence
 -- parallelism a rank has the gradient of its rows, which the engine sums (shard.set_partial).
@@ -103,7 +103,7 @@ local function head_weight(self)
   return weight * tools.factor(self, name, magnitude, weight:dtype()):reshape(-1, 1)
 end
 
--- How a tensor of an adapter is cut, by the kind of the layer; nil: all ranks have it.
+-- The cut of an adapter's tensor, by the kind of the layer; nil: all ranks have the whole tensor.
 local function cut_of(kind, which, blocks, whole, size)
   local function padded(dim) return { dim = dim, padded = -whole:size(dim) % size } end
   if kind == "column" then return which ~= "A" and { dim = 0, blocks = blocks } or nil end

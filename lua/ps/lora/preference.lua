@@ -6,8 +6,9 @@
 --   local out = model(ps.preference.batch(pairs))        -- rows: chosen, rejected, chosen, rejected, ...
 --   out.loss:backward()
 --
--- The log-probability of a row comes from the head's loss of that row, so the logits of all words never exist. The
--- reference is the model without its adapter, or values that were computed once (preference.reference).
+-- The log-probability of a row comes from the head's loss of that row, so the logits over the whole vocabulary are
+-- never in memory. The reference is the model without its adapter, or values that were computed once
+-- (preference.reference).
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -80,12 +81,12 @@ local function check_batch(given)
     error "preference: the model takes a batch by names, with input_ids and labels (ps.preference.batch makes one)"
   end
   if given.input_ids:size(0) % 2 ~= 0 then
-    error(("preference: %d rows are no pairs; rows are chosen, rejected, chosen, rejected, ..."):format(
+    error(("preference: %d rows do not form pairs; their order must be chosen, rejected, chosen, rejected, ..."):format(
       given.input_ids:size(0)))
   end
 end
 
--- The batch that the model's own batch_of takes, and the reference's values.
+-- Splits a batch into the batch for the model's own batch_of and the reference's values.
 local function split(given)
   local rest = {}
   for key, value in pairs(given) do if key ~= "reference" then rest[key] = value end end
@@ -189,7 +190,7 @@ end
 
 local function joined(prompt, answer)
   if type(prompt) ~= type(answer) then
-    error(("preference.encode: the prompt is a %s and the answer a %s; both are texts, or both lists of messages")
+    error(("preference.encode: the prompt is a %s and the answer a %s; both must be texts, or both lists of messages")
       :format(type(prompt), type(answer)))
   end
   if type(prompt) == "string" then return prompt .. answer end
@@ -213,8 +214,8 @@ local function cut(list, first, n)
 end
 
 --- The ids of a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages, or only
---- chosen and rejected, two conversations that begin alike. An answer begins where the ids of both differ from those of
---- the prompt. Rows of more than seq ids lose the last ones.
+--- chosen and rejected, two conversations with the same beginning. An answer begins where the ids of both differ from
+--- those of the prompt. Rows of more than seq ids lose the last ones.
 ---@param tokenizer ps.Tokenizer
 ---@param row {prompt?: string|table[], chosen: string|table[], rejected: string|table[]}
 ---@param options? {seq?: integer, date?: string}
@@ -300,7 +301,7 @@ function preference.reference(model, list, options)
   if given.path and lfs.attributes(given.path, "mode") then
     local state = serialize.load(given.path)
     if not state["pairs." .. hash] then
-      error(("preference.reference: %s has values of other pairs; remove the file, or name another one"):format(
+      error(("preference.reference: %s has the values of other pairs; remove the file, or name another one"):format(
         given.path))
     end
     return state["pairs." .. hash]:tolist()

@@ -27,7 +27,8 @@ function Parser:take(literal)
   return true
 end
 
--- A matcher is a function m(s, i, k): whether it matches s from i on and k(j) holds for the place j after it.
+-- A matcher is a function m(s, i, k). It is true if the matcher fits a part of s that begins at i, and k(j) is true
+-- for the position j after that part.
 local function of_set(contains)
   return function(s, i, k) return i <= #s and contains(s:sub(i, i)) and k(i + 1) end
 end
@@ -102,7 +103,7 @@ function Parser:atom()
   return literal(c)
 end
 
--- The bounds of a repetition, if one follows.
+-- The bounds of a repetition; nil if none follows.
 function Parser:bounds()
   if self:take "*" then return 0, math.huge end
   if self:take "+" then return 1, math.huge end
@@ -150,7 +151,7 @@ function Parser:alternatives()
   end
 end
 
---- A function that tells whether a whole text matches.
+--- Compiles a pattern to a function that returns whether a whole text matches.
 ---@param text string the pattern
 ---@return fun(s: string): boolean
 function regex.compile(text)

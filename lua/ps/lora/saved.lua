@@ -14,7 +14,7 @@ local saved = {}
 
 local Aside = nn_module.class("SavedTensors")
 
--- The module's parameters, by their names in it. Tensors that are aside are left out.
+-- The module's parameters, by their names in it. Tensors in the child modules for inactive values are left out.
 local function own_parameters(module)
   local list = {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -33,7 +33,7 @@ local function copy_of(tensor)
   return copy
 end
 
--- The module that holds the tensors of an adapter aside; false: those of the base model.
+-- The child module that holds the tensors of an inactive adapter; false: those of the base model.
 local function aside(module, name)
   if not name then
     if not registry.kind(module, "original_module") then
@@ -49,7 +49,7 @@ local function aside(module, name)
   return all[name]
 end
 
--- Names of tensors that are aside: a dot separates modules, so it cannot be part of a name.
+-- The name of a tensor in such a child module. A dot separates modules, so it cannot be part of the name.
 local function flat(name) return (name:gsub("%.", "_")) end
 
 ---@class ps.lora.Saved state of a module that adapters train as a whole
@@ -72,7 +72,7 @@ function saved.add(module, name)
   state.names[name] = true
 end
 
---- Puts the values of an adapter, or of the base model, at the module's own names.
+--- Stores the values of an adapter, or of the base model, under the module's own names.
 ---@param module ps.nn.Module
 ---@param name string|false
 function saved.activate(module, name)

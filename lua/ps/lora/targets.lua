@@ -14,7 +14,7 @@ targets.KINDS = {
   Embedding = { out_in = 0, table = true },
 }
 
---- Whether a module's name equals one of a list, or ends with "." and one of it.
+--- Whether a module's name is in a list, or ends with "." and a name of the list.
 ---@param name string
 ---@param list string[]
 ---@return boolean
@@ -126,8 +126,9 @@ function targets.find(model, spec)
   return found
 end
 
---- The value of the pattern that fits a module's name, as PEFT's rank_pattern and alpha_pattern have it. PEFT uses the
---- first pattern that fits; the order of names in a Lua table is unknown, so patterns that disagree are an error.
+--- The value for a module in PEFT's rank_pattern or alpha_pattern: that of the pattern which fits the module's name.
+--- PEFT uses the first pattern that fits; the order of names in a Lua table is unknown, so patterns that disagree are
+--- an error.
 ---@param patterns? table<string, number>
 ---@param name string
 ---@param default number

@@ -16,7 +16,7 @@ local groups = {}
 -- Names of matrices that are not inside a model: tables of embeddings, and heads.
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
---- The groups of an optimizer that is for matrices alone, if a script gives none: matrices inside the model, and the
+--- The default groups of an optimizer that updates only matrices: matrices inside the model, and the
 --- rest with another optimizer.
 ---@param kind string
 ---@return table[]? nil: one group has all parameters
@@ -43,7 +43,8 @@ function groups.check_parameter(group, name, param, cut)
       .. "\"%s\")"):format(made.name, name, shape, made.rest), 0)
   end
   if cut and (made.whole or made.blocks) then
-    error(("%s needs all of %s, and tensor-parallel ranks share it out (here [%s]): use AdamW, Adam, SGD or Lion with "
+    error(("%s needs the whole of %s, but each tensor-parallel rank has only a part (here [%s]): use AdamW, Adam, " ..
+      "SGD or Lion with "
       .. "tensor_parallel, or ZeRO or pipelines with %s"):format(made.name, name, shape, made.name), 0)
   end
 end
@@ -225,7 +226,8 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Settings in a form that JSON holds bit for bit: a number as text, a list of numbers (betas) with blanks.
+--- Settings in a form that JSON holds bit for bit: a number is a text, and a list of numbers (betas) is one text with
+--- blanks between them.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>

@@ -198,7 +198,8 @@ local function with_gradient(self)
   return entries, grads
 end
 
--- Appends the tensors of a parameter's update to the op's inputs. The master stands in for states that it lacks.
+-- Appends the tensors of a parameter's update to the op's inputs. If the parameter lacks a state, the master is passed
+-- in its place.
 local function fill(list, kind, entry, grad, states)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
@@ -389,7 +390,7 @@ local function names_for(self, model)
   return names
 end
 
--- The parameters' names from the making of the optimizer; nil: some have none.
+-- The parameters' names, noted when the optimizer was made; nil: some parameters have no name.
 local function own_names(self)
   local names = {}
   for i, entry in ipairs(self.entries) do
@@ -634,7 +635,7 @@ function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, 
 ---@return ps.Optimizer
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
 
---- AdamW with averages in bf16, which are rounded up or down at random.
+--- AdamW with averages in bf16, which are rounded stochastically.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
 ---  per_rank?: boolean}

@@ -278,7 +278,8 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- The rate from warmup_min_lr to warmup_max_lr, then at the share after(step, warmup steps) between them.
+-- The rate rises from warmup_min_lr to warmup_max_lr. After the warm-up it lies between them, at the fraction that
+-- after(step, warmup steps) returns.
 local function warmup_then(name, options, high, after)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)

@@ -29,7 +29,7 @@ local dtypes = require "ps.core.dtype"
 ---  settings that have other names in its groups
 ---@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer, in any case
 ---@field exact_aliases? string[] the same in this case only
----@field whole? boolean an update needs all of a parameter, so tensor-parallel ranks cannot share it out
+---@field whole? boolean an update needs the whole parameter, so tensor-parallel ranks cannot each have a part
 ---@field blocks? boolean states have blocks that no cut may divide
 ---@field matrices? boolean only for parameters of two dimensions
 ---@field rest? string with `matrices`: the optimizer of all other parameters
