@@ -84,11 +84,11 @@ describe("a loader of a table", function()
       ["input_ids[2] is 258; the vocabulary has the ids 0 to 257"] = { input_ids = { 1, 258 } },
       ["input_ids[1] is -1"] = { input_ids = { -1 } },
       ["labels[1] is -5; -100 or an id of 0 to 257 expected"] = { input_ids = { 1 }, labels = { -5 } },
-      ["input_ids[1] is x, no token id"] = { input_ids = { "x" } },
-      ["input_ids[1] is 1.5, no token id"] = { input_ids = { 1.5 } },
-      ["the field 'input_ids' is no list of token ids"] = { input_ids = "abc" },
+      ["input_ids[1] is x, not a token id"] = { input_ids = { "x" } },
+      ["input_ids[1] is 1.5, not a token id"] = { input_ids = { 1.5 } },
+      ["the field 'input_ids' is not a list of token ids"] = { input_ids = "abc" },
       ["the field 'input_ids' has no token id"] = { input_ids = {} },
-      ["the field 'labels' is no list"] = { input_ids = { 1 }, labels = { a = 1 } },
+      ["the field 'labels' is not a list"] = { input_ids = { 1 }, labels = { a = 1 } },
     } do fails(function() loader { row } end, want) end
     fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 4, train_on = "all" } end,
       "train_on is for conversations")

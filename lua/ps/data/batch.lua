@@ -16,7 +16,7 @@ batch.IGNORED = -100
 
 local DEPTH = 6                    -- levels of nested tables that are searched
 
--- The output for a named batch can also be used as a loop of one turn: `for out in model(batch) do`.
+-- The output for a named batch can also be used as a loop with one iteration: `for out in model(batch) do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
   turned[out] = not turned[out] or nil
@@ -48,7 +48,7 @@ local function is_plain_table(value)
 end
 
 --- The arguments of a model's call, and their number n. A list of tensors in one table is unpacked. A nil after the
---- table is ignored: it is the y of `for x, y in loader do` if a turn of the loop returns one table.
+--- table is ignored: it is the y of `for x, y in loader do` if an iteration returns one table.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -293,7 +293,7 @@ function batch.loss(output)
   end
 end
 
---- Makes a plain table usable as a loop of one turn. Other values are not changed.
+--- Makes a plain table usable as a loop with one iteration. Other values are not changed.
 ---@param result any
 ---@param ... any
 ---@return any ... the same
@@ -302,8 +302,8 @@ function batch.turning(result, ...)
   return result, ...
 end
 
---- A model's results by name. A tensor of one element is `loss`, another tensor `logits`; they are also at 1, 2, ... A
---- plain table is returned as it is. Other objects are not changed.
+--- A model's results by name: a tensor of one element is `loss`, any other tensor is `logits`. The results are also at
+--- 1, 2, ... A plain table is returned unchanged. Other objects are not changed.
 ---@param result any
 ---@param ... any the model's further results
 ---@return table

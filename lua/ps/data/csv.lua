@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Files of values that are separated by commas (RFC 4180) or tabs. The first row has the names of the fields. A value
--- in double quotes may have separators and ends of lines; "" in it is a quote. All values are texts.
+-- in double quotes may contain separators and ends of lines; "" inside it is one quote. All values are texts.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local utf8 = require "ps.core.utf8"
 local error = caller.error
 local place_array = array "double"
 
--- The end of the record that begins at a byte: its last byte, and the first of the next one.
+-- The end of the record that begins at a byte: the record's last byte, and the first byte of the next record.
 local function record_end(text, at, separator)
   local special = '[\n"]'
   local from = at

@@ -19,7 +19,7 @@ local span_array = array "int64_t"
 
 local examples = {}
 
-local VERSION = 2                                          -- of what is in a cache file
+local VERSION = 2                                          -- of the contents of a cache file
 local MOST_THREADS = 8
 
 ---@class ps.Examples
@@ -81,7 +81,7 @@ local function encoder_of(tokenizer, handle, place)
     kept = {} }, Encoder)
 end
 
--- Raises the error of a call, with the place of the example that it is about.
+-- Raises the error of a call, and names the place of the example that caused it.
 function Encoder:checked(rc)
   if rc >= 0 then return end
   local failed = tonumber(C.ps_encoder_failed(self.handle))
@@ -91,8 +91,8 @@ function Encoder:checked(rc)
   error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
--- The parts of a text in which no special token may lie, in order: messages, and roles that templates do not expect.
--- Second result: the roles that templates expect.
+-- The parts of a text that are encoded without special tokens, in order: messages, and roles that templates do not
+-- expect. Second result: the roles that templates expect.
 local function foreign_of(rendered)
   local foreign, known, mixed = {}, {}, false
   for i, part in ipairs(rendered.message or {}) do foreign[i] = part end
@@ -176,7 +176,7 @@ end
 local function fill(handle, rows, tokenizer, form, given)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
-  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not know of swallowed space
+  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not handle swallowed space
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
@@ -259,7 +259,7 @@ local function key_of(rows, tokenizer, form, given)
     reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
--- The folder of cache files; nil: there is none. given: a folder of the script's own.
+-- The folder of cache files; nil: there is none. given: a folder that the script named.
 local function cache_folder(given)
   if type(given) ~= "string" then return unpacked.folder "examples" end
   lfs.mkdir(given)

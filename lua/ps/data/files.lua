@@ -34,9 +34,9 @@ local function decoded(text, place)
   return row
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- bytes: a file of at least this size gets an index
+local INDEXED = 16 * 1024 * 1024                           -- in bytes: files of at least this size get an index
 
--- True if a file is an index, or if there is no such file. Files of the script's own are never replaced.
+-- True if a file is an index, or if there is no such file. The user's own files are never replaced.
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end

@@ -14,7 +14,7 @@ local formats = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
 
--- Forms with the fields that a row must have; the first that fits counts.
+-- Forms, and the fields that a row of each must have. The first form that fits is used.
 local FORMS = {
   { "messages", "messages" },
   { "sharegpt", "conversations" },
@@ -42,7 +42,7 @@ end
 
 local function checked(rows, call)
   if not tables.is(rows) then
-    error(("%s: the first argument is a %s; ps.data.table gives what it takes"):format(call, type(rows)))
+    error(("%s: the first argument is a %s; pass the result of ps.data.table"):format(call, type(rows)))
   end
   return rows
 end
@@ -77,12 +77,12 @@ function formats.check(rows, i, first)
   local row = rows[i]
   local form = form_of(function(name) return row[name] ~= nil and row[name] ~= null end)
   if not form then
-    error(("%s: the fields %s are of no known form (messages; conversations; prompt, completion; prompt, chosen, "
+    error(("%s: the fields %s match no known form (messages; conversations; prompt, completion; prompt, chosen, "
       .. "rejected; instruction, output; context, question, answers; text; input_ids)"):format(rows:place(i),
       names_of(row)))
   end
   if first and form ~= first then
-    error(("%s: a row in the form '%s'; the first row is in the form '%s'"):format(rows:place(i), form, first))
+    error(("%s: this row has the form '%s', but the first row has the form '%s'"):format(rows:place(i), form, first))
   end
   return row, form
 end
@@ -91,7 +91,7 @@ end
 --- "alpaca", "squad", "ids" or "text". All rows must have one form; a row of another is an error with its file and
 --- line.
 ---@param rows ps.DataTable
----@param options? {check?: integer} how many rows are looked at, from the first on; default all
+---@param options? {check?: integer} how many rows are checked, from the first on; default all
 ---@return string
 function formats.recognise(rows, options)
   checked(rows, "ps.data.format")
@@ -183,7 +183,7 @@ local function check_messages(messages, fail)
   end
 end
 
---- The conversation that a row is: messages as tokenizer:apply_chat_template takes them. Rows in the forms "messages",
+--- A row as a conversation: a list of messages for tokenizer:apply_chat_template. Rows in the forms "messages",
 --- "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the order of the file.
 ---@param rows ps.DataTable
 ---@param i integer row, from 1
@@ -197,7 +197,7 @@ function formats.conversation(rows, i, form)
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
   form = form or form_of(function(name) local v = values.get(row, name); return v ~= nil and v ~= values.NONE end)
   local read = CONVERSATIONS[form or ""]
-  if not read then fail("a row in the form '%s' is no conversation", form or "unknown") end
+  if not read then fail("a row in the form '%s' is not a conversation", form or "unknown") end
   local messages = read(function(name, kinds, may_lack)
     local v = values.get(row, name)
     if v == nil and may_lack then return nil end
@@ -223,10 +223,10 @@ local function whole_numbers(row, name, fail)
   local list = row[name]
   if list == nil or list == null then return nil end
   if type(list) ~= "table" or #list == 0 and next(list) ~= nil then
-    fail("the field '%s' is no list of token ids", name)
+    fail("the field '%s' is not a list of token ids", name)
   end
   for k, id in ipairs(list) do
-    if type(id) ~= "number" or id % 1 ~= 0 then fail("%s[%d] is %s, no token id", name, k, tostring(id)) end
+    if type(id) ~= "number" or id % 1 ~= 0 then fail("%s[%d] is %s, not a token id", name, k, tostring(id)) end
   end
   return list
 end

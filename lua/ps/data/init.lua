@@ -351,7 +351,8 @@ end
 -- The next batch, or nothing at the end of an epoch.
 local function turn(self)
   if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
-    error("the loader was made before the processes joined or were cut into stages, and would read other ranks' rows: "
+    error("the loader was made before the processes joined a group or were divided into stages, and would read " ..
+      "other ranks' rows: "
       .. "make it after ps.initialize, or call ps.mesh { pp = ... } first")
   end
   native.collect_turn()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Makes a loader of a Lua iterator: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
+-- Makes a loader from a Lua iterator: ps.data.iterate(make). make(epoch) returns an iterator over the batches of an
 -- epoch. The loader counts the batches that it has returned, so that its position can be saved. Loading a position
 -- makes the iterator of that epoch and drops the batches before the position.
 local caller = require "ps.core.caller"
@@ -17,7 +17,7 @@ local OPTIONS = { seeks = "boolean" }
 local CALL = "ps.data.iterate"
 
 --- A loader whose batches come from a Lua iterator, for loops and for ps.train.run. Each rank has an iterator of its
---- own, and gives it the rows of that rank.
+--- own, which must return that rank's rows.
 ---@param make fun(epoch: integer, from: integer): fun(): any returns an iterator over the batches of an epoch, counted
 ---  from 0. A batch is a table of named tensors, or x, y. The same epoch must give the same batches
 ---@param options? {seeks?: boolean} seeks = true: the iterator begins with batch `from`, which is above 0 after a

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Permutations that are computed, not stored: a Feistel network over the smallest even number of bits that holds n, and
--- values of n or more are put through it again until one is below n (cycle walking; Black and Rogaway, "Ciphers with
+-- Permutations that are computed, not stored: a Feistel network over the smallest even number of bits that holds n,
+-- and a value of n or more is permuted again until it is below n (cycle walking; Black and Rogaway, "Ciphers with
 -- arbitrary finite domains", 2002).
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of examples: files (files.lua), or lists of a script, read by row. A table is a small cdata, so that # counts
--- its rows; a view of another one computes its rows when they are asked for.
+-- Tables of examples: files (files.lua), or lists of a script, read row by row. A table is a small cdata, so that #
+-- counts its rows; a view of another one computes a row when the row is read.
 local convert = require "ps.chat.convert"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
@@ -30,7 +30,8 @@ local new                                                  -- a table of a node;
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- Row i for a function of the script. It keeps the order of the JSON's keys. A table of the script's own is copied.
+-- Row i, as a script's function gets it. The keys of a JSON row keep their order. A table that the script made is
+-- copied.
 local function for_script(node, i)
   local source = node.text and node.text(i)
   if source then
@@ -84,7 +85,7 @@ local function without_bad(node)
   for i = 1, node.n do
     local ok, problem = pcall(node.get, i)
     if ok and node.text then
-      ok, problem = pcall(json.decode, node.text(i))       -- which also sees a key that occurs twice
+      ok, problem = pcall(json.decode, node.text(i))       -- which also detects a key that occurs twice
       if not ok then
         problem = ("%s: not JSON: %s"):format(node.place(i), type(problem) == "table" and problem.json
           or tostring(problem))
@@ -141,7 +142,7 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- The node of a table for a view of it. A mixture has no views.
+-- The node of a table, from which a view is made. A mixture has no views.
 local function whole(self, what)
   local node = node_of(self)
   if node.mix then error(("table:%s of a mixture: call it on the tables before they are mixed"):format(what)) end
@@ -159,8 +160,8 @@ local function view(node, n, at, what)
     place = function(i) return node.place(at(i)) end }
 end
 
---- A table whose rows are fn(row, i) of this one's. fn runs when a row is read, and may change its row. The order of
---- keys of JSON, 1.0 and {} stay as they are in the parts of rows that fn does not make anew.
+--- A table whose rows are fn(row, i) of this one's. fn runs when a row is read, and may change its row. The parts of a
+--- row that fn does not change keep JSON's order of keys, 1.0 and {}.
 ---@param fn fun(row: table, i: integer): table
 ---@return ps.DataTable
 function Table:map(fn)
@@ -168,7 +169,7 @@ function Table:map(fn)
   local node = whole(self, "map")
   return new { n = node.n, name = node.name, place = node.place, get = function(i)
     local row = fn(for_script(node, i), i)
-    if type(row) ~= "table" then error(("table:map: the function gave a %s for row %d"):format(type(row), i)) end
+    if type(row) ~= "table" then error(("table:map: the function returned a %s for row %d"):format(type(row), i)) end
     return row
   end }
 end
@@ -186,7 +187,8 @@ function Table:filter(fn)
   return view(node, #kept, function(i) return kept[i] end)
 end
 
---- A table of the same rows in another order, which depends on the seed alone. It is computed: no list is in memory.
+--- A table of the same rows in another order, which depends on the seed alone. The order is computed, so no list of
+--- numbers is in memory.
 ---@param seed integer
 ---@return ps.DataTable
 function Table:shuffle(seed)
@@ -219,7 +221,7 @@ end
 ---@return ps.DataTable rest
 function Table:split(share)
   caller.typed(share, "number", "table:split: the share")
-  if not (share > 0 and share < 1) then error(("table:split: a share of %s; it lies between 0 and 1"):format(share)) end
+  if not (share > 0 and share < 1) then error(("table:split: the share %s is not between 0 and 1"):format(share)) end
   local n = math.floor(node_of(self).n * share + 0.5)
   return self:take(n), self:skip(n)
 end
@@ -295,14 +297,16 @@ local handle = ffi.metatype("ps_data_table", {
     end
     return Table[key] or error(("a table of examples has no method '%s'"):format(tostring(key)))
   end,
-  __newindex = function() error "a table of examples cannot be written to: map gives a table of other rows" end,
+  __newindex = function()
+    error "a table of examples cannot be changed: its method map returns a table with other rows"
+  end,
   __tostring = function(self) return ("Table(%s, %d rows)"):format(node_of(self).name, node_of(self).n) end,
   __gc = function(self) nodes[self.id] = nil end,
 })
 
 --- A table that a loader fills by weights. Rows by number are those of the first table, then of the second, and so on.
---- A loader takes a row from the table that is due by its weight, each table in an order of its own, so that the shares
---- hold everywhere in an epoch.
+--- The weights decide from which table a loader takes its next row, so the shares hold everywhere in an epoch. Each
+--- table has an order of its own.
 ---@param parts {[1]: ps.DataTable, [2]: number}[] tables with weights above 0, of any sum
 ---@param options? {exhausted?: "leave"|"repeat"|"stop"} when a table has no more rows: "leave" (default) takes the rest
 ---  from the others, so that each row comes once per epoch; "repeat" begins it again until all have ended once; "stop"

@@ -293,7 +293,7 @@ function rows.position(self)
   return { epoch = at.epoch, window = window, row = row, batch = math.ceil(at.row / self.global_batch) }
 end
 
---- Goes to a position: a window and a row, or a batch.
+--- Moves to a position: a window and a row, or a batch.
 ---@param self table
 ---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
 function rows.seek(self, position)

@@ -74,7 +74,8 @@ local function open_parts(self, paths)
     error(("%s: its name says %d parts, but split.count says %s"):format(self.path, #paths, tostring(count)))
   end
   if not paths and count ~= 1 then
-    error(("%s: it is a part of %s; give it its name back, NAME-00001-of-%05d.gguf, next to the others"):format(
+    error(("%s: it is one of %s parts; rename it to its original name, such as NAME-00001-of-%05d.gguf, next to " ..
+      "the others"):format(
       self.path, tostring(count), tonumber(count) or 0))
   end
   for k = 2, #(paths or {}) do

@@ -118,7 +118,7 @@ function Writer:append(name, dtype, data, numel)
   check(C.ps_ggufw_append(self.w, name, native.dtype_code(dtype), data, numel))
 end
 
---- Ends the file after all tensors: it is complete on disk, and gets its name.
+--- Completes the file after all tensors: flushes it to disk and renames it to its final name.
 function Writer:commit() check(C.ps_ggufw_commit(self.w)) end
 
 --- Closes the writer. Without commit, its file is removed.

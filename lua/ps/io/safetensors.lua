@@ -328,7 +328,7 @@ end
 ---@param nbytes integer
 function Writer:append(name, data, nbytes) check(C.ps_stw_append(self.w, name, data, nbytes)) end
 
---- Ends the file after all tensors: it is complete on disk, and gets its name.
+--- Completes the file after all tensors: flushes it to disk and renames it to its final name.
 function Writer:commit() check(C.ps_stw_commit(self.w)) end
 
 --- Closes the writer. Without commit, its file is removed.
