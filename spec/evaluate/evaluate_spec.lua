@@ -164,13 +164,13 @@ describe("ps.evaluate.run", function()
     local function run(options) return function() ps.evaluate.run(model, tok, options) end end
     fails(run {}, "data is missing")
     fails(run { data = {} }, "the data have no rows")
-    fails(run { data = { { text = "x" } }, max_length = 33 }, "max_length is 33, and the model has 32 positions")
+    fails(run { data = { { text = "x" } }, max_length = 33 }, "max_length is 33, but the model has only 32 positions")
     fails(run { data = { { text = "x" } }, max_length = 8, stride = 9 }, "a stride of 9 tokens is longer")
     fails(run { data = { { text = "" } } }, "no token counts")
     fails(run { data = { { text = "x" } }, task = "guess" }, "task")
     for want, row in pairs { ["rows[1]: the right choice is missing"] = { query = "x", choices = { "a", "b" } },
       ["gold = 2; it must be a number of 0 to 1"] = { query = "x", choices = { "a", "b" }, gold = 2 },
-      ["is no list of two or more choices"] = { query = "x", choices = { "a" }, gold = 0 },
+      ["is not a list of two or more choices"] = { query = "x", choices = { "a" }, gold = 0 },
       ["choices[2] is a number, not a text"] = { query = "x", choices = { "a", 5 }, gold = 0 },
       ["choices[1] is empty"] = { query = "x", choices = { "", "a" }, gold = 0 },
       ["the field 'query' is a number"] = { query = 5, choices = { "a", "b" }, gold = 0 } } do
@@ -304,6 +304,7 @@ describe("tools/evaluate.lua", function()
     out = run(("--data %s/text.txt --text line"):format(folder))
     assert.truthy(out:find "rows +2\n", out)
     out, code = run(("--data %s --max-length 33"):format(data))
-    assert.truthy(code == 1 and out:find("evaluate: ", 1, true) and out:find("33, and the model has 32", 1, true), out)
+    assert.truthy(code == 1 and out:find("evaluate: ", 1, true), out)
+    assert.truthy(out:find("33, but the model has only 32", 1, true), out)
   end)
 end)

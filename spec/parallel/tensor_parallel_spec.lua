@@ -153,9 +153,9 @@ describe("a model that cannot be shared out", function()
     local Two = nn.class "Two"
     function Two:init() self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4) end
     function Net:init() self.two = Two() end
-    for problem, gather in pairs { ["gather names 4 columns; it takes true, or a list of 1 to 3"] = { 1, 2, 3, 4 },
-      ["gather names 0 columns; it takes true, or a list of 1 to 3"] = {},
-      ["gather is a; it takes true, or a list of 1 to 3"] = "a",
+    for problem, gather in pairs { ["gather names 4 columns; it must be true or a list of 1 to 3"] = { 1, 2, 3, 4 },
+      ["gather names 0 columns; it must be true or a list of 1 to 3"] = {},
+      ["gather is a; it must be true or a list of 1 to 3"] = "a",
       ["gather names x, which is not a column of the module"] = { "a", "x" },
       ["gather leaves out b, a column of the module"] = { "a" } } do
       Net.tensor_parallel = { two = { "divide", gather = gather }, ["two.a"] = "column", ["two.b"] = "column" }
@@ -170,7 +170,7 @@ describe("a model that cannot be shared out", function()
       self.down = nn.Linear(base.inputs, 2, { bias = false })
       self.up = nn.Linear(2, base.outputs, { bias = false })
     end
-    fails({ "transformer.h.0.attn.c_attn is a Lora; columns and rows cut", "In place of GPT2Model.tensor_parallel"
+    fails({ "transformer.h.0.attn.c_attn is a Lora; columns and rows cut", "Instead of GPT2Model.tensor_parallel"
       .. "[\"h.*.attn.c_attn\"], name the layers to cut inside it in the table: base, down, up" }, function()
       cut(function()
         local model = require("models.gpt2").new "tiny"

@@ -23,16 +23,16 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
   word_f1 = metrics.word_f1 }
 
 ---@class ps.evaluate.Options
----@field data ps.DataTable|string|table rows, or what ps.data.table takes
+---@field data ps.DataTable|string|table rows, or a source for ps.data.table
 ---@field task? "perplexity"|"choices"|"answers" default: "choices" if the first row has choices, else "perplexity"
 ---@field max_length? integer tokens of a window; default: the model's positions, at most 2048
 ---@field stride? integer tokens that a window predicts; default max_length: windows do not overlap
 ---@field batch? integer windows, or pairs of question and choice, per batch; default 8
 ---@field limit? integer only the first rows
----@field train_on? "assistant"|"last"|"all" of conversations, the turns that count; default "assistant"
+---@field train_on? "assistant"|"last"|"all" the turns of a conversation that are evaluated; default "assistant"
 ---@field date? string "YYYY-MM-DD", for chat templates that print the date
 ---@field chat? boolean whether a question of "answers" is a user's message; default: if the folder has a chat template
----@field max_new? integer of "answers": tokens of an answer at most; default 32
+---@field max_new? integer the most tokens of an answer ("answers"); default 32
 ---@field device? string of the model's inputs; default: that of its first parameter
 ---@field divide? boolean whether all ranks call it and divide the rows, for a model without an engine; with an engine
 ---  the ranks of its data-parallel axis always divide them
@@ -56,7 +56,7 @@ local function device_of(model)
   return first and first:device()
 end
 
--- The number of words as lm-eval counts them: one more than there are runs of space.
+-- The number of words as lm-eval counts them: the number of runs of space plus one.
 local function words_in(s)
   local n, inside = 1, false
   for c in s:gmatch(characters.PATTERN) do
@@ -98,7 +98,7 @@ local function windows_of(tok, rows, n, options)
         mask = {}
         for k, label in ipairs(labels) do mask[k] = label ~= IGNORED and 1 or 0 end
       end
-      prefix = table.remove(ids, 1)                        -- nothing predicts the first token
+      prefix = table.remove(ids, 1)                        -- no logits predict the first token
       if mask then table.remove(mask, 1) end
     end
     likelihood.windows(windows, prefix, ids, most, stride, mask)
@@ -137,7 +137,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
   return result
 end
 
--- The place of the largest number of a list. Of equal numbers the first counts.
+-- The place of the largest number of a list. If several are equal, the first one.
 local function largest(list)
   local at = 1
   for i, x in ipairs(list) do if x > list[at] then at = i end end
@@ -249,7 +249,7 @@ local function checked(model, tok, options, call)
     { __index = options })
   full.max_length = options.max_length or math.min(most or LENGTH, LENGTH)
   if most and full.max_length > most then
-    error(("%s: max_length is %d, and the model has %d positions"):format(call, full.max_length, most))
+    error(("%s: max_length is %d, but the model has only %d positions"):format(call, full.max_length, most))
   end
   if options.limit and options.limit < #rows then rows = rows:take(options.limit) end
   full.stride = options.stride or full.max_length

@@ -17,7 +17,8 @@ local int_array = array "int32_t"
 local likelihood = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
-local LOGITS = 2 ^ 26                                      -- of a batch of continuations, at most: 256 MiB in fp32
+-- the most logits of a batch of continuations: 256 MiB in fp32
+local LOGITS = 2 ^ 26
 
 ---@class ps.evaluate.Window inputs[t] predicts targets[t]
 ---@field inputs integer[]
@@ -43,13 +44,14 @@ function likelihood.encode(tok, s)
 end
 
 --- Appends the windows of a text. Each token is predicted once. A window predicts `stride` tokens (by default all of
---- its tokens, so that windows do not overlap); the last one has as many tokens before them as fit.
+--- its tokens, so that windows do not overlap); the last window is filled up with the tokens before those that it
+--- predicts.
 ---@param windows ps.evaluate.Window[]
 ---@param prefix integer the token before the first one
 ---@param ids integer[]
 ---@param most integer tokens of a window
 ---@param stride integer at most `most`
----@param counts? integer[] 1: the token counts, 0: it does not; default: all count
+---@param counts? integer[] 1: the token is scored, 0: it is not; default: all are scored
 function likelihood.windows(windows, prefix, ids, most, stride, counts)
   local done, all = 0, { prefix }
   for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] precedes ids[i]
@@ -69,7 +71,7 @@ function likelihood.windows(windows, prefix, ids, most, stride, counts)
   end
 end
 
--- int32 [n, longest] of lists, with a value in the places after their ends.
+-- Makes a tensor int32 [n, longest] of n lists, and pads the shorter lists with a value.
 local function padded(lists, pad, device)
   local longest = 1
   for _, list in ipairs(lists) do longest = math.max(longest, #list) end
@@ -108,8 +110,8 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
   end, n, counted
 end
 
---- The ids of a context and of its continuation. The space at the end of a context belongs to the continuation, and the
---- border is that of the context's own ids within those of both, as lm-eval has it.
+--- The ids of a context and of its continuation. As in lm-eval, space at the end of a context belongs to the
+--- continuation, and the border between the two is after as many ids as the context alone has.
 ---@param tok ps.TextTokenizer
 ---@param context string
 ---@param continuation string
@@ -161,7 +163,7 @@ local function logits_of(model, ids)
   local out = model(ids)
   if type(out) == "table" and not scope.is_tensor(out) then out = out.logits or out[1] end
   if not scope.is_tensor(out) or out:dim() ~= 3 then
-    error "ps.evaluate: the model gives no logits [batch, tokens, vocabulary]; a causal language model is needed"
+    error "ps.evaluate: the model returns no logits [batch, tokens, vocabulary]; use a causal language model"
   end
   return out
 end

@@ -47,7 +47,8 @@ function metrics.f1(predictions, labels, options)
   checked(predictions, labels, "ps.evaluate.f1")
   local average = options.average or "binary"
   caller.one_of(average, AVERAGE, "ps.evaluate.f1: average")
-  if average == "micro" then return metrics.accuracy(predictions, labels) end     -- each miss is one of both kinds
+  -- each wrong prediction is both a false positive and a false negative
+  if average == "micro" then return metrics.accuracy(predictions, labels) end
   local classes, counts = {}, {}
   local function of(class)
     if not counts[class] then
@@ -94,7 +95,7 @@ local function best(prediction, references, call, fn)
   return most
 end
 
---- 1 if a text equals one of several references but for case, punctuation, articles and space, else 0.
+--- 1 if a text equals one of several references when case, punctuation, articles and space are ignored, else 0.
 ---@param prediction string
 ---@param references string|string[]
 ---@return integer
@@ -104,7 +105,8 @@ function metrics.exact_match(prediction, references)
   end)
 end
 
---- The F1 of a text's words against those of a reference, the best of several, after the changes of exact_match.
+--- The F1 of a text's words against those of a reference, with the same parts ignored as in exact_match; for several
+--- references the largest F1.
 ---@param prediction string
 ---@param references string|string[]
 ---@return number

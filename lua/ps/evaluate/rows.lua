@@ -29,7 +29,7 @@ local function choices_of(row, place)
   local list, name = field(row, CHOICES)
   local labels
   if type(list) == "table" and list.text then list, labels = list.text, list.label end
-  if type(list) ~= "table" or #list < 2 then error(("%s: the field '%s' is no list of two or more choices"):format(
+  if type(list) ~= "table" or #list < 2 then error(("%s: the field '%s' is not a list of two or more choices"):format(
     place, name)) end
   for i, choice in ipairs(list) do
     if type(choice) ~= "string" then error(("%s: %s[%d] is a %s, not a text"):format(place, name, i, type(choice))) end
@@ -41,7 +41,7 @@ end
 -- The right choice, from 1: its number from 0, a letter, a label or the text itself.
 local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
-  if gold == nil then error(("%s: the right choice is missing; it is a field '%s'"):format(place,
+  if gold == nil then error(("%s: the right choice is missing; name it in the field '%s'"):format(place,
     table.concat(GOLD, "' or '"))) end
   for i, label in ipairs(labels or {}) do if label == gold then return i end end
   for i, choice in ipairs(list) do if choice == gold then return i end end
@@ -82,8 +82,8 @@ function rows.answers(row, place)
     answers = { "" }                                       -- SQuAD's question without an answer
   end
   if type(answers) ~= "table" or #answers == 0 then
-    error(("%s: %s"):format(place, name and ("the field '%s' is no text and no list of texts"):format(name)
-      or "an answer is missing; it is a field '" .. table.concat(ANSWERS, "' or '") .. "'"))
+    error(("%s: %s"):format(place, name and ("the field '%s' is neither a text nor a list of texts"):format(name)
+      or "an answer is missing; give it in the field '" .. table.concat(ANSWERS, "' or '") .. "'"))
   end
   for i, answer in ipairs(answers) do
     if type(answer) ~= "string" then error(("%s: %s[%d] is a %s, not a text"):format(place, name, i, type(answer))) end

@@ -154,7 +154,7 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- A row for each parameter from all ranks' entries: the first of several copies counts, and parts are combined.
+-- A row for each parameter from all ranks' entries: of several copies only the first is used, and parts are combined.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -174,8 +174,8 @@ end
 
 --- Statistics of a model's parameters. For an engine's model they are those of the fp32 values (the masters of half
 --- parameters), even while gradients are in the parameters' places. Its gradients are those of the step under way,
---- without the loss scale; a gradient that backward has already used for an update does not exist. All ranks call this,
---- and all get all parameters, including those of other stages.
+--- without the loss scale; a gradient that backward has already used for an update has been freed and is missing. All
+--- ranks call this, and all get all parameters, including those of other stages.
 ---@param model ps.nn.Module|ps.Engine
 ---@param pattern? string for names, as in Python's fnmatch: *, ?, [abc], [!abc]; default all
 ---@param prefix? string put before each name in the result

@@ -22,12 +22,12 @@ local EDGE = 16                -- rows printed at each end of a longer trace
 
 ---@class ps.view.Moment
 ---@field moment integer trace index, from 0
----@field action string "forward", "backward", "update", "reduce", "norm", and "input" or "weight" of a backward that is
----  cut in two
+---@field action string "forward", "backward", "update", "reduce", "norm", "input" or "weight" (halves of a backward)
 ---@field nbytes integer of all chunks that it uses
 ---@field uses ps.view.Use[]
 
-local EMPTY = "no trace: no step was planned, or the model's forward reads values and its first step has not ended"
+local EMPTY = "no trace: no step has been planned yet, or the model's forward reads values and its first step has " ..
+  "not ended"
 
 -- "param 0 1*, grad 7-": ids by kind, in the order of the uses.
 local function uses_text(uses)

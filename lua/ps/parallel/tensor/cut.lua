@@ -18,7 +18,7 @@
 --   columns     an nn.Dropout between a column and a row layer: its mask is that of one rank
 --   vocabulary  a table of token embeddings, cut by rows
 --   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the table
---   words       a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
+--   words a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
 --               It gets a field `vocabulary`, an nn.ParallelLMHead that has both
 --   divide      a module; the named fields hold numbers of things that the ranks share, first the number of heads.
 --               keys: the names of these fields in a configuration. gather: the input is gathered once for several
@@ -140,7 +140,7 @@ end
 local Cut = {}
 Cut.__index = Cut
 
--- Puts a module in the place of a claim's module.
+-- Replaces a claim's module by another one.
 local function put(claim, module)
   rawset(module, "training", claim.module.training)
   module_hooks.move(claim.module, module)
@@ -179,7 +179,8 @@ local function check_class(claim, classes, what)
     for key, child, kind in registry.members(claim.module) do
       if kind == "module" and classes[child.class_name] ~= nil then own[#own + 1] = tostring(key) end
     end
-    local advice = #own == 0 and "" or (". In place of %s, name the layers to cut inside it in the table: %s")
+    local advice = #own == 0 and "" or (". Instead of %s, name in the table the layers inside it that are to be " ..
+      "cut: %s")
       :format(claim.named, table.concat(own, ", "))
     caller.error(("tensor_parallel: %s is a %s; %s cut %s%s"):format(claim.path, claim.module.class_name, what,
       (#names > 0 and table.concat(names, ", ") .. " and " or "") .. last, advice))
@@ -254,11 +255,10 @@ local function words(cut, claim)
     biased = module }))
 end
 
--- By module: the number of this rank's first head in the attention that the module is, or is a part of. F.attention
--- with dropout reads it.
+-- By attention module, or module inside one: the number of this rank's first head. F.attention with dropout reads it.
 local first_heads = setmetatable({}, { __mode = "k" })
--- By module that has column layers of its own, or is inside one that has: the region. Attention that it computes has
--- the heads of these columns.
+-- By module with column layers of its own, or inside such a module: the region. Attention in this module has the heads
+-- of these columns.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -307,7 +307,7 @@ local function divide(cut, claim)
   end
   local n = type(names) == "table" and #names
   if not n or n < 1 or n > C.PS_MAX_COLUMNS then
-    caller.error(("%s: gather %s; it takes true, or a list of 1 to %d"):format(claim.named,
+    caller.error(("%s: gather %s; it must be true or a list of 1 to %d"):format(claim.named,
       n and ("names %d columns"):format(n) or "is " .. tostring(names), C.PS_MAX_COLUMNS))
   end
   local prefix, left = claim.path .. ".", {}
@@ -348,7 +348,8 @@ local function partial_inside(cut, module)
       names[#names + 1] = key
     end
   end
-  if #names == 0 or module.class_name == "RowParallelLinear" then return end      -- it does the same with its own bias
+  -- an adapter handles its own bias in the same way
+  if #names == 0 or module.class_name == "RowParallelLinear" then return end
   local forward = module.forward
   local function restore(fields, ok, ...)
     for key, t in pairs(fields) do registry.put(module, key, t) end
@@ -541,7 +542,7 @@ function tensor_parallel.cut(model, how)
   return region
 end
 
---- Makes a model of which this process has its part of each layer.
+--- Makes a model in which this process has only its part of each layer.
 ---@param model_func fun(): ps.nn.Module
 ---@param how ps.tensor_parallel.How
 ---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter once it has its

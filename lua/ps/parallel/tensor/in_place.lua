@@ -11,7 +11,7 @@ local in_place = {}
 --- Classes of convolutions that can be cut.
 in_place.CONVOLUTIONS = { Conv1d = true, Conv2d = true }
 
--- Divides a number of the module among the ranks.
+-- Divides a field of the module, a number of things, among the ranks.
 local function divided(cut, claim, field)
   local value, size = claim.module[field], cut.region.size
   if value % size ~= 0 then
@@ -102,7 +102,7 @@ function in_place.attention(cut, claim, note_heads)
   local forward = module.forward
   rawset(module, "forward", function(self, query, key, value, options)
     if region:has_part(query) and not self.batch_first then
-      caller.error(("tensor_parallel: %s is inside sequence parallelism, which takes batch_first = true"):format(
+      caller.error(("tensor_parallel: %s is inside sequence parallelism, which needs batch_first = true"):format(
         claim.path))
     end
     local q, k = region:gather(query), nil
@@ -127,7 +127,7 @@ local KINDS = { attention = "MultiheadAttention", channels = "GroupNorm", column
 function in_place.check(claim)
   local class = KINDS[claim.kind]
   if claim.module.class_name == class then return end
-  caller.error(("tensor_parallel: %s is a %s; \"%s\" takes an nn.%s"):format(claim.path, claim.module.class_name,
+  caller.error(("tensor_parallel: %s is a %s, but \"%s\" is for an nn.%s"):format(claim.path, claim.module.class_name,
     claim.kind, class))
 end
 

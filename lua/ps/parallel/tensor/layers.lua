@@ -328,7 +328,7 @@ local function check_targets(targets, counts, total, call)
   for row, target in ipairs(problem.name == "ERANGE" and known:reshape(-1):tolist() or {}) do
     if target < 0 or target >= total then
       problem.msg = ("%s: target %d of row %d is outside the vocabulary [0, %d)"):format(call, target, row - 1, total)
-      problem.op = nil                                             -- the script asked for no lookup
+      problem.op = nil                                             -- the caller did not request a lookup
       break
     end
   end
@@ -395,9 +395,9 @@ local function scale_of(dtype, reduction, N)
 end
 
 --- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so the whole matrix of
---- logits never exists; backward keeps none of it. The ranks exchange three numbers per row: the largest logit, the sum
---- of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label smoothing also the sum of all
---- logits. If the ranks share the rows, these are gathered once.
+--- logits is never in memory; nothing of it is kept for backward. The ranks exchange three numbers per row: the
+--- largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label
+--- smoothing also the sum of all logits. If the ranks share the rows, these are gathered once.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
