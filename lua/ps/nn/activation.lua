@@ -30,8 +30,8 @@ plain("Hardsigmoid", F.hardsigmoid)
 plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
--- Makes the class of a module that calls fn(x, ...) with stored numbers. names: names of the numbers; defaults: their
--- defaults; dim: the numbers are dimensions, so they must be integers.
+-- Makes the class of a module that calls fn(x, ...) with stored numbers. names, defaults: the names and default values
+-- of these numbers; dim: the numbers are dimensions, so they must be integers.
 local function with_numbers(class_name, fn, names, defaults, dim)
   local class = nn_module.class(class_name)
   class.unscoped = true
@@ -103,7 +103,7 @@ function Dropout:init(p)
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Whether a call drops anything now: in training, if p is above 0.
+--- Whether a call would drop elements at present: in training, if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end

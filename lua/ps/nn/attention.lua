@@ -76,7 +76,7 @@ local function batched(self, x, what, width)
     error(("nn.MultiheadAttention: the %s is missing"):format(what))
   end
   if x:dim() ~= 2 and x:dim() ~= 3 or x:size(-1) ~= width then
-    error(("nn.MultiheadAttention: the %s is [%s]; it takes [%s, %d] or [T, %d]"):format(what,
+    error(("nn.MultiheadAttention: the %s is [%s]; it must be [%s, %d] or [T, %d]"):format(what,
       table.concat(x:shape(), ", "), self.batch_first and "B, T" or "T, B", width, width))
   end
   if x:dim() == 2 then return x:unsqueeze(0) end
@@ -93,7 +93,8 @@ local function of_mask(mask, B, H, T, S)
   if #shape == 2 and rows == T and columns == S then mask = mask:reshape(1, 1, T, S)
   elseif #shape == 3 and shape[1] == B * H and rows == T and columns == S then mask = mask:reshape(B, H, T, S)
   else
-    error(("nn.MultiheadAttention: attn_mask is %s; it takes [%d, %d] or [%d, %d, %d]"):format(shown(mask), T, S, B * H,
+    error(("nn.MultiheadAttention: attn_mask is %s; it must be [%d, %d] or [%d, %d, %d]"):format(
+      shown(mask), T, S, B * H,
       T, S))
   end
   return mask.dtype_ == C.PS_BOOL and mask:logical_not() or mask
@@ -103,12 +104,13 @@ local function of_padding(mask, B, S)
   if caller.tensor(mask, "nn.MultiheadAttention", "key_padding_mask") == nil then return nil end
   if mask:dim() == 1 then mask = mask:unsqueeze(0) end
   if mask:dim() ~= 2 or mask:size(0) ~= B or mask:size(1) ~= S then
-    error(("nn.MultiheadAttention: key_padding_mask is %s; it takes [%d, %d]"):format(shown(mask), B, S))
+    error(("nn.MultiheadAttention: key_padding_mask is %s; it must be [%d, %d]"):format(shown(mask), B, S))
   end
   return mask.dtype_ == C.PS_BOOL and mask:logical_not():reshape(B, 1, 1, S) or mask:reshape(B, 1, 1, S)
 end
 
--- Combines two masks. Bools: a key is seen if both show it. Floats are added; a hidden key becomes -inf.
+-- Combines two masks. If both are bool, a key is visible if both show it. Otherwise both are added as floats, in which
+-- a hidden key is -inf.
 local function both(a, b, dtype)
   if a == nil or b == nil then return a or b end
   if a.dtype_ == C.PS_BOOL and b.dtype_ == C.PS_BOOL then return a:logical_and(b) end
@@ -159,7 +161,8 @@ function MultiheadAttention:forward(query, key, value, options)
   if key ~= nil or not cache then
     k, v = batched(self, key, "key", self.kdim), batched(self, value, "value", self.vdim)
     if k:size(0) ~= q:size(0) or v:size(0) ~= q:size(0) or k:size(1) ~= v:size(1) then
-      error(("nn.MultiheadAttention: query %s, key %s and value %s do not go together"):format(shown(query), shown(key),
+      error(("nn.MultiheadAttention: the shapes of query %s, key %s and value %s do not fit together"):format(
+        shown(query), shown(key),
         shown(value)))
     end
     k, v = headed(self, k, 1), headed(self, v, 2)

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batch of all data-parallel ranks), GroupNorm.
 --
--- The running statistics move once per forward of a micro-batch in training. They do not move when backward recomputes
--- the forward, or in a dry run. In a step of an engine the first forward keeps a copy of them; a step that is given up
--- or skipped (an error, an overflow) restores the copy.
+-- The running statistics are updated once per forward of a micro-batch in training. They are not updated when backward
+-- recomputes the forward, or in a dry run. In a step of an engine the first forward saves a copy of them; a step that
+-- is abandoned or skipped (an error, an overflow) restores the copy.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local images = require "ps.tensor.images"
@@ -19,11 +19,11 @@ local exports = {}
 
 -- -- steps ------------------------------------------------------------------------------------------------------------
 local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
--- By layer: true in a step of its model's engine until its statistics move, then the copies of before.
+-- By layer, in a step of its model's engine: true until its statistics are updated, then the copies from before.
 local in_step = setmetatable({}, { __mode = "k" })
 local layers = setmetatable({}, { __mode = "k" })                -- all that have running statistics
 
--- Those of the layers that are part of a model.
+-- The layers with running statistics in a model.
 local function layers_in(model)
   local list = {}
   if next(layers) == nil then return list end
@@ -31,7 +31,7 @@ local function layers_in(model)
   return list
 end
 
--- Keeps the statistics of before the step, once per step.
+-- Saves the statistics from before the step, once per step.
 local function keep_statistics(layer)
   if in_step[layer] ~= true then return end
   local copies = layer.kept or {}
@@ -75,7 +75,9 @@ local function init(self, num_features, options, kinds)
   options = caller.options(options, name, kinds or BATCH_NORM)
   self.num_features, self.eps = caller.whole(num_features, name .. ": num_features", 1), options.eps or 1e-5
   self.momentum = options.momentum == nil and 0.1 or options.momentum
-  if self.momentum == true then error(name .. ": momentum is true; it takes a number, or false for the mean of all") end
+  if self.momentum == true then
+    error(name .. ": momentum is true; it must be a number, or false for the mean of all")
+  end
   local where = { dtype = options.dtype, device = options.device }
   if options.affine ~= false then
     self:param("weight", create.ones({ num_features }, where))
@@ -102,11 +104,11 @@ local function check_input(self, x)
       table.concat(x:shape(), ", ")))
   end
   if x:size(1) ~= self.num_features then
-    error(("%s: the input has %d channels, num_features is %d"):format(name, x:size(1), self.num_features))
+    error(("%s: the input has %d channels, but num_features is %d"):format(name, x:size(1), self.num_features))
   end
 end
 
--- Counts a forward in training; the share that its statistics have in the running ones.
+-- Counts a forward in training. Returns the weight of its statistics in the running ones.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -114,7 +116,8 @@ local function count_batch(self)
   return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
 end
 
---- Normalises the input. In training by its own mean and variance, which move the running ones; else by those.
+--- Normalises the input. In training it uses the input's own mean and variance and updates the running ones; otherwise
+--- it uses the running ones.
 ---@param x ps.Tensor [N, num_features, ...]
 ---@return ps.Tensor of x's shape
 function BatchNorm:forward(x)
@@ -142,7 +145,8 @@ local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
 BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
---- Ranks have running statistics of their own rows each, and rank 0's are saved; nn.SyncBatchNorm has those of all.
+--- Each rank has running statistics of its own rows, and rank 0's are saved; nn.SyncBatchNorm uses the rows of all
+--- ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 ---  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
@@ -155,7 +159,8 @@ local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
 BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
---- Ranks have running statistics of their own rows each, and rank 0's are saved; nn.SyncBatchNorm has those of all.
+--- Each rank has running statistics of its own rows, and rank 0's are saved; nn.SyncBatchNorm uses the rows of all
+--- ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 ---  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
@@ -170,14 +175,14 @@ SyncBatchNorm.dims, SyncBatchNorm.takes = { true, true, true, true, true, true, 
 SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
---- Batch norm whose statistics are those of the batches of all data-parallel ranks together. Running statistics are
---- equal on all ranks. With one rank it is nn.BatchNorm.
+--- Batch norm whose statistics are computed over the batches of all data-parallel ranks together. Running statistics
+--- are equal on all ranks. With one rank it is nn.BatchNorm.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 ---  string, device?: string} as those of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
--- y of x [N, C, ...] and the mean, variance and count over all ranks, of exchanges with gradients.
+-- The normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
 local function over_ranks(self, x, group)
   local dtype = x:dtype()
   local wide = (dtype == "fp64" or dtype == "fp32") and x or x:float()
@@ -196,7 +201,7 @@ local function over_ranks(self, x, group)
   return y:to(dtype), mean:detach(), var:detach(), count:reshape({})
 end
 
---- Normalises the input. In training by the mean and variance of all ranks' inputs; else by the running ones.
+--- Normalises the input. In training it uses the mean and variance of all ranks' inputs; otherwise the running ones.
 ---@param x ps.Tensor [N, num_features, ...]; N may differ between ranks
 ---@return ps.Tensor of x's shape
 function SyncBatchNorm:forward(x)
@@ -210,10 +215,10 @@ function SyncBatchNorm:forward(x)
   return y
 end
 
---- A model with an nn.SyncBatchNorm in the place of each nn.BatchNorm1d and nn.BatchNorm2d, with its parameters,
+--- Replaces each nn.BatchNorm1d and nn.BatchNorm2d of a model by an nn.SyncBatchNorm with the same parameters,
 --- statistics and settings.
 ---@param model ps.nn.Module
----@return ps.nn.Module model itself, or what takes its place
+---@return ps.nn.Module the model, or its replacement if it is a batch norm itself
 function SyncBatchNorm.convert_sync_batchnorm(model)
   if not core.is_module(model) then error("nn.SyncBatchNorm.convert_sync_batchnorm takes a module") end
   if model.class_name == "BatchNorm1d" or model.class_name == "BatchNorm2d" then

@@ -165,7 +165,7 @@ function ModuleList:size() return self.length end
 ---@return integer
 function ModuleList:len() return self.length end
 
---- `for i, module in list:each() do`, i from 0, as `ipairs(list)` does.
+--- `for i, module in list:each() do` iterates over the modules with i from 0, as `ipairs(list)` does.
 ---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1

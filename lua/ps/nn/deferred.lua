@@ -85,7 +85,8 @@ function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
   if version == before then return end
-  if self.versions[storage] == before then self.versions[storage] = version end    -- else a write was not recorded
+  -- a difference means that a write was not recorded
+  if self.versions[storage] == before then self.versions[storage] = version end
   self:wrote(storage, node)
 end
 
@@ -282,8 +283,8 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- The values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is filled by
--- itself.
+-- The values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is filled
+-- separately.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   if not devices.computes then return t end                             -- a dry run of a script has no values
@@ -327,7 +328,7 @@ local function fill(record, t, device, files)
     end
     if not value:is_contiguous() or value.offset ~= 0 then value = value:clone() end
     native.check(C.ps_tensor_set_data(t, value:keep()))
-    for _, made in pairs(env) do native.give_back(made) end     -- now, so that only t holds the bytes
+    for _, made in pairs(env) do native.give_back(made) end     -- freed now, so that only t holds the bytes
     if desc then native.give_back(value) end
   end)
 end
@@ -336,7 +337,7 @@ end
 local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
 local absent = setmetatable({}, { __mode = "k" })           -- parameters on other processes: tensor -> text
 
--- When an op fails: returns the reason, if an input is on another process.
+-- Called when an op fails. Returns the reason if an input is on another process.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -444,10 +445,10 @@ function deferred.leave(parameter, text)
   leave(parameter)
 end
 
---- Gives a model that ps.deferred made its values, one tensor after the other. The option `elsewhere` is called with
+--- Fills a model that ps.deferred made with its values, one tensor at a time. The option `elsewhere` is called with
 --- each tensor's name (for a tied tensor, the first one) and the tensor. If it returns nil or false, the tensor gets
---- values. Else it returns a text that says where the values are, such as "rank 1 (stage 1)": the tensor gets none, and
---- keeps only its shape and type. The error of using it contains that text.
+--- values. Else it returns a text that says where the values are, such as "rank 1 (stage 1)": the tensor gets none,
+--- and keeps only its shape and type. An op that uses such a tensor raises an error that contains this text.
 ---@param model ps.nn.Module
 ---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
 ---  that of new tensors at the time of ps.deferred

@@ -13,7 +13,7 @@ local init = require "ps.nn.weights"
 local Embedding = nn_module.class("Embedding")
 Embedding.unscoped = true
 
-local META = native.device_index "meta"                        -- a table on meta has no rows to send
+local META = native.device_index "meta"                        -- a table on meta has no values to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
 --- A table of vectors, looked up by integer.

@@ -53,7 +53,7 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
--- How tensor parallelism cuts a layer.
+-- The cut of a layer for tensor parallelism.
 local function table_of(extra)
   return { self_attn = "attention", multihead_attn = extra, linear1 = "column", dropout = "columns", linear2 = "row" }
 end

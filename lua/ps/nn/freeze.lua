@@ -11,7 +11,7 @@ local function lua_pattern(pattern)
   return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
 end
 
--- The parameters that a list of patterns names. Each pattern must fit one.
+-- The parameters whose names fit a list of patterns. Each pattern must fit at least one name.
 local function chosen(module, patterns, call)
   if type(patterns) == "string" then patterns = { patterns } end
   caller.typed(patterns, "table", call .. ": the pattern of names, or the list of patterns,")
@@ -49,7 +49,7 @@ local TRAINABLE = { prints_rows = true, __tostring = function(self)
     readable.bytes(self.nbytes))
 end }
 
--- Adds up parameters whose names differ only in the numbers of layers.
+-- Adds up the rows of parameters whose names differ only in the numbers of layers.
 local function rows_of(module)
   local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
   for name, p in module:named_parameters() do
@@ -90,8 +90,8 @@ return function(Module)
     return self
   end
 
-  --- The trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers are added
-  --- up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- The trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers of one kind
+  --- are added up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

@@ -43,8 +43,8 @@ function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "re
 
 --- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
 --- are lists with their length in n: the gradient of each tensor among the arguments or the outputs, in order (nil: it
---- got none). A table among the outputs counts by its fields in alphabetical order. fn returns nil, or a list that
---- replaces grad_input. Gradients are as in tensor hooks (t:register_hook).
+--- got none). The tensors of a table among the outputs are listed in alphabetical order of their fields. fn returns
+--- nil, or a list that replaces grad_input. Gradients are as in tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 ---  table?
@@ -139,7 +139,7 @@ local function places_of(values)
   return places
 end
 
--- Passes the tensors at some places through a function.
+-- Passes the tensors at given places through a function.
 local function wrap(fn, call, places)
   if #places == 0 then return end
   local list = {}

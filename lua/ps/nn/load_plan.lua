@@ -25,24 +25,23 @@ function load_plan.some(list)
 end
 
 -- Notes the first whole tensor and the first shard of a rank (ps.nn.sharded) in a state, which must not have both. A
--- state that is marked as whole has no shards.
+-- state that is marked as whole is skipped, since it has no shards.
 local function fits(shape, tensor, name, kinds, is_whole)
   local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
   if kind and not rectangles.same(sharded.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
     if kinds.own and kinds.whole then
-      error(("load_state_dict: the state has the whole tensor '%s', but only a rank's part of '%s'; use a state of "
-        .. "whole "
-        .. "tensors, or one of parts"):format(
+      error(("load_state_dict: the state has the whole tensor '%s', but only a rank's part of '%s'; use a state of " ..
+        "whole tensors, or one of parts"):format(
         kinds.whole, kinds.own), 0)
     end
   end
   return kind ~= nil
 end
 
--- The names of entries without a source. If a source has no tensor of another process, it is this process's own state,
--- and other processes' tensors are not missing.
+-- The names of entries without a source. If a source has no tensor that belongs to another process, it is this
+-- process's own state, and the tensors of other processes do not count as missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
   local own = true

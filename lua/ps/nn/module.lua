@@ -140,8 +140,8 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- An error does not leave the modules that it passes through. A scope's end leaves those entered in it, so the
--- outermost call, which contains all others, has a scope around it.
+-- An error skips the code that marks modules as left. The end of a scope marks those entered in it as left, so the
+-- outermost call runs inside a scope.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- The name of a module's call and a hint, for the error about a surplus argument.
@@ -498,7 +498,7 @@ require "ps.nn.state"(Module, check_owned)
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
---- The modes of a module and of each module below.
+--- Notes the modes of a module and of all modules in it.
 ---@param module ps.nn.Module
 ---@return fun() restore sets the modes again
 local function modes(module)

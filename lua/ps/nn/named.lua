@@ -35,7 +35,7 @@ local function entries_of(call, given)
   if given[1] ~= nil then
     for i, pair in ipairs(caller.list(given, call .. ": the list")) do
       if type(pair) ~= "table" or type(pair[1]) ~= "string" then
-        error(("%s: number %d of its list is no pair { name, value }"):format(call, i))
+        error(("%s: number %d of its list is not a pair { name, value }"):format(call, i))
       end
       list[i] = { pair[1], pair[2] }
     end
@@ -49,7 +49,7 @@ end
 -- Checks a name: a string without a dot that is not the name of a method of the class, which it would hide.
 local function check_name(self, name, call)
   if type(name) ~= "string" or name == "" or name:find(".", 1, true) then
-    error(("%s: a name is %s; it takes a string without a dot"):format(call,
+    error(("%s: a name is %s; it must be a string without a dot"):format(call,
       type(name) == "string" and "'" .. name .. "'" or shown(name)))
   end
   local read = getmetatable(self).__index
@@ -165,7 +165,7 @@ nn_module.adapt(ParameterList, function(class)
       if index ~= self.length then error(("%s: only append adds a parameter"):format(self.class_name)) end
       self:append(tensor)
     end,
-    remove = function(self) error(("%s: a parameter cannot be taken out of it"):format(self.class_name)) end }
+    remove = function(self) error(("%s: a parameter cannot be removed from it"):format(self.class_name)) end }
 end)
 
 --- A list of parameters, numbered from 0; list[-1] is the last. `for i, p in ipairs(list) do` iterates over them.
@@ -204,7 +204,7 @@ function ParameterList:size() return self.length end
 --- The number of parameters.
 ---@return integer
 function ParameterList:len() return self.length end
---- `for i, p in list:each() do`, i from 0, as `ipairs(list)` does.
+--- `for i, p in list:each() do` iterates over the parameters with i from 0, as `ipairs(list)` does.
 ---@return fun(): integer?, ps.Tensor?
 function ParameterList:each()
   local i = -1

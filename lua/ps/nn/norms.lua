@@ -64,8 +64,9 @@ function norms.global_norm(grads)
   return math.sqrt(total)
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before. math.huge
---- only measures. The option `max_norm` of an optimizer does the same without a second pass over the gradients.
+--- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before scaling.
+--- With math.huge it only measures the norm. The option `max_norm` of an optimizer does the same without a second pass
+--- over the gradients.
 ---
 --- For a model that ps.initialize made, the norm is that of the step's mean gradient: over all micro-batches and ranks,
 --- without the loss scale. The next update multiplies the gradients of `params`, which may be some of the model's

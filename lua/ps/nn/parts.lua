@@ -11,8 +11,9 @@
 --
 -- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
 -- everything that it gets from the part before it: a table of tensors, {} for the first part. The batch is the same for
--- all parts: ids, masks and targets, never values that parts computed. It is the result of the model's batch_of(...)
--- for a call's arguments. Without batch_of, the batch is the call's only table, or else the list of its arguments.
+-- all parts: ids, masks and targets, never values that parts computed. The model's method batch_of(...) makes the
+-- batch from a call's arguments. Without batch_of, the batch is the call's only table, or else the list of its
+-- arguments.
 local nearest = require "ps.core.nearest"
 local registry = require "ps.nn.registry"
 local nn_module = require "ps.nn.module"
@@ -99,14 +100,14 @@ end
 function parts.of(model)
   local list, seen = model:parts(), {}
   if type(list) ~= "table" or #list == 0 then
-    error(("%s: parts() returned %s; it returns a list of parts, { name, modules, forward } each"):format(
+    error(("%s: parts() returned %s; it must return a list of parts { name, modules, forward }"):format(
       model.class_name, type(list) == "table" and "an empty table" or "a " .. type(list)), 0)
   end
   for i, part in ipairs(list) do check(model, i, part, seen) end
   return list
 end
 
---- The batch that the parts read, made of a call's arguments.
+--- Makes the batch that the parts read from a call's arguments.
 ---@param model ps.nn.Module
 ---@param args any[] and n
 ---@return table<string, any>
@@ -161,9 +162,10 @@ function parts.fold(list, batch)
   return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
--- -- weights that are read past their layers --------------------------------------------------------------------------
--- For code that reads a layer's weight instead of calling the layer, such as fused ops and tied heads. Adapters
--- (ps.lora) give a layer a forward of its own and a function weight_now.
+-- -- weights that are read without calling their layers
+-- -------------------------------------------------------------------------- For code that reads a layer's weight
+-- instead of calling the layer, such as fused ops and tied heads. Adapters (ps.lora) give a layer a forward of its own
+-- and a function weight_now.
 
 --- Whether a layer is of a class and has no forward of its own.
 ---@param layer ps.nn.Module

@@ -26,7 +26,7 @@ end
 local function windowed(name, fn, kinds)
   local class = core.class(name)
   class.unscoped, class.extra_repr = true, text_of
-  --- Pools windows of the last dimensions, as the function of its name in ps.F.
+  --- Pools windows of the last dimensions, like the function of the same name in ps.F.
   ---@param kernel_size integer|integer[]
   ---@param options? table of the function
   function class:init(kernel_size, options)
@@ -56,7 +56,7 @@ windowed("AvgPool2d", F.avg_pool2d, AVG)
 local function adaptive(name, fn)
   local class = core.class(name)
   class.unscoped = true
-  --- Pools windows that cover the last dimensions, as the function of its name in ps.F.
+  --- Pools windows that cover the last dimensions, like the function of the same name in ps.F.
   ---@param output_size integer|integer[] false in a list: the input's
   function class:init(output_size)
     if type(output_size) ~= "table" then caller.whole(output_size, "nn." .. name .. ": output_size", 1) end

@@ -25,7 +25,8 @@ local count = 0                                             -- modules and param
 local numbers = setmetatable({}, { __mode = "k" })          -- module or parameter -> its number in the order of making
 local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that a module has registered
 
--- The statement of the last assignment: module, function, its line and its caller's, count, and the assigned names.
+-- The statement of the last assignment: the module, the function, the function's line and its caller's, the number of
+-- members made by then, and the assigned names.
 local statement = setmetatable({}, { __mode = "v" })
 local statement_names
 

@@ -59,7 +59,8 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- How a shape fits a parameter: "whole", or for a cut one also "own", the shard's shape; nil: it does not fit.
+--- The way in which a shape fits a parameter: "whole"; for a cut parameter also "own", the shard's shape; nil: it does
+--- not fit.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
