@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Activations and other functions of one or two tensors that ps.functional has as its own (F.softplus, F.normalize).
+-- Activations and other functions of one or two tensors that ps.functional also offers (F.softplus, F.normalize).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
@@ -50,7 +50,7 @@ local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.050700987355
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
 
--- x limited to [low, high], where the bounds themselves have the gradient 0, unlike clamp's, as in PyTorch.
+-- x limited to [low, high]. As in PyTorch, and unlike clamp, the gradient is 0 at the bounds themselves.
 local function limited(x, low, high)
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
@@ -89,7 +89,7 @@ function M.logsigmoid(x)
   return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x)))
 end
 
---- x limited to [-3, 3], + 3, over 6.
+--- (x limited to [-3, 3] + 3) / 6.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.hardsigmoid(x) return (limited(floats(x, "F.hardsigmoid"), -3, 3) + 3) / 6 end
@@ -114,7 +114,7 @@ function M.glu(x, dim)
   return x:narrow(dim or -1, 0, n / 2) * ops.sigmoid(x:narrow(dim or -1, n / 2, n / 2))
 end
 
---- x over its p-norm along dimensions, which counts as eps where it is smaller.
+--- x divided by its p-norm along dimensions; a norm below eps is replaced by eps.
 ---@param x ps.Tensor floats
 ---@param p? number default 2
 ---@param dim? integer|integer[] default 1
@@ -125,7 +125,7 @@ function M.normalize(x, p, dim, eps)
   return floats(x, "F.normalize") / x:norm(p or 2, dim or 1, true):clamp(eps)
 end
 
---- The cosine of the angle between vectors along a dimension. Norms below eps count as eps.
+--- The cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param dim? integer default 1, of the shape that both broadcast to
@@ -144,7 +144,7 @@ function M.cosine_similarity(a, b, dim, eps)
   local function unit(x)
     x = x:expand(shape)
     local norm = x:norm(2, dim, true)
-    -- The limit has the gradient of the norm, as PyTorch's.
+    -- The limited norm has the gradient of the norm, as in PyTorch.
     local limit = scope.no_grad(function() return norm:clamp(eps) - norm end)
     return x / (norm + limit)
   end

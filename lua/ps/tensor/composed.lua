@@ -47,7 +47,7 @@ function T:roll(shifts, dims)
     return self:reshape(-1):roll(caller.whole(shifts, "roll: the shift"), 0):reshape(self:shape())
   end
   shifts, dims = list_of(shifts), list_of(dims)
-  if #shifts ~= #dims then error(("roll: %d shifts for %d dimensions; give as many"):format(#shifts, #dims)) end
+  if #shifts ~= #dims then error(("roll: %d shifts for %d dimensions; give one for each"):format(#shifts, #dims)) end
   local y = self
   for i, d in ipairs(dims) do
     d = dim_index(self, d)
@@ -76,7 +76,7 @@ function T:tile(...)
     spread[#spread + 1], full[#full + 1], result[i] = size, size, n * size
   end
   if #full > 8 then
-    error(("tile: %d dimensions, counting one more for each that is repeated; the limit is 8"):format(#full))
+    error(("tile: %d dimensions, with one more for each repeated dimension; the limit is 8"):format(#full))
   end
   return self:reshape(spread):expand(full):reshape(result)
 end
@@ -108,20 +108,20 @@ local function offsets(t, what)
 end
 
 --- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
----@param diagonal? integer 0: the main diagonal; a positive number: so far above it
+---@param diagonal? integer 0: the main diagonal; a positive number: that many places above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
 end
 --- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
----@param diagonal? integer 0: the main diagonal; a positive number: so far above it
+---@param diagonal? integer 0: the main diagonal; a positive number: that many places above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
   return self:masked_fill(offsets(self, "triu"):lt(caller.whole(diagonal or 0, "triu: the diagonal")), 0)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- The largest element; 0 in place of an infinity, from which nothing can be subtracted.
+-- The largest element, which is subtracted from all; 0 if it is infinite, since the difference of infinities is NaN.
 local function shift_of(x, dims)
   return scope.no_grad(function()
     local top = x:amax(dims, true)
@@ -314,7 +314,7 @@ function M.einsum(text, ...)
   local left, right = text:gsub("%s", ""):match "^(.-)%->(.*)$"
   left = left or text:gsub("%s", "")
   for part in (left .. ","):gmatch "([^,]*)," do inputs[#inputs + 1] = letters(part, text) end
-  if #inputs ~= count then error(("einsum: '%s' is of %d tensors, %d were given"):format(text, #inputs, count)) end
+  if #inputs ~= count then error(("einsum: '%s' is for %d tensors, but %d were given"):format(text, #inputs, count)) end
   local list = { ... }
   for i, names in ipairs(inputs) do
     local t = list[i]

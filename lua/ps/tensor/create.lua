@@ -39,7 +39,7 @@ end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Refuses options that no function here has. `...`: further sizes, as PyTorch accepts a shape in ps.zeros(2, 3).
+-- Refuses unknown options. `...`: further sizes, since PyTorch accepts a shape as separate arguments, ps.zeros(2, 3).
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -76,7 +76,7 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
--- M.empty for `call`, whose options are checked.
+-- Like M.empty, with the name of the function, `call`, in errors; checks the options.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
@@ -94,7 +94,7 @@ local function empty(call, shape, options)
   return t
 end
 
--- The ranges of integer types. bool holds any number, as whether it is not 0.
+-- The ranges of integer types. bool accepts any number: false for 0, else true.
 local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
 
 --- Checks a number that becomes an element of a type. It is an error if an integer type cannot hold it. Fractions are

@@ -28,7 +28,7 @@ local LINEAR = { out_in = "boolean", residual = "tensor" }
 function F.linear(x, w, b, options)
   local head = hooks.ask("tied_head", w)
   if head then
-    if options ~= nil then error "F.linear: options do not go together with a table that ranks share by rows" end
+    if options ~= nil then error "F.linear: options cannot be combined with a table that ranks share by rows" end
     return b == nil and head(x) or head(x) + b
   end
   if options == nil then return ops.linear(x, w, b, nil, 1) end
@@ -96,7 +96,7 @@ end
 ---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
---- The number of this dropout in the forward; the counter is the context's, so that recomputation can restore it.
+--- The number of this dropout in the forward. The context has the counter, so that recomputation can restore it.
 local function next_op()
   local op = rng.op
   rng.op = op + 1
@@ -172,8 +172,9 @@ local function reduction_of(options, call)
   return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
---- The cross entropy of logits against target classes. A row whose target is ignore_index does not count. If no target
---- counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing.
+--- The cross entropy of logits against target classes. A row whose target is ignore_index is left out. If no target
+--- counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing to the
+--- gradients.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor,
@@ -193,9 +194,9 @@ end
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
   label_smoothing = "number" }
 
---- The cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows and never
---- exist as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing are as in
---- F.cross_entropy.
+--- The cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows, and are
+--- never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing are
+--- as in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...]
@@ -206,7 +207,7 @@ function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LM_LOSS)
   local head = hooks.ask("tied_head", w)
   if head then
-    if options.bias ~= nil then error "F.lm_loss: a bias does not go together with a table that ranks share by rows" end
+    if options.bias ~= nil then error "F.lm_loss: a bias cannot be combined with a table that ranks share by rows" end
     return head:loss(x, target, options)
   end
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
@@ -236,8 +237,8 @@ end
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
 
--- The number of the first head, for the dropout mask: from the options, else from the module that runs, whose heads may
--- be shared between ranks.
+-- The number of the first head, for the dropout mask: from the options, else from the module whose forward is running,
+-- since ranks may share its heads.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -307,7 +308,8 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- F.attention from separate ops, which hold all weights: a float mask gets a gradient, and the weights are returned.
+--- F.attention made of separate ops, which keep all weights in memory: a float mask gets a gradient, and the weights
+--- are returned.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]

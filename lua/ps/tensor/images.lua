@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions over signals [N, C, L] and images [N, C, H, W], in PyTorch's terms; ps.functional has them as its own
--- (F.conv2d). A number in the place of a pair holds for height and width. The first dimension may be missing.
+-- Functions over signals [N, C, L] and images [N, C, H, W], in PyTorch's terms; ps.functional also offers them
+-- (F.conv2d). A single number given for a pair is used for height and width. The dimension of samples may be missing.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local ops, caller = native.ops, native.caller
@@ -34,7 +34,7 @@ local function batched(x, n, call)
   return x, false
 end
 
--- The same with H = 1 for a signal; and the way back for a result.
+-- Reshapes a signal to an image with H = 1, and a result back to a signal.
 local function image(x, n, call)
   local single
   x, single = batched(x, n, call)
@@ -158,7 +158,8 @@ local function windows(in_size, kernel, stride, dilation, padding, ceil, call, p
   local span = dilation * (kernel - 1) + 1
   local room = in_size + 2 * padding - span
   if 2 * padding > kernel then
-    error(("%s: padding is %d along the %s; it is at most half of the kernel, %d"):format(call, padding, place, kernel))
+    error(("%s: padding is %d along the %s; it must be at most half of the kernel, %d"):format(call,
+      padding, place, kernel))
   end
   if room < 0 and not (ceil and room + stride - 1 >= 0) then
     error(("%s: the kernel spans %d elements along the %s, more than the %d of the padded input"):format(call, span,
@@ -195,24 +196,24 @@ local function max_pool(x, kernel, options, n, call)
   return back(y)
 end
 
---- The largest element of each window; NaN wins.
+--- The largest element of each window; NaN if the window contains one.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, dilation?: integer, ceil_mode?: boolean, return_indices?:
 ---  boolean} stride default: the kernel's size; padding: at most half of that, default 0; dilation default 1;
 ---  ceil_mode: a last window may be incomplete
 ---@return ps.Tensor [N, C, length] or [C, length]
----@return ps.Tensor? indices int64, with return_indices: where in [L] each lies
+---@return ps.Tensor? indices int64, with return_indices: the place of each in [L]
 function F.max_pool1d(x, kernel_size, options) return max_pool(x, kernel_size, options, 1, "F.max_pool1d") end
 
---- The largest element of each window; NaN wins.
+--- The largest element of each window; NaN if the window contains one.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], dilation?: integer|integer[], ceil_mode?:
 ---  boolean, return_indices?: boolean} stride default: the kernel's size; padding: at most half of that, default 0;
 ---  dilation default 1; ceil_mode: a last window may be incomplete
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
----@return ps.Tensor? indices int64, with return_indices: where in [H, W] each lies, row-major
+---@return ps.Tensor? indices int64, with return_indices: the place of each in [H, W], row-major
 function F.max_pool2d(x, kernel_size, options) return max_pool(x, kernel_size, options, 2, "F.max_pool2d") end
 
 local AVG_POOL = { stride = "whole|table", padding = "whole|table", ceil_mode = "boolean",
@@ -236,7 +237,7 @@ end
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, ceil_mode?: boolean, count_include_pad?: boolean}
 ---  stride default: the kernel's size; padding: at most half of that, default 0; ceil_mode: a last window may be
----  incomplete; count_include_pad = false: sums are divided by the elements that are no padding
+---  incomplete; count_include_pad = false: sums are divided by the number of elements outside the padding
 ---@return ps.Tensor [N, C, length] or [C, length]
 function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 1, "F.avg_pool1d") end
 
@@ -245,8 +246,8 @@ function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, o
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], ceil_mode?: boolean, count_include_pad?:
 ---  boolean, divisor_override?: integer} stride default: the kernel's size; padding: at most half of that, default 0;
----  ceil_mode: a last window may be incomplete; count_include_pad = false: sums are divided by the elements that are no
----  padding; divisor_override: by this number
+---  ceil_mode: a last window may be incomplete; count_include_pad = false: sums are divided by the number of elements
+---  outside the padding; divisor_override: by this number
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.avg_pool2d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 2, "F.avg_pool2d") end
 
@@ -274,25 +275,25 @@ local function adaptive_max(x, size, n, call)
   return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)))
 end
 
---- The means of `size` windows of nearly one length that cover all elements.
+--- The means of `size` windows of nearly equal length that cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_avg_pool1d(x, size) return adaptive_avg(x, size, 1, "F.adaptive_avg_pool1d") end
 
---- The means of windows of nearly one size that cover all elements.
+--- The means of windows of nearly equal size that cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param size integer|integer[] height and width; false in a list: the input's
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_avg_pool2d(x, size) return adaptive_avg(x, size, 2, "F.adaptive_avg_pool2d") end
 
---- The largest elements of `size` windows of nearly one length that cover all elements.
+--- The largest elements of `size` windows of nearly equal length that cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_max_pool1d(x, size) return adaptive_max(x, size, 1, "F.adaptive_max_pool1d") end
 
---- The largest elements of windows of nearly one size that cover all elements.
+--- The largest elements of windows of nearly equal size that cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param size integer|integer[] height and width; false in a list: the input's
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
@@ -323,7 +324,7 @@ local function as_image(x, n)
   end
 end
 
---- More elements at the ends of the last dimensions.
+--- Adds elements at the ends of the last dimensions.
 ---@param x ps.Tensor of any type with "constant", else floats
 ---@param pad integer[] before and after the last dimension, then those of the one before it, ...; negative numbers cut
 ---  off, with "constant" only
@@ -338,7 +339,7 @@ function F.pad(x, pad, mode, value)
   local n = #pad / 2
   for i = 1, #pad do caller.whole(pad[i], "F.pad: the padding", mode ~= "constant" and 0 or nil) end
   if n % 1 ~= 0 or n > x:dim() then
-    error(("F.pad: the padding has %d numbers; it has two for each dimension, of which the input has %d"):format(#pad,
+    error(("F.pad: the padding has %d numbers; give two for each of at most %d dimensions"):format(#pad,
       x:dim()))
   end
   if value ~= nil then caller.typed(value, "number", "F.pad: the value") end
@@ -382,7 +383,7 @@ function F.interpolate(x, options)
       or "[N, C, H, W]", n == 1 and "linear" or "bilinear"))
   end
   if options.align_corners ~= nil and kind[1] ~= KIND.linear then
-    error(("F.interpolate: align_corners is of \"linear\" and \"bilinear\", not of \"%s\""):format(mode))
+    error(("F.interpolate: align_corners is for \"linear\" and \"bilinear\", not for \"%s\""):format(mode))
   end
   if (options.size == nil) == (options.scale_factor == nil) then
     error("F.interpolate takes either size or scale_factor")
@@ -392,7 +393,7 @@ function F.interpolate(x, options)
     size = pair(options.size, n, "F.interpolate: size", 1, 1)
   else
     local list = type(factor) == "table" and factor or { factor, n == 2 and factor or nil }
-    if #list ~= n then error(("F.interpolate: scale_factor has %d numbers; it takes %d"):format(#list, n)) end
+    if #list ~= n then error(("F.interpolate: scale_factor has %d numbers; it needs %d"):format(#list, n)) end
     for i = 1, n do
       local by = caller.typed(list[i], "number", "F.interpolate: scale_factor")
       local at = 2 - n + i
@@ -410,7 +411,7 @@ function F.interpolate(x, options)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------
--- Whether statistics of a forward that runs now are to be counted: not if backward runs a recompute segment again.
+-- Whether the running statistics must be updated by the present forward: not if backward recomputes a segment.
 local function counts()
   local at = scope.segment
   while at do
@@ -420,7 +421,7 @@ local function counts()
   return true
 end
 
--- running [C] moves to `value` times `scale` by a factor, a number or a tensor of 0 dimensions.
+-- Moves running [C] towards `value` times `scale` by a factor, which is a number or a tensor of 0 dimensions.
 local function move(running, value, scale, factor)
   if type(factor) == "number" and type(scale) == "number" then
     ops.scale_(running, 1 - factor)
@@ -430,8 +431,8 @@ local function move(running, value, scale, factor)
   end
 end
 
--- Adds the mean [C] and variance [C] of `count` elements for each channel, which is divided by the count, to running
--- ones [C]. momentum: the share of the new values.
+-- Updates running statistics [C] by the mean [C] and the variance [C] (divided by the count) of `count` elements for
+-- each channel. momentum: the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)
@@ -439,7 +440,7 @@ local function move_statistics(mean, var, count, running_mean, running_var, mome
   end)
 end
 
--- x [N, C, ...] normalised, and the mean, variance and count by which.
+-- Returns the normalised x [N, C, ...], and the mean, variance and count that were used.
 local function batch_statistics(x, weight, bias, eps)
   if x:dim() < 2 then
     error(("F.batch_norm takes [N, C, ...], not a tensor of %d dimensions"):format(x:dim()))
@@ -455,15 +456,16 @@ end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
 
---- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015), then times weight, plus bias.
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015), multiplies by weight and adds
+--- bias.
 ---@param x ps.Tensor floats [N, C, ...]
 ---@param running_mean? ps.Tensor [C]
 ---@param running_var? ps.Tensor [C]
 ---@param weight? ps.Tensor [C]
 ---@param bias? ps.Tensor [C]
----@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): by the
----  batch's mean and variance, to which the running ones, if any, move by momentum (default 0.1), once per forward,
----  however often backward recomputes it; else by the running ones. eps default 1e-5
+---@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): normalises
+---  by the batch's mean and variance, and moves the running ones, if any, towards them by momentum (default 0.1), once
+---  per forward, however often backward recomputes it; else it normalises by the running ones. eps default 1e-5
 ---@return ps.Tensor of x's shape
 function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   options = caller.options(options, "F.batch_norm", BATCH_NORM)
@@ -483,7 +485,8 @@ function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   return y
 end
 
---- Normalises groups of channels of each sample over all positions (Wu and He 2018), then times weight, plus bias.
+--- Normalises groups of channels of each sample over all positions (Wu and He 2018), multiplies by weight and adds
+--- bias.
 ---@param x ps.Tensor floats [N, C, ...]
 ---@param num_groups integer divides C
 ---@param weight? ps.Tensor [C]

@@ -26,7 +26,7 @@ end
 local function add(picks, t, d, k, place)
   if k.dtype_ ~= C.PS_BOOL then
     if not INTEGER[k.dtype_] then
-      error(("index %d is a tensor of %s; it takes integers or bool"):format(place, k:dtype()))
+      error(("index %d is a tensor of %s; its type must be an integer type or bool"):format(place, k:dtype()))
     end
     picks[#picks + 1] = { d = d, index = k }
     return 1
@@ -62,8 +62,8 @@ local function joined(...)
 end
 
 -- The elements of t that index tensors select. picks: { d =, index = }, sorted by d.
---   index: one number for each element of the picked dimensions, which count in row-major order
---   together: whether the picked dimensions are neighbours; t is then [outer, rows, inner]
+--   index: one number for each element of the picked dimensions, which are numbered together in row-major order:
+--   whether the picked dimensions are neighbours; t is then [outer, rows, inner]
 --   axes: the picked dimensions, then the others; t permuted by them is [rows, inner]
 --   shape: the shape of t[key]
 local function named(t, picks)
@@ -114,7 +114,7 @@ local function check_count(t, key)
 end
 
 -- The view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor without
--- dimensions acts as a number. writes: it is read on the host, so that the result stays a view.
+-- dimensions acts as a number. writes: such a tensor is read on the host, so that the result stays a view.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -156,7 +156,8 @@ local row_key, row_size, FIRST = {}, {}, { 0 }
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
-  if is_tensor(key) and t.ndim == 2 and key.ndim > 0 and INTEGER[key.dtype_] then      -- rows: the same, with less ado
+  -- rows: the same result by a shorter path
+  if is_tensor(key) and t.ndim == 2 and key.ndim > 0 and INTEGER[key.dtype_] then
     row_size[1] = tonumber(t.shape_[0])
     row_key[1] = key
     local index = ops.flat_index(row_key, row_size, FIRST)
@@ -168,7 +169,8 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- t[mask] = value. A number or a tensor of one element is written everywhere; else part n of `value` to true element n.
+-- t[mask] = value. A number or a tensor of one element is written to all true elements; otherwise part n of `value` is
+-- written to true element n.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then

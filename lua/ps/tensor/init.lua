@@ -22,7 +22,7 @@ local M = { T = T }                -- T: for files that add methods
 -- Loads files with further methods. `require "ps"` does not, since reading them takes time.
 local load_more = function() end
 
---- Has methods loaded when a script first asks for a name that is not among those here.
+--- Registers further methods, which are loaded when a script first uses a name that this file lacks.
 ---@param load fun() requires the files that add them to T
 function M.later(load)
   load_more = function()
@@ -155,7 +155,7 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
--- A switch of a tensor. Only booleans are accepted: 0 and nil do not mean false in Lua and in PyTorch alike.
+-- Checks the value of a switch. Only booleans are accepted, since 0 counts as true in Lua and as false in PyTorch.
 local function switch(on, name)
   if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
   return on
@@ -437,7 +437,8 @@ end
 ---@return ps.Tensor ...
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
-  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: %d parts; at least 1"):format(n)) end
+  if caller.whole(n, "chunk: the number of parts") < 1 then error(("chunk: the number of parts is %d; it must be " ..
+    "at least 1"):format(n)) end
   return self:split(math.max(1, math.ceil(tonumber(self.shape_[d]) / n)), d)
 end
 
@@ -511,7 +512,7 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
--- What to write instead of PyTorch's names that a tensor lacks, and of its fields that are methods here.
+-- Replacements for PyTorch's names that a tensor lacks, and for its fields that are methods here.
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",

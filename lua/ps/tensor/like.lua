@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors with the shape of another one, and draws of more than one kind: ps.full_like, ps.rand_like, ps.randperm,
--- ps.bernoulli, ps.multinomial. What is drawn depends on ps.manual_seed and on what was drawn before, by Philox
--- counters: not on the device or the number of threads.
+-- Tensors with the shape of another one, and random draws: ps.full_like, ps.rand_like, ps.randperm,
+-- ps.bernoulli, ps.multinomial. Draws depend on ps.manual_seed and on the draws before them, by Philox counters, and
+-- not on the device or the number of threads.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
@@ -16,7 +16,7 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Where a tensor like t goes: t's type and device, unless the options, which are checked, say otherwise.
+-- The type and device of a tensor like t: t's own, unless the options, which are checked, say otherwise.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
@@ -35,7 +35,7 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- A number everywhere, in t's shape; of t's type and device unless the options say otherwise.
+--- A tensor of t's shape with all elements equal to a number; of t's type and device unless the options say otherwise.
 ---@param t ps.Tensor
 ---@param value number an error where an integer type cannot hold it
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -46,8 +46,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Uniform whole numbers in [low, high), in t's shape; of t's type and device unless the options say otherwise.
---- ps.randint_like(t, high) begins at 0.
+--- A tensor of t's shape with uniform whole numbers in [low, high); of t's type and device unless the options say
+--- otherwise. ps.randint_like(t, high) begins at 0.
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -73,7 +73,7 @@ end
 
 local ORDER = { dtype = "string", device = "string" }
 
---- The numbers 0 to n - 1 in a drawn order.
+--- The numbers 0 to n - 1 in a random order.
 ---@param n integer
 ---@param options? {dtype?: string, device?: string}
 ---@return ps.Tensor [n] int64, unless the options say otherwise
@@ -84,17 +84,17 @@ function M.randperm(n, options)
   return options.dtype and order:to(options.dtype) or order
 end
 
--- Values that are to be probabilities, read.
+-- Reads values that must be probabilities.
 local function check_probabilities(p, call)
   if p:numel() == 0 then return end
   local low, high = p:amin():item(), p:amax():item()
   if not (low >= 0 and high <= 1) then
-    error(("%s: a probability is %g; it takes numbers in [0, 1]"):format(call, low >= 0 and high or low))
+    error(("%s: a probability is %g; it must be in [0, 1]"):format(call, low >= 0 and high or low))
   end
 end
 
---- 1 with the probability that an element of this tensor has, else 0. A number p is the probability of all. The values
---- are read to check them.
+--- Draws 1 or 0 for each element; the element is the probability of 1. A number p is the probability for all elements.
+--- The values are read to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
@@ -135,12 +135,12 @@ local function with_replacement(p, n)
     local some = u:narrow(1, first, math.min(step, n - first))
     parts[#parts + 1] = upto:unsqueeze(1):le(some:unsqueeze(-1)):long():sum(-1)
   end
-  -- Rounding may give u the sum itself; then it is the last category that has a probability.
+  -- Rounding may make u equal to the sum; then the draw is the last category with a probability.
   local last = p:gt(0):long() * tensor.arange(0, p:size(1), 1, { dtype = "int64", device = p:device() })
   return ops.minimum(tensor.cat(parts, 1), last:amax(-1, true))
 end
 
---- Categories drawn with the probabilities that the elements of a row have, which need not add up to 1. The values are
+--- Draws categories; the elements of a row are their probabilities, which need not add up to 1. The values are
 --- read to check them.
 ---@param n integer how many for each row
 ---@param replacement? boolean default false: no category twice
@@ -159,7 +159,7 @@ function T:multinomial(n, replacement)
     if p:size(0) == 0 then return tensor.empty({ 0, n }, { dtype = "int64", device = p:device() }) end
     local sums = p:sum(-1)
     if not p:ge(0):all():item() or not sums:isfinite():all():item() then
-      error("multinomial: a probability is negative, infinite or no number")
+      error("multinomial: a probability is negative, infinite or NaN")
     end
     if sums:amin():item() <= 0 then error("multinomial: all probabilities of a row are 0") end
     local index, _
@@ -167,10 +167,11 @@ function T:multinomial(n, replacement)
     else
       local least = p:gt(0):long():sum(-1):amin():item()
       if least < n then
-        error(("%s: %d draws without replacement, and a row has %d categories with a probability; write "
+        error(("%s: %d draws without replacement, but a row has only %d categories with a probability; write "
           .. "multinomial(n, true) to draw a category more than once"):format(call, n, least))
       end
-      -- p over an exponential number: the n largest are n draws without replacement (Efraimidis and Spirakis 2006).
+      -- p divided by exponentially distributed numbers: the n largest are n draws without replacement (Efraimidis and
+      -- Spirakis 2006).
       local wait = (fine(p:shape(), p:device()) * -1 + 1):log() * -1
       _, index = (p / wait:clamp(1e-300)):topk(n)
     end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Losses composed of other ops, with PyTorch's names and formulas. ps.functional has them as its own (F.mse_loss).
+-- Losses composed of other ops, with PyTorch's names and formulas. ps.functional also offers them (F.mse_loss).
 -- Shapes must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
@@ -57,7 +57,7 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
--- |d| - half a step where |d| is from `step` on, else d^2 / (2 step): the absolute value with a round tip.
+-- |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step): the absolute value with a round tip.
 local function rounded(d, step)
   local size = d:abs()
   return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
@@ -106,7 +106,7 @@ function losses.binary_cross_entropy(p, target, options)
     local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
     return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
   end)
-  local loss = value + (p - p:detach()) * slope            -- has this value and PyTorch's gradient
+  local loss = value + (p - p:detach()) * slope            -- has the value of the loss and PyTorch's gradient
   if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
 end
@@ -157,14 +157,15 @@ function losses.kl_div(x, target, options)
 end
 
 -- -- of classes -----------------------------------------------------------------------------------------------------
--- Which targets count (bool [...]), and the targets with 0 in place of ignored ones, int64 [..., 1].
+-- Returns a mask of the targets that are not ignored, bool [...], and the targets with 0 in place of ignored ones,
+-- int64 [..., 1].
 local function countable(target, ignore)
   local counts = target:ne(ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
--- From log-probabilities [..., V], the term of each target and its share of the mean's divisor. smooth: label
--- smoothing.
+-- Computes, from log-probabilities [..., V], the term of each target and its contribution to the mean's divisor.
+-- smooth: label smoothing.
 local function class_terms(logp, target, weight, ignore, smooth)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
@@ -181,8 +182,9 @@ local function class_terms(logp, target, weight, ignore, smooth)
   return terms, share:detach()
 end
 
--- How many targets that count are those of the first largest score [..., V], and how many count: int64 [2]; nil: nobody
--- asks. weight: classes' weights, by which a target of weight 0 does not count unless labels are smoothed.
+-- Counts the targets that equal the class of the first largest score [..., V], and all targets that are not ignored:
+-- int64 [2]; nil: not requested. weight: the weights of classes; a target of weight 0 is left out unless labels are
+-- smoothed.
 local function hits_of(scores, target, weight, ignore, smooth)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -218,7 +220,7 @@ end
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
 --- Minus the log-probability of each target: logp [..., V], target int [...]. weight [V]: the weight of each class, by
---- which the mean is weighted. Targets of ignore_index (-100) do not count; if none counts, the mean is 0.
+--- which the mean is weighted. Targets of ignore_index (-100) are left out; if none remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index default

@@ -33,7 +33,7 @@ local function scaled(a, b, alpha, call)
   if type(b) == "number" then return b * alpha end
   if caller.tensor(b, call, "b") == nil then error(call .. ": b is missing") end
   if alpha % 1 ~= 0 and not FLOAT[b.dtype_] and not (is_tensor(a) and FLOAT[a.dtype_]) then
-    error(("%s: alpha is %.14g; integers take a whole number"):format(call, alpha))
+    error(("%s: alpha is %.14g; for tensors of integers it must be a whole number"):format(call, alpha))
   end
   if b.dtype_ == C.PS_BF16 or b.dtype_ == C.PS_F16 then b = b:to("fp32") end
   return affine(b, alpha, NOTHING)
@@ -98,7 +98,8 @@ local function div(a, b, rounding)
     error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
   end
   if type(b) == "number" then
-    -- Multiplying by 1 / b is as good if 1 / b is exact, or if the quotient is rounded to a half type anyway.
+    -- A product with 1 / b can replace the division if 1 / b is exact, or if the quotient is rounded to a half type
+    -- anyway.
     local fraction, e = math.frexp(b)
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
     local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
@@ -358,14 +359,15 @@ function T:topk(k, d, largest, sorted)
   values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
--- Half types are summed in fp32, as in PyTorch, since squares of fp16 overflow from 256 on. Integers are, too.
+-- Half types are summed in fp32, as in PyTorch, since squares of fp16 overflow from 256 on. Integers are summed in
+-- fp32, too.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
   return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- The square root. Where it is 0, the gradient is 0, a subgradient of a norm at its minimum.
+-- The square root. If the root is 0, the gradient is 0, a subgradient of a norm at its minimum.
 local function root(t)
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
@@ -462,7 +464,7 @@ function T:add_(x, alpha)
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
   else
-    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- to keep the product unrounded
+    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- so that the product is not rounded
       x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
     end
     ops.copy_(self, self + x * (alpha or 1))

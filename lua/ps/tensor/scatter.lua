@@ -20,8 +20,8 @@ local function given(t, call, name)
   return caller.tensor(t, call, name) or error(("%s: %s is missing"):format(call, name))
 end
 
--- Shortens an index that is expanded along all dimensions after d, as x has them. Without them it selects whole parts,
--- which is faster.
+-- Removes the dimensions after d from an index that is expanded along all of them. The shorter index selects whole
+-- parts, which is faster.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -91,7 +91,7 @@ end
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
 --- A copy of x with src at the elements that gather(d, idx) would read. If src has several elements for one place, the
---- last in row-major order stays, and the others have gradient 0.
+--- last in row-major order is written, and the others have gradient 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -275,7 +275,7 @@ function T:masked_scatter(mask, src)
       self:dtype()))
   end
   if self:numel() == 0 then return self:clone() end
-  if src:numel() < self:numel() then                       -- else it has enough, whatever the mask
+  if src:numel() < self:numel() then                       -- otherwise src has enough elements for any mask
     local count = mask:long():sum():item()
     if count > src:numel() then
       error(("%s: the mask has %d true elements, but the source has only %d"):format(call, count, src:numel()))
@@ -327,7 +327,8 @@ function T:index_put_(key, value, accumulate)
 end
 
 local scatter_in_place = T.scatter_
---- Writes src to the elements that gather(d, idx) would read. If src has several for one place, the last stays.
+--- Writes src to the elements that gather(d, idx) would read. If src has several elements for one place, the last one
+--- is written.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

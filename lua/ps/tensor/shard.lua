@@ -153,7 +153,7 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Marks a parameter that all ranks have whole, but use with different inputs. The gradient is then the sum of the
+--- Marks a parameter that every rank has whole but uses with inputs of its own. The gradient is then the sum of the
 --- gradients of all ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small functions of tensors that are made of others: products, comparisons of whole tensors, diagonals.
+-- Small functions of tensors, composed of others: products, comparisons of whole tensors, diagonals.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -69,7 +69,8 @@ function T:prod(dims, keepdim)
   return wide(self, prod, dims, keepdim)
 end
 
--- In log2(n) passes (Hillis and Steele 1986): after each, an element is the product of twice as many.
+-- In log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements that an element is the product
+-- of.
 local function cumprod(x, d)
   local n, shift = x:size(d), 1
   while shift < n do
@@ -110,7 +111,7 @@ function T:isinf()
   return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
 end
 
---- This tensor plus weight times the way to another one.
+--- This tensor plus weight times its difference to another one.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
 ---@param weight number|ps.Tensor 0: this tensor; 1: the other
 ---@return ps.Tensor
@@ -161,7 +162,7 @@ local function close(a, b, rtol, atol, equal_nan, call)
   end)
 end
 
---- Where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are taken in fp64.
+--- Where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are computed in fp64.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
@@ -169,7 +170,7 @@ end
 ---@return ps.Tensor bool
 function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
 
---- Whether all elements of two tensors are nearly equal, as isclose has it.
+--- Whether all elements of two tensors are nearly equal, by isclose's rule.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8

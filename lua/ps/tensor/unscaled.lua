@@ -1,25 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gradients as a script sees them in hooks and in backwards of its own: those of the micro-batch's own loss. In the
--- walk of an engine all gradients have a factor, the micro-batch's weight times the loss scale (engine/step/weigh.lua).
--- The walk divides by the factor before the script's function runs, and multiplies by it afterwards. Both are exact if
--- the factor is a power of two, and round otherwise. In an engine a gradient of fp16 is given in fp32: without the loss
--- scale, small gradients would be zero in fp16.
+-- Gradients as a script sees them in hooks and in the backward of its own functions: those of the micro-batch's own
+-- loss. In the walk of an engine all gradients have a factor, the micro-batch's weight times the loss scale
+-- (engine/step/weigh.lua). The walk divides by the factor before the script's function runs, and multiplies by it
+-- afterwards. Both are exact if the factor is a power of two, and round otherwise. In an engine a gradient of fp16 is
+-- given in fp32: without the loss scale, small gradients would be zero in fp16.
 local scope = require "ps.core.scope"
 
 local unscaled = {}
 
 --- The gradient of the micro-batch's own loss.
 ---@param grad ps.Tensor
----@param factor? number nil: the walk is of no engine
+---@param factor? number nil: the walk does not belong to an engine
 ---@return ps.Tensor
 function unscaled.of(grad, factor)
   if not factor then return grad end
   if grad:dtype() == "fp16" then grad = grad:to "fp32" end
-  if factor == 1 or factor == 0 then return grad end        -- with weight 0 all gradients are 0
+  if factor == 1 or factor == 0 then return grad end        -- with a weight of 0 all gradients are 0
   return grad * (1 / factor)
 end
 
---- The gradient for the walk.
+--- Converts a gradient of the script back to the walk's.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor

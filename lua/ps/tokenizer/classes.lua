@@ -90,7 +90,7 @@ function classes.apply(description, class, config)
   if APPLY[class] then APPLY[class](description, config) end
 end
 
--- The texts of WordPiece that transformers joins again, in this order.
+-- Texts that transformers joins again when it decodes WordPiece, in this order.
 local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
   { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
 

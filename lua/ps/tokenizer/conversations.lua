@@ -96,8 +96,8 @@ local function own_bytes(text, token, place)
   return { place[1] + at - 1, place[1] + at + #token - 2 }
 end
 
--- A function that says whether a part of a text overlaps one of `parts`, which are in order: that part, or nil. It is
--- called for places in order.
+-- Makes a function that returns the one of `parts` that a part of a text overlaps, or nil. `parts` and the calls must
+-- be in the text's order.
 local function overlaps(parts)
   local k = 1
   return function(first, last)
@@ -106,8 +106,8 @@ local function overlaps(parts)
   end
 end
 
--- For each special token whether the template wrote it: no byte comes from a message, a tool or a document. A role may
--- be within a token, as in '<|' + role + '|>', if it is one that templates expect.
+-- Whether the template wrote each special token: then no byte of it comes from a message, a tool or a document. A
+-- token may contain a role, as in '<|' + role + '|>', if templates expect that role.
 local function written(rendered, ids, places, special)
   local message, role, own, all = overlaps(rendered.message), overlaps(rendered.roles), {}, true
   for i, id in ipairs(ids) do
@@ -135,7 +135,8 @@ local function ids_of(self, rendered)
     if own[i] then
       local before = places[i - 1]
       if before and before[2] < raw[i - 1][2] and special[whole[i - 1]] and not own[i - 1] then
-        local alone, part = {}, {}                         -- the space that the token before swallowed is free again
+        -- the space that the previous token had swallowed is text again
+        local alone, part = {}, {}
         append(self, text, before[2] + 1, raw[i][2], 0, alone, part)
         if alone[#alone] == id then raw[i] = part[#part] end
       end
@@ -147,7 +148,7 @@ local function ids_of(self, rendered)
   return ids, bytes
 end
 
--- 1 for each id that the model has to produce, else 0. A token that reaches over the end of a part counts if it ends
+-- 1 for each id that the model has to produce, else 0. A token that crosses the border of a part gets 1 if it ends
 -- within the part.
 local function mask_of(bytes, spans)
   local mask, at = {}, 1
@@ -196,19 +197,21 @@ function conversations:apply_chat_template(messages, options)
     continue_final_message = options.continue_final_message, documents = options.documents,
     variables = options.variables, tokens = self:special_tokens() }
   if options.tokenize == false then
-    if options.train_on then error "apply_chat_template: train_on gives a mask of ids, and tokenize is false" end
+    if options.train_on then
+      error "apply_chat_template: train_on returns a mask of ids, but with tokenize = false there are no ids"
+    end
     return template:render(messages, given)
   end
   if options.continue_final_message then
-    if options.train_on then error "apply_chat_template: train_on does not go with continue_final_message" end
+    if options.train_on then error "apply_chat_template: train_on and continue_final_message cannot be combined" end
     local ids = ids_of(self, { text = template:render(messages, given), message = {}, roles = {} })
     given.continue_final_message = nil
     local whole = template:trained(messages, given, "all")
-    for _, parts in ipairs { whole.message, whole.roles } do   -- where the text is cut, its parts are not known
+    for _, parts in ipairs { whole.message, whole.roles } do   -- the parts of a shortened text are unknown
       for _, part in ipairs(parts) do
         for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
           if rawget(self, "special_ids")[id] then
-            error "apply_chat_template: continue_final_message, and a message spells a special token: remove it"
+            error "apply_chat_template: with continue_final_message no message may spell a special token: remove it"
           end
         end
       end

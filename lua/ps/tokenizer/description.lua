@@ -300,7 +300,7 @@ function description.add_token(t, content, id, options)
   end
 end
 
---- Makes an engine's tokenizer without words.
+--- Makes an engine's tokenizer with an empty vocabulary.
 ---@param model "bpe"|"wordpiece"
 ---@return ffi.cdata*
 function description.new_handle(model)

@@ -31,7 +31,7 @@ local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3]
 ---@return boolean
 function pattern.is_of_lines(text) return LINES[text] == true end
 
--- Escapes that mean something else to PCRE2, or other sets of characters.
+-- Escapes that have another meaning in PCRE2, or stand for other sets of characters.
 local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
   H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
   Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }

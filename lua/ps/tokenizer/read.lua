@@ -186,7 +186,7 @@ local function finish(t, config, defaults, limits)
   for _, name in ipairs { "padding_side", "truncation_side" } do
     local side = config[name]
     if is_null(side) then side = limits[name] or defaults[name] or "right" end
-    if side ~= "left" and side ~= "right" then refuse(t.path, name, side, "it is \"left\" or \"right\"") end
+    if side ~= "left" and side ~= "right" then refuse(t.path, name, side, "it must be \"left\" or \"right\"") end
     t[name] = side
   end
   t.splits_special = config.split_special_tokens == true
@@ -259,7 +259,8 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
--- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: how a text is cut, and special tokens.
+-- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: how a text is cut into words, and the special
+-- tokens.
 local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
   gpt2 = OF_GPT2, r50k_base = OF_GPT2, p50k_base = OF_GPT2,

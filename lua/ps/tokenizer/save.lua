@@ -58,7 +58,8 @@ function save.run(source, to, tokens, plain)
     end
   end
   local name = source ~= from and not is_gguf and source:match("[^/]*$")
-  if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then     -- a file with a name of its own
+  -- a file whose name is not a standard one
+  if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end
   if next(tokens) == nil and next(plain) == nil then return end

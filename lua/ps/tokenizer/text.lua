@@ -194,9 +194,9 @@ end
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
 local BLOCK = 2 ^ 24               -- bytes per read
 
---- Passes on the token ids of a file of any size, in order, one piece at a time, without special tokens around them;
---- special tokens in the file are plain text. The ids are those of the whole file at once, whatever the pieces and
---- threads.
+--- Calls a function with the token ids of a file of any size, in order, one piece at a time, without special tokens
+--- around them; special tokens in the file are plain text. The ids are those of the whole file at once, whatever the
+--- pieces and threads.
 ---@param path string
 ---@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is lent
 ---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file is JSON
