@@ -43,8 +43,8 @@ local function check_alone()
     .. 'require "ps"'):format(cause), 0)
 end
 
---- Begins fn(give) in its own process. give(value) ends that process and does not return; the value must be JSON. Its
---- standard output is discarded.
+--- Starts fn(give) in its own process. give(value) passes a JSON value to the parent process and ends its own process.
+--- Its standard output is discarded.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean also discard its standard error
 ---@return {pid: integer, fd: integer} running. An error if this process has loaded "ps", or has threads
@@ -90,7 +90,7 @@ function child.finish(running)
   return cjson.decode(text)
 end
 
---- Runs fn(give) in its own process, and returns the value that it gave.
+--- Runs fn(give) in its own process, and returns the value that it passed to give.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean
 ---@return table value

@@ -202,8 +202,8 @@ local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
-    -- Later steps have all chunks; the first one has not. The forecast of the last tier includes room for all of them,
-    -- which is allocated when chunks are evicted to it.
+    -- Later steps have all chunks, but the first step does not. The forecast of the last tier includes room for all of
+    -- them, which is allocated when chunks are evicted to it.
     local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
     local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
     if steady and steady.peak > tier.peak and not rests then
@@ -257,10 +257,10 @@ end
 local REHEARSED, ROUNDS = 1e12, 8          -- operations: a few seconds
 local STEADY = 2 ^ 18                      -- bytes
 
--- Bytes that a process of the run has, other than tensors, and this process does not: memory that oneDNN keeps after
+-- Bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN keeps after
 -- products, and pages of files that only the parent process has touched. It performs products, in rounds until the
--- process stops growing, since the heap is fragmented and a buffer may not fit at once. nil: this would take too long
--- or too much memory, or the system does not tell. The second result is the seconds that it took.
+-- process stops growing, since the heap is fragmented and a buffer may not fit at once. nil: the products would need
+-- too much time or memory, or the system does not report its pages. The second result is the seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now
@@ -290,7 +290,7 @@ local function set_rank(request)
   end
 end
 
--- Words errors about ranks for a plan: a plan of several ranks needs a script that joins them.
+-- Rewords errors about ranks for a plan: a plan of several ranks needs a script that joins them.
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
     return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls "
@@ -356,7 +356,7 @@ function dry_run.perform(request, give)
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))
   end
-  -- Changes the same table, since argparse keeps the one that it found.
+  -- Changes the existing table, since argparse keeps a reference to it.
   for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
   arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)

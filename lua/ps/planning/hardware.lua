@@ -49,7 +49,7 @@ local function machines()
     if stem and stem ~= "probe" then
       local path = paths.root .. FOLDER .. file
       local ok, t = pcall(dofile, path)
-      local wrong = not ok and tostring(t) or type(t) ~= "table" and ("it returns %s, not a table"):format(tostring(t))
+      local wrong = not ok and tostring(t) or type(t) ~= "table" and ("it returned %s, not a table"):format(tostring(t))
       for name, variant in pairs(not wrong and t.variants or { [stem] = {} }) do
         all[name] = wrong and { wrong = wrong } or over(t, variant)
         all[name].path = path

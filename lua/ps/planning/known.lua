@@ -32,7 +32,7 @@ function known.of(engine)
   return value
 end
 
---- Makes the facts known to this process, which has another rank of the same mesh.
+--- Stores the facts in this process, which runs another rank of the same mesh.
 ---@param value? table
 function known.tell(value)
   if not value then return end

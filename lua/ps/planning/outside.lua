@@ -47,7 +47,8 @@ local function close_io()
     local own, moved = at(path, writes)
     if moved and writes and not how:find "w" then
       fill(open, path, own)
-      if how:find "r" and lfs.attributes(own) == nil then own = path end           -- an error: there is no such file
+      -- raises an error: there is no such file
+      if how:find "r" and lfs.attributes(own) == nil then own = path end
     end
     return open(own, mode)
   end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Memory of this process as the operating system sees it (/proc/self). A forked process lacks its parent's pages of
 -- files (the program, libraries) until it touches them itself, so a dry run's process is smaller than one that was
--- started for the script. Both are counted by pages, from the pages that each of them has.
+-- started for the script. The sizes of both processes are counted from the pages that each has.
 local pages = {}
 
 local PAGE = 4096                          -- bytes, on x86-64
@@ -12,7 +12,7 @@ local LARGEST = 2 ^ 28                     -- bytes of a mapping; larger ones ar
 ---@field first number the address of the first
 ---@field count integer
 
---- Bytes of this process in memory now. nil: the system does not tell.
+--- Bytes of this process in memory now. nil: the system does not report it.
 ---@return integer?
 function pages.resident()
   local f = io.open "/proc/self/smaps_rollup"
@@ -28,7 +28,7 @@ local function read(map, first, count)
 end
 
 --- The pages of files that this process has in memory; a fork has them at the same addresses. nil: the system does not
---- tell.
+--- report them.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
   local map, list = io.open("/proc/self/pagemap", "rb"), {}
@@ -56,7 +56,7 @@ function pages.of_files()
   return list
 end
 
---- The bytes of those pages that this process does not have in memory. nil: the system does not tell.
+--- The bytes of those pages that this process does not have in memory. nil: the system does not report them.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

@@ -96,13 +96,14 @@ function search.least_budget(request, tier, from)
     if below < PAGE then return high end
     if not in_time(request, 1) then return high, true end
     if not ok(below) then return high end
-    low, high = 0, below                     -- room does not grow with every budget: the search continues below
+    -- a larger budget does not always give more room: the search continues below
+    low, high = 0, below
   end
 end
 
--- The largest integer up to `most` for which fn is true, if fn is true up to some number and false above; 0: none.
--- known: a number and the value of fn for it. The second result is true if the search ended early: at `most`, or
--- because time was used up.
+-- The largest integer up to `most` for which fn is true, 0 if there is none. fn must be true up to some number and
+-- false above it. known: a number and the value of fn for it. The second result is true if the search ended early: at
+-- `most`, or because time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then

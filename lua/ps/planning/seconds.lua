@@ -4,9 +4,9 @@
 -- its table). Compute: for each op (ps_op_cost as counted in the dry run, recomputation included) the longer of its
 -- operations and its bytes, plus the updates; for a pipeline the simulated step of its stages, with the messages
 -- between them, plus the updates. Messages between ranks that share layers count as compute, which waits for them;
--- `beside` has rows that are exchanged during products. Transfer: the bytes over each link. Communication: the bytes of
--- the ranks along dp. The parts overlap as far as the plan allows: a step takes at least the longest part and at most
--- their sum.
+-- `beside` has the rows that are exchanged during products. Transfer: the bytes over each link. Communication: the
+-- bytes of the ranks along dp. The parts overlap as far as the plan allows: a step takes at least the longest part and
+-- at most their sum.
 local course = require "ps.planning.course"
 local optimizers = require "ps.optimizers"
 
@@ -19,7 +19,8 @@ end
 
 local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
-local UNKNOWN = { read = 1, write = 1 }          -- for a disk without speeds: 1 byte per second, so that the gap shows
+-- for a disk without speeds: 1 byte per second, so that the missing speed is visible in the result
+local UNKNOWN = { read = 1, write = 1 }
 
 -- Ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
@@ -55,9 +56,9 @@ local function of_updates(there, result, nbytes)
 end
 
 -- Products of P seconds whose rows are exchanged in X seconds, in n pieces. The products of a piece begin after it has
--- arrived (or it leaves after they have ended). This is a pipeline of two stages with n steps of P / n and n of X / n:
--- the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together that is max(P,
--- X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which shortens this.)
+-- arrived (or the piece is sent after they have ended). This is a pipeline of two stages with n steps of P / n and n
+-- of X / n: the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together
+-- that is max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which shortens this.)
 local function beside(P, X, n)
   local out = {}
   for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end

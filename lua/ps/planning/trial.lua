@@ -85,7 +85,7 @@ local AT_ONCE = 4                          -- dry runs at the same time
 ---@field parameters number
 ---@field rss number
 
---- Begins a dry run; trial.finish gives its result.
+--- Starts a dry run; trial.finish returns its result.
 ---@param request ps.planning.Request
 ---@return table running
 function trial.begin(request)
@@ -113,7 +113,7 @@ end
 local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
 -- -- which ranks stand for all ----------------------------------------------------------------------------------------
--- A text that is equal for stages that hold and compute the same.
+-- A text that is equal for two stages if they hold and compute the same.
 local function likeness(cut, stage)
   local parts = {}
   for _, row in ipairs(cut.vstages) do
@@ -222,8 +222,8 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- The ranks of a pipeline that represent all. The rank that owns the most of a stage is known after the stage has its
--- layout on one rank; until then it is the one that owns the most of the first stage.
+-- The ranks of a pipeline that represent all. The rank that owns the most of a stage is known once one rank has laid
+-- the stage out. Until then the rank that owns the most of the first stage is used.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end

@@ -14,7 +14,7 @@ local comm = {}
 ---@field bytes number of the whole tensor of each call
 ---@field ranks integer of the group
 ---@field count integer
----@field seconds number of all calls, each from its begin on this rank, so it includes the wait for other ranks
+---@field seconds number of all calls, each from its start on this rank, so with the wait for other ranks
 ---@field algbw number bytes per second: bytes divided by seconds
 ---@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
 ---  of n ranks, (n - 1) / n for a gather or a reduce-scatter, else algbw

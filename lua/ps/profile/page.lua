@@ -54,7 +54,8 @@ function page.write(self, path, tier)
   if not f then error("cannot read the page: " .. why, 0) end
   local before, after = f:read("*a"):match "^(.*)@DATA@(.*)$"
   f:close()
-  local data = data_of(self, tier):gsub("<", "\\u003c")      -- a name must not end the page's script
+  -- escaped, since a name could otherwise end the page's script
+  local data = data_of(self, tier):gsub("<", "\\u003c")
   f, why = io.open(path, "wb")
   if not f then error("cannot write " .. why, 0) end
   local ok, problem = f:write(before, data, after)

@@ -58,7 +58,8 @@ local function decoded(path)
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- The parser finds a cut at the file's end, or at the cut word or escape, a few characters before.
+    -- In a truncated file the parser reports the file's end, or the truncated word or escape, a few characters before
+    -- it.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is not a profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
@@ -74,7 +75,7 @@ local function decoded(path)
   return all
 end
 
--- Checks of values. Their errors name the file and the place.
+-- Checks values. The errors name the file and the place.
 local function checks(path)
   local function fail(what, value, wanted)
     error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"

@@ -80,7 +80,7 @@ end
 ---@field waits number seconds per step in which it waited for copies, collectives and messages
 ---@field idle? number seconds per step of a module's forward that were neither ops nor waits; nil if ops overlapped the
 ---  script, as on a GPU
----@field limit? number the share of `seconds` that the machine needs at least; nil: a type's limit is unknown
+---@field limit? number the smallest share of `seconds` that the machine could need; nil: a type's limit is unknown
 ---@field before? number seconds in the other profile
 
 -- The paths of a module and of all modules around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost module).
