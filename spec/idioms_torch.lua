@@ -542,7 +542,8 @@ local function rates(row)
   end
   row("torch.optim.lr_scheduler.StepLR(optimizer, ...)", function() ps.optim.lr_scheduler.StepLR() end,
     "there are ps.sched.")
-  row("optimizer = optim.RMSprop(model.parameters())", function(e) ps.optim.RMSprop(e.model) end, "ps.optim.Adam, AdamW, SGD, Lion")
+  row("optimizer = optim.RMSprop(model.parameters())", function(e) ps.optim.RMSprop(e.model) end,
+    "ps.optim.Adam, AdamW, SGD, Lion")
   row("optimizer = SGD(model.parameters(), lr=...)  # of an engine's model", function(e)
     e:make()
     local second = ps.optim.SGD(e.model:parameters(), { lr = 0.5 })

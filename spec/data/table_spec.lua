@@ -72,7 +72,7 @@ describe("a table of examples", function()
     assert.same({ 5, 5, 1 }, numbers(rows:select { 5, 5, 1 }))
     assert.same({}, numbers(rows:skip(20)))
     fails(function() return rows:select { 11 } end, "row 11; the table has 10")
-    fails(function() return rows:map(function() end)[1] end, "gave a nil for row 1")
+    fails(function() return rows:map(function() end)[1] end, "returned a nil for row 1")
   end)
 
   it("shuffles: every row once, by the seed alone", function()

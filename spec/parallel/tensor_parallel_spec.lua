@@ -171,7 +171,8 @@ describe("a model that cannot be shared out", function()
       self.up = nn.Linear(2, base.outputs, { bias = false })
     end
     fails({ "transformer.h.0.attn.c_attn is a Lora; columns and rows cut", "Instead of GPT2Model.tensor_parallel"
-      .. "[\"h.*.attn.c_attn\"], name the layers to cut inside it in the table: base, down, up" }, function()
+      .. "[\"h.*.attn.c_attn\"], name in the table the layers inside it that are to be cut: base, down, up" },
+      function()
       cut(function()
         local model = require("models.gpt2").new "tiny"
         for _, block in model.transformer.h:each() do block.attn.c_attn = Lora(block.attn.c_attn) end
