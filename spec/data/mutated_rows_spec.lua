@@ -11,7 +11,8 @@ local fails = check.fails
 
 local SEED = tonumber(os.getenv "PS_MUTATE_SEED") or 1
 local COUNT = os.getenv "PS_FULL" == "1" and 20000 or 1500
-local RAW = { "attempt to", "bad argument", "stack overflow", "got values that it does not take", "%.lua:%d+: %.lua" }
+local RAW = { "attempt to", "bad argument", "stack overflow", "got values that it does not support",
+  "%.lua:%d+: %.lua" }
 
 -- Fails if an error is Lua's own.
 local function of_ours(problem, what)

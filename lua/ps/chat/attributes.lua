@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Attributes and items of the values of a chat template, as Jinja's sandbox finds them: `a.b` is an attribute, else an
--- item; `a["b"]` an item, else an attribute. Methods that change a value are not there.
+-- Attributes and items of the values of a chat template, as Jinja's sandbox looks them up: `a.b` is an attribute, else
+-- an item; `a["b"]` an item, else an attribute. Methods that change a value do not exist here.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local methods = require "ps.chat.methods"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Lua tables as values of a chat template and back. Lua's tables have no order of keys, no 1.0 next to 1, and no {}
--- next to []. A table that `plain` made of JSON remembers them, also after a script has put it into a table of its own.
+-- next to []. A table that `plain` made from JSON keeps this information, even inside another table of a script.
 local values = require "ps.chat.values"
 local text = require "ps.chat.text"
 local utf8 = require "ps.core.utf8"
@@ -14,7 +14,7 @@ local convert = {}
 local DEPTH = 200
 local LARGEST = 2 ^ 53
 
----@class ps.chat.Shape what a Lua table does not say of the JSON that it was made of
+---@class ps.chat.Shape the information that a Lua table loses of the JSON from which it was made
 ---@field list boolean
 ---@field keys? string[] in the order of the file
 ---@field numbers? table<any, {[1]: number, [2]: table}> by key: the number, and its value (a float, or one over 2^53)
@@ -22,7 +22,7 @@ local LARGEST = 2 ^ 53
 ---@type table<table, ps.chat.Shape>
 local shapes = setmetatable({}, { __mode = "k" })
 
--- A number of Lua as a value: whole numbers are whole.
+-- A number of Lua as a value: whole numbers become integers.
 local function number_value(x)
   if x ~= x or math.abs(x) == math.huge or x ~= math.floor(x) then return values.float(x) end
   if math.abs(x) >= LARGEST then return values.big(("%.0f"):format(x)) end
@@ -42,7 +42,7 @@ local function list_of(t, shape, where, depth)
   return values.list(list)
 end
 
--- The keys of an object: those of its JSON that it still has, then the others in alphabetical order.
+-- The keys of an object: the keys of its JSON that it still has, then the others in alphabetical order.
 local function keys_of(t, shape, where)
   local keys, known, rest = {}, {}, {}
   for _, key in ipairs(shape and shape.keys or {}) do
@@ -96,14 +96,15 @@ function value_of(v, where, depth, numbers, key)
   return (list and list_of or dict_of)(v, shape, where, depth)
 end
 
---- A Lua value as one of a template. Keys of a table come in the order of the JSON that it was made of, else in
+--- A Lua value as one of a template. Keys of a table are in the order of the JSON from which it was made, else in
 --- alphabetical order; an empty table is a list unless it was an object of JSON.
 ---@param v any
 ---@param where string for errors
 ---@return any
 function convert.value(v, where) return value_of(v, where, 1) end
 
---- A value of a template as Lua's tables, in which None is cjson.null. `value` gives back what it was made of.
+--- A value of a template as Lua's tables, in which None is cjson.null. `value` converts the result back to the
+--- original.
 ---@param v any
 ---@return any
 function convert.plain(v)
@@ -135,7 +136,7 @@ function convert.plain(v)
   return t
 end
 
---- A copy of a table, and of those within it, that remembers the same.
+--- A deep copy of a table that keeps the same information about its JSON.
 ---@param t table
 ---@return table
 function convert.copied(t)

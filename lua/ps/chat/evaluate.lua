@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Turns the nodes of a chat template into Lua functions: an expression into one of a scope that gives a value, a
--- statement into one of a scope and an output. Scopes are Jinja's: a loop's turn, a macro and a block that is caught
--- have one, `if` has none.
+-- Compiles the nodes of a chat template to Lua functions. The function of an expression gets a scope and returns a
+-- value; that of a statement gets a scope and an output. Scopes are Jinja's: an iteration of a loop, a macro and a
+-- block whose output is captured have one, `if` has none.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local operators = require "ps.chat.operators"
@@ -13,20 +13,21 @@ local raise, truth, work, charge = values.raise, values.truth, text.work, text.c
 
 local evaluate = {}
 
-local DEPTH = 100                                          -- how deep macros may call one another
-local LEVELS = 300                                         -- of expressions within expressions, chains included
+local DEPTH = 100                                          -- the deepest nesting of calls of macros
+local LEVELS = 300                                         -- the deepest nesting of expressions, chains included
 
 ---@class ps.chat.State of one rendering
 ---@field depth integer
 ---@field track boolean whether pieces are marked with messages
 ---@field doing? table the node of the last filter, test or call
----@field owners table<integer, table> by message: marks of what the template writes while it is at the message
+---@field owners table<integer, table> by message: marks of the text that the template writes while it processes the
+---  message
 
 ---@class ps.chat.Scope
 ---@field vars table<string, any>
 ---@field parent? ps.chat.Scope
 ---@field state ps.chat.State
----@field owner? integer the message that a turn of a loop, or a call of a macro, is for
+---@field owner? integer the message that an iteration of a loop, or a call of a macro, processes
 
 local function child(scope)
   return { vars = {}, parent = scope, state = scope.state, owner = scope.owner, turn = scope.turn }
@@ -41,13 +42,13 @@ local function lookup(scope, name)
   return values.undefined(("'%s' is undefined"):format(name))
 end
 
--- Assigns in a scope. In a turn of a loop or a macro, a message that gets a name is the one that the turn is for.
+-- Assigns in a scope. If an iteration of a loop or a macro assigns a message to a name, it processes this message.
 local function assign(scope, name, value)
   scope.vars[name] = value
   if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end
 end
 
--- A mark with the message that the template is at.
+-- A mark with the message that the template is processing.
 local function owned(state, mark, owner)
   local known = state.owners[owner]
   if not known then
@@ -71,7 +72,7 @@ end
 
 local expression, body                                     -- below
 
--- Functions of a list of nodes.
+-- The functions of a list of nodes.
 local function all(nodes)
   local fns = {}
   for i, node in ipairs(nodes) do fns[i] = expression(node) end
@@ -230,7 +231,7 @@ function EXPRESSIONS.call(node)
   end
 end
 
--- The function of a filter or a test. An unknown one that no condition guards is an error of the template.
+-- The function of a filter or a test. An unknown filter or test that no condition guards is an error of the template.
 local function named(set, what, node)
   local fn = set[node.name]
   if fn then return fn end
@@ -260,12 +261,12 @@ function EXPRESSIONS.test(node)
   end
 end
 
--- The value that a filter of a block filters.
+-- The value that the filter of a block gets.
 function EXPRESSIONS.given(node)
   return function() return node.value end
 end
 
-local level = 0                                            -- of the expression that is compiled
+local level = 0                                            -- depth of the expression that is being compiled
 function expression(node)
   level = level + 1
   if level > LEVELS then
@@ -319,7 +320,7 @@ function STATEMENTS.set(node)
   return function(scope) set(scope, value(scope)) end
 end
 
--- Output that does not go to the template's: the pieces of a body in a scope of its own.
+-- Captures output: runs a body in a scope of its own, and returns its pieces.
 local function caught(run, scope)
   local out = {}
   run(scope, out)
@@ -431,7 +432,7 @@ local function macro(node, name)
         assign(inner, parameter, value)
       end
       if given.caller ~= nil and not used.caller then
-        if not takes.caller then raise("macro '%s' does not call its caller, and a call block gives it one", name) end
+        if not takes.caller then raise("macro '%s' does not use `caller`, but a call block passes one to it", name) end
         inner.vars.caller, used.caller = given.caller, true
       elseif takes.caller then
         inner.vars.caller = values.undefined "No caller defined"
@@ -482,7 +483,7 @@ function STATEMENTS.with(node)
   end
 end
 
--- The bytes that a template declares to be the assistant's.
+-- The bytes that a template's generation block marks as the assistant's.
 function STATEMENTS.generation(node)
   local run = body(node.body)
   return function(scope, out)
@@ -508,7 +509,7 @@ function body(nodes)
   end
 end
 
---- A function that renders a parsed template with variables.
+--- Compiles a parsed template to a function that renders it with variables.
 ---@param nodes table[]
 ---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
 function evaluate.compile(nodes)
@@ -521,9 +522,9 @@ function evaluate.compile(nodes)
     if ok then return result end
     if type(result) == "table" then error(result, 0) end
     if result:find("stack overflow", 1, true) then raise "expressions and macros are nested too deeply" end
-    local node = state.doing                               -- a filter, test or method that misses a check
+    local node = state.doing                               -- a filter, test or method lacks a check of its arguments
     if not node then error(result, 0) end
-    return raise("line %d: '%s' got values that it does not take", node.line,
+    return raise("line %d: '%s' got values that it does not support", node.line,
       node.name or node.value.name or node.value.kind)
   end
 end

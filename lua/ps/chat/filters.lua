@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Jinja's filters, and `tojson` as transformers has it: functions of a value, a list of arguments, the named ones, and
--- the scope.
+-- Jinja's filters, and `tojson` in transformers' form: functions of a value, a list of positional arguments, the named
+-- arguments, and the scope.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -67,7 +67,7 @@ function filters.tojson(v, args, named)
     comma = comma, colon = colon, sort_keys = truth_argument(args, named, 4, "sort_keys", false) })
 end
 
--- The item of each value that `attribute` names: "a.b.0".
+-- Makes a function that returns the item of a value that `attribute` names: "a.b.0".
 local function picker(attribute)
   if attribute == nil or attribute == NONE then return function(v) return v end end
   local path = {}
@@ -348,7 +348,8 @@ function filters.attr(v, args)
   return attributes.attribute(v, string_argument(args, {}, 1, "name") or raise "attr needs a name")
 end
 
--- Filters that take Markup as any string. The others would have to keep it Markup, and are refused over it.
+-- Filters that treat Markup like any string. The other filters would have to return Markup, which is not supported, so
+-- they are refused for it.
 local PLAIN = { safe = true, string = true, length = true, count = true, tojson = true, default = true, d = true,
   escape = true, e = true }
 for name, filter in pairs(filters) do

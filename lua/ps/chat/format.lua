@@ -8,7 +8,7 @@ local format = {}
 
 local WIDEST = 10000                                       -- of a field
 
--- A text in a field of some width.
+-- A text, padded to the width of a field.
 local function padded(piece, width, align, fill)
   if width > WIDEST then raise("a field of %d characters: the limit is %d", width, WIDEST) end
   local missing = width - text.length(piece)
@@ -35,7 +35,7 @@ end
 
 --- Python's % of a string.
 ---@param pattern string|ps.chat.Text
----@param value any a tuple gives several values, a dict named ones
+---@param value any a tuple has several values, a dict has named values
 ---@return string|ps.chat.Text
 function format.percent(pattern, value)
   local s, pieces, at, used = text.flat(pattern), {}, 1, 0

@@ -24,7 +24,7 @@ Template.__index = Template
 
 ---@class ps.chat.RenderOptions
 ---@field add_generation_prompt? boolean whether the text ends with the header of the model's next turn
----@field continue_final_message? boolean whether the text ends within the last message, for the model to go on with
+---@field continue_final_message? boolean whether the text ends within the last message, which the model continues
 ---@field tools? table|string functions that the model may call, as JSON schemas: a list of tables, or JSON
 ---@field documents? table|string for templates of retrieval: a list of tables, or JSON
 ---@field date? string "YYYY-MM-DD", for templates that print the date; default: today
@@ -36,7 +36,7 @@ local RENDER = { add_generation_prompt = "boolean", continue_final_message = "bo
 
 local function checked_options(options, call) return caller.options(options, call, RENDER) end
 
--- The names under which a message may have its reasoning, the standard one first.
+-- The names of the fields that may hold a message's reasoning, the standard one first.
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
 
@@ -52,7 +52,7 @@ end
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
 
--- The strings of a value with a mark.
+-- Sets a mark on all strings of a value.
 local function marked(v, mark)
   if type(v) == "string" then return text.marked(v, mark) end
   local class = getmetatable(v)
@@ -197,7 +197,7 @@ local function variables_of(messages, options, track)
   return vars
 end
 
--- Renders, and turns what a template raises into one of our errors.
+-- Renders, and converts errors of a template to errors of psluajit.
 local function render(template, vars, track)
   local ok, result = pcall(template.run, vars, track)
   if ok then return result end
@@ -228,7 +228,7 @@ local function tagged(messages)
       return words
     end
   end
-  return error "continue_final_message: the last message has no text to go on with"
+  return error "continue_final_message: the last message has no text to continue"
 end
 
 --- The text of a conversation, as transformers' apply_chat_template renders it.
@@ -242,7 +242,7 @@ function Template:render(messages, options)
     return text.flat(render(self, variables_of(messages, options, false), false))
   end
   if options.add_generation_prompt then
-    error "continue_final_message and add_generation_prompt: one of them only, since both say how the text ends"
+    error "continue_final_message and add_generation_prompt: pass only one of them, since both decide how the text ends"
   end
   messages = messages_of(messages, false)
   local words = tagged(messages)
@@ -326,8 +326,8 @@ end
 ---@field roles {[1]: integer, [2]: integer, known: boolean}[] likewise of each role; known: one that templates expect
 ---@field dropped integer[] messages whose reasoning the template leaves out
 
---- The text of a conversation and the bytes of it that the model has to produce: what follows the header of a turn of
---- the assistant (reasoning, channels, calls, content) up to the token that ends the turn.
+--- The text of a conversation and the bytes of it that the model has to produce: the text (reasoning, channels, calls,
+--- content) after the header of each turn of the assistant, up to the token that ends the turn.
 ---@param messages table|string as for render
 ---@param options? ps.chat.RenderOptions
 ---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean which messages; default "assistant"
@@ -348,8 +348,8 @@ function Template:trained(messages, options, train_on)
     spans, turn, stranger = mask.spans(rendered, wanted_of(messages, train_on), prompt,
       options.tokens and options.tokens.eos_token, roles_of(messages))
     if not spans then
-      refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so that what the model has "
-        .. "to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))
+      refuse(self.name, ("the template writes messages[%d] within the turn of messages[%d], so the text that the "
+        .. "model has to produce is unknown: give the template {%% generation %%} blocks"):format(stranger, turn))
     end
   end
   local parts, roles, reasoned, dropped = {}, {}, {}, {}
@@ -371,7 +371,7 @@ end
 
 local compiled = setmetatable({}, { __mode = "v" })
 
---- A template of a Jinja text. A construct that is not supported is an error that names construct and line.
+--- A template of a Jinja text. An unsupported construct is an error that names the construct and its line.
 ---@param source string
 ---@param name? string of its file, for errors
 ---@return ps.chat.Template

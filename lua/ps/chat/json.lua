@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- JSON to and from the values of a chat template. Unlike cjson it keeps the order of keys, tells 1 from 1.0 and {} from
--- [], keeps whole numbers of any size, and writes what Python's json.dumps writes.
+-- JSON to and from the values of a chat template. Unlike cjson it keeps the order of keys, distinguishes 1 from 1.0
+-- and {} from [], keeps whole numbers of any size, and writes the same text as Python's json.dumps.
 local text = require "ps.chat.text"
 local values = require "ps.chat.values"
 local characters = require "ps.chat.characters"
@@ -8,7 +8,7 @@ local utf8 = require "ps.core.utf8"
 
 local json = {}
 
-local DEPTH = 200                                          -- of lists in lists
+local DEPTH = 200                                          -- the deepest nesting of lists
 local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small and capital letters and classes of characters, of all scripts, as Python's methods of strings have them.
+-- Small and capital letters and classes of characters of all scripts, by the rules of Python's string methods.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -96,7 +96,7 @@ function letters.capitalize(v)
     letters.lower(text.sub(v, #first + 1, #text.flat(v))) }
 end
 
---- Each word's first letter as a capital: Python's str.title, where any character that is no letter ends a word.
+--- Each word's first letter as a capital: Python's str.title, in which any character that is not a letter ends a word.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.title(v)
@@ -111,7 +111,7 @@ function letters.title(v)
   end)
 end
 
---- Whether a string is not empty and each of its characters passes.
+--- Whether a string is not empty and all of its characters pass a test.
 ---@param v string|ps.chat.Text
 ---@param passes fun(c: string): boolean
 ---@return boolean

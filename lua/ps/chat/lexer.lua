@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Cuts a chat template into tokens, with the settings that transformers gives Jinja: trim_blocks (the newline after a
--- block's end goes) and lstrip_blocks (spaces between the start of a line and a block go).
+-- Cuts a chat template into tokens, with the settings that transformers gives Jinja: trim_blocks (removes the newline
+-- after a block) and lstrip_blocks (removes spaces between the start of a line and a block).
 local characters = require "ps.chat.characters"
 local text = require "ps.chat.text"
 
@@ -28,7 +28,7 @@ local SIMPLE = { n = "\n", t = "\t", r = "\r", a = "\a", b = "\b", f = "\f", v =
   ['"'] = '"', ["\n"] = "" }
 local HEX = { x = 2, u = 4, U = 8 }
 
--- Python's escapes of a string.
+-- Replaces Python's escapes in a string.
 local function unescape(s, line)
   local parts, at = {}, 1
   while true do
@@ -57,7 +57,7 @@ local function unescape(s, line)
   return table.concat(parts)
 end
 
--- Spaces of Python's \s at a position.
+-- Skips the spaces of Python's \s at a position.
 local function spaces(s, at)
   while true do
     local c = s:match("^[^\128-\191][\128-\191]*", at)
@@ -70,14 +70,15 @@ end
 ---@return ps.chat.Token[]
 function lexer.tokens(source)
   local s = source:gsub("\r\n", "\n"):gsub("\r", "\n"):gsub("\n$", "")
-  local tokens, at, line, fresh = {}, 1, 1, true           -- fresh: a newline has just been removed, or the start
+  -- fresh: at the start of the text, or just after a removed newline
+  local tokens, at, line, fresh = {}, 1, 1, true
   local function advance(to)
     local _, n = s:sub(at, to - 1):gsub("\n", "")
     line, at = line + n, to
   end
   local function add(kind, value) tokens[#tokens + 1] = { type = kind, value = value, line = line } end
 
-  -- Template text before a tag: `sign` is "-", "+" or "", `block`: the tag is not one that prints.
+  -- Template text before a tag: `sign` is "-", "+" or ""; `block`: the tag does not print a value.
   local function data(to, sign, block)
     local part = s:sub(at, to - 1)
     if sign == "-" then part = text.strip(part, nil, false, true)
@@ -90,7 +91,7 @@ function lexer.tokens(source)
     advance(to)
   end
 
-  -- The end of a tag: after its sign, with what follows it removed.
+  -- Handles the end of a tag: removes the text after it that its sign and the settings remove.
   local function finish(to, sign, block)
     local after = to
     if sign == "-" then after = spaces(s, to)

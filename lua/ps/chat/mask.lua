@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Which bytes of a rendered conversation the model has to produce. If the template says so itself, by generation
--- blocks, those. Else by where each byte comes from: a turn of the assistant is what the template writes while it is
--- at that message. Its header, which the template also writes as the generation prompt, is given to the model. The
--- rest, up to the token that ends the turn, is the model's.
+-- Finds the bytes of a rendered conversation that the model has to produce. If the template marks them by generation
+-- blocks, these blocks decide. Otherwise the source of each byte decides: a turn of the assistant is the text that the
+-- template writes while it processes that message. Its header, which the template also writes as the generation
+-- prompt, is given to the model. The rest, up to the token that ends the turn, is the model's.
 local text = require "ps.chat.text"
 
 local mask = {}
@@ -16,8 +16,9 @@ local mask = {}
 ---@field over? boolean another message's turn has begun
 ---@field stranger? integer a message whose bytes the template writes within this turn
 
--- The turns of a rendering, by message. A turn is the bytes that the template wrote while it was at the message. If it
--- never was at the message, the turn is the bytes that come from it. A turn ends where another message's turn begins.
+-- The turns of a rendering, by message. A turn is the text that the template wrote while it processed the message. If
+-- no loop or macro processed the message, the turn is the bytes that come from it. A turn ends where another message's
+-- turn begins.
 ---@return table<integer, ps.chat.Turn>
 local function turns_of(rendered)
   local owned, turns, open = {}, {}, {}                    -- open: turns that have begun and not ended
@@ -53,11 +54,11 @@ local function whole_words(prompt, n)
   return n
 end
 
--- The first byte of a turn after its header: after the last place, before the message's own bytes, where the template
--- writes the prompt or the longest part of its start. Bytes of the prompt may precede the turn. A turn without a
--- header, as after results of tools, begins with the message's own bytes.
+-- The first byte of a turn after its header: the byte after the last occurrence, before the message's own bytes, of
+-- the generation prompt or of the longest part of its start. Bytes of the prompt may precede the turn. A turn without
+-- a header, as after results of tools, begins with the message's own bytes.
 local function after_header(s, turn, prompt)
-  local stop = (turn.from or turn.last + 1) - 1            -- the last byte that may be of a header
+  local stop = (turn.from or turn.last + 1) - 1            -- the last byte that may belong to a header
   local n = #prompt
   while n > 0 do
     local head = prompt:sub(1, n)
@@ -72,8 +73,8 @@ end
 -- The bytes of a turn before its message's own.
 local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
 
--- The text that the next turn writes for the end of turn i: what it writes before its own header. Its header is that of
--- a turn of the same role that follows another role. nil: there is none.
+-- The text before the header of the next turn, which ends turn i; nil: there is none. The next turn's header is known
+-- from a turn of the same role that follows another role.
 local function closing(s, turns, roles, i)
   local turn, after = turns[i], nil
   for k, other in pairs(turns) do if other.first == turn.last + 1 then after = k end end
@@ -90,9 +91,9 @@ local function closing(s, turns, roles, i)
   return n > 0 and all:sub(n + 1) == header and all:sub(1, n):match "^(.*%S)" or nil
 end
 
--- The last byte of the token that ends a turn: the end of what the template wrote for it, without space. Where it wrote
--- nothing after the message's own bytes: an end token that directly follows, what the next turn writes for it, or what
--- the template writes at the end of the text.
+-- The last byte of the token that ends a turn: the last byte of the turn's text that is not space. If the turn has no
+-- text after the message's own bytes: the end token that directly follows, the text that the next turn writes for it,
+-- or the text that the template writes at the end.
 local function turn_end(s, turn, end_token, tail, closed_by)
   local last = turn.last
   while last > turn.upto and s:find("^%s", last) do last = last - 1 end
@@ -117,8 +118,8 @@ end
 
 --- The bytes to train: a list of {first, last}, in order.
 ---@param rendered string|ps.chat.Text a rendering with marks
----@param wanted integer[] the messages whose bytes count
----@param prompt string what the template writes for add_generation_prompt
+---@param wanted integer[] the messages whose bytes are trained
+---@param prompt string the text that the template writes for add_generation_prompt
 ---@param end_token? string
 ---@param roles string[] of all messages
 ---@return {[1]: integer, [2]: integer}[]? spans nil: a turn holds bytes of another message
@@ -179,7 +180,8 @@ end
 function mask.prompt(with, without)
   local n = 0
   while n < #without and with:byte(n + 1) == without:byte(n + 1) do n = n + 1 end
-  if n < #without then n = whole_words(with, n) end        -- another end, such as an end token, is in its place
+  -- the template writes another end instead, such as an end token
+  if n < #without then n = whole_words(with, n) end
   return with:sub(n + 1)
 end
 

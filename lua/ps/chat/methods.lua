@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of strings, lists and dicts in a chat template, as Python has them. A method is a function of the value, a
--- list of arguments and the named ones.
+-- Methods of strings, lists and dicts in a chat template, with Python's meaning. A method is a function of the value,
+-- a list of positional arguments and the named arguments.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 local values = require "ps.chat.values"
@@ -28,7 +28,7 @@ local function split(from_right)
 end
 str.split, str.rsplit = split(false), split(true)
 
--- Ends of lines that are characters of several bytes.
+-- Line ends that are characters of several bytes.
 local WIDE = { ["\194\133"] = 2, ["\226\128\168"] = 3, ["\226\128\169"] = 3 }
 
 function str.splitlines(v, args, named)
@@ -155,7 +155,7 @@ local function partition(from_right)
     local separator = string_argument(args, named, 1, "sep") or raise "partition() takes exactly one argument"
     if separator == "" then raise "empty separator" end
     local parts = text.split(v, separator, 1, from_right)
-    if #parts == 2 then                                    -- the separator as it is in the string
+    if #parts == 2 then                                    -- the separator with the marks that it has in the string
       local n = #text.flat(parts[1])
       return values.tuple { parts[1], text.sub(v, n + 1, n + #separator), parts[2] }
     end
@@ -234,7 +234,7 @@ function dict.copy(v)
   return copy
 end
 
--- Methods that change a value: Jinja's sandbox for values that cannot be changed refuses them.
+-- Methods that change a value. Jinja's immutable sandbox refuses them, too.
 local function refused(name)
   return function()
     return raise("access to attribute '%s' is unsafe: values cannot be changed in a chat template", name)

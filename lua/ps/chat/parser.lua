@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Parses the part of Jinja that chat templates use. A node is a table: its kind, its line and its parts. A construct
--- outside that part is an error that names construct and line.
+-- outside that part is an error that names the construct and its line.
 local lexer = require "ps.chat.lexer"
 local values = require "ps.chat.values"
 local fail = lexer.fail
@@ -8,11 +8,11 @@ local fail = lexer.fail
 ---@class ps.chat.Parser
 ---@field tokens ps.chat.Token[]
 ---@field at integer the next token
----@field depth integer how deep expressions and statements are nested
+---@field depth integer depth of nested expressions and statements
 local Parser = {}
 Parser.__index = Parser
 
-local DEPTH = 150                                          -- of expressions and statements within one another
+local DEPTH = 150                                          -- the deepest nesting of expressions and statements
 local REFUSED = { block = true, extends = true, include = true, import = true, from = true, autoescape = true,
   ["do"] = true, trans = true, pluralize = true, debug = true }
 local CONSTANTS = { ["true"] = true, True = true, ["false"] = false, False = false, none = values.NONE,
@@ -172,7 +172,7 @@ function Parser:primary()
     end
     self:expect("op", "}")
   else
-    fail(token.line, "%s where a value is expected", shown(token))
+    fail(token.line, "found %s, but expected a value", shown(token))
   end
   return node
 end
@@ -193,7 +193,7 @@ function Parser:tuple(with_conditional, empty)
   end
   if not is_tuple then
     if #items == 1 then return items[1] end
-    if not empty then fail(line, "%s where a value is expected", shown(self:peek())) end
+    if not empty then fail(line, "found %s, but expected a value", shown(self:peek())) end
   end
   return { kind = "tuple", line = line, items = items }
 end
@@ -248,7 +248,7 @@ function Parser:postfix(node)
       elseif token.type == "number" then
         local key = { kind = "constant", line = line, value = token.value }
         node = { kind = "item", line = line, value = node, key = key }
-      else fail(line, "%s where a name is expected", shown(token)) end
+      else fail(line, "found %s, but expected a name", shown(token)) end
     elseif self:skip("op", "[") then
       node = { kind = "item", line = line, value = node, key = self:subscript() }
     elseif self:skip("op", "(") then
@@ -259,7 +259,7 @@ function Parser:postfix(node)
   end
 end
 
--- The filter after a "|". `soft`: an unknown name is an error only when it is reached.
+-- The filter after a "|". `soft`: an unknown name is an error only when the filter runs.
 function Parser:filter(node)
   local token = self:expect "name"
   local filter = { kind = "filter", line = token.line, name = token.value, value = node, soft = self.soft }
@@ -439,7 +439,7 @@ STATEMENTS.print = function(self, line)
   return { kind = "print", line = line, value = self:tuple(true) }
 end
 
--- Statements up to a block of one of `ends`, whose name is consumed, and its "%}" but for `else` and `elif`.
+-- Statements up to a block of one of `ends`, whose name is consumed, and, except after `else` and `elif`, its "%}".
 ---@return table[] nodes
 ---@return string? word nil: the end of the template
 function Parser:body(ends)
@@ -465,7 +465,7 @@ function Parser:body(ends)
       local parse = STATEMENTS[word]
       if not parse then
         if REFUSED[word] then fail(name.line, "'%s' is not supported in a chat template", word) end
-        fail(name.line, "'%s' is not a block that is known here", word)
+        fail(name.line, "'%s' is not a known block", word)
       end
       if word ~= "if" then self.soft = soft end
       local node = self:nested(parse, name.line)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Strings of a chat template that know where each byte comes from. A plain Lua string comes from the template. A Text
--- is a string in segments, each with a mark: a message, or a mark that a caller made. Every function here takes both
--- kinds, and gives a plain string if no byte has a mark. Positions are bytes unless a name says code points.
+-- is a string in segments, each with a mark: a message, or a mark that a caller made. Every function here accepts both
+-- kinds, and returns a plain string if no byte has a mark. Positions are bytes unless a name says code points.
 local text = {}
 
--- Limits, so that a template cannot take all memory: bytes of a string, bytes of one whose characters are listed, and
--- parts of one that is split.
+-- Limits, so that a template cannot use up the memory: the bytes of a string, the bytes of a string whose characters
+-- are listed, and the parts of a string that is split.
 text.LARGEST = 64 * 1024 * 1024
 local LISTED, PARTS = 16 * 1024 * 1024, 1000000
 
@@ -13,12 +13,12 @@ local function too_much(what, n, most)
   error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
 end
 
--- The work of a rendering: statements, loop turns, calls, items of lists that are read or compared, and some bytes of
--- strings each count as a step. One rendering runs at a time.
+-- The work of a rendering, in steps: a statement, an iteration of a loop, a call, an item of a list that is read or
+-- compared, and a number of bytes of a string each count as one step. One rendering runs at a time.
 local STEPS, BYTES = 20e6, 32
 local steps = -math.huge                                   -- outside a rendering nothing is counted
 
---- Calls fn(...) as a rendering, whose work is counted.
+--- Calls fn(...) as a rendering, and counts its work.
 ---@param fn fun(...): any
 ---@param ... any
 ---@return boolean ok
@@ -35,7 +35,7 @@ end
 function text.work(n)
   steps = steps + n
   if steps > STEPS then
-    error({ chat_template = ("the template takes over %d steps"):format(STEPS) }, 0)
+    error({ chat_template = ("the template needs more than %d steps"):format(STEPS) }, 0)
   end
 end
 local work = text.work
@@ -111,7 +111,7 @@ function text.is_markup(value) return getmetatable(value) == Text and value.safe
 
 local ENTITIES = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&#34;", ["'"] = "&#39;" }
 
---- The string with the five characters of HTML as entities; Markup stays.
+--- The string with the five characters of HTML as entities; Markup is returned unchanged.
 ---@param value string|ps.chat.Text
 ---@return string|ps.chat.Text
 function text.escaped(value)
@@ -206,7 +206,8 @@ function text.sub(value, first, last)
   return setmetatable({ s = s, to = to, mark = marks }, Text)
 end
 
---- A string made of each segment by a function of its bytes that keeps no state between segments.
+--- Applies a function to the bytes of each segment, and joins the results. The function must keep no state between
+--- segments.
 ---@param value string|ps.chat.Text
 ---@param fn fun(s: string): string
 ---@return string|ps.chat.Text
@@ -225,7 +226,7 @@ end
 ---@param s string valid UTF-8
 ---@return integer[]
 function text.points(s)
-  if #s > LISTED then too_much("bytes of a string whose characters are counted off", #s, LISTED) end
+  if #s > LISTED then too_much("bytes of a string whose characters are listed", #s, LISTED) end
   work(#s)
   local at = {}
   for i in s:gmatch "()[^\128-\191]" do at[#at + 1] = i end
@@ -272,9 +273,9 @@ local function set_of(chars)
   return set
 end
 
---- The string without code points of a set at its ends, as Python's str.strip has it.
+--- The string without code points of a set at its ends, like Python's str.strip.
 ---@param value string|ps.chat.Text
----@param chars? string the set; nil: what Python holds for space
+---@param chars? string the set; nil: Python's spaces
 ---@param left boolean
 ---@param right boolean
 ---@return string|ps.chat.Text
@@ -300,10 +301,10 @@ end
 ---@return boolean
 function text.is_space(c) return SPACES[c] == true end
 
---- The parts between separators, as Python's str.split and rsplit have them.
+--- The parts between separators, like Python's str.split and rsplit.
 ---@param value string|ps.chat.Text
 ---@param separator? string nil: runs of spaces, without empty parts
----@param limit integer cuts at most; -1: all
+---@param limit integer the largest number of cuts; -1: no limit
 ---@param from_right? boolean
 ---@return (string|ps.chat.Text)[]
 function text.split(value, separator, limit, from_right)
@@ -353,7 +354,7 @@ function text.split(value, separator, limit, from_right)
   return parts
 end
 
---- Every `old` becomes `new`, as Python's str.replace has it.
+--- Every `old` becomes `new`, like Python's str.replace.
 ---@param value string|ps.chat.Text
 ---@param old string
 ---@param new string|ps.chat.Text
@@ -361,7 +362,7 @@ end
 ---@return string|ps.chat.Text
 function text.replace(value, old, new, limit)
   local s, pieces, done = text.flat(value), {}, 0
-  if old == "" then                                        -- before each code point and at the end
+  if old == "" then                                        -- an empty `old`: before each code point and at the end
     local at = text.points(s)
     for i = 1, #at do
       if limit < 0 or done < limit then pieces[#pieces + 1], done = new, done + 1 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The values of a chat template, as Python has them. Booleans are Lua's, whole numbers are Lua numbers, strings are
--- those of text.lua. The others have a class here. Whole numbers over 2^53 keep their digits and can only be printed
--- and compared.
+-- The values of a chat template, with Python's meaning. Booleans are Lua's, whole numbers are Lua numbers, strings are
+-- those of text.lua. This file has a class for each other kind. Whole numbers over 2^53 keep their digits and can only
+-- be printed and compared.
 local text = require "ps.chat.text"
 local characters = require "ps.chat.characters"
 
@@ -14,7 +14,7 @@ values.NONE = NONE
 local List = { kind = "list" }
 ---@class ps.chat.Tuple items from 1
 local Tuple = { kind = "tuple" }
----@class ps.chat.Iterator items from 1 that a loop goes through and no subscript reaches
+---@class ps.chat.Iterator items, from 1, for a loop; subscripts cannot read them
 ---@field kind string its class in Python
 ---@field sized boolean whether it has a length
 local Iterator = {}
@@ -29,7 +29,7 @@ local Float = { kind = "float" }
 ---@field digits string
 local Big = { kind = "int" }
 ---@class ps.chat.Undefined
----@field message string the error of its use
+---@field message string the error when it is used
 local Undefined = { kind = "undefined" }
 ---@class ps.chat.Namespace
 ---@field map table<string, any>
@@ -74,7 +74,7 @@ function values.big(digits) return setmetatable({ digits = digits }, Big) end
 function values.dict() return setmetatable({ keys = {}, map = {} }, Dict) end
 ---@return ps.chat.Namespace
 function values.namespace() return setmetatable({ map = {} }, Namespace) end
----@param message string the error of its use
+---@param message string the error when it is used
 ---@return ps.chat.Undefined
 function values.undefined(message) return setmetatable({ message = message }, Undefined) end
 ---@param name string
@@ -82,7 +82,7 @@ function values.undefined(message) return setmetatable({ message = message }, Un
 ---@return ps.chat.Callable
 function values.callable(name, call) return setmetatable({ name = name, call = call }, Callable) end
 
---- An error of Python's or of a template, which a template cannot catch.
+--- Raises an error with Python's text or a template's own. A template cannot catch it.
 ---@param message string
 ---@param ... any of its format
 function values.raise(message, ...)
@@ -91,7 +91,7 @@ function values.raise(message, ...)
 end
 local raise = values.raise
 
---- An error about a part of Jinja or Python that is not supported here.
+--- Raises an error about a part of Jinja or Python that is not supported here.
 ---@param message string
 ---@param ... any of its format
 function values.refuse(message, ...)
@@ -132,7 +132,7 @@ function values.copied(items, first, last)
   return copy
 end
 
---- An argument of a filter or method, by its place or its name.
+--- The argument of a filter or method at a position or with a name.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
@@ -146,7 +146,7 @@ function values.argument(args, named, i, name, default)
   return v
 end
 
---- Such an argument that must be a string: its bytes.
+--- The bytes of such an argument, which must be a string.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
@@ -160,7 +160,7 @@ function values.string_argument(args, named, i, name, default)
   return text.flat(v)
 end
 
---- Such an argument that must be a whole number.
+--- The value of such an argument, which must be a whole number.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
@@ -177,7 +177,7 @@ function values.whole_argument(args, named, i, name, default)
   return v
 end
 
---- Whether a value is a number that arithmetic takes; booleans count as 0 and 1.
+--- Whether arithmetic accepts a value: a number, or a boolean, which counts as 0 or 1.
 ---@param v any
 ---@return number? x
 ---@return boolean is_float
@@ -188,7 +188,7 @@ function values.number(v)
   return nil, false
 end
 
---- Where a dict keeps a key: strings by their bytes, numbers by value.
+--- The Lua key under which a dict stores a key: strings by their bytes, numbers by value.
 ---@param key any
 ---@return string|number
 local function place(key)
@@ -277,7 +277,7 @@ local function big_less(a, b)
   return da ~= db and (da < db) ~= na
 end
 
---- Python's <, for numbers, strings and lists. `operator` is that of the error.
+--- Python's <, for numbers, strings and lists. `operator` is for the error.
 ---@param a any
 ---@param b any
 ---@param operator? string
@@ -300,7 +300,7 @@ function values.less(a, b, operator)
   return raise("'%s' not supported between instances of '%s' and '%s'", operator or "<", kind(a), kind(b))
 end
 
--- Python's repr of a float: the shortest digits that give it back.
+-- Python's repr of a float: the shortest digits that read back as the same float.
 local function float_text(x)
   if x ~= x then return "nan" end
   if x == math.huge then return "inf" elseif x == -math.huge then return "-inf" end
@@ -326,7 +326,7 @@ end
 values.float_text = float_text
 
 local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
--- A character that Python does not print in a repr: its escape.
+-- The escape of a character that Python does not print in a repr.
 local function escape_of(c)
   if characters.is_printable(c) then return nil end
   local point = characters.point(c)
@@ -346,7 +346,7 @@ local function quoted(v)
   end), quote }
 end
 
-local DEPTH = 200                                          -- of lists in lists
+local DEPTH = 200                                          -- the deepest nesting of lists
 
 local function repr(v, pieces, depth)
   if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
@@ -370,7 +370,7 @@ local function repr(v, pieces, depth)
     end
     pieces[#pieces + 1] = "}"
   elseif class == Undefined then pieces[#pieces + 1] = "Undefined"
-  elseif class == Iterator and not v.sized then values.refuse "printing a generator: `| list` is missing"
+  elseif class == Iterator and not v.sized then values.refuse "a generator is printed: `| list` is missing"
   elseif class == Iterator then
     pieces[#pieces + 1] = v.kind .. "("
     repr(values.list(values.copied(v)), pieces, depth + 1)
@@ -387,7 +387,7 @@ function values.repr(v)
   return text.concat(pieces)
 end
 
---- Python's str: what a template prints of a value.
+--- Python's str: the text that a template prints for a value.
 ---@param v any
 ---@return string|ps.chat.Text
 function values.str(v)
