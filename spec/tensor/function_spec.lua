@@ -318,11 +318,11 @@ describe("a wrong function", function()
     local held
     with(function(ctx, dy)
       held = ctx
-      fails(function() ctx:save_for_backward(dy) end, "belongs into forward")
-      fails(function() ctx:mark_non_differentiable(dy) end, "belongs into forward")
+      fails(function() ctx:save_for_backward(dy) end, "call it in forward")
+      fails(function() ctx:mark_non_differentiable(dy) end, "call it in forward")
       return dy
     end)()
-    fails(function() held:saved_tensors() end, "belongs into backward")
+    fails(function() held:saved_tensors() end, "call it in backward")
     fails(with(print, function(ctx, a) ctx:save_for_backward(3) return a end), "takes tensors; argument 1 is a number")
     fails(with(print, function(ctx, a) ctx:mark_dirty(a) return a end), "cannot change an input in place")
     fails(with(print, function(ctx, a) ctx.saved_tensors = 1 return a end), "ctx.saved_tensors is a method")

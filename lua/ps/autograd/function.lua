@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.Function: functions with a forward and a backward of the script's own.
+-- ps.autograd.Function: functions whose forward and backward the script defines.
 --
 --   local Exp = ps.autograd.Function "Exp"
 --   function Exp.forward(ctx, x)
@@ -14,7 +14,7 @@
 --   local y = Exp.apply(x)                       -- or Exp(x)
 --
 -- forward runs without recording. C has a node for the call (src/grad/call.c), at which a walk stops, and backward runs
--- here. Saved tensors belong to the node, so that their bytes go when it has passed.
+-- here. Saved tensors belong to the node, so that their bytes are freed when the walk has passed it.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local scope = require "ps.core.scope"
@@ -35,7 +35,7 @@ local RANDOM = { "seed", "offset", "step", "sample", "op" }              -- fiel
 local function pack(...) return { n = select("#", ...), ... } end
 
 -- -- the context ------------------------------------------------------------------------------------------------------
----@class ps.autograd.Context what forward leaves for backward; any other field is the script's
+---@class ps.autograd.Context the values that forward passes to backward; any other field belongs to the script
 ---@field needs_input_grad boolean[] by argument of forward
 ---@field private _saved any[]? with n: the tensors that forward saved
 ---@field private _n_saved integer
@@ -44,14 +44,15 @@ local function pack(...) return { n = select("#", ...), ... } end
 ---@field private _materialize boolean
 local Context = {}
 
---- Keeps tensors for backward. Called once, in forward. Backward finds them changed in place: an error.
+--- Keeps tensors for backward. Called once, in forward. If they have been changed in place by then, backward raises an
+--- error.
 ---@param ... ps.Tensor|nil
 function Context:save_for_backward(...)
-  if not rawget(self, "_forward") then error "ctx:save_for_backward belongs into forward" end
+  if not rawget(self, "_forward") then error "ctx:save_for_backward: call it in forward" end
   local list = pack(...)
   for i = 1, list.n do
     if list[i] ~= nil and not is_tensor(list[i]) then
-      error(("ctx:save_for_backward takes tensors; argument %d is a %s: write it to a field of ctx"):format(i,
+      error(("ctx:save_for_backward takes tensors, but argument %d is a %s: store it in a field of ctx"):format(i,
         type(list[i])))
     end
   end
@@ -62,7 +63,7 @@ end
 ---@return ps.Tensor ...
 function Context:saved_tensors()
   if not rawget(self, "_open") then
-    error "ctx:saved_tensors() belongs into backward: the saved tensors are freed when it has run"
+    error "ctx:saved_tensors(): call it in backward; the saved tensors are freed afterwards"
   end
   local list = {}
   for i = 1, self._n_saved do
@@ -77,10 +78,10 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Outputs of forward to which no gradient comes; backward gets zeros for them. Called in forward.
+--- Marks outputs of forward that get no gradient; backward gets zeros for them. Called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
-  if not rawget(self, "_forward") then error "ctx:mark_non_differentiable belongs into forward" end
+  if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end
   for i = 1, select("#", ...) do
     local t = select(i, ...)
     if not is_tensor(t) then
@@ -90,20 +91,20 @@ function Context:mark_non_differentiable(...)
   end
 end
 
---- Whether backward gets zeros for outputs to which no gradient came (the default), or nil.
+--- Sets whether backward gets zeros (the default) or nil for outputs that received no gradient.
 ---@param on boolean
 function Context:set_materialize_grads(on)
   rawset(self, "_materialize", caller.typed(on, "boolean", "ctx:set_materialize_grads: its argument"))
 end
 
---- Is an error: a forward does not change its inputs in place.
+--- Always raises an error: a forward must not change its inputs in place.
 function Context.mark_dirty()
   error "ctx:mark_dirty: forward cannot change an input in place here; compute a new tensor"
 end
 
 local context_mt = {
   __index = Context,
-  -- A tensor in a field lives as long as the field: scopes do not end it.
+  -- A tensor in a field lives as long as the field: scopes do not free it.
   __newindex = function(self, key, value)
     if Context[key] then error(("ctx.%s is a method; use another name"):format(tostring(key))) end
     if is_tensor(value) then value:keep() end
@@ -134,7 +135,7 @@ local function gradients_in(call, factor)
   return list
 end
 
--- Lays what backward gave out for C.
+-- Prepares the results of backward for C.
 local function gradients_out(call, given, factor)
   local n, name = call.n, call.class.name
   for i = n + 1, given.n do
@@ -175,12 +176,12 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Random numbers of backward are those that forward drew: they do not depend on the order of backwards.
+-- Backward draws the same random numbers as forward, whatever the order of backwards.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end
   local number = scope.begin()
-  if call.module > 0 then C.ps_module_enter(call.module) end                   -- the scope's end leaves it
+  if call.module > 0 then C.ps_module_enter(call.module) end                   -- the end of the scope leaves the module
   local ok, problem = xpcall(run_backward, scope.trace, call, id, factor)
   rawset(call.ctx, "_open", false)
   C.ps_scope_end(ctx, number, 0, nil)
@@ -189,7 +190,7 @@ local function resume(call, id, factor)
 end
 
 -- -- forward ----------------------------------------------------------------------------------------------------------
--- An output that is an input, or has a history, as a header of its own.
+-- Returns a new header for an output that is an input or already has a history.
 local function fresh(results, args)
   local seen = {}
   for i = 1, args.n do if is_tensor(args[i]) then seen[address(args[i])] = true end end
@@ -203,10 +204,11 @@ local function fresh(results, args)
 end
 
 local function check_results(class, results)
-  if results.n == 0 then error(("forward of %s returned nothing; it returns tensors"):format(class.name), 0) end
+  if results.n == 0 then error(("forward of %s returned nothing; it must return tensors"):format(class.name), 0) end
   for i = 1, results.n do
     if not is_tensor(results[i]) then
-      error(("forward of %s returned a %s as result %d; it returns tensors"):format(class.name, type(results[i]), i), 0)
+      error(("forward of %s returned a %s as result %d; it must return tensors"):format(class.name,
+        type(results[i]), i), 0)
     end
   end
 end
@@ -302,9 +304,10 @@ local KINDS = { name = "string", forward = "function", backward = "function" }
 ---@field backward fun(ctx: ps.autograd.Context, ...): ps.Tensor|nil ... a gradient for each argument of forward
 ---@field apply fun(...): ps.Tensor ... runs forward, and records the call for backward
 
---- A function with a forward and a backward of its own. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
+--- Defines a function by its forward and its backward. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
 --- result, without self; `Name.apply(...)` and `Name(...)` call it.
----@param name string|{name: string, forward: function, backward: function} for errors; or all of it
+---@param name string|{name: string, forward: function, backward: function} the name for errors, or a table with the
+---  name and both functions
 ---@return ps.autograd.Function
 function functions.Function(name)
   local class = {}

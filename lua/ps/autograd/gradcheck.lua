@@ -51,8 +51,9 @@ local function differences(fn, inputs, which, weights, eps)
   return list
 end
 
---- Whether the gradients of fn agree with finite differences, for each input that requires a gradient. All outputs
---- count, times weights that are drawn. It calls fn twice per element of an input: small tensors of fp64 suit it.
+--- Whether the gradients of fn agree with finite differences, for each input that requires a gradient. The check uses
+--- the sum of all outputs times random weights. It calls fn twice per element of an input, so use small tensors of
+--- fp64.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
 ---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the difference of
@@ -70,7 +71,7 @@ function checks.gradcheck(fn, inputs, options)
   for i = 1, #inputs do
     if is_tensor(inputs[i]) and inputs[i]:needs_grad() then
       if inputs[i]:dtype() ~= "fp64" then
-        error(("%s: input %d is of %s, in which differences of %g are lost; it takes fp64"):format(call, i,
+        error(("%s: input %d is of %s, which rounds differences of %g away; use fp64"):format(call, i,
           inputs[i]:dtype(), eps))
       end
       wanted[#wanted + 1], numbers[#numbers + 1] = inputs[i], i
@@ -95,7 +96,8 @@ function checks.gradcheck(fn, inputs, options)
     local got = found[k] ~= nil and found[k]:reshape(-1):tolist() or nil
     for e = 1, #want do
       local value = got and got[e] or 0
-      local agrees = math.abs(value - want[e]) <= atol + rtol * math.abs(want[e])          -- false with a NaN
+      -- false for a NaN, which never agrees
+      local agrees = math.abs(value - want[e]) <= atol + rtol * math.abs(want[e])
       if not agrees then
         if options.raise_exception == false then return false end
         error(("%s: element %d of the gradient of input %d is %.9g; finite differences give %.9g"):format(call, e, i,

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd: gradients of a script's own (docs/autograd.md).
+-- ps.autograd: gradients that a script defines or requests itself (docs/autograd.md).
 local functions = require "ps.autograd.function"
 local grads = require "ps.autograd.grad"
 local gradcheck = require "ps.autograd.gradcheck"

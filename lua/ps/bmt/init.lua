@@ -101,7 +101,7 @@ end
 bmt.inspect.inspect_tensor, bmt.inspect.record_tensor = inspect.inspect_tensor, inspect.record_tensor
 bmt.inspect.format_summary = inspect.format_summary
 
---- Calls ps.inspect.inspect_model; for the model that trains, even if ranks share it. All ranks call it.
+--- Calls ps.inspect.inspect_model; for the model in training, even if ranks share it. All ranks call it.
 ---@param model ps.nn.Module
 ---@param pattern? string of names, default all
 ---@param prefix? string
@@ -115,7 +115,8 @@ function bmt.inspect.inspect_model(model, pattern, prefix)
   return inspect.inspect_model(target, pattern, prefix)
 end
 
--- -- what there is not ------------------------------------------------------------------------------------------------
+-- -- calls of BMTrain without a counterpart
+-- ------------------------------------------------------------------------------------------------
 local ABSENT = {
   BMTrainModelWrapper = "derive the model's class from bmt.DistributedModule, or train it with ps.initialize",
   wait_loader = "moves of parameters are planned, and there is nothing to wait for",

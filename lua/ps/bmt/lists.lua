@@ -46,7 +46,7 @@ function TransformerBlockList:init(list, options)
   options = caller.options(options, "bmt." .. self.class_name, LIST)
   caller.typed(list, "table", "bmt." .. self.class_name .. ": its list of blocks")
   self.num_hidden = caller.whole(options.num_hidden or 1, "bmt." .. self.class_name .. ": num_hidden", 1)
-  if #list == 0 then error("bmt." .. self.class_name .. " takes at least one block") end
+  if #list == 0 then error("bmt." .. self.class_name .. " needs at least one block") end
   container.ModuleList.init(self, list)
   for _, module in ipairs(list) do if not modules.is_block(module) then modules.CheckpointBlock(module) end end
 end
@@ -223,7 +223,7 @@ local function hidden_states(list, pipe, seen, all, n)
   return tensors.cat(of_stages, 0)
 end
 
--- A call of the list on one of several stages. how: the options of the call.
+-- Runs a call of the list on one of several stages. how: the options of the call.
 local function staged(list, pipe, args, how)
   local x, group, rng = args[1], pipe.group, random.state()
   if not scope.is_tensor(x) or x:dim() == 0 then
@@ -234,7 +234,7 @@ local function staged(list, pipe, args, how)
   if rows < micros then
     error(("%d rows on each of %d stages are fewer than num_micro_batches = %d"):format(n, pipe.size, micros))
   end
-  -- Gradients must pass through all stages, even if this one's hidden states require none.
+  -- Gradients must pass through all stages, even if the hidden states of this stage require none.
   if scope.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
   local all, give, outs, seen = all_rows(group, x), arguments_of_micros(args, group, how.batch_related), {}, {}
   local first_block, behind, sample = list.firsts[pipe.rank], list.firsts[pipe.rank + 1], rng.sample
@@ -268,8 +268,8 @@ end
 ---@param ... any hidden states [n, ...], the other arguments of a block; then optionally { return_hidden_states =
 ---  true, batch_related = { 0, 2 } }: also returns the inputs of all blocks, [blocks, n, ...]; batch_related: the
 ---  numbers, from 0, of the tensors after the hidden states that have a row for each sample. Without it, those tensors
----  do that have as many rows and dimensions as the hidden states. Of other arguments each rank's blocks get the rank's
----  own
+---  do that have as many rows and dimensions as the hidden states. For other arguments, the blocks of each rank get
+---  that rank's values
 ---@return ps.Tensor hidden results for this rank's rows
 ---@return ps.Tensor? hidden_states with return_hidden_states
 function PipelineTransformerBlockList:forward(...)

@@ -9,7 +9,7 @@ local loss_scale = {}
 ---@class ps.bmt.LossScale
 ---@field scale number
 ---@field factor number above 1
----@field every integer good steps from the last change to an increase
+---@field every integer number of good steps after the last change that increases the scale
 ---@field least number
 ---@field most number
 ---@field good integer steps since the last change

@@ -73,7 +73,7 @@ function modules.DistributedParameter(data, options)
   return param
 end
 
---- Makes a function of a tensor, for init_method: ParameterInitializer(nn.init.normal_, 0, 0.02).
+--- Makes a function that fills a tensor, for init_method: ParameterInitializer(nn.init.normal_, 0, 0.02).
 ---@param func fun(t: ps.Tensor, ...)
 ---@param ... any arguments after the tensor
 ---@return fun(t: ps.Tensor)

@@ -178,7 +178,7 @@ local function taken(self, engine)
   local opt, cfg = engine.optimizer, engine.cfg
   self.engine = engine
   opt.scaler, opt.checks_overflow = self.scaler or nil, self.scaler ~= false
-  opt.max_norm = math.huge                     -- each step measures the norm, which clip_grad_norm may need
+  opt.max_norm = math.huge                     -- each step computes the norm, which clip_grad_norm may need
   for _, optimizer in ipairs(self.optimizers) do
     if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
   end

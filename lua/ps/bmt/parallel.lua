@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- BMTrain's layers (bmt.nn) that the ranks along tp share: columns or rows of a linear layer, words of a table. If
--- ranks share the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first dimension: a
--- layer gathers them before its product and scatters the sums after it. Otherwise all ranks have all rows. Without
--- tp_size, one rank has everything.
+-- BMTrain's layers (bmt.nn) that the ranks along tp share: columns or rows of a linear layer, rows of a table of
+-- words. If ranks share the rows between layers (the default, tensor_parallel.sequence_parallel), rows are the first
+-- dimension: a layer gathers them before its product and scatters the sums after it. Otherwise all ranks have all
+-- rows. Without tp_size, one rank has everything.
 --
 -- Sizes: n rows, t ranks along tp.
 local create = require "ps.tensor.create"

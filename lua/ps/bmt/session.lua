@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without a call that announces it,
--- so the engine is opened in two steps. The first distributed parameter, whose dtype decides the precision, opens its
--- chunks, and parameters are staged as they are made. The first call of the model for training gives the engine the
--- model and the optimizers of the OptimManager. From then on a call of the model is a forward of the engine's step.
+-- A run of ps.bmt, from init_distributed to close. BMTrain's scripts make their model without telling the engine
+-- first, so the engine is opened in two steps. The first distributed parameter, whose dtype decides the precision,
+-- opens its chunks, and parameters are staged as they are made. The first call of the model for training gives the
+-- engine the model and the optimizers of the OptimManager. From then on a call of the model is a forward of the
+-- engine's step.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
@@ -34,14 +35,14 @@ local session = {}
 ---@field inside boolean whether a call of the model is under way
 ---@field manager ps.bmt.OptimManager|false the manager that has optimizers
 ---@field groups fun(): table[] the groups of all its optimizers
----@field taken fun(engine: ps.Engine) called when the engine has the model and these groups
+---@field taken fun(engine: ps.Engine) called as soon as the engine has the model and these groups
 ---@field off fun()|false stops staging parameters
 ---@field sequence boolean ranks along tp share the rows between layers
 ---@field keep_gathered boolean backward keeps the rows that such ranks gathered
 ---@field pieces integer number of pieces in which such rows are exchanged during products
 ---@field pipe ps.bmt.Pipe|false set if blocks are assigned to stages
----@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether they stay, once
----  they are gathered, until the end of the step
+---@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether they are kept
+---  until the end of the step once they are gathered
 ---@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or have equal gradients there
 ---@field device string|false the default device before the engine was opened
 local Session = {}

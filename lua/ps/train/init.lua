@@ -58,7 +58,7 @@ local function loops(model, own)
 end
 
 -- `for loss, given, targets, score in losses_of(...)`: the losses of a held-out batch, or of its micro-batches.
--- targets, score: those that the last stage of a pipeline sent to all ranks.
+-- targets, score: in a pipeline, the values that the last stage sent to all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -110,14 +110,15 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
--- How many targets of a loss the model hit: of a pipeline as its last stage told, else by the ops of the loss.
+-- Counts the targets of a loss that the model hit: in a pipeline the number that the last stage sent, otherwise the
+-- number from the ops of the loss.
 local function score_of(loss, told)
   if told ~= nil then return told and told.hits or 0, told and told.targets or 0 end
   local hits, targets = loss_weight.score(loss)
   return hits or 0, targets or 0
 end
 
--- The share of targets that were hit; nil where none was counted.
+-- The share of targets that were hit; nil if no target was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
 --- The mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Batches are
@@ -126,7 +127,7 @@ local function accuracy(hits, targets) return targets > 0 and hits / targets or 
 ---@param model ps.nn.Module|ps.Engine
 ---@param batches fun(): ... returns x, y or one table with names; nil at the end
 ---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
----@return number? loss nil if `stop` returned true on any rank, or if no target counts
+---@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
 ---@return number? accuracy the share of targets whose logit is the largest of its row, the first of equal ones; nil if
 ---  the loss is made by none of F.cross_entropy, F.lm_loss and F.nll_loss
 function train.evaluate(model, batches, options)
@@ -182,7 +183,7 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field quiet? boolean
 
 ---@class ps.train.Source a loader of the script
----@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never ends
+---@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never returns nil
 ---@field global_batch? integer rows per batch on all ranks, for tokens/s; nil: they are counted
 ---@field seq? integer tokens per row; nil: they are counted
 ---@field state_dict? fun(self: ps.train.Source): table its position, needed with `checkpoint`; must be JSON
@@ -265,9 +266,9 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends the run at once"):format(done, of, step))
 end
 
--- The weight of a batch within its step. An engine computes it itself. Else it is the number of targets that count,
--- divided by the number of targets in the step's first batch, so that it is 1 if none are ignored. The only batch of a
--- step has the weight 1, or 0 if no target counts.
+-- The weight of a batch within its step. An engine computes it itself. Otherwise it is the number of targets that are
+-- not ignored, divided by the number of targets in the step's first batch, so that it is 1 if none are ignored. The
+-- only batch of a step has the weight 1, or 0 if all targets are ignored.
 function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
@@ -325,9 +326,9 @@ local function tokens_of_step(self, accumulate)
   return self.counted * mesh.size "dp"
 end
 
--- Runs forward and backward of one optimizer step. Returns the weighted mean of the losses of all ranks (nil if no
--- target counts), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite, the run
--- ends before the last backward, on all ranks.
+-- Runs forward and backward of one optimizer step. Returns the weighted mean of the losses of all ranks (nil if all
+-- targets are ignored), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite,
+-- the run ends before the last backward, on all ranks.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)
@@ -356,7 +357,8 @@ function Run:gradients(step)
   return mean, weights, accuracy(hits, targets)
 end
 
--- The update, by the engine's configuration or else by this run's options. If no target counts, nothing changes.
+-- The update, by the engine's configuration or else by this run's options. If all targets are ignored, nothing
+-- changes.
 function Run:update(weights)
   local options = self.options
   if handle.of(options.model) then return options.optimizer:step() end

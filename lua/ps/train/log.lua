@@ -23,7 +23,7 @@ Log.__index = Log
 ---@class ps.TrainLine the numbers of a step in a log
 ---@field step integer
 ---@field loss? number mean over the targets of all ranks
----@field accuracy? number share of the targets of all ranks that the largest logits hit; absent where no op of the loss
+---@field accuracy? number share of the targets of all ranks that the largest logits hit; absent if no op of the loss
 ---  counts them
 ---@field lr number learning rate of the step
 ---@field grad_norm? number
@@ -63,7 +63,7 @@ local function open(path, what, step, header, step_of, renew)
 end
 
 local CSV_LINE = "^(%d+),([^,]*),[^,]*,[^,]*,[^,]*,([^,]*),([^,]*),([^,]*)\n$"
-local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- of a version that did not log accuracies
+local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- a line of a version that did not log accuracies
 
 local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
@@ -130,7 +130,8 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
-local MAP_S = 5                     -- seconds between two chunk maps in a log: a map of thousands of chunks takes long
+-- seconds between two chunk maps in a log: making a map of thousands of chunks takes long
+local MAP_S = 5
 local LETTERS = { device = "d", host = "h", disk = "k" }
 
 -- `"map":{"param":"2d14h"}`: for each kind of chunk, in order, runs of chunks whose fastest tier is the device (d), the
