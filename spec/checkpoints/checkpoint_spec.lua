@@ -420,7 +420,7 @@ describe("tensors of the script", function()
       run.tensors = nil
       checkpoints.load(folder, run)                          -- they may stay unread
       run.tensors = { "x" }
-      fails(function() checkpoints.save(folder, run) end, "tensors has 1 = a string; it takes tensors by name")
+      fails(function() checkpoints.save(folder, run) end, "tensors has 1 = a string; it must have tensors by name")
       run.tensors = nil
     end)
   end

@@ -68,8 +68,8 @@ end
 ---@return boolean
 function background.possible() return C.ps_machine_pretended() == 0 end
 
---- Copies tensors and begins to write the copy to a file, with checksums. Later writes to the tensors do not affect the
---- copy.
+--- Copies tensors, and starts to write the copy to a file with checksums. Later writes to the tensors do not affect
+--- the copy.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>

@@ -7,7 +7,7 @@
 -- writes into a folder. Only the process that commits (rank 0) creates and removes files in it. If a file system cannot
 -- exchange two names (NFS), saving a step again renames the older folder to step-00000012.tmp-*-aside for a moment
 -- (ps_file_swap_folder). After a crash at that moment it still has that name. It then counts as a checkpoint until
--- another one gets the step's own name.
+-- another folder gets the step's own name.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"

@@ -11,10 +11,10 @@
 -- folder of several processes in its index. A file that is saved or merged elsewhere has no such number, so its bytes
 -- depend only on the state.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
--- and loss scale are included. A checkpoint fits every budget, policy, chunk size and device, plain memory and
--- ps.optim. With `async` the state is copied, and a thread writes the copy (checkpoints/background.lua). Rank 0 checks
--- in the folder that the others' files are complete, and commits between two steps, in wait, in the next save or when
--- the script ends.
+-- and loss scale are included. A checkpoint can be loaded with any budget, policy, chunk size and device, into plain
+-- memory and by ps.optim. With `async` the state is copied, and a thread writes the copy (checkpoints/background.lua).
+-- Rank 0 checks in the folder that the others' files are complete, and commits between two steps, in wait, in the next
+-- save or when the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -58,7 +58,8 @@ local function check_parts(call, path, parts)
   local model, method = type(parts) == "table" and rawget(parts, "model"), call == "save" and "state_dict"
     or "load_state_dict"
   if type(model) ~= "table" or not model[method] then
-    refuse("after the path it takes a table of parts, { model = model, optimizer = optimizer, ... }; its model is a "
+    refuse("the argument after the path must be a table of parts, { model = model, optimizer = optimizer, ... }; " ..
+      "its model is a "
       .. "%s", type(model or nil))
   end
   caller.options(parts, "ps.checkpoints." .. call, OPTIONS)
@@ -67,7 +68,7 @@ local function check_parts(call, path, parts)
   end
   for name, tensor in pairs(parts.tensors or {}) do
     if type(name) ~= "string" or not scope.is_tensor(tensor) then
-      refuse("tensors has %s = a %s; it takes tensors by name", tostring(name), type(tensor))
+      refuse("tensors has %s = a %s; it must have tensors by name", tostring(name), type(tensor))
     end
   end
   if parts.step and parts.step < 0 then refuse("step is %d; it must be at least 0", parts.step) end
@@ -84,7 +85,7 @@ end
 ---@field step? integer default: the optimizer's
 ---@field extra? table any value that JSON can hold
 ---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average, which
----  all ranks have alike: rank 0 saves them; load writes into the tensors given
+---  are equal on all ranks: rank 0 saves them; load writes into the given tensors
 ---@field keep? integer in a folder: number of newest checkpoints to keep (default 2)
 ---@field async? boolean save returns once the state is copied to host memory
 ---@field quiet? boolean no message about the memory that async takes
@@ -337,7 +338,7 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- The same using only the files, when the other ranks can no longer be reached. They began when this rank did, so they
+-- Does the same by the files alone, if the other ranks cannot be reached. They began when this rank did, so they
 -- need about as long. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
@@ -357,7 +358,8 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  if job.committed then error(problem, 0) end              -- the checkpoint is complete; the error is about removal
+  -- the checkpoint is complete; only the removal of older ones failed
+  if job.committed then error(problem, 0) end
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
   if job.unsure then

@@ -34,7 +34,7 @@ local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. sha
 
 local join
 
--- Joined tables are new, since the old ones may be shared.
+-- Joins tables into new ones, since the old ones may be shared.
 local function join_lists(a, b, label, state)
   local both = { kind = b.kind, file = b.file, items = {} }
   for i = 1, math.max(#a.items, #b.items) do
@@ -76,8 +76,8 @@ local function joined(a, b, label, state)
   return b
 end
 
--- Lays `b` over `a`. state: differ, called if they differ; known[a][b]: the result for two nodes, which may meet at
--- many paths.
+-- Lays `b` over `a`. state: differ, called if they differ; known[a][b]: the result for a pair of nodes, since the same
+-- pair may occur at many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
   state.known[a] = known

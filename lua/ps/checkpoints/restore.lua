@@ -273,7 +273,8 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
-  if not parts.scaler and not state.scaler then with.scaler = nil end  -- saved without a scale: it starts anew
+  -- saved without a loss scale, which starts from its initial value
+  if not parts.scaler and not state.scaler then with.scaler = nil end
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
   end

@@ -10,7 +10,7 @@ local check = {}
 
 ---@class ps.config.State one reading of a configuration
 ---@field name string the source's name in errors
----@field later boolean keys that only a later version honours are accepted
+---@field later boolean keys that only a later version will honour are accepted
 ---@field auto table<string, any> values for "auto", by full path or last name
 ---@field given table<string, boolean> paths with a value that was written, or given for "auto"
 ---@field defaulted string[] paths where "auto" became the default
@@ -42,7 +42,7 @@ end
 function State:note(format, ...) self.notes[#self.notes + 1] = format:format(...) end
 
 ---@param path string
----@param words string why it has no effect here
+---@param words string the reason why it has no effect here
 function State:ignore(path, words)
   for _, group in ipairs(self.ignored) do
     if group.words == words then

@@ -86,7 +86,7 @@ end
 
 local value_at
 
--- Items or members up to `close`; one(n) reads one of them.
+-- Items or members up to `close`; one(n) reads one item or member.
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1

@@ -50,7 +50,7 @@ local function disk_path(state, cfg)
 end
 
 -- An explicit "none" keeps the optimizer's state and its updates on the device. Settings that would move some of them
--- to the host contradict it. The budgets alone decide about parameters.
+-- to the host contradict it. The tier of parameters depends only on the budgets.
 local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then

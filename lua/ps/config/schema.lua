@@ -14,7 +14,7 @@
 -- check(value) returns a reason to refuse a value of the right type, or nil.
 -- acts: for an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
 -- spec/config/acts_spec.lua checks that this file reads the key.
-jit.off(true, true)                    -- traces of this file would keep it after it is unloaded
+jit.off(true, true)                    -- compiled traces of this file would keep it in memory after it is unloaded
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
 local optimizers = require "ps.optimizers"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
 -- schema.lua, in its form.
-jit.off(true, true)                    -- traces of this file would keep it after it is unloaded
+jit.off(true, true)                    -- compiled traces of this file would keep it in memory after it is unloaded
 local call_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"

@@ -29,7 +29,7 @@ local function is(path, mode) return lfs.attributes(path, "mode") == mode end
 local function read(path)
   local file, why = io.open(path, "rb")
   if not file then error("no model file: " .. why) end
-  local text = file:read("*a") or ""                       -- a folder reads as nothing
+  local text = file:read("*a") or ""                       -- reading a folder returns nil
   file:close()
   return text
 end

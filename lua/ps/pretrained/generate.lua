@@ -13,7 +13,7 @@ local generate_settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
 local error = caller.error
 
--- The last n of a list.
+-- The last n items of a list.
 local function last(list, n)
   local tail = {}
   for i = math.max(1, #list - n + 1), #list do tail[#tail + 1] = list[i] end
@@ -147,7 +147,7 @@ end
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
 ---  or the result of a tokenizer: { input_ids =, attention_mask = }, whose masked ids are left out
 ---@param n? integer the most tokens to add; default max_new_tokens or max_length of the options, then of the file,
----  else 20, limited by the model's positions. The options may take its place
+---  else 20, limited by the model's positions. The options may be passed in its place
 ---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean, seed?:
 ---  integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
 ---  integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,

@@ -9,7 +9,7 @@ local copied = require "ps.core.copied"
 
 local beams = {}
 
-local NEVER = -1e9                                         -- below every score; infinity would make sums NaN
+local NEVER = -1e9                                         -- below every score; an infinity would make sums NaN
 
 ---@class ps.pretrained.Beam
 ---@field score number

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Changes logits before a token is chosen, in transformers' order: repetition penalty (Keskar et al. 2019, "CTRL"),
--- n-grams that must not repeat, an end that is not allowed yet, and a user's function. Padding never counts. Sizes: R
--- rows, L columns so far, V words.
+-- n-grams that must not repeat, an end token that is not allowed yet, and a user's function. Padding is ignored.
+-- Sizes: R rows, L columns so far, V words.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -28,7 +28,7 @@ local function less_repetition(logits, rows, penalty)
   return tensors.where(seen, scaled, logits)
 end
 
--- Forbids words that would complete an n-gram which the row already has.
+-- Forbids words that would complete an n-gram that the row already contains.
 local function no_ngram_again(logits, rows, n)
   local ids, m = rows.ids, rows.length - n + 1                          -- m: number of n-grams
   if m < 1 then return logits end
@@ -45,7 +45,7 @@ end
 ---@param logits ps.Tensor fp32 [R, V]; may be overwritten
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
----@param together? fun(fn: fun(): boolean): boolean for several ranks: runs fn; an error of one is one of all
+---@param together? fun(fn: fun(): boolean): boolean for several ranks: runs fn, and raises an error of one rank on all
 ---@return ps.Tensor
 function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end

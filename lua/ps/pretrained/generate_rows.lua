@@ -6,14 +6,14 @@
 --   next_logits(ids, step)       logits [R, V] or [R, 1, V] after the columns ids int [R, n], which follow step.at
 --                                columns in step.caches; step.mask bool [R, at + n], or nil: false hides a column;
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;
---                                step.parts: parts() of the model (nn/parts.lua), where it has that method
+--                                step.parts: parts() of the model (nn/parts.lua), if it has that method
 -- To generate in a pipeline, too:
---   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua), the last of which gives { logits = }
--- A model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
+--   step_batch(ids, step) the same as a batch for its parts (nn/parts.lua), the last of which returns { logits = } A
+-- model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
 -- ranks:
 --   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
---   together(fn)                 fn() on all ranks: an error of one is one of all; false where one rank's gives false
--- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
+--   together(fn) fn() on all ranks: an error of one is raised on all; false if it returns false on any rank Sizes: R
+-- rows, which are B prompts times `copies`; L columns; V words.
 local create = require "ps.tensor.create"
 
 ---@class ps.pretrained.Rows
@@ -92,10 +92,10 @@ function Rows:ready()
   elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end
 end
 
--- The caches, masks and ids of every `copies`-th row, from 0 on.
+-- The rows of caches, masks and ids with the numbers 0, copies, 2 copies, ...: the first row of each prompt.
 local function firsts(self, t) return t:slice(0, 0, self.count, self.copies) end
 
--- Copies what the first row of each prompt has read to the other rows of the prompt: columns up to n.
+-- Copies the caches of each prompt's first row to the prompt's other rows, for columns up to n.
 local function hand_on(self, n)
   local prompts = self.count / self.copies
   for _, layer in pairs(self.caches) do
@@ -157,7 +157,8 @@ function Rows:reorder(order)
     local written = self.ids:narrow(1, self.width, self.length - self.width)
     written:copy_(written:index_select(0, index))
   end
-  local first = math.max(0, self.width - self.base)                     -- the prompt's columns are equal
+  -- the prompt's columns are equal in all its rows
+  local first = math.max(0, self.width - self.base)
   if first >= self.at then return end
   for _, layer in pairs(self.caches) do
     for _, t in pairs(layer) do

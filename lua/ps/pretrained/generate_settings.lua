@@ -86,8 +86,8 @@ local function ends(value, vocabulary)
   return set, count
 end
 
--- Temperature 0 takes the likeliest token. Without any setting, a model without generation_config.json samples, and one
--- with the file follows it, as in transformers.
+-- Temperature 0 selects the likeliest token. If the script sets nothing, a model without generation_config.json
+-- samples, and a model with the file follows it, as in transformers.
 local function choose_temperature(chosen, given, file)
   local asked = given.temperature or given.top_k or given.top_p or given.min_p
   local sample = given.do_sample

@@ -10,7 +10,7 @@ local BEFORE = 8                                       -- tokens of the prompt b
 ---@class ps.pretrained.Stream
 ---@field tokenizer ps.Tokenizer
 ---@field ids integer[]
----@field first boolean there was no piece yet
+---@field first boolean no piece has been returned yet
 ---@field how {skip_special_tokens: boolean} options of the tokenizer's decode
 local Stream = {}
 Stream.__index = Stream
@@ -41,7 +41,7 @@ end
 
 local function give(self, last)
   local shown = self.tokenizer:decode(self.before, self.how)
-  if self.first then shown = without_broken(shown) end     -- a prompt may end within a character
+  if self.first then shown = without_broken(shown) end     -- the prompt may end within a character
   local all = self.tokenizer:decode(joined(self.before, self.ids), self.how)
   if not last and all:sub(-3) == BROKEN then return nil end
   self.before, self.ids = self.first and joined(self.before, self.ids) or self.ids, {}
@@ -66,8 +66,8 @@ function Stream:finish()
   return piece ~= "" and piece or nil
 end
 
---- A function that tells whether a sequence, given as the list of its last tokens, ends with a token in which one of
---- the strings ends; and the number of tokens that it needs.
+--- Makes a function that gets the last tokens of a sequence and returns whether one of the strings ends within the
+--- last token. Also returns the number of tokens that this function needs.
 ---@param strings string[]
 ---@param tokenizer ps.Tokenizer
 ---@return fun(tail: integer[]): boolean

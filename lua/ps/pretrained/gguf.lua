@@ -122,7 +122,8 @@ local function rotary(file, name, fields, D)
 end
 
 local IDS = { bos = "bos_token_id", padding = "pad_token_id" }
--- Tokens that end a turn. Like llama.cpp, psluajit ends a text at them, even if the file does not name them.
+-- Tokens that end a turn. Like llama.cpp, psluajit ends a text at these tokens, even if the file does not list them as
+-- end tokens.
 local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true, ["<end_of_turn>"] = true,
   ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
 local CONTROL = 3
@@ -172,7 +173,7 @@ local function of_decoder(file, arch, name, fields)
   end
 end
 
--- The fields of a config.json, except eos_token_id, for which all tokens are read.
+-- The fields of a config.json, except eos_token_id, which needs all tokens of the file.
 local function model_fields(file)
   local arch, name = gguf.architecture(file)
   check_keys(file, arch, name)
@@ -224,7 +225,7 @@ local function present(file, arch, fields)
     elseif rows == "heads" then layout = { heads = fields.num_attention_heads }
     elseif rows == "groups" then layout = { heads = fields.num_key_value_heads or fields.num_attention_heads } end
     if not own and raw ~= "rope_freqs.weight" then
-      refuse(file, "tensor", raw, "the architecture has no such tensor here")
+      refuse(file, "tensor", raw, "psluajit knows no such tensor in this architecture")
     end
     file:present(raw, own, layout)
   end

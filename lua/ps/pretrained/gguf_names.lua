@@ -7,13 +7,13 @@ local names = {}
 ---@field model_types table<string, boolean> models with these model_types are written as this architecture
 ---@field model_type string a file of this architecture is read as a model of this model_type
 ---@field class string the class in config.json's architectures
----@field prefix string of the body's names in the class; a body without a head does not have it
+---@field prefix string the prefix of the body's names in the class; a body without a head has no prefix
 ---@field keys table<string, string> key of the metadata, without the architecture's name -> setting
 ---@field tensors string[][] { name in GGUF, name in Hugging Face, rows: "heads", "groups" or "swapped" }
 ---@field optional table<string, boolean> keys that may be absent
----@field known table<string, boolean> keys that change nothing here
+---@field known table<string, boolean> keys that have no effect here
 
--- Keys of every decoder: those that become settings, and (KNOWN) those that do not.
+-- Keys of every decoder: those that become settings, and those without an effect (KNOWN).
 local DECODER = { context_length = "max_position_embeddings", embedding_length = "hidden_size",
   block_count = "num_hidden_layers", feed_forward_length = "intermediate_size",
   ["attention.head_count"] = "num_attention_heads", ["attention.head_count_kv"] = "num_key_value_heads",

@@ -21,10 +21,11 @@ local gguf = {}
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
-local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- for rows that blocks of 256 do not divide
+local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- for rows whose length is not a multiple of 256
 local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
 
--- Whether llama-quantize's mixture gives a layer more bits: the first and last eighth, and every third one between.
+-- Whether llama-quantize's mixture gives a layer more bits: the first eighth and last eighth of the layers, and every
+-- third layer between them.
 local function more_bits(layer, layers)
   local eighth = math.floor(layers / 8)
   return layer < eighth or layer >= math.floor(7 * layers / 8) or (layer - eighth) % 3 == 2
@@ -210,7 +211,7 @@ local function begin(model, path, options)
   caller.one_of(kind, TYPES, "save_gguf: type")
   local arch_name, arch = names.of_model_type(model.family.model_type)
   if not arch then
-    settings.refuse("save_gguf", "model_type", model.family.model_type, "there is no architecture of GGUF for it here")
+    settings.refuse("save_gguf", "model_type", model.family.model_type, "psluajit knows no GGUF architecture for it")
   end
   check_model(model, arch)
   return options, kind, arch_name, arch

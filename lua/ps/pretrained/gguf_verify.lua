@@ -12,7 +12,8 @@ local verify = {}
 
 local WINDOW = 256                                         -- tokens that are compared at once
 -- The largest mean KL divergence, and the smallest share of positions with the same likeliest token, by the type of
--- tensors with the widest limits in the file. They are for models that were not trained for a small number of bits.
+-- the file's tensors that has the widest limits. The limits are for models that were not trained for a small number of
+-- bits.
 local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
   Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
   Q4_0 = { 0.3, 0.75 } }
@@ -56,14 +57,15 @@ end
 ---@field perplexity number of the file's model over the text
 ---@field reference_perplexity number
 ---@field limit_kl number the largest mean_kl that passes
----@field limit_top1 number the least top1 that passes
+---@field limit_top1 number the smallest top1 that passes
 ---@field pass boolean
 
 --- Compares two language models over ids of a text.
 ---@param model ps.pretrained.Model of the file
 ---@param reference ps.pretrained.Model
 ---@param ids integer[]
----@param limits number[] the largest mean KL divergence, the least share of equal likeliest tokens
+---@param limits number[] the largest mean KL divergence, and the smallest share of positions with the same likeliest
+---  token
 ---@return ps.gguf.Certificate
 function verify.compare(model, reference, ids, limits)
   local n, kl, worst, same, nll, nll_reference = 0, 0, 0, 0, 0, 0

@@ -16,7 +16,7 @@ local TYPES = gguf_tokenizer.TYPES
 local BLANK = "\226\150\129"
 -- The expression by which ByteLevel of a tokenizer.json splits texts.
 local GPT2 = gguf_tokenizer.PRE["gpt-2"][1]
--- If several rules have the same expressions, the first of these names is written.
+-- If several rules have the same expressions, the first of these names is written to the file.
 local PREFERRED = { "llama-bpe", "gpt-2", "qwen2", "smollm", "gpt-4o", "falcon", "deepseek-v3", "tekken", "qwen35" }
 
 local function read(path)
@@ -144,8 +144,8 @@ local function of_bytes(path, home, all, fields, pre)
   return entries
 end
 
--- A BPE over characters: the score of a token is minus the number of the first merge that makes it, so that
--- SentencePiece's rule, the highest score first, merges in the order of the merges.
+-- A BPE over characters: the score of a token is minus the number of the first merge that produces it. SentencePiece
+-- merges the highest score first, which is then the order of the merges.
 local function of_pieces(home, all, fields)
   local tokens, types = tokens_of(all, fields.vocab_size)
   local scores, ids = {}, {}
@@ -232,7 +232,7 @@ end
 --- The entries of the metadata for the tokenizer of a model's source.
 ---@param source string? a folder, or a GGUF file; nil: none
 ---@param fields table the fields of the model's config.json
----@param pre? string the rule's name, instead of that which cuts as tokenizer.json does
+---@param pre? string the rule's name, instead of the rule that cuts texts as tokenizer.json does
 ---@return ps.gguf.Entry[] entries none, if the source has no tokenizer
 function vocabulary.entries(source, fields, pre)
   if not source then return {} end

@@ -117,7 +117,7 @@ function heads.known(t, fn)
   return devices.known(scope.no_grad, fn, t)
 end
 
--- Whether numbers [B, T] increase by one; true if they are not known.
+-- Whether the numbers in each row of [B, T] increase by one; true if their values are unknown.
 local function go_up(places)
   local n = places:size(1) - 1
   return n < 1 or heads.known(places, function(t)
@@ -125,13 +125,14 @@ local function go_up(places)
   end) ~= false
 end
 
--- The starts of runs in rows [B, T], as a float: 1 at the start of a row and where a number differs from the previous.
+-- The starts of runs in rows [B, T], as a float: 1 at the start of a row and at each number that differs from the
+-- previous one.
 local function begins_of(differs)
   local first = create.ones({ differs:size(0), 1 }, { device = differs:device() })
   return tensors.cat({ first, differs:float() }, 1)
 end
 
---- The positions of segments' tokens, which begin again from 0 in each segment; those of padding are 0.
+--- The positions of tokens within their segments, from 0 in each segment; 0 for padding.
 ---@param segments ps.Tensor int32 [B, T]
 ---@return ps.Tensor int64 [B, T]
 function heads.places_of(segments)
@@ -140,7 +141,7 @@ function heads.places_of(segments)
     local begins = begins_of(segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)))
     local at = create.arange(0, T, 1, { device = segments:device() }):reshape(1, T)
     local run = begins:cumsum(1)
-    -- Tokens that begin no run are added to column 0, which is not read.
+    -- The other tokens, which do not begin a run, are added to column 0, which is not read.
     local starts = create.zeros({ B, T + 1 }, { device = segments:device() }):scatter_add(1,
       (run * begins):to("int64"), at * begins)
     return ((at - starts:gather(1, run:to("int64"))) * segments:ne(0):float()):to("int64")
@@ -187,7 +188,7 @@ function heads.segments(who, config, given)
   return nil, places
 end
 
---- Converts a mask of ones and zeros to bool [B, T]: the keys that count.
+--- Converts a mask of ones and zeros to bool [B, T]: the keys that are visible.
 ---@param mask? ps.Tensor
 ---@return ps.Tensor?
 function heads.mask(mask)
@@ -215,8 +216,8 @@ function heads.rows(x, at)
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
--- The labels that positions 0 .. T - 2 of a named batch predict, where T > 1. With segment_ids the last position of a
--- segment predicts none.
+-- The labels that positions 0 .. T - 2 of a named batch predict; T must be above 1. With segment_ids the last position
+-- of a segment predicts none.
 local function next_labels(given)
   local labels, segments = given.labels, given.segment_ids
   local T = labels:size(1)
@@ -247,7 +248,7 @@ function heads.targets(who, targets)
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
--- The weights of targets, like next_labels; 0 for those that do not count.
+-- The weights of the targets of next_labels; 0 for targets that are ignored.
 local function next_weights(given)
   local T = given.labels:size(1)
   return given.loss_weights:narrow(1, 1, T - 1) * next_labels(given):ne(IGNORED):float()
@@ -271,7 +272,7 @@ function heads.shifted_weights(who, given)
 end
 
 --- The mean loss of targets by their weights: the sum of weight times loss, over the sum of the weights. All logits
---- exist at once.
+--- are in memory at once.
 ---@param logits ps.Tensor [B, T, V]
 ---@param targets ps.Tensor int [B, T]
 ---@param weights ps.Tensor fp32 [B, T]
@@ -288,7 +289,7 @@ end
 
 --- The number of targets in a named batch, or the sum of their weights if there are loss_weights: its labels that are
 --- not -100, without the first of each row, or segment if there are segment_ids, which no position predicts. Nil for
---- other batches, whose y counts as it is.
+--- other batches, whose y is counted without these rules.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
@@ -317,7 +318,7 @@ function heads.last_tokens(who, ids, pad)
   return (create.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
--- The kind of classification, if the configuration leaves it to the labels.
+-- The kind of classification, if the configuration does not set it and the labels decide.
 local function problem_of(config, labels)
   if config.problem_type then return config.problem_type end
   if config.num_labels == 1 then return "regression" end
@@ -356,7 +357,7 @@ function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, la
 
 --- The begins and ends of answers: splits logits [B, T, 2] into two of [B, T]. With positions int [B], also the mean of
 --- both cross entropies, whose weight is the number of rows. A position outside [0, T) is treated as in transformers:
---- one before it counts as 0, one after it is ignored.
+--- a negative one becomes 0, and one of T or more is ignored.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor

@@ -83,7 +83,7 @@ function pretrained.family(family)
   family.options_of_loading = loading_of
 
   --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that override it,
-  --- task, dtype, device and recompute, and, if the family supports it, unpad: padding is not computed.
+  --- task, dtype, device and recompute, and, if the family supports it, unpad, which skips the computation of padding.
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
@@ -165,7 +165,7 @@ end
 -- -- loading --------------------------------------------------------------------------------------------------------
 local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
 
--- The dtype in a config.json, in its word and in ours.
+-- The dtype in a config.json: Hugging Face's name, and the engine's.
 local function said_dtype(fields)
   local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
   return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
@@ -236,7 +236,7 @@ local function check_sizes(family, class, config, files, from)
   return widest or "fp32"
 end
 
--- Whether a script asks for fewer layers than the file has. The file then has more tensors than the model.
+-- Whether a script sets fewer layers than the file has. Then the file has tensors that the model lacks.
 local function asks_for_fewer(family, config, fields)
   local key = family.settings.rules.layers
   for alias, name in pairs(family.settings.rules.aliases or {}) do
@@ -263,7 +263,7 @@ local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) e
 local function maps(wanted, list, device)
   if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then
-    error(("from_pretrained: mmap is true, false or \"auto\", not '%s'"):format(wanted))
+    error(("from_pretrained: mmap must be true, false or \"auto\", not '%s'"):format(wanted))
   end
   local why = not_mapped(list, device)
   if why and wanted == true then refuse_mmap(why) end
@@ -338,7 +338,8 @@ function pretrained.load(name, options, family)
       return made:eval()
     end
     if native.recorder or hooks.heard "parameter" then return make(rest.device) end
-    -- Random numbers are drawn only for tensors that the files lack. They are those of a model that draws all.
+    -- Random numbers are drawn only for tensors that the files lack. They are the same numbers as in a model that
+    -- initializes all its tensors.
     local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })
   end)

@@ -35,7 +35,7 @@ local error = caller.error
 local Model = nn_module.class("PretrainedModel")
 
 -- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
--- share one row (ps/data/batch.lua). Other inputs go whole into each micro-batch.
+-- share one row (ps/data/batch.lua). Each micro-batch gets the whole of any other input.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", segment_ids = "rows", loss_weights = "rows",
   token_type_ids = "rows or one", position_ids = "rows or one" }
@@ -210,7 +210,8 @@ function Model:from_parallelized(path)
 end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------
--- Replaces a tensor by one of n rows: keeps as many rows as there are, and makes new ones by `fill`.
+-- Replaces a tensor by one of n rows: copies the existing rows, as far as they fit, and initializes new rows by
+-- `fill`.
 local function resize(owner, key, n, fill)
   local old = owner[key]
   local shape = old:shape()
@@ -258,7 +259,7 @@ end
 
 --- The arguments of a call, as tensors without data, with which the costs of parts are counted.
 ---@param rows integer
----@param positions integer at most; a model with fewer positions gets as many as it has
+---@param positions integer the number of positions; at most those of the model
 ---@return {input_ids: ps.Tensor} batch
 function Model:example(rows, positions)
   local shape = { rows, math.min(positions, self:costs().positions) }

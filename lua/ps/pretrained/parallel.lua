@@ -2,8 +2,8 @@
 -- OSLO's folders of a model that several ranks share: a file pytorch_model_tp_I_pp_J.bin for each rank I of tensor
 -- parallelism and stage J of a pipeline, config.json, and placement.json, which maps tensors to files:
 --   { "version": 1, "pipeline_parallel_size", "tensor_parallel_size", "weight_map": { tensor: file } }
--- Where layers are cut, the version is 2. Tensors that are whole on all ranks along tp are in the files of all of them,
--- and weight_map names the first. Of the others each file has its rank's part, without padding:
+-- If layers are cut, the version is 2. Tensors that are whole on all ranks along tp are in the files of all of them,
+-- and weight_map names the first. Of each other tensor, a file has its rank's part, without padding:
 --   "pieces": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in the
 --   whole, "shape", "at": of its first element in the file's tensor } ] } }
 -- With merge_checkpoints it is one pytorch_model.bin. The folder is written under a temporary name and then

@@ -171,7 +171,7 @@ local function exchange(entries, buffers, group, writer)
     end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
-  -- Copies elements of the owner's, which from() returns there, into `to` on rank 0.
+  -- Copies elements that from() returns on their owner into `to` on rank 0.
   local function bring(owner, buffer, from, to)
     if owner == 0 and rank == 0 then return copy(to, from) end
     if rank == owner then
@@ -218,7 +218,7 @@ local function exchange(entries, buffers, group, writer)
   return problem
 end
 
---- Writes one file on the group's rank 0. All its ranks call it; an error of one is one of all and leaves no file.
+--- Writes one file on the group's rank 0. All its ranks call it; an error of one is raised on all and leaves no file.
 ---@param path string
 ---@param entries table[] the result of save.entries or save.whole, or a part of it
 ---@param open fun(path: string, entries: table[]): table writer with append(name, data, nbytes), commit() and close()

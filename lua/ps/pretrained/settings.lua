@@ -27,7 +27,7 @@ local error = caller.error
 ---@field heads string
 ---@field layers string the setting that counts the layers
 ---@field any_pad? boolean pad_token_id may be outside the vocabulary
----@field check? fun(full: table) raises errors for settings that exclude each other
+---@field check? fun(full: table) raises errors for settings that contradict each other
 ---@field change? fun(given: table, changes: table): table the fields to put into `given` for a script's `changes`; it
 ---  removes other names of the same settings
 ---@field layer string a pattern of the body's names, with a layer's number
@@ -131,7 +131,8 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  local pad, V = given.pad_token_id, given.vocab_size                   -- below 0: no id, and a row from the end
+  -- below 0: not an id, but a row counted from the end
+  local pad, V = given.pad_token_id, given.vocab_size
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
     wrong(self, "pad_token_id", pad, "the vocabulary has %d words", V)
   end
@@ -182,7 +183,7 @@ local function count_labels(self, given)
   if map ~= nil and next(map) == nil then map, given.id2label = nil, nil end
   for id in pairs(map or {}) do
     if type(id) ~= "string" or not id:match("^%d+$") then
-      wrong(self, "id2label", map, "'%s' is no number of a label", tostring(id))
+      wrong(self, "id2label", map, "'%s' is not the number of a label", tostring(id))
     end
   end
   if given.num_labels == nil then

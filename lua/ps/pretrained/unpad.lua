@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches without their padding: an encoder computes only the rows of [B, T] that count, as [S, C], and only attention
--- uses [B, T]. A row counts if its position is a key, if it is the first of its sequence (a pooler reads it), or if it
--- has a label. Nothing reads the others, so the numbers are those of the padded batch up to the rounding of products
--- with fewer rows, and masks of dropout are the same. A few rows that do not count are also computed, so that products
+-- Batches without their padding: an encoder computes only the needed rows of [B, T], as [S, C], and only attention
+-- uses [B, T]. A row is needed if its position is a key, if it is the first of its sequence (a pooler reads it), or if
+-- it has a label. Nothing reads the other rows, so the numbers are those of the padded batch up to the rounding of
+-- products with fewer rows, and masks of dropout are the same. A few more rows are also computed, so that products
 -- have fewer different sizes; nothing reads these rows, either.
 local devices = require "ps.core.devices"
 local create = require "ps.tensor.create"
@@ -26,8 +26,8 @@ local function filled(n)
   return math.ceil(n / step) * step
 end
 
--- The numbers of the rows that count, ascending, and then of some that do not, int64 [S]. A dry run and device meta
--- have no values: there, all rows count, which is the maximum.
+-- The numbers of the needed rows, ascending, and then of some others, int64 [S]. A dry run and device meta have no
+-- values, so all rows are assumed to be needed, which is the maximum.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
@@ -43,11 +43,11 @@ local function numbers(kept)
   return found or create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
---- Decides which rows count. The host waits for a mask that is on a device.
+--- Decides which rows are needed. The host waits for a mask that is on a device.
 ---@param mask ps.Tensor bool [B, T], the keys
 ---@param labels? ps.Tensor int [B, T], -100: no label
----@return ps.Tensor rows int64 [S]: the rows that count among the B * T, ascending, then a few that do not
----@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S if it does not count
+---@return ps.Tensor rows int64 [S]: the needed rows among the B * T, ascending, then a few others
+---@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S if it is not needed
 function unpad.plan(mask, labels)
   return scope.no_grad(function()
     local B, T = mask:size(0), mask:size(1)
@@ -61,7 +61,7 @@ function unpad.plan(mask, labels)
   end)
 end
 
---- The labels of the rows that count. Micro-batches are weighed by the labels that the script passed, on the host,
+--- The labels of the needed rows. Micro-batches are weighed by the labels that the script passed, on the host,
 --- which thus does not wait for a device.
 ---@param t ps.Tensor int [B, T]
 ---@param rows ps.Tensor
@@ -73,20 +73,20 @@ function unpad.labels(t, rows, shape)
   return packed
 end
 
---- The rows that count of a tensor [B, T], or [1, T] if it is the same for all sequences.
+--- The needed rows of a tensor [B, T], or [1, T] if it is the same for all sequences.
 ---@param t ps.Tensor int
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
 ---@return ps.Tensor [S]
 function unpad.ids(t, rows, shape) return t:expand(shape[1], shape[2]):reshape(-1):gather(0, rows) end
 
---- The rows that count.
+--- The needed rows.
 ---@param x ps.Tensor [B, T, C]
 ---@param rows ps.Tensor
 ---@return ps.Tensor [S, C]
 function unpad.pack(x, rows) return F.embedding(rows, x:reshape(-1, x:size(-1))) end
 
---- All rows of the batch, with zeros for those that do not count.
+--- All rows of the batch, with zeros for those that were not computed.
 ---@param x ps.Tensor [S, C]
 ---@param places ps.Tensor
 ---@param shape integer[] {B, T}
@@ -104,7 +104,7 @@ function unpad.first(x, places, shape)
   return F.embedding(places:reshape(shape[1], shape[2]):narrow(1, 0, 1):contiguous(), x)
 end
 
---- The part of the padded tensor that x has, for dropout.
+--- The part of the padded tensor that x contains, in the form that F.dropout needs.
 ---@param x ps.Tensor [S, C]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
