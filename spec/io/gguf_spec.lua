@@ -118,7 +118,7 @@ describe("gguf.open", function()
       assert.same({ "a", "b" }, file:names())
       assert.equal(1, file:tensor("b"):item())
     end
-    error_with("it is a part of 2", gguf.open, write(part(0, 2, 2, "a")))
+    error_with("it is one of 2 parts", gguf.open, write(part(0, 2, 2, "a")))
     write(part(1, 2, 2, "a"), two)
     error_with("in two of its parts", gguf.open, folder .. "/" .. one)
     write(part(0, 2, 2, "b"), two)

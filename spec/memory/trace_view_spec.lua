@@ -56,7 +56,7 @@ describe("ps.trace of an engine", function()
 
   it("has the uses of forward, backward and update in their order", function()
     assert.equal(0, #ps.trace())
-    assert.matches("no trace: no step was planned", tostring(ps.trace()), 1, true)
+    assert.matches("no trace: no step has been planned yet", tostring(ps.trace()), 1, true)
     local train = open()
     assert.equal(0, #ps.trace())
     train()

@@ -284,7 +284,7 @@ describe("tensor parallelism", function()
     fails({ "again.weight is tied to a parameter that is cut" }, function() cut(Tied) end)
     for kind, class in pairs { attention = "MultiheadAttention", channels = "GroupNorm", columns = "Dropout" } do
       Tied.tensor_parallel = { up = kind }
-      fails({ ("up is a Linear; \"%s\" takes an nn.%s"):format(kind, class) }, function() cut(Tied) end)
+      fails({ ("up is a Linear, but \"%s\" is for an nn.%s"):format(kind, class) }, function() cut(Tied) end)
     end
     local Conv = nn.class "Conv"
     Conv.tensor_parallel = { conv = "column" }

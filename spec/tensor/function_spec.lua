@@ -323,7 +323,8 @@ describe("a wrong function", function()
       return dy
     end)()
     fails(function() held:saved_tensors() end, "call it in backward")
-    fails(with(print, function(ctx, a) ctx:save_for_backward(3) return a end), "takes tensors; argument 1 is a number")
+    fails(with(print, function(ctx, a) ctx:save_for_backward(3) return a end),
+      "takes tensors, but argument 1 is a number")
     fails(with(print, function(ctx, a) ctx:mark_dirty(a) return a end), "cannot change an input in place")
     fails(with(print, function(ctx, a) ctx.saved_tensors = 1 return a end), "ctx.saved_tensors is a method")
     fails(with(print, function(ctx, a) ctx:mark_non_differentiable(2) return a end), "takes outputs")

@@ -145,7 +145,7 @@ describe("ps.autograd.gradcheck", function()
     ps.manual_seed(3)
     ps.autograd.gradcheck(function(v) return v * 2 end, tensor({ 1 }, { dtype = "fp64", requires_grad = true }))
     assert.same(want, ps.rand({ 2 }):tolist())
-    fails(function() ps.autograd.gradcheck(function(v) return v end, leaf { 1 }) end, "fp32", "it takes fp64")
+    fails(function() ps.autograd.gradcheck(function(v) return v end, leaf { 1 }) end, "fp32", "use fp64")
     fails(function() ps.autograd.gradcheck(function(v) return v end, tensor({ 1 }, { dtype = "fp64" })) end,
       "no input requires a gradient")
   end)

@@ -298,7 +298,7 @@ describe("indexing", function()
     fails(function() return x[true] end, "boolean")
     is({ { 1 }, { 6 }, { 11 } }, x:gather(1, tensor({ { 1 }, { 2 }, { 3 } }, "int64")))
     fails(function() return x[tensor({ 3 }, "int64")] end, "index 3 of dimension 0 with size 3")
-    fails(function() return x[tensor { 1.5 }] end, "integers or bool")
+    fails(function() return x[tensor { 1.5 }] end, "an integer type or bool")
     fails(function() return x:gather(1, tensor({ { 4 } }, "int64")) end, "gather", "index 4")
   end)
 
