@@ -291,8 +291,8 @@ local function bare(entries)
   return entries
 end
 
--- Calls fn(adapters, name, group, base) with an adapter of a model, which is active during the call. base: the fingerprint
--- of the base model, on rank 0.
+-- Calls fn(adapters, name, group, base) with an adapter of a model, which is active during the call. base: the
+-- fingerprint of the base model, on rank 0.
 local function with_adapter(model, name, call, fn)
   local module = handle.module(model)
   local adapters = adapters_of.own(module, call)
