@@ -9,7 +9,7 @@ SEED ?= 1
 HOURS ?=
 
 .PHONY: all setup setup-cluster build build-all cuda test check test-cluster test-oracle test-isa prove-cuda train \
-  pictures deb install clean bench c-tests-sanitized asan tsan fuzz faults
+  pictures site deb install clean bench c-tests-sanitized asan tsan fuzz faults
 
 all: build
 
@@ -94,6 +94,12 @@ train: build
 # Draws the pictures of the guides anew.
 pictures: build
 	@$(RUN) tools/pictures.lua
+
+# The guides as HTML that needs no network, in out/site, by Sphinx with myst-parser and furo (packages-cluster.apt).
+site: build
+	@command -v sphinx-build >/dev/null || { echo "make site needs Debian's python3-sphinx, python3-myst-parser and \
+	furo; make setup-cluster installs them"; exit 1; }
+	@tools/site.sh $(BUILD) out/site
 
 # Debian packages in out/: psluajit, and the CUDA plug-in if it was built.
 deb: build

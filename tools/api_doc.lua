@@ -1,17 +1,20 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/api_doc.lua [--check]: writes docs/api.md from the running program. It walks the public tables. A
--- function's text, parameters and results are the annotations above it; a text may also be its op's row in ops.def.
--- Every public function must have a text, a @param for each parameter, and a @return when it gives a value. The tool
--- names each function that lacks one and exits with 1. With --check it writes nothing and exits with 1, too, when
--- docs/api.md is out of date.
+-- psluajit tools/api_doc.lua [--check | --site FOLDER]: writes docs/api.md from the running program. It walks the
+-- public tables. A function's text, parameters and results are the annotations above it; a text may also be its op's
+-- row in ops.def. Every public function must have a text, a @param for each parameter, and a @return when it gives a
+-- value. The tool names each function that lacks one and exits with 1. With --check it writes nothing and exits with 1,
+-- too, when docs/api.md is out of date. With --site it writes the reference of the site (tools/site.lua) into a folder:
+-- a page for each section, in which each function has its errors and a link to its source.
 local ps = require "ps"
 local paths = require "ps.paths"
 local annotations = require "ps.prompt.annotations"
 local exact = require "ps.core.exact"
+local site_entry = require "tools.site.entry"
 local wrap = require "ps.core.wrap"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
+local site = arg[1] == "--site" and (arg[2] or error("--site needs a folder", 0))
 local LINE = 120
 
 -- Internal functions, which docs/api.md does not list.
@@ -111,6 +114,7 @@ local function put_function(call, name, fn, method)
   note_classes(about.params)
   note_classes(about.returns)
   for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
+  if site then return site_entry.put(out, annotations.callable(call, name), fn, names, about, text) end
   local returns = {}
   for i, entry in ipairs(about.returns) do
     returns[i] = "`" .. entry.type .. "`" .. (entry.about ~= "" and " " .. entry.about or "")
@@ -331,6 +335,10 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
 end
 
 local new = write()
+if site then
+  site_entry.pages(new, site)
+  os.exit(#complaints == 0 and 0 or 1)
+end
 local f = io.open(path, "rb")
 local old = f and f:read("*a") or ""
 if f then f:close() end

@@ -2,6 +2,7 @@
 -- Draws the pictures of the guides anew (`make pictures`), as SVG, in a folder, by default docs/pictures:
 --   memory.svg   host memory over a step of a model whose state is larger than its budget
 --   chunks.svg   where each chunk of the same step is
+--   schedule_1f1b.svg, schedule_zb_h1.svg   four stages of a pipeline with eight micro-batches
 local argparse = require "argparse"
 local draw = require "ps.profile.draw"
 local gpt2 = require "models.gpt2"
@@ -50,4 +51,9 @@ draw.memory(figures, read.tier(figures, "CPU"), args.folder .. "/memory.svg")
 draw.access(figures, args.folder .. "/chunks.svg")
 os.remove(profile)
 os.execute(("rm -r '%s'"):format(disk))
-print(("wrote memory.svg and chunks.svg into %s"):format(args.folder))
+for _, schedule in ipairs { "1f1b", "zb_h1" } do
+  local command = ("'%s' '%s/tools/pipeline.lua' --stages 4 --micro-batches 8 --schedule %s --out '%s/schedule_%s.svg' "
+    .. ">/dev/null"):format(paths.exe, paths.root, schedule, args.folder, schedule)
+  if os.execute(command) ~= 0 then error(("tools/pipeline.lua could not draw the schedule %s"):format(schedule), 0) end
+end
+print(("wrote the pictures into %s"):format(args.folder))

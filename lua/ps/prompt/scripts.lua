@@ -9,7 +9,9 @@ local scripts = {}
 
 -- Tools that only work on psluajit's own source.
 local OWN = {}
-for name in ("api_doc check_layers config_doc man path_doc pictures pytorch_doc"):gmatch "%S+" do OWN[name] = true end
+for name in ("api_doc check_layers config_doc man path_doc pictures pytorch_doc site"):gmatch "%S+" do
+  OWN[name] = true
+end
 
 local LISTS = { tools = true, examples = true }            -- the scripts that list these folders
 
