@@ -2,9 +2,11 @@
 -- Draws the pictures of the guides anew (`make pictures`), as SVG, in a folder, by default docs/pictures:
 --   memory.svg   host memory over a step of a model whose state is larger than its budget
 --   chunks.svg   where each chunk of the same step is
+--   bytes.svg, tiers.svg, step.svg   how memory works
 --   schedule_1f1b.svg, schedule_zb_h1.svg   four stages of a pipeline with eight micro-batches
 local argparse = require "argparse"
 local draw = require "ps.profile.draw"
+local drawings = require "tools.site.drawings"
 local gpt2 = require "models.gpt2"
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -51,6 +53,11 @@ draw.memory(figures, read.tier(figures, "CPU"), args.folder .. "/memory.svg")
 draw.access(figures, args.folder .. "/chunks.svg")
 os.remove(profile)
 os.execute(("rm -r '%s'"):format(disk))
+for _, name in ipairs { "bytes", "tiers", "step" } do
+  local file = assert(io.open(("%s/%s.svg"):format(args.folder, name), "wb"))
+  file:write(drawings[name]())
+  assert(file:close())
+end
 for _, schedule in ipairs { "1f1b", "zb_h1" } do
   local command = ("'%s' '%s/tools/pipeline.lua' --stages 4 --micro-batches 8 --schedule %s --out '%s/schedule_%s.svg' "
     .. ">/dev/null"):format(paths.exe, paths.root, schedule, args.folder, schedule)

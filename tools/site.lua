@@ -16,15 +16,16 @@ local args = parser:parse()
 
 -- The pages in the order of the site's menu. A page of docs/ that is missing here is an error.
 local MENU = {
-  { "Start", { "docs/gallery", "docs/benchmarks", "docs/reliability" } },
+  { "Start", { "docs/first_hour", "docs/encoder", "docs/errors", "docs/gallery", "docs/benchmarks",
+    "docs/reliability" } },
   { "Train", { "docs/data", "docs/conversations", "docs/pretrained", "docs/gguf", "docs/adapters", "docs/evaluation",
     "docs/monitoring", "docs/checkpoints", "docs/optimizers" } },
-  { "Memory", { "docs/memory", "docs/planning", "docs/tensors" } },
+  { "Memory", { "docs/how_memory_works", "docs/memory", "docs/planning", "docs/tensors" } },
   { "Several processes", { "docs/distributed", "docs/zero", "docs/pipeline", "docs/tensor_parallel" } },
   { "Your own", { "docs/models", "docs/autograd" } },
-  { "Coming from", { "docs/pytorch", "docs/bmtrain" } },
+  { "Coming from", { "docs/migrating", "docs/pytorch", "docs/bmtrain" } },
   { "Look inside", { "docs/inspecting", "docs/profiling" } },
-  { "Reference", { "docs/api", "docs/config", "docs/environment", "docs/cuda", "docs/dependencies" } },
+  { "Reference", { "docs/api", "docs/config", "docs/environment", "docs/glossary", "docs/cuda", "docs/dependencies" } },
   { "Examples and source", { "examples/README", "ARCHITECTURE", "CONTRIBUTING", "spec/README", "CHANGELOG" } },
 }
 

@@ -16,14 +16,31 @@ local function script_of(text)
   return table.concat(lines, "\n") .. "\n"
 end
 
+-- Pages whose listings print.
+local PRINTING = { "first_hour", "encoder" }
+
 describe("the listings of", function()
   for _, page in ipairs { "bmtrain", "models", "planning", "pretrained", "tensors", "inspecting",
-    "autograd", "conversations", "data", "adapters" } do
+    "autograd", "conversations", "data", "adapters", "migrating", "how_memory_works" } do
     it("docs/" .. page .. ".md run", function()
       local script = script_of(check.read(("%s/docs/%s.md"):format(paths.root, page)))
       local _, asserts = script:gsub("%f[%w]assert%(", "")
       assert(asserts >= 5, "the page shows nothing")
       assert.equal("", (check.run("OMP_NUM_THREADS=2", script)))
+    end)
+  end
+
+  for _, page in ipairs(PRINTING) do
+    it("docs/" .. page .. ".md run, and print", function()
+      local script = script_of(check.read(("%s/docs/%s.md"):format(paths.root, page)))
+      local _, asserts = script:gsub("%f[%w]assert%(", "")
+      assert(asserts >= 5, "the page shows nothing")
+      local name = os.tmpname()
+      check.write(name, script)
+      local said, code = check.shell(("OMP_NUM_THREADS=2 timeout 300 '%s' '%s'"):format(paths.exe, name))
+      os.remove(name)
+      assert.equal(0, code, said)
+      assert.matches("%d", said)
     end)
   end
 end)

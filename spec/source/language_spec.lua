@@ -9,7 +9,9 @@ local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md"
   "docs/conversations.md", "docs/data.md", "docs/adapters.md", "docs/evaluation.md", "docs/planning.md",
   "docs/inspecting.md", "docs/tensors.md", "docs/benchmarks.md", "docs/reliability.md",
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
-  "docs/config.md", "docs/gguf.md", "docs/optimizers.md", "docs/gallery.md", "spec/README.md" }
+  "docs/config.md", "docs/gguf.md", "docs/optimizers.md", "docs/gallery.md",
+  "docs/first_hour.md", "docs/encoder.md", "docs/migrating.md", "docs/how_memory_works.md", "docs/glossary.md",
+  "docs/errors.md", "spec/README.md" }
 local FOLDERS = {
   "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/checkpoints", "lua/ps/config", "lua/ps/core", "lua/ps/data",
   "lua/ps/dist", "lua/ps/engine", "lua/ps/evaluate",
