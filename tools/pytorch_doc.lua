@@ -260,6 +260,7 @@ nn.BatchNorm2d | nn.BatchNorm2d | as nn.BatchNorm1d
 nn.SyncBatchNorm | nn.SyncBatchNorm | statistics are over the data-parallel ranks
 nn.functional.group_norm | F.group_norm, nn.GroupNorm |
 no_grad | ps.no_grad | the argument is a function
+autocast | ps.autocast | `ps.autocast("bf16", fn)`; the lists of ops for CUDA on every device
 utils.checkpoint.checkpoint | ps.recompute | the function may return only tensors
 Tensor.backward | t:backward | options are in a table, { retain_graph = true }; create_graph does not exist
 Tensor.register_hook | t:register_hook | a hook that changes the gradient in place is an error

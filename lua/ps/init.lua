@@ -7,6 +7,7 @@ local devices = require "ps.core.devices"
 local exact = require "ps.core.exact"
 local foreign = require "ps.core.foreign"
 local process = require "ps.core.process"
+local autocast = require "ps.core.autocast"
 local random = require "ps.core.random"
 
 ---@class ps
@@ -17,7 +18,7 @@ local ps = {
   scope = scope.scope, no_grad = scope.no_grad, enable_grad = scope.enable_grad, grad_enabled = scope.grad_enabled,
   keep_cheap_outputs = scope.keep_cheap_outputs,
   offload_activations = scope.offload_activations,
-  recompute = scope.recompute, backward = scope.backward,
+  recompute = scope.recompute, autocast = autocast.run, backward = scope.backward,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
   all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
   newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]

@@ -156,9 +156,14 @@ end
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local OUTS_NBYTES = ffi.sizeof(outs)
 
+-- Releases the tensors that M.cast holds for an op.
+local function let_go(held)
+  for i = 1, held and #held or 0 do release(held[i]) end
+end
+
 --- Collects garbage, and runs an op again that ran out of memory. The wrappers end in tail calls, so Lua may no longer
 --- hold the inputs: they get references of their own while the collector runs.
-local function apply_again(op, n_in, ins, attrs, nbytes)
+local function apply_again(op, n_in, ins, attrs, nbytes, held)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collect()
   collect()
@@ -166,14 +171,18 @@ local function apply_again(op, n_in, ins, attrs, nbytes)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc == ENOMEM and M.give_room() then rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs) end
   for i = 0, n_in - 1 do if ins[i] ~= nil then release(ins[i]) end end
-  if rc < 0 then M.raise(rc) end
+  if rc < 0 then
+    let_go(held)
+    M.raise(rc)
+  end
 end
 
 -- Raises the error of an op. A listener may add facts about its inputs that C does not have.
-local function refuse(rc, n_in, ins)
+local function refuse(rc, n_in, ins, held)
   local _, err = pcall(M.raise, rc)
   local more = hooks.ask("op_failed", n_in, ins)
   if more then err.msg = ("%s (%s)"):format(err.msg, more) end
+  let_go(held)
   error(err, 0)
 end
 
@@ -199,7 +208,8 @@ end
 local note_line = M.note_line
 
 -- M.placer: called before each op in anomaly mode (ps/inspect/anomaly.lua). M.recorder: while a model is made without
--- data, records how tensors get their values (ps/nn/deferred.lua).
+-- data, records how tensors get their values (ps/nn/deferred.lua). M.cast: in a region of ps.autocast, converts the
+-- inputs of an op (ps/core/autocast.lua).
 
 -- Returns output i and all later ones, of n outputs.
 local function owned_from(i, n)
@@ -210,14 +220,16 @@ end
 
 --- Runs an op. `ins` is the shared array that the generated wrappers fill.
 local function apply(op, n_in, ins, attrs, nbytes, n_out)
+  local held = M.cast and not M.recorder and M.cast(op, n_in, ins) or nil
   local note = M.recorder and M.recorder:begin(op, n_in, ins, attrs, nbytes)
   if M.placer then M.placer() end
   ffi.fill(outs, OUTS_NBYTES)
   local rc = C.ps_apply(ctx, op, n_in, ins, attrs, nbytes, outs)
   if rc < 0 then
-    if rc ~= ENOMEM then refuse(rc, n_in, ins) end
-    apply_again(op, n_in, ins, attrs, nbytes)
+    if rc ~= ENOMEM then refuse(rc, n_in, ins, held) end
+    apply_again(op, n_in, ins, attrs, nbytes, held)
   end
+  let_go(held)
   if note then M.recorder:finish(note, outs) end
   if C.ps_collect_due(ctx) ~= 0 then collect() end
   if outs[0] ~= nil and outs[0].numel_ >= LINED_NUMEL and outs[0] ~= ins[0] then note_line(outs[0]) end

@@ -28,7 +28,7 @@ return {
   ps = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
     is_grad_enabled = "write ps.grad_enabled()",
-    autocast = PRECISION, amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
+    amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
     distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
     fft = FOURIER, stft = FOURIER, istft = FOURIER, complex = COMPLEX, polar = COMPLEX, view_as_complex = COMPLEX,
     view_as_real = COMPLEX, complex64 = COMPLEX, linalg = SOLVERS, svd = SOLVERS, inverse = SOLVERS,

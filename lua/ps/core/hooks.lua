@@ -27,6 +27,7 @@ local EVENTS = {
     .. "weight is such a table's",
   first_head = "heads: attention with dropout of this number of heads runs, and the script did not say the first. "
     .. "Answer: the number of this rank's first head in the module that runs",
+  walked = "nothing: a walk of backward has ended",
   backwards = "note: a backward of a script begins; note(text) prints a text",
   clip = "parameters (a list), max_norm: nn.clip_grad_norm is called. Answer: the norm, if an engine has them",
   gradient = "parameter: a script reads the gradient of an engine's parameter, and there is none",

@@ -395,6 +395,7 @@ local function walk_on(rc, factor)
     end
   end
   if next(waiting) then forget_reaped() end
+  hooks.tell "walked"
 end
 
 --- M.backward without the hooks.

@@ -266,12 +266,13 @@ function Module:param(name, tensor)
   return tensor
 end
 
-local BUFFER = { persistent = "boolean" }
+local BUFFER = { persistent = "boolean", keep_dtype = "boolean" }
 
 --- Registers `tensor` as a buffer: saved and moved with the module, never trained.
 ---@param name string
 ---@param tensor ps.Tensor
----@param options? {persistent?: boolean} persistent = false: the buffer is in no state_dict and no file, as in PyTorch
+---@param options? {persistent?: boolean, keep_dtype?: boolean} persistent = false: the buffer is in no state_dict and
+---  no file, as in PyTorch; keep_dtype: module:to and its like leave the buffer's type as it is
 ---@return ps.Tensor
 function Module:buffer(name, tensor, options)
   options = caller.options(options, "module:buffer", BUFFER)
@@ -280,6 +281,7 @@ function Module:buffer(name, tensor, options)
   tensor:keep()
   register(self, name, "buffer", tensor)
   registry.set_persistent(self, name, options.persistent ~= false)
+  registry.set_keeps_dtype(self, name, options.keep_dtype == true)
   return tensor
 end
 
@@ -468,11 +470,12 @@ function Module:to(target, ...)
   device = device and native.device_index(device)
   walk(self, function(name, tensor, kind, owner, key)
     if kind == "module" then return end
-    local stays = not dtype or tensor.dtype_ == dtype or not floating[tensor:dtype()]
+    local converts = floating[tensor:dtype()] and not registry.keeps_dtype(owner, key)
+    local stays = not dtype or tensor.dtype_ == dtype or not converts
     if stays and (not device or tensor.device_ == device) then return end
     local at = address(tensor)
     if not moved[at] then
-      local spec = { device = target.device, dtype = floating[tensor:dtype()] and target.dtype or nil }
+      local spec = { device = target.device, dtype = converts and target.dtype or nil }
       local copy = scope.no_grad(function() return tensor:detach():to(spec) end)
       if kind == "param" then
         made_anew(tensor, name)

@@ -18,6 +18,7 @@ local registry = {}
 ---@field _kind table<any, string> "module", "param" or "buffer"
 ---@field _fields table<any, any>
 ---@field _transient? table<any, true> names of buffers that are in no state
+---@field _typed? table<any, true> names of buffers that keep their type
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
@@ -161,18 +162,35 @@ function registry.tensors(module)
   end
 end
 
+-- Sets or removes a mark of a member.
+local function mark(module, field, key, on)
+  local list = rawget(module, field)
+  if not list and on then
+    list = {}
+    rawset(module, field, list)
+  end
+  if list then list[key] = on or nil end
+end
+
 --- Notes whether a buffer is part of the module's state.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param is_part boolean
-function registry.set_persistent(module, key, is_part)
-  local list = rawget(module, "_transient")
-  if is_part and not list then return end
-  if not list then
-    list = {}
-    rawset(module, "_transient", list)
-  end
-  list[key] = not is_part or nil
+function registry.set_persistent(module, key, is_part) mark(module, "_transient", key, not is_part) end
+
+--- Sets whether a buffer keeps its type when the module is converted.
+---@param module ps.nn.Registered
+---@param key any
+---@param keeps boolean
+function registry.set_keeps_dtype(module, key, keeps) mark(module, "_typed", key, keeps) end
+
+--- Whether a member is a buffer that keeps its type when the module is converted.
+---@param module ps.nn.Registered
+---@param key any
+---@return boolean
+function registry.keeps_dtype(module, key)
+  local list = rawget(module, "_typed")
+  return list ~= nil and list[key] == true and module._kind[key] == "buffer"
 end
 
 --- Whether a member is part of the module's state.

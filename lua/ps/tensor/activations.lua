@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Activations and other functions of one or two tensors that ps.functional also offers (F.softplus, F.normalize).
+local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local tensor = require "ps.tensor"
@@ -78,7 +79,7 @@ end
 --- x tanh(softplus(x)) (Misra 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
-function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20)) end
+function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20)):to(x:dtype()) end
 
 --- log(sigmoid(x)), without overflow.
 ---@param x ps.Tensor floats
@@ -86,7 +87,7 @@ function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20))
 function M.logsigmoid(x)
   floats(x, "F.logsigmoid")
   -- min(x, 0) - log(1 + exp(-|x|)): neither exponent is above 0
-  return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x)))
+  return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x))):to(x:dtype())
 end
 
 --- (x limited to [-3, 3] + 3) / 6.
@@ -122,7 +123,8 @@ end
 ---@return ps.Tensor of x's shape
 function M.normalize(x, p, dim, eps)
   eps = number(eps, 1e-12, "F.normalize: eps")
-  return floats(x, "F.normalize") / x:norm(p or 2, dim or 1, true):clamp(eps)
+  x = autocast.full(floats(x, "F.normalize"))
+  return x / x:norm(p or 2, dim or 1, true):clamp(eps)
 end
 
 --- The cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
@@ -135,6 +137,7 @@ function M.cosine_similarity(a, b, dim, eps)
   floats(a, "F.cosine_similarity")
   floats(b, "F.cosine_similarity")
   eps = number(eps, 1e-8, "F.cosine_similarity: eps")
+  a, b = autocast.full(a, b)
   local shape, n = {}, math.max(a:dim(), b:dim())
   for i = 1, n do
     local x, y = a:shape()[i - n + a:dim()] or 1, b:shape()[i - n + b:dim()] or 1

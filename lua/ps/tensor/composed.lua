@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Methods and functions of tensors that are composed of others: they have no kernels of their own, and their gradients
 -- are those of their parts. Names and meanings are PyTorch's.
+local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -147,7 +148,7 @@ end
 ---@return ps.Tensor
 function T:logsumexp(dims, keepdim)
   if dims == nil then error("logsumexp needs a dimension, or a list of dimensions") end
-  return wide(self, "logsumexp", logsumexp, dims, keepdim)
+  return wide((autocast.full(self)), "logsumexp", logsumexp, dims, keepdim)
 end
 
 -- x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
@@ -176,7 +177,7 @@ end
 function T:norm(p, dims, keepdim)
   p = caller.typed(p or 2, "number", "norm: p")
   if not FLOAT[self.dtype_] then return norm(self:to("fp32"), p, dims, keepdim) end
-  return wide(self, "norm", norm, p, dims, keepdim)
+  return wide((autocast.full(self)), "norm", norm, p, dims, keepdim)
 end
 
 -- -- new tensors ----------------------------------------------------------------------------------------------------

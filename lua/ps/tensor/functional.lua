@@ -230,12 +230,22 @@ function F.embedding(index, w, options)
   return ops.embedding(w, index, caller.options(options, "F.embedding", EMBEDDING).padding_idx)
 end
 
+local function full_table(t)
+  return (t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16) and ops.cast(t, C.PS_F32) or t
+end
+
 --- Rotary position embedding (Su et al. 2021): rotates each pair of columns d and d + R / 2 by an angle.
 ---@param x ps.Tensor [B, H, T, D]
----@param cos ps.Tensor fp32 (fp64 for fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns from R on stay
+---@param cos ps.Tensor fp32 or a half type (fp64 for fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns
+---  from R on stay
 ---@param sin ps.Tensor of cos's shape and type
 ---@return ps.Tensor [B, H, T, D]
-function F.rope(x, cos, sin) return ops.rope(x, cos, sin, 0) end
+function F.rope(x, cos, sin)
+  if caller.tensor(cos, "F.rope", "cos") ~= nil and caller.tensor(sin, "F.rope", "sin") ~= nil then
+    cos, sin = full_table(cos), full_table(sin)
+  end
+  return ops.rope(x, cos, sin, 0)
+end
 
 -- The number of the first head, for the dropout mask: from the options, else from the module whose forward is running,
 -- since ranks may share its heads.

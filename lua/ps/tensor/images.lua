@@ -451,7 +451,7 @@ local function batch_statistics(x, weight, bias, eps)
       table.concat(x:shape(), ", ")))
   end
   local y, mean, var = ops.channel_norm(x, weight, bias, nil, nil, eps, 0)
-  return y, mean, var, count
+  return y:to(x:dtype()), mean, var, count                -- ps.autocast computes it in fp32
 end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
@@ -476,7 +476,8 @@ function F.batch_norm(x, running_mean, running_var, weight, bias, options)
       error("F.batch_norm needs running_mean and running_var, or { training = true }")
     end
     local dtype = x:dtype() == "fp64" and "fp64" or "fp32"
-    return (ops.channel_norm(x, weight, bias, running_mean:to(dtype), running_var:to(dtype), eps, 0))
+    local y = ops.channel_norm(x, weight, bias, running_mean:to(dtype), running_var:to(dtype), eps, 0)
+    return y:to(x:dtype())
   end
   local y, mean, var, count = batch_statistics(x, weight, bias, eps)
   if running_mean ~= nil and running_var ~= nil and counts() then

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Losses composed of other ops, with PyTorch's names and formulas. ps.functional also offers them (F.mse_loss).
 -- Shapes must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
+local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local loss_weight = require "ps.core.loss_weight"
@@ -41,6 +42,7 @@ end
 ---@return ps.Tensor of 0 dimensions; as x with reduction "none"
 function losses.mse_loss(x, target, options)
   options = caller.options(options, "F.mse_loss", REDUCE)
+  x, target = autocast.full(x, target)
   local d = x - pair(x, target, "F.mse_loss")
   return reduced(d * d, options.reduction, "F.mse_loss")
 end
@@ -52,6 +54,7 @@ end
 ---@return ps.Tensor of 0 dimensions; as x with reduction "none"
 function losses.l1_loss(x, target, options)
   options = caller.options(options, "F.l1_loss", REDUCE)
+  x, target = autocast.full(x, target)
   return reduced((x - pair(x, target, "F.l1_loss")):abs(), options.reduction, "F.l1_loss")
 end
 
@@ -73,6 +76,7 @@ function losses.smooth_l1_loss(x, target, options)
   options = caller.options(options, "F.smooth_l1_loss", SMOOTH)
   local beta = options.beta or 1
   if beta < 0 or beta ~= beta then error(("F.smooth_l1_loss: beta is %g; it must be 0 or more"):format(beta)) end
+  x, target = autocast.full(x, target)
   local d = x - pair(x, target, "F.smooth_l1_loss")
   return reduced(beta == 0 and d:abs() or rounded(d, beta), options.reduction, "F.smooth_l1_loss")
 end
@@ -88,6 +92,7 @@ function losses.huber_loss(x, target, options)
   options = caller.options(options, "F.huber_loss", HUBER)
   local delta = options.delta or 1
   if delta <= 0 or delta ~= delta then error(("F.huber_loss: delta is %g; it must be above 0"):format(delta)) end
+  x, target = autocast.full(x, target)
   local d = x - pair(x, target, "F.huber_loss")
   return reduced(rounded(d, delta) * delta, options.reduction, "F.huber_loss")
 end
@@ -102,6 +107,10 @@ end
 function losses.binary_cross_entropy(p, target, options)
   options = caller.options(options, "F.binary_cross_entropy", REDUCE)
   pair(p, target, "F.binary_cross_entropy")
+  if autocast.dtype() then
+    error("F.binary_cross_entropy in ps.autocast: a probability in a half type is too coarse near 1; write "
+      .. "F.binary_cross_entropy_with_logits(x, target) of the logits")
+  end
   local value, slope, slope_of_target = scope.no_grad(function()
     local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
     return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
@@ -122,6 +131,7 @@ local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 function losses.binary_cross_entropy_with_logits(x, target, options)
   local call = "F.binary_cross_entropy_with_logits"
   options = caller.options(options, "F.binary_cross_entropy_with_logits", WITH_LOGITS)
+  x, target = autocast.full(x, target)
   pair(x, target, call)
   -- softplus(-x) = m + log(exp(-m) + exp(-x - m)) for every m; this m keeps both exponents at most 0
   local m = (-x:detach()):clamp(0, math.huge)
@@ -142,6 +152,7 @@ local KL = { reduction = "string", log_target = "boolean" }
 ---@return ps.Tensor of 0 dimensions; as x with reduction "none"
 function losses.kl_div(x, target, options)
   options = caller.options(options, "F.kl_div", KL)
+  x, target = autocast.full(x, target)
   pair(x, target, "F.kl_div")
   local reduction = options.reduction or "mean"
   caller.one_of(reduction, KL_REDUCTIONS, "F.kl_div: reduction")
@@ -228,6 +239,7 @@ local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
+  logp = autocast.full(logp)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 

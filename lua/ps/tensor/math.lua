@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The arithmetic of ps.Tensor: operators, elementwise functions, products, reductions, in-place forms.
+local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -106,7 +107,7 @@ local function div(a, b, rounding)
     if (narrow or exact) and math.abs(e) < 126 and b ~= 0 then return ops.affine(a, 1 / b, NOTHING) end
     return with_number(ops.div, a, b)
   end
-  if type(a) == "number" then return with_number(ops.div, a, b) end
+  if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
   return ops.div(a, b)
 end
 --- a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
@@ -115,7 +116,7 @@ end
 ---@return ps.Tensor
 local function pow(a, b)
   if type(b) == "number" then return ops.pow_scalar(a, b) end
-  if type(a) == "number" then return with_number(ops.pow, a, b) end
+  if type(a) == "number" then return with_number(ops.pow, a, (autocast.full(b))) end
   return ops.pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
@@ -171,7 +172,7 @@ local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t en
 --- x * x.
 ---@return ps.Tensor
 function T:square()
-  local x = counted(self)
+  local x = autocast.full(counted(self))
   return ops.mul(x, x)
 end
 --- x limited to [low, high]. The gradient passes at the bounds, too.

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Small functions of tensors, composed of others: products, comparisons of whole tensors, diagonals.
+local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -66,7 +67,7 @@ function T:prod(dims, keepdim)
   if keepdim ~= nil then caller.typed(keepdim, "boolean", "prod: keepdim") end
   if type(dims) == "number" then dims = { dims } end
   if dims ~= nil then caller.list(caller.typed(dims, "table", "prod: the dimensions"), "prod: the dimensions") end
-  return wide(self, prod, dims, keepdim)
+  return wide((autocast.full(self)), prod, dims, keepdim)
 end
 
 -- In log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements that an element is the product
@@ -86,7 +87,7 @@ function T:cumprod(d)
   if d == nil then
     error("cumprod needs a dimension; for all elements in their order write t:reshape(-1):cumprod(0)")
   end
-  return wide(self, cumprod, dim_index(self, d))
+  return wide((autocast.full(self)), cumprod, dim_index(self, d))
 end
 
 --- The products of each element of this vector with each of another.

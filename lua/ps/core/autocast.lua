@@ -1,0 +1,242 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- ps.autocast: inside of a region, products run in a half type and ops that need its range or its digits run in fp32,
+-- with the lists of ops that PyTorch's autocast has for CUDA. Parameters stay as they are. core/ffi.lua calls `cast`
+-- with the inputs of each op. Ops of backward are not cast: a gradient has the type of its tensor.
+local native = require "ps.core.ffi"
+local scope = require "ps.core.scope"
+local hooks = require "ps.core.hooks"
+local ffi, C, ctx, caller = native.ffi, native.C, native.ctx, native.caller
+local error = caller.error
+
+local autocast = {}
+
+-- Ops that run in the half type, and ops that run in fp32. Every other op runs in the types of its inputs, and ops of
+-- several inputs in the wider type.
+local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column_linear", "row_linear", "attention",
+  "attention_packed", "conv", "conv_transpose" }
+local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
+  "log_softmax", "cross_entropy", "layer_norm", "rms_norm", "channel_norm", "softplus" }
+local runs_in_half = {}                                     -- by number of an op: true, or false for fp32
+for _, name in ipairs(HALF) do runs_in_half[C["PS_OP_" .. name]] = true end
+for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
+
+---@class ps.Autocast a region
+---@field dtype integer|false of products; false: nothing is cast
+---@field casts table<boolean, table<integer, {version: integer, dtype: integer, tensor: ffi.cdata*, of: ffi.cdata*}>>
+---  the half copies of parameters by address, made with gradients on (true) and off (false)
+---@field closed? boolean
+---@field again? boolean of a function that recomputes
+
+---@type ps.Autocast?
+local region
+
+local function new_region(dtype) return { dtype = dtype, casts = { [true] = {}, [false] = {} } } end
+
+-- Releases the copies of parameters. The tape holds those that it needs.
+local function forget(self, with_gradient)
+  for _, copy in pairs(self.casts[with_gradient]) do
+    C.ps_tensor_release(copy.tensor)
+    C.ps_tensor_release(copy.of)
+  end
+  self.casts[with_gradient] = {}
+end
+
+local function close(self)
+  if self.closed then return end
+  self.closed = true
+  forget(self, true)
+  forget(self, false)
+end
+
+-- A walk frees the nodes that it passes, also those of the copies. Another forward in the same region needs new ones.
+hooks.on("walked", function() if region and region.dtype then forget(region, true) end end)
+
+local attrs = ffi.new "ps_attrs_cast"
+local ATTRS_NBYTES = ffi.sizeof(attrs)
+local from, to = ffi.new "ps_tensor *[1]", ffi.new "ps_tensor *[PS_MAX_OUT]"
+local TO_NBYTES = ffi.sizeof(to)
+local CAST = C.PS_OP_cast
+
+-- Converts a tensor. Returns a pointer to a tensor that the caller owns. The collector does not run in between, unless
+-- memory is short: nobody else may refer to the inputs of the op under way.
+local function converted(t, dtype)
+  from[0], attrs.dtype = t, dtype
+  ffi.fill(to, TO_NBYTES)
+  local rc = C.ps_apply(ctx, CAST, 1, from, attrs, ATTRS_NBYTES, to)
+  if rc == C.PS_ENOMEM then
+    native.collect()
+    native.collect()
+    rc = C.ps_apply(ctx, CAST, 1, from, attrs, ATTRS_NBYTES, to)
+  end
+  return rc, to[0]
+end
+
+-- Whether the copy of a tensor is made once per region: of a parameter that trains, unless an engine moves its bytes.
+local function is_kept(t)
+  return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
+end
+
+-- A copy of a parameter, owned by the region.
+local function copy_of(t, dtype)
+  local casts = region.casts[C.ps_grad_enabled(ctx) ~= 0]
+  local at = tonumber(ffi.cast("uintptr_t", t))
+  local copy, version = casts[at], C.ps_tensor_version(t)
+  if copy and copy.version == version and copy.dtype == dtype then return 0, copy.tensor end
+  local rc, made = converted(t, dtype)
+  if rc < 0 then return rc end
+  C.ps_tensor_keep(made)
+  C.ps_tensor_retain(t)
+  if copy then
+    C.ps_tensor_release(copy.tensor)
+    C.ps_tensor_release(copy.of)
+  end
+  casts[at] = { version = version, dtype = dtype, tensor = made, of = t }
+  return 0, made
+end
+
+-- The type that an input has to be converted to; nil: it stays.
+local function wanted(t, half)
+  local dtype = t.dtype_
+  if half then
+    if (dtype == C.PS_F32 or dtype == C.PS_BF16 or dtype == C.PS_F16) and dtype ~= region.dtype then
+      return region.dtype
+    end
+  elseif dtype == C.PS_BF16 or dtype == C.PS_F16 then
+    return C.PS_F32
+  end
+end
+
+-- Replaces the inputs of an op. Returns the tensors that the caller releases after the op, or nil.
+local function cast(op, n, ins)
+  local half = runs_in_half[op]
+  if half == nil then return nil end
+  local list
+  for i = 0, n - 1 do
+    local t = ins[i]
+    local dtype = t ~= nil and wanted(t, half)
+    if dtype then
+      if not list then
+        list = {}
+        for k = 0, n - 1 do
+          if ins[k] ~= nil then
+            C.ps_tensor_retain(ins[k])
+            list[#list + 1] = ins[k]
+          end
+        end
+      end
+      local kept = is_kept(t)
+      local rc, made
+      if kept then rc, made = copy_of(t, dtype) else rc, made = converted(t, dtype) end
+      if rc < 0 then
+        for _, other in ipairs(list) do C.ps_tensor_release(other) end
+        native.raise(rc)
+      end
+      if kept then C.ps_tensor_retain(made) end
+      list[#list + 1] = made
+      ins[i] = made
+    end
+  end
+  return list
+end
+
+-- linear and mlp with a residual: the residual keeps its type, and is added to the product afterwards.
+local ops = native.ops
+local fused                                                 -- the two functions outside regions; nil before the first
+local apart = {}
+function apart.linear(x, w, b, residual, out_in)
+  local y = fused.linear(x, w, b, nil, out_in)
+  return residual ~= nil and ops.add(residual, y) or y
+end
+function apart.mlp(x, w1, b1, w2, b2, residual, out_in)
+  local y = fused.mlp(x, w1, b1, w2, b2, nil, out_in)
+  return residual ~= nil and ops.add(residual, y) or y
+end
+
+local function enter(to_region)
+  local was = region
+  region = to_region
+  local on = region and region.dtype
+  native.cast = on and cast or nil
+  if on and not fused then fused = { linear = ops.linear, mlp = ops.mlp } end
+  if fused then
+    local chosen = on and apart or fused
+    ops.linear, ops.mlp = chosen.linear, chosen.mlp
+  end
+  return was
+end
+
+local function restored(own, was, ok, ...)
+  close(own)
+  enter(was)
+  if not ok then error((...), 0) end
+  return ...
+end
+
+local TYPES = { bf16 = true, fp16 = true, fp32 = true }
+
+--- Runs fn(...) with mixed precision, as PyTorch's autocast does on CUDA, on every device: products (F.linear, matmul,
+--- convolutions, attention) convert their inputs to `dtype`, and softmax, norms, losses, sums, exp, log and pow convert
+--- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type, a parameter is
+--- converted once per region, and gradients have the type of their parameter. Call backward after the region.
+---@param dtype "bf16"|"fp16"|"fp32" of products; "fp32": nothing is converted, also within an outer region
+---@param fn function
+---@param ... any for fn
+---@return any ... the results of fn
+function autocast.run(dtype, fn, ...)
+  local name = type(dtype) == "string" and native.dtype_name[(select(2, pcall(native.dtype_code, dtype)))]
+  if not TYPES[name] then
+    error(("ps.autocast: the type is %s; write ps.autocast(\"bf16\", function() ... end) with \"bf16\", \"fp16\" or "
+      .. "\"fp32\" (for every step of ps.initialize's model: bf16 = { enabled = true } in its configuration)"):format(
+      type(dtype) == "string" and ("%q"):format(dtype) or "a " .. type(dtype)))
+  end
+  caller.callable(fn, "ps.autocast")
+  local own = new_region(name ~= "fp32" and native.dtype_code(name) or false)
+  return restored(own, enter(own), xpcall(fn, scope.trace, ...))
+end
+
+--- The type of products in the region of ps.autocast that runs; nil: there is none.
+---@return "bf16"|"fp16"|nil
+function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
+
+--- The tensors, converted to fp32 if they have a half type and a region runs; else as they are. For functions that are
+--- composed of several ops and that PyTorch runs in fp32.
+---@param ... ps.Tensor|any
+---@return any ...
+function autocast.full(...)
+  if not native.cast then return ... end
+  local list, n = { ... }, select("#", ...)
+  for i = 1, n do
+    local t = list[i]
+    if scope.is_tensor(t) and (t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16) then
+      list[i] = native.ops.cast(t, C.PS_F32)
+    end
+  end
+  return unpack(list, 1, n)
+end
+
+-- A recomputed function runs in a region like that of its first run, with copies of its own: the walk may already have
+-- passed the nodes of others. last: the state that was asked for last. That of the caller of a second run is asked for
+-- just before the state of the first run is restored.
+local segments, last = {}, nil
+autocast.segments = segments                                -- scope.carry_state refers to it weakly
+function segments:state()
+  last = { region = region, returns = false }
+  return last
+end
+function segments:restore(state)
+  if state.returns then
+    if region and region.again then close(region) end
+    enter(state.region)
+    return
+  end
+  last.returns = true
+  local of = state.region
+  if of and of.dtype then
+    of = new_region(of.dtype)
+    of.again = true
+  end
+  enter(of)
+end
+scope.carry_state(segments)
+
+return autocast
