@@ -51,7 +51,7 @@ end
 -- The example, its picture, that one's height and width, and the share of the first loss that the last one is below.
 local EXAMPLES = { { "denoiser", "denoised.pgm", 48, 160, 0.7 }, { "vit", "digits.pgm", 32, 160, 0.98 },
   { "two_towers", "towers.pgm", 160, 192, 0.8 }, { "moe", "experts.pgm", 48, 144, 0.9 },
-  { "seq2seq", "sorted.pgm", 128, 128, 0.95 } }
+  { "seq2seq", "sorted.pgm", 128, 128, 0.95 }, { "gpt", "rows.pgm", 96, 160, 0.95 } }
 local LAYOUTS = { "chunks", "zero", "pipeline", "tensor" }
 
 for _, case in ipairs(EXAMPLES) do
