@@ -1,19 +1,22 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/api_doc.lua [--check | --site FOLDER]: writes docs/api.md from the running program. It walks the
--- public tables. A function's text, parameters and results are the annotations above it; a text may also be its op's
--- row in ops.def. Every public function must have a text, a @param for each parameter, and a @return when it gives a
--- value. The tool names each function that lacks one and exits with 1. With --check it writes nothing and exits with 1,
--- too, when docs/api.md is out of date. With --site it writes the reference of the site (tools/site.lua) into a folder:
--- a page for each section, in which each function has its errors and a link to its source.
+-- psluajit tools/api_doc.lua [--check | --site FOLDER | --definitions FILE]: writes docs/api.md from the running
+-- program. It walks the public tables. A function's text, parameters and results are the annotations above it; a text
+-- may also be its op's row in ops.def. Every public function must have a text, a @param for each parameter, and a
+-- @return when it gives a value. The tool names each function that lacks one and exits with 1. With --check it writes
+-- nothing and exits with 1, too, when docs/api.md is out of date. With --site it writes the reference of the site
+-- (tools/site.lua) into a folder: a page for each section, in which each function has its errors and a link to its
+-- source. With --definitions it writes a file for editors (tools/definitions.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
 local annotations = require "ps.prompt.annotations"
 local exact = require "ps.core.exact"
+local definitions_of = require "tools.site.definitions"
 local site_entry = require "tools.site.entry"
 local wrap = require "ps.core.wrap"
 local jit_util, vmdef, bit = require "jit.util", require "jit.vmdef", require "bit"
 
 local path = paths.root .. "/docs/api.md"
+local definitions = arg[1] == "--definitions" and (arg[2] or error("--definitions needs a file", 0))
 local site = arg[1] == "--site" and (arg[2] or error("--site needs a folder", 0))
 local LINE = 120
 
@@ -98,8 +101,9 @@ local function note_classes(list)
   end
 end
 
--- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written.
-local function put_function(call, name, fn, method)
+-- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written. `made` is the
+-- class of the module that a call of a class makes.
+local function put_function(call, name, fn, method, made)
   local about, names = annotations.described(fn), annotations.parameter_names(fn)
   if method then
     if about.params[1] and about.params[1].name == names[1] then table.remove(about.params, 1) end
@@ -114,6 +118,7 @@ local function put_function(call, name, fn, method)
   note_classes(about.params)
   note_classes(about.returns)
   for i, n in ipairs(names) do names[i] = optional[n] and n .. "?" or n end
+  if definitions then return definitions_of.put(call, name, names, about, text, made) end
   if site then return site_entry.put(out, annotations.callable(call, name), fn, names, about, text) end
   local returns = {}
   for i, entry in ipairs(about.returns) do
@@ -142,7 +147,7 @@ local function is_class(value) return type(value) == "table" and rawget(value, "
 local function put_class(prefix, name, class)
   local init = rawget(class, "init")
   put("### `%s%s`\n", prefix, name)
-  if init then put_function(prefix, name, init, true) end
+  if init then put_function(prefix, name, init, true, "ps." .. prefix .. name) end
   for _, key in ipairs(sorted(class, function(key, value)
     return type(value) == "function" and key ~= "init" and key ~= "extra_repr" and key ~= "new"
   end)) do
@@ -153,6 +158,7 @@ end
 
 local function section(title, text)
   put("## %s\n", title)
+  definitions_of.section(title)
   if not text then return end
   wrap(out, text, LINE, "")
   put ""
@@ -272,6 +278,9 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
   end)) do
     shared[#shared + 1] = "`" .. name .. "`"
   end
+  local bare = {}
+  for i, name in ipairs(shared) do bare[i] = name:match "`(.-)`" end
+  definitions_of.shared(bare)
   wrap(out, ("These methods of tensors are functions of `ps`, too, as `ps.exp(x)`: %s."):format(table.concat(shared,
     ", ")), LINE, "")
   put ""
@@ -335,6 +344,12 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
 end
 
 local new = write()
+if definitions then
+  local file = assert(io.open(definitions, "wb"))
+  file:write(definitions_of.text(named))
+  assert(file:close())
+  os.exit(#complaints == 0 and 0 or 1)
+end
 if site then
   site_entry.pages(new, site)
   os.exit(#complaints == 0 and 0 or 1)

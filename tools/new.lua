@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writes a small project to start from: a copy of a folder of templates/, which runs at once.
+-- Writes a small project to start from: a copy of a folder of templates/, which runs at once, and definitions for
+-- editors (tools/definitions.lua).
 --   psluajit new text DIR
 -- Each folder of templates/ is a kind. Its README.md begins with "# TITLE" and a paragraph that describes the kind, and
 -- has the commands to run.
@@ -57,6 +58,11 @@ for entry in lfs.dir(root .. "/" .. args.kind) do
     file:write(read(root .. "/" .. args.kind .. "/" .. entry))
     if not file:close() then fail("cannot write %s", dir .. "/" .. entry) end
   end
+end
+
+local quiet = "'%s' '%s/tools/definitions.lua' '%s' >/dev/null"
+if os.execute(quiet:format(paths.exe, paths.root, (dir:gsub("'", "'\\''")))) ~= 0 then
+  fail("the project is written, but not its definitions for editors; run psluajit definitions there")
 end
 
 print(("wrote %s; README.md there says what each file is. To run it:\n\n    cd %s"):format(dir, dir))
