@@ -3,7 +3,8 @@
 -- a folder in Hugging Face's format, greedily or by beams. Prints the ids of each sequence (prompt and continuation)
 -- and tokens per second. --ids can be given several times, with prompts of different lengths. --json: one object with
 -- ids, tokens_per_s and seconds. --rounds N: the fastest of N runs. If the folder is not supported, stderr begins with
--- a line `refused: FIELD = VALUE: why` and the exit status is 2.
+-- a line `refused: FIELD = VALUE: why` and the exit status is 2. --keep-quantized: the weights of a GGUF file stay
+-- packed, and are multiplied as they are.
 --
 -- --peer: in turn with each of our runs another process continues the same prompts with transformers and measures reads
 -- of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures, each of the
@@ -26,6 +27,7 @@ whole(parser:option("--max-new", "tokens to add at most", "20"), 1)
 whole(parser:option("--num-beams", "beams; 1: greedy", "1"), 1)
 whole(parser:option("--rounds", "runs, of which the fastest counts", "1"), 1)
 parser:option("--dtype", "type of the weights", "fp32")
+parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--json", "one JSON object")
 parser:flag("--peer", "transformers in turn with us")
 local args = parser:parse()
@@ -87,7 +89,8 @@ local function compare(result, model, theirs, rows)
 end
 
 local function run()
-  local rows, model = prompts(), ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true })
+  local rows, model = prompts(), ps.from_pretrained(args.folder, { dtype = args.dtype, quiet = true,
+    keep_quantized = args.keep_quantized })
   local peer = args.peer and start_peer()
   local best, theirs, out, summed, walked = math.huge, { seconds = math.huge }, nil, 0, 0
   for _ = 1, args.rounds do

@@ -264,6 +264,49 @@ for out_in = 0, 1 do
          { F { 5, 131 }, F(w(131, 1100)), F { 1100 }, F { 5, 1100 }, attrs = a, grads = false } }
 end
 
+-- Packed weights: random blocks, whose fp16 scales are between 1/128 and 1/64 (minima, too). { type, numbers and bytes
+-- of a block, places of the upper halves of scales }; NF4 has an fp32 scale.
+local PACKED = { { 2, 32, 18, { 1 } }, { 3, 32, 20, { 1, 3 } }, { 6, 32, 22, { 1 } }, { 7, 32, 24, { 1, 3 } },
+  { 8, 32, 34, { 1 } }, { 10, 256, 84, { 81, 83 } }, { 11, 256, 110, { 109 } }, { 12, 256, 144, { 1, 3 } },
+  { 13, 256, 176, { 1, 3 } }, { 14, 256, 210, { 209 } }, { 20, 32, 18, { 1 } }, { 23, 256, 136, { 1 } },
+  { 39, 32, 17, {} }, { 256, 64, 36, {} } }
+local function packed_rows(kind, place)
+  return function(ins)
+    local shape = ins[place]:shape()
+    local flat = ins[place]:to("uint8"):reshape(-1, kind[3])
+    for _, at in ipairs(kind[4]) do flat:narrow(1, at, 1):fill_(0x20 + at % 4) end
+    if kind[1] == 39 then flat:narrow(1, 0, 1):fill_(122) end
+    if kind[1] == 256 then flat:narrow(1, 2, 1):fill_(0x80) flat:narrow(1, 3, 1):fill_(0x3e) end
+    ins[place] = flat:reshape(unpack(shape))
+  end
+end
+for _, kind in ipairs(PACKED) do
+  local number, block, nbytes = kind[1], kind[2], kind[3]
+  local function w(rows, blocks) return I({ rows, blocks * nbytes }, 0, 255) end
+  local function set(list, attrs, more)
+    list.prepare, list.attrs, list.grads, list.wrt = packed_rows(kind, #list == 1 and 1 or 2), attrs, false, nil
+    for key, value in pairs(more or {}) do list[key] = value end
+    return list
+  end
+  for code, dtype in ipairs { "fp32", "bf16", "fp16" } do
+    case { "unpack", set({ w(3, 2) }, args(number, code - 1)), set({ w(1, 1) }, args(number, code - 1)),
+           set({ w(0, 2) }, args(number, code - 1)), types = { dtype }, layouts = false, exact = true }
+  end
+  local forward, back = args(number, 0), args(number, 1)
+  case { "linear_packed", set({ F { 1, block * 2 }, w(5, 2), F { 5 }, NONE }, forward),
+         set({ F { 2, 3, block }, w(37, 1), NONE, F { 2, 3, 37 } }, forward),
+         set({ F { 4, block * 3 }, w(130, 3), F { 130 }, F { 4, 130 } }, forward),
+         set({ F { block }, w(33, 1), NONE, NONE }, forward),
+         set({ F { 0, block }, w(3, 1), NONE, NONE }, forward),
+         set({ F { 33, block * 2 }, w(65, 2), F({ 65 }, -2, 2, "fp32"), NONE }, forward),
+         set({ F { 3, 5 }, w(5, 2), NONE, NONE }, back), set({ F { 2, 9, 70 }, w(70, 1), NONE, NONE }, back),
+         layouts = false }
+end
+case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3, 4 }, attrs = args(256, 0),
+         prepare = packed_rows(PACKED[14], 2) },
+       { F { 3, 4 }, I({ 4, 36 * 1 }, 0, 255), NONE, NONE, attrs = args(256, 1), prepare = packed_rows(PACKED[14], 2) },
+       layouts = false }
+
 -- -- softmax and losses ---------------------------------------------------------------------------------------------
 local ROWS = { { 5, 7 }, { 1 }, { 2, 3, 4 }, { 3, 33 }, { 2, 65 }, { 7, 130 }, { 0, 3 } }
 for _, name in ipairs { "softmax", "log_softmax" } do
@@ -871,6 +914,10 @@ do
   large("sq_norms", { F(LARGE), F { 5 }, F(LARGE) })
   large("grad_store", { F(LARGE), attrs = args(0) }, { F(LARGE), attrs = args(1) }, { F(LARGE), attrs = args(2) })
   large("matmul", { F { 131, 257 }, F { 257, 65 } }, { F { 3, 65, 130 }, F { 3, 130, 33 } })
+  large("linear_packed", { F { 131, 256 }, I({ 130, 8 * 34 }, 0, 255), F { 130 }, F { 131, 130 }, attrs = args(8, 0),
+    prepare = packed_rows(PACKED[5], 2) })
+  large("linear_packed", { F { 1, 512 }, I({ 331, 2 * 144 }, 0, 255), NONE, NONE, attrs = args(12, 0),
+    prepare = packed_rows(PACKED[8], 2) })
   large("linear", { F { 131, 257 }, F { 65, 257 }, F { 65 }, F { 131, 65 }, attrs = args(1) })
   large("softmax", { F(LARGE, -8, 8) })
   large("log_softmax", { F(LARGE, -8, 8) })

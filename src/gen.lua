@@ -101,8 +101,8 @@ local WHOLE = { int32_t = { "-0x1p31", "0x1p31" }, uint32_t = { "0", "0x1p32" },
                 uint64_t = { "-0x1p63", "0x1p64" } }
 local function is_wrong(value, ctype)
   local range = WHOLE[ctype]
-  if not range then return ("type(%s) ~= 'number'"):format(value) end
-  return ("type(%s) ~= 'number' or %s %% 1 ~= 0 or %s < %s or %s >= %s"):format(value, value, value, range[1], value,
+  if not range then return ("type_of(%s) ~= 'number'"):format(value) end
+  return ("type_of(%s) ~= 'number' or %s %% 1 ~= 0 or %s < %s or %s >= %s"):format(value, value, value, range[1], value,
     range[2])
 end
 
@@ -116,6 +116,7 @@ local function print_lua()
     "return function(ffi, C, apply, caller)",
     "local ops, info = {}, {}",
     "local error, tensor, number, more = caller.error, caller.tensor, caller.number, caller.more",
+    "local type_of = type",                                -- an attribute may be called type
     "local ins = ffi.new('ps_tensor *[64]')",
   }
   local function add(...) out[#out + 1] = string.format(...) end
@@ -132,8 +133,8 @@ local function print_lua()
       for i, x in ipairs(row.ins) do
         params[#params + 1] = x.name
         doc_params[#doc_params + 1] = ("---@param %s%s ps.Tensor"):format(x.name, x.optional and "?" or "")
-        fills[#fills + 1] = ("if type(%s) ~= 'cdata' then tensor(%s, '%s', '%s') end"):format(x.name, x.name, row.name,
-          x.name)
+        fills[#fills + 1] = ("if type_of(%s) ~= 'cdata' then tensor(%s, '%s', '%s') end"):format(x.name, x.name,
+          row.name, x.name)
         fills[#fills + 1] = ("ins[%d] = %s"):format(i - 1, x.name)
       end
     end
@@ -144,8 +145,8 @@ local function print_lua()
         params[#params + 1] = p
         if at.count then
           doc_params[#doc_params + 1] = ("---@param %s integer[]"):format(p)
-          fills[#fills + 1] = ("if type(%s) ~= 'table' then error('%s: %s is a list of numbers, not ' .. "
-            .. "type(%s), 2) end")
+          fills[#fills + 1] = ("if type_of(%s) ~= 'table' then error('%s: %s is a list of numbers, not ' .. "
+            .. "type_of(%s), 2) end")
             :format(p, row.name, at.name, p)
           fills[#fills + 1] = ("if #%s > %d then error('%s: %s takes at most %d numbers, got ' .. #%s, 2) end")
             :format(p, at.count, row.name, at.name, at.count, p)
@@ -168,7 +169,7 @@ local function print_lua()
     add("function ops.%s(%s)", row.name, table.concat(params, ", ") .. ", extra")
     add("if extra ~= nil then more('%s', '%s', extra) end", row.name, table.concat(params, ", "))
     if variadic then
-      add("if type(list) ~= 'table' then error('%s takes a list of tensors, not ' .. type(list)) end", row.name)
+      add("if type_of(list) ~= 'table' then error('%s takes a list of tensors, not ' .. type_of(list)) end", row.name)
       add("local n = #list")
       add("if n > 64 then error('%s takes at most 64 tensors, got ' .. n, 2) end", row.name)
       add("for i = 1, n do ins[i - 1] = tensor(list[i], '%s', i) end", row.name)

@@ -534,9 +534,18 @@ int ps_gguf_layout(ps_gguf *g, int i, int64_t heads, int transposed);
  * we lack. PS_EIO: the file was truncated. */
 int ps_gguf_copy(const ps_gguf *g, int i, const int64_t *offset, const int64_t *shape, int64_t first, void *dst,
                  int64_t numel);
+/* Bytes first .. first + nbytes - 1 of the packed rows of matrix i, which are in the order of ps_gguf_layout, but not
+ * transposed; and the number of these rows, 0 if i is no matrix. Errors of ps_gguf_copy. */
+int ps_gguf_copy_packed(const ps_gguf *g, int i, int64_t first, void *dst, int64_t nbytes);
+int64_t ps_gguf_rows(const ps_gguf *g, int i);
 int ps_gguf_read(const void *g, int64_t at, void *dst, int64_t nbytes);     /* a ps_reader, as ps_st_read */
 int ps_gguf_lend(void *g, int64_t at, int64_t nbytes, ps_loan *out);        /* a ps_lender, as ps_st_lend */
 void ps_gguf_drop(const ps_gguf *g, int i);                 /* as ps_st_drop */
+
+/* Packs values as blocks of a type: the number of Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K or Q6_K in GGUF files, or 256 for
+ * NF4. out: the bytes of all blocks. PS_EUNSUP: another type. PS_EINVAL: the type's blocks do not divide numel.
+ * PS_ERANGE: a value that is not finite, or above 65504. */
+int ps_pack(int type, const float *values, int64_t numel, void *out);
 
 /* A writer of version 3: declare all tensors in file order, begin, append values to each, commit. PS_ESTATE: a call
  * out of this order, or a tensor without all of its values. PS_EINVAL: a duplicate name, a shape that the type's

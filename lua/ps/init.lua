@@ -135,8 +135,9 @@ function ps.load(path, options) return require("ps.io.serialize").load(path, opt
 ---  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
 ---  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes starts from random
 ---  values), mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": if they can),
----  dropout, and settings that replace config.json's: num_labels, hidden_dropout_prob, ... A folder of an adapter
----  (docs/adapters.md) loads the base model that it names, too
+---  keep_quantized (true: weights of a GGUF file stay packed and frozen, see docs/gguf.md), dropout, and settings
+---  that replace config.json's: num_labels, hidden_dropout_prob, ... A folder of an adapter (docs/adapters.md) also
+---  loads the base model that it names
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options)
   local load = require("ps.pretrained").load
@@ -144,6 +145,14 @@ function ps.from_pretrained(name, options)
   if not (type(name) == "string" and folder.is_adapter(name)) then return load(name, options) end
   return require("ps.lora").from_pretrained(name, options)
 end
+
+--- Packs the weights of a model's linear layers as NF4, Q8_0, Q4_K, ... They are then frozen: see ps/nn/quantize.lua.
+---@param model ps.nn.Module without adapters and before ps.initialize
+---@param options? {type?: string, skip?: string[]} type: "nf4" (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
+---  "q4_k" or "q6_k"; skip: names, or last parts of names, of layers that stay as they are
+---@return ps.nn.Module model
+---@return {name: string, type: string}[] layers the packed layers
+function ps.quantize(model, options) return require "ps.nn.quantize"(model, options) end
 
 --- A model with random weights, in training mode, from a config.json. Every field is applied or refused by name, as by
 --- ps.from_pretrained.

@@ -297,6 +297,7 @@ local CALLS = {
   { "save_parallelized", "merge_checkpoint", "merge_checkpoints", function(o)
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
   end },
+  { "quantize", "tpe", "type", function(o) ps.quantize(nn.Linear(64, 2), o) end },
   { "gguf convert", "tpe", "type", function(o) require("ps.lora.merge_folder").convert("a", "b", o) end },
   { "save_gguf", "tpe", "type", function(o) gpt2.new("tiny"):save_gguf("/tmp/ps_options.gguf", o) end },
   { "gguf.open", "mmp", "mmap", function(o) require("ps.io.gguf").open("/nowhere.gguf", o) end },
@@ -394,7 +395,7 @@ local INNER = {
   ["lua/ps/lora/files.lua"] = "save_merged adapters_of.Adapters:save_pretrained files.convert",
   ["lua/ps/lora/init.lua"] = "lora.load lora.from_pretrained lora.merge_folder",
   ["lua/ps/lora/merge_folder.lua"] = "stream write_folder", ["lua/ps/lora/gguf.lua"] = "gguf.write",
-  ["lua/ps/lora/layers.lua"] = "head_loss",
+  ["lua/ps/lora/layers.lua"] = "head_loss", ["lua/ps/nn/packed.lua"] = "head_loss",
   ["lua/ps/bmt/optim.lua"] = "optim.AdamOptimizer",
   ["lua/ps/checkpoints/restore.lua"] = "*", ["lua/ps/checkpoints/rank_files.lua"] = "*",
   ["lua/ps/engine/layout/pack.lua"] = "pack_best judge range check_options",
@@ -427,7 +428,7 @@ local INNER = {
   ["lua/ps/evaluate/likelihood.lua"] = "likelihood.sums",
   ["lua/ps/pretrained/init.lua"] = "family.from_pretrained", ["lua/ps/memory/trace.lua"] = "trace.trace",
   ["lua/ps/memory/views.lua"] = "views.chunks",
-  ["lua/ps/init.lua"] = "ps.trace ps.load ps.from_pretrained ps.from_config",
+  ["lua/ps/init.lua"] = "ps.trace ps.load ps.from_pretrained ps.from_config ps.quantize",
 }
 
 local function sources()

@@ -12,6 +12,7 @@ import rows_elementwise
 import rows_images
 import rows_index
 import rows_losses
+import rows_packed
 import rows_products
 import rows_random
 import rows_reduce
@@ -20,7 +21,8 @@ import rows_views
 from oracle import HERE, main
 
 ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_products.ROWS + rows_random.ROWS \
-    + rows_losses.ROWS + rows_composed.ROWS + rows_images.ROWS + rows_index.ROWS + rows_small.ROWS
+    + rows_losses.ROWS + rows_composed.ROWS + rows_images.ROWS + rows_index.ROWS + rows_small.ROWS \
+    + rows_packed.ROWS
 
 
 def uncovered():

@@ -118,15 +118,16 @@ describe("the case table", function()
   end)
 end)
 
--- Updates that cuda has no kernel for: the engine leaves them to the host (docs/optimizers.md).
-local HOST_UPDATES = {}
-for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ remainder_split_ remainder_join]]):gmatch "%S+" do
-  HOST_UPDATES[name] = true
+-- Ops without a kernel of cuda: updates, which the engine leaves to the host (docs/optimizers.md), and packed weights.
+local HOST = {}
+for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ remainder_split_ remainder_join
+    unpack linear_packed]]):gmatch "%S+" do
+  HOST[name] = true
 end
 
--- What the device does not do: collectives, moves between two devices that are not the host, and updates by the host.
+-- What the device does not do: collectives, moves between two devices that are not the host, and ops of the host.
 local function runs_there(name)
-  return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST_UPDATES[name])
+  return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
 end
 
 -- Whether the device leaves a case to the host: an update with masters as remainders (uint8).

@@ -1,29 +1,30 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Reading GGUF, the format of llama.cpp: opens and maps a file, checks its header (gguf_header.c), lends its contents
- * or reads them as values of one dtype. Blocks are unpacked by gguf_blocks.c. */
+ * or reads them as values of one dtype. Blocks are unpacked by base/blocks.c. */
 #define _GNU_SOURCE
 #include "io/gguf.h"
 #include "base/alloc.h"
+#include "base/blocks.h"
 #include <stdlib.h>
 #include <string.h>
 
 static const gguf_type types[] = {
     [0] = { "F32", 1, 4, PS_F32, NULL }, [1] = { "F16", 1, 2, PS_F16, NULL },
-    [2] = { "Q4_0", 32, 18, PS_F32, gguf_unpack_q4_0 }, [3] = { "Q4_1", 32, 20, PS_F32, gguf_unpack_q4_1 },
-    [6] = { "Q5_0", 32, 22, PS_F32, gguf_unpack_q5_0 }, [7] = { "Q5_1", 32, 24, PS_F32, gguf_unpack_q5_1 },
-    [8] = { "Q8_0", 32, 34, PS_F32, gguf_unpack_q8_0 }, [9] = { "Q8_1", 32, 36, -1, NULL },
-    [10] = { "Q2_K", 256, 84, PS_F32, gguf_unpack_q2_k }, [11] = { "Q3_K", 256, 110, PS_F32, gguf_unpack_q3_k },
-    [12] = { "Q4_K", 256, 144, PS_F32, gguf_unpack_q4_k }, [13] = { "Q5_K", 256, 176, PS_F32, gguf_unpack_q5_k },
-    [14] = { "Q6_K", 256, 210, PS_F32, gguf_unpack_q6_k }, [15] = { "Q8_K", 256, 292, -1, NULL },
+    [2] = { "Q4_0", 32, 18, PS_F32, ps_unpack_q4_0 }, [3] = { "Q4_1", 32, 20, PS_F32, ps_unpack_q4_1 },
+    [6] = { "Q5_0", 32, 22, PS_F32, ps_unpack_q5_0 }, [7] = { "Q5_1", 32, 24, PS_F32, ps_unpack_q5_1 },
+    [8] = { "Q8_0", 32, 34, PS_F32, ps_unpack_q8_0 }, [9] = { "Q8_1", 32, 36, -1, NULL },
+    [10] = { "Q2_K", 256, 84, PS_F32, ps_unpack_q2_k }, [11] = { "Q3_K", 256, 110, PS_F32, ps_unpack_q3_k },
+    [12] = { "Q4_K", 256, 144, PS_F32, ps_unpack_q4_k }, [13] = { "Q5_K", 256, 176, PS_F32, ps_unpack_q5_k },
+    [14] = { "Q6_K", 256, 210, PS_F32, ps_unpack_q6_k }, [15] = { "Q8_K", 256, 292, -1, NULL },
     [16] = { "IQ2_XXS", 256, 66, -1, NULL }, [17] = { "IQ2_XS", 256, 74, -1, NULL },
     [18] = { "IQ3_XXS", 256, 98, -1, NULL }, [19] = { "IQ1_S", 256, 50, -1, NULL },
-    [20] = { "IQ4_NL", 32, 18, PS_F32, gguf_unpack_iq4_nl }, [21] = { "IQ3_S", 256, 110, -1, NULL },
-    [22] = { "IQ2_S", 256, 82, -1, NULL }, [23] = { "IQ4_XS", 256, 136, PS_F32, gguf_unpack_iq4_xs },
+    [20] = { "IQ4_NL", 32, 18, PS_F32, ps_unpack_iq4_nl }, [21] = { "IQ3_S", 256, 110, -1, NULL },
+    [22] = { "IQ2_S", 256, 82, -1, NULL }, [23] = { "IQ4_XS", 256, 136, PS_F32, ps_unpack_iq4_xs },
     [24] = { "I8", 1, 1, -1, NULL }, [25] = { "I16", 1, 2, -1, NULL }, [26] = { "I32", 1, 4, PS_I32, NULL },
     [27] = { "I64", 1, 8, PS_I64, NULL }, [28] = { "F64", 1, 8, PS_F64, NULL },
     [29] = { "IQ1_M", 256, 56, -1, NULL }, [30] = { "BF16", 1, 2, PS_BF16, NULL },
     [34] = { "TQ1_0", 256, 54, -1, NULL }, [35] = { "TQ2_0", 256, 66, -1, NULL },
-    [39] = { "MXFP4", 32, 17, PS_F32, gguf_unpack_mxfp4 }, [40] = { "NVFP4", 64, 36, -1, NULL },
+    [39] = { "MXFP4", 32, 17, PS_F32, ps_unpack_mxfp4 }, [40] = { "NVFP4", 64, 36, -1, NULL },
     [41] = { "Q1_0", 128, 18, -1, NULL }, [42] = { "Q2_0", 64, 18, -1, NULL },
 };
 enum { N_TYPES = sizeof types / sizeof *types };
@@ -339,6 +340,33 @@ int ps_gguf_copy(const ps_gguf *g, int i, const int64_t *offset, const int64_t *
     if (!numel) return 0;
     if (t->transposed) return copy_swapped(g, t, offset, shape, first, dst, numel);
     copy_rows(g, t, offset, shape, first, dst, numel);
+    return 0;
+}
+
+int64_t ps_gguf_rows(const ps_gguf *g, int i)
+{
+    const gguf_tensor *t = tensor_at(g, i);
+    return t && t->ndim == 2 ? t->shape[0] : 0;
+}
+
+int ps_gguf_copy_packed(const ps_gguf *g, int i, int64_t first, void *dst, int64_t nbytes)
+{
+    char shown[GGUF_NAME_SHOWN];
+    PS_NEED(g);
+    const gguf_tensor *t = tensor_at(g, i);
+    if (!t) return no_tensor(g, i);
+    if (t->ndim != 2 || first < 0 || nbytes < 0 || first > t->nbytes || nbytes > t->nbytes - first || (nbytes && !dst))
+        return ps_fail(PS_ERANGE, "%s: %lld bytes from byte %lld on were requested, of %lld of matrix '%s'",
+                       g->map.path, (long long)nbytes, (long long)first, (long long)t->nbytes,
+                       gguf_shown(t->name, shown));
+    PS_TRY(ps_map_check(&g->map));
+    int64_t row = t->shape[0] ? t->nbytes / t->shape[0] : 0;
+    for (int64_t done = 0; done < nbytes;) {
+        int64_t at = (first + done) % row, n = row - at < nbytes - done ? row - at : nbytes - done;
+        int64_t stored = gguf_stored_row(t, (first + done) / row);
+        memcpy((uint8_t *)dst + done, g->map.bytes + t->begin + stored * row + at, (size_t)n);
+        done += n;
+    }
     return 0;
 }
 

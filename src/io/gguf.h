@@ -34,20 +34,6 @@ int gguf_type_by_name(const char *name);            /* its number; -1: none */
 typedef void (*gguf_pack)(const float *values, uint8_t *block);
 gguf_pack gguf_pack_of(int number);
 
-void gguf_unpack_q4_0(const uint8_t *block, float *out);
-void gguf_unpack_q4_1(const uint8_t *block, float *out);
-void gguf_unpack_q5_0(const uint8_t *block, float *out);
-void gguf_unpack_q5_1(const uint8_t *block, float *out);
-void gguf_unpack_q8_0(const uint8_t *block, float *out);
-void gguf_unpack_q2_k(const uint8_t *block, float *out);
-void gguf_unpack_q3_k(const uint8_t *block, float *out);
-void gguf_unpack_q4_k(const uint8_t *block, float *out);
-void gguf_unpack_q5_k(const uint8_t *block, float *out);
-void gguf_unpack_q6_k(const uint8_t *block, float *out);
-void gguf_unpack_iq4_nl(const uint8_t *block, float *out);
-void gguf_unpack_iq4_xs(const uint8_t *block, float *out);
-void gguf_unpack_mxfp4(const uint8_t *block, float *out);
-
 typedef struct gguf_meta {
     char *key;                  /* in ps_gguf.text */
     int type, of;               /* of: the type of an array's elements, else that of the value */

@@ -3,6 +3,8 @@
  * matrix: the same operations in fp32, in the same order. The values are finite and small enough for fp16 scales
  * (gguf_write.c checks them). */
 #include "io/gguf.h"
+#include "base/blocks.h"
+#include "base/error.h"
 #include "base/half.h"
 #include <float.h>
 #include <math.h>
@@ -267,13 +269,56 @@ static void pack_q4_k(const float *x, uint8_t *s)
     for (int n = 0; n < 256; n++) s[16 + n / 64 * 32 + n % 32] |= (uint8_t)(q[n] << (n % 64 / 32 * 4));
 }
 
+/* The index of the nearest number of NF4, of two the lower one. */
+static uint8_t nf4_of(float x)
+{
+    int i = 0;
+    while (i < 15 && x - ps_nf4[i] > ps_nf4[i + 1] - x) i++;
+    return (uint8_t)i;
+}
+
+static void pack_nf4(const float *x, uint8_t *s)
+{
+    float most = 0;
+    for (int k = 0; k < 64; k++) most = fmaxf(most, fabsf(x[k]));
+    memcpy(s, &most, 4);
+    for (int k = 0; k < 32; k++) {
+        float a = most > 0 ? x[2 * k] / most : 0, b = most > 0 ? x[2 * k + 1] / most : 0;
+        s[4 + k] = (uint8_t)(nf4_of(a) << 4 | nf4_of(b));
+    }
+}
+
 gguf_pack gguf_pack_of(int number)
 {
-    static const struct { const char *name; gguf_pack pack; } all[] = {
-        { "Q4_0", pack_q4_0 }, { "Q4_1", pack_q4_1 }, { "Q5_0", pack_q5_0 }, { "Q5_1", pack_q5_1 },
-        { "Q8_0", pack_q8_0 }, { "Q4_K", pack_q4_k }, { "Q6_K", pack_q6_k } };
-    const gguf_type *type = gguf_type_of(number);
-    for (size_t i = 0; type && i < sizeof all / sizeof *all; i++)
-        if (!strcmp(all[i].name, type->name)) return all[i].pack;
-    return NULL;
+    switch (number) {
+    case PS_Q4_0: return pack_q4_0;
+    case PS_Q4_1: return pack_q4_1;
+    case PS_Q5_0: return pack_q5_0;
+    case PS_Q5_1: return pack_q5_1;
+    case PS_Q8_0: return pack_q8_0;
+    case PS_Q4_K: return pack_q4_k;
+    case PS_Q6_K: return pack_q6_k;
+    case PS_NF4: return pack_nf4;
+    default: return NULL;
+    }
+}
+
+int ps_pack(int type, const float *values, int64_t numel, void *out)
+{
+    const ps_blocks *b = ps_blocks_of(type);
+    gguf_pack pack = gguf_pack_of(type);
+    PS_NEED(values);
+    PS_NEED(out);
+    if (!b || !pack) return ps_fail(PS_EUNSUP, "ps_pack: numbers cannot be packed as type %d", type);
+    if (numel < 0 || numel % b->block)
+        return ps_fail(PS_EINVAL, "ps_pack: %lld values are no whole number of blocks of %s, of %d values",
+                       (long long)numel, b->name, b->block);
+    for (int64_t i = 0; i < numel; i++)
+        if (!(fabsf(values[i]) <= 65504.0f))
+            return ps_fail(PS_ERANGE, "ps_pack: value %lld is %g; a block of %s holds finite values up to 65504",
+                           (long long)i, (double)values[i], b->name);
+    int64_t n = numel / b->block;
+#pragma omp parallel for schedule(static) if (n > 256)
+    for (int64_t i = 0; i < n; i++) pack(values + i * b->block, (uint8_t *)out + i * b->bytes);
+    return 0;
 }

@@ -7,6 +7,7 @@
 
 #define RULES(X)                                                                                                       \
     X(moves) X(view) X(writes) X(copy) X(matmul) X(linear) X(linear_grad) X(mlp) X(linear_gelu_backward) X(lm_loss)    \
+    X(linear_packed)                                                                                                   \
     X(column_linear) X(row_linear) X(column_linear_grad) X(parallel_lm_loss)                                           \
     X(attention) X(attention_backward) X(attention_packed) X(attention_packed_backward) X(embedding)                   \
     X(embedding_backward) X(gather) X(adam) X(sgd) X(adafactor) X(update) X(muon)                                      \
@@ -49,6 +50,12 @@ void cost_linear(ps_cost *c)                      /* x [..., I], w [I, O] or, wi
     const ps_attrs_linear *a = c->attrs;
     cost_moves(c);
     c->flops += 2 * c->in[0]->numel_ * size(c->in[1], a->out_in ? 0 : 1);
+}
+
+void cost_linear_packed(ps_cost *c)               /* x [..., I] -> [..., O], or back */
+{
+    cost_moves(c);
+    c->flops += 2 * c->in[0]->numel_ * size(c->out[0], -1);
 }
 
 void cost_linear_grad(ps_cost *c)                 /* x [N, I], dy [N, O] -> dw, db */

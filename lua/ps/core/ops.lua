@@ -5,7 +5,7 @@
 local path = require "ps.ops_generated"
 
 -- The names that the file's lines use, on one line: they precede the first line of the file.
-local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... "
+local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"
 
 --- Reads the file.

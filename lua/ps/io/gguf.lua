@@ -24,7 +24,8 @@ local EXACT = 2 ^ 53                                       -- whole numbers up t
 ---@field path string of the first part
 ---@field private mmap boolean the bytes of tensors stay in the file, if possible
 ---@field private parts ffi.cdata*[] the open parts
----@field private home table<string, {g: ffi.cdata*, i: integer}> by the name under which a tensor is read
+---@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> by the name under
+---  which a tensor is read
 ---@field private order string[] those names, in file order
 local File = {}
 File.__index = File
@@ -235,6 +236,7 @@ function File:present(raw, name, layout)
   local home = home_of(self, raw)
   layout = layout or {}
   check(C.ps_gguf_layout(home.g, home.i, layout.heads or 0, layout.transposed and 1 or 0))
+  home.heads = layout.heads
   self.home[raw] = nil
   for i, one in ipairs(self.order) do
     if one == raw then
@@ -263,11 +265,21 @@ function File:has(name)
   return self.home[name] ~= nil
 end
 
+--- Reads a matrix of blocks as it is, from now on: as uint8 [rows, bytes of a row]. Its rows are in the order of
+--- `present`, and its dimensions are not swapped.
+---@param name string
+function File:keep_packed(name) home_of(self, name).packed = true end
+
 --- The shape of a tensor, from the outermost dimension on.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
-  local entry, shape = entry_of(self, name), {}
+  local entry, home = entry_of(self, name)
+  local shape = {}
+  if home.packed then
+    local rows = tonumber(C.ps_gguf_rows(home.g, home.i))
+    return { rows, tonumber(entry.nbytes) / rows }
+  end
   for d = 0, entry.ndim - 1 do shape[d + 1] = tonumber(entry.shape[d]) end
   return shape
 end
@@ -282,7 +294,8 @@ function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, n
 ---@return string? dtype
 ---@return string? other
 function File:dtype(name)
-  local entry = entry_of(self, name)
+  local entry, home = entry_of(self, name)
+  if home.packed then return "uint8" end
   if entry.dtype < 0 then return nil, ffi.string(C.ps_gguf_type_name(entry.type)) end
   return ffi.string(C.ps_dtype_name(entry.dtype))
 end
@@ -332,7 +345,8 @@ function File:read_into(name, tensor)
     error(("%s: tensor '%s' has shape [%s], but the tensor to read into has [%s]"):format(self.path, name,
       rectangles.text(shape), rectangles.text(tensor:shape())))
   end
-  if entry.as_it_is ~= 0 and known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
+  local as_it_is = entry.as_it_is ~= 0 or home.packed and not home.heads
+  if as_it_is and known_dtype(self, name) == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0 then
     return fill(self, entry, home, tensor)
   end
   self:read_part(name, tensor, rectangles.zeros(shape))
@@ -349,6 +363,15 @@ function File:read_part(name, tensor, offset)
   if not rectangles.inside(self:shape(name), offset, shape) then
     error(("%s: tensor '%s' has shape [%s], which has no part of shape [%s] at [%s]"):format(self.path, name,
       rectangles.text(self:shape(name)), rectangles.text(shape), rectangles.text(offset)))
+  end
+  if home.packed then
+    if not rectangles.same(self:shape(name), shape) then
+      error(("%s: tensor '%s' is packed, and only all of it can be read"):format(self.path, name))
+    end
+    pieces.convert(tensor, dtype, function(buffer, first, n)
+      check(C.ps_gguf_copy_packed(home.g, home.i, first, buffer, n))
+    end)
+    return C.ps_gguf_drop(home.g, home.i)
   end
   local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)
   pieces.convert(tensor, dtype, function(buffer, first, n)

@@ -394,6 +394,7 @@ local ADAPTER = { type = "string", name = "string", adapter = "string|boolean" }
 function adapters_of.Adapters:save_gguf(model, path, options, save_model)
   options = options or {}
   if options.merged == true and not options.adapter then
+    for _, entry in ipairs(self.layers) do layers.check_mergeable(entry.module, "save_gguf: merged = true") end
     local rest = {}
     for key, value in pairs(options) do if key ~= "merged" then rest[key] = value end end
     return save_model(rest, merging(self, model, "save_gguf"))

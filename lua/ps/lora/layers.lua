@@ -15,6 +15,7 @@ local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local activation = require "ps.nn.activation"
 local nn_module = require "ps.nn.module"
+local packed = require "ps.nn.packed"
 local registry = require "ps.nn.registry"
 local init = require "ps.nn.weights"
 local functional = require "ps.tensor.functional"
@@ -40,6 +41,7 @@ local Holder = nn_module.class("LoraTensors")
 ---@field active? string
 ---@field merged? string the adapter that the weight contains
 ---@field entry table that of ps.lora.Adapters.layers
+---@field had table<string, function> functions that the layer had of its own before, such as those of a packed weight
 
 -- -- tensors ----------------------------------------------------------------------------------------------------------
 local function holder(layer, key)
@@ -180,7 +182,8 @@ end
 ---@return ps.Tensor
 function layers.weight(layer)
   local adapter, name = acting(layer)
-  local weight = layer.weight
+  local base = layer.lora_.had.weight_now
+  local weight = base and base(layer) or layer.weight
   if not adapter then return weight end
   local A, B, magnitude = tensors_of(layer, name)
   local dtype = weight:dtype()
@@ -202,9 +205,12 @@ local tools = { acting = acting, tensors = tensors_of, dropped = dropped, factor
 local function cut_into(...) parallel.cut_into(tools, ...) end
 
 -- -- attaching --------------------------------------------------------------------------------------------------------
+local OWN = { "forward", "loss", "weight_now", "cut_into" }
+
 local function attach(found)
   local layer, kind = found.module, found.kind
-  local state = { kind = kind, base = layer.forward, adapters = {}, entry = found }
+  local state = { kind = kind, base = layer.forward, adapters = {}, entry = found, had = {} }
+  for _, key in ipairs(OWN) do state.had[key] = rawget(layer, key) end
   rawset(layer, "lora_", state)
   rawset(layer, "forward", kind.table and table_forward or linear_forward)
   if kind.head then rawset(layer, "loss", head_loss) end
@@ -240,6 +246,7 @@ end
 ---@param how {r: integer, alpha: number, dropout: number, use_rslora: boolean, use_dora: boolean, init: any}
 function layers.add(found, name, how)
   local layer, kind = found.module, found.kind
+  if how.use_dora then packed.refuse(layer, "lora: use_dora", "use LoRA, or a model whose weights are not packed") end
   if not rawget(layer, "lora_") then attach(found) end
   local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
     scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
@@ -269,6 +276,13 @@ function layers.reset_magnitude(layer, name)
 end
 
 -- -- merging ----------------------------------------------------------------------------------------------------------
+local REMEDY = "save the adapter, then run tools/gguf.lua convert BASE --adapter ADAPTER --out FILE"
+
+--- Refuses a layer whose weight is packed.
+---@param layer ps.nn.Module
+---@param call string
+function layers.check_mergeable(layer, call) packed.refuse(layer, call, REMEDY) end
+
 --- Calls fn(first, block) for blocks of rows of the weight with an adapter, in the weight's dtype, computed in fp32.
 --- sign: 1 adds the adapter to the weight, -1 subtracts it. factor: DoRA's, fp32 [O].
 ---@param weight ps.Tensor
@@ -315,6 +329,7 @@ end
 ---@param values? fun(tensor: ps.Tensor): ps.Tensor the fp32 values of a tensor of the adapter
 ---@return ps.Tensor
 function layers.merged_weight(layer, name, values)
+  layers.check_mergeable(layer, "merged = true")
   return scope.no_grad(function()
     local weight = layer.weight
     local made = create.empty(weight:shape(), { dtype = weight:dtype(), device = weight:device() })
@@ -331,6 +346,7 @@ function layers.merge(layer)
   local state = layer.lora_
   local name = state.active
   if not name or state.merged then return end
+  layers.check_mergeable(layer, "merge_adapter")
   scope.no_grad(function()
     local parts, weight = parts_of(layer, name), layer.weight
     layers.blocks(weight, state.kind.out_in == 1, parts, 1, function(first, block)
@@ -388,7 +404,9 @@ function layers.remove(layer)
   for _, key in ipairs(HOLDERS) do
     if registry.kind(layer, key) then layer[key] = nil end
   end
-  for _, key in ipairs { "lora_", "forward", "loss", "weight_now", "cut_into" } do rawset(layer, key, nil) end
+  local had = layer.lora_.had
+  for _, key in ipairs(OWN) do rawset(layer, key, had[key]) end
+  rawset(layer, "lora_", nil)
 end
 
 return layers

@@ -17,8 +17,12 @@ local settings = require "ps.pretrained.settings"
 local files_of = {}
 
 -- Opens a file of weights, whose tensors stay in it. Refuses formats that are known but not supported.
-local function open_file(path, mmap)
-  if gguf.is(path) then return gguf.open(path, mmap) end
+local function open_file(path, mmap, packed)
+  if gguf.is(path) then
+    local file = gguf.open(path, mmap)
+    for name in pairs(packed or {}) do file:keep_packed(name) end
+    return file
+  end
   local ok, file = pcall(serialize.load, path, { lazy = true, mmap = mmap })
   if ok then return file end
   if type(file) == "table" and file.sub == "OLD_TORCH" then
@@ -59,6 +63,7 @@ end
 ---@field mmap boolean the bytes of tensors stay in the files (ps.load)
 ---@field private list table[] the open files, sorted by path
 ---@field private closed boolean
+---@field private packed? table<string, boolean> names of tensors of a GGUF file that are read packed
 ---@field private placement? ps.pretrained.Placement the placement of files that save_parallelized wrote
 ---@field private folder? string the folder of these files
 local Files = {}
@@ -79,6 +84,16 @@ function files_of.open(paths, mmap)
   error(problem, 0)
 end
 
+--- Reads a tensor of a GGUF file packed from now on (ps/io/gguf.lua).
+---@param name string
+---@param state table of these files, in which the tensor has this name
+function Files:keep_packed(name, state)
+  local _, raw = state:origin(name)
+  self.packed = self.packed or {}
+  self.packed[raw] = true
+  state:keep_packed(name)
+end
+
 --- Closes the files.
 function Files:close()
   self.closed = true
@@ -88,7 +103,7 @@ end
 -- The open file with a path; if the files are closed, opens it again.
 local function again(self, path)
   for i, file in ipairs(self.list) do
-    if self.paths[i] == path then return self.closed and open_file(path, self.mmap) or file end
+    if self.paths[i] == path then return self.closed and open_file(path, self.mmap, self.packed) or file end
   end
 end
 
@@ -164,7 +179,7 @@ function Files:state(own_name)
     end)
     return equal
   end
-  for _, method in ipairs { "shape", "dtype", "check", "read_into", "read_part", "tensor" } do
+  for _, method in ipairs { "shape", "dtype", "type", "keep_packed", "check", "read_into", "read_part", "tensor" } do
     state[method] = function(_, name, ...)
       local file = home[name][1]
       return file[method](file, home[name][2], ...)

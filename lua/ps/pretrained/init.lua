@@ -14,6 +14,7 @@ local settings = require "ps.pretrained.settings"
 local weights = require "ps.pretrained.weights"
 local files_of = require "ps.pretrained.files"
 local lfs = require "lfs"
+local packed = require "ps.pretrained.packed"
 local paths = require "ps.paths"
 local error = caller.error
 
@@ -32,7 +33,7 @@ local families = {}                                        -- by model_type
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local LOADING = { task = "string", revision = "string", quiet = "boolean", ignore_mismatched_sizes = "boolean",
-  mmap = "boolean|string" }
+  mmap = "boolean|string", keep_quantized = "boolean" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
 -- Splits a script's options into settings, under their own names, and the rest. shorthands set several settings at
@@ -319,6 +320,9 @@ function pretrained.load(name, options, family)
   config = family.settings:complete(config)
   local class = pretrained.class_of(family, rest.task, config.architectures, where)
   local list = folder.files(path)
+  if rest.keep_quantized and not gguf.is(path) then
+    error(("from_pretrained: keep_quantized is for GGUF files, and %s is a folder"):format(path))
+  end
   local files = files_of.open(list, maps(rest.mmap, list, rest.device or create.empty({ 0 }):device()))
   local ok, model = pcall(function()
     local dtype, widest = rest.dtype, check_sizes(family, class, config, files, where)
@@ -334,6 +338,10 @@ function pretrained.load(name, options, family)
       rawset(made, "source", path)
       rawset(made, "quiet", rest.quiet)
       if not dtype then tell_dtype(fields, made, where) end
+      if rest.keep_quantized and packed.prepare(made, files, device) == 0 then
+        error(("from_pretrained: keep_quantized: no weight of a layer is quantised in %s; remove the option"):format(
+          path))
+      end
       weights.load(made, files, how)
       return made:eval()
     end

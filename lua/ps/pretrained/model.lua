@@ -17,6 +17,7 @@ local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
 local nn_module = require "ps.nn.module"
+local packed = require "ps.nn.packed"
 local sharded = require "ps.nn.sharded"
 local init = require "ps.nn.weights"
 local registry = require "ps.nn.registry"
@@ -112,6 +113,9 @@ end
 -- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that do not exist,
 -- and readers would initialize them.
 local function check_layout(self, call)
+  for _, module in self:named_modules() do
+    packed.refuse(module, call, "load the model without keep_quantized, or convert its file (tools/gguf.lua convert)")
+  end
   if not self._layout then return end                        -- not made by its class: there is nothing to compare with
   local layout, lost, new, other = layout_of(self), {}, {}, {}
   for name, shape in pairs(self._layout) do

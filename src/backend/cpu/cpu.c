@@ -10,11 +10,14 @@
 #endif
 #include "backend/cpu/cpu.h"
 #include "backend/cpu/gemm.h"
+#include "backend/cpu/packed.h"
 #include "base/alloc.h"
 #include "base/error.h"
 
 ps_cpu_loss_row_fn ps_cpu_loss_row;
 ps_cpu_few_rows_fn ps_cpu_few_rows;
+ps_cpu_packed_dots_fn ps_cpu_packed_dots;
+ps_cpu_unpack_fn ps_cpu_unpack;
 
 /* -- instruction sets ---------------------------------------------------------------------------------------------- */
 typedef struct isa {
@@ -23,6 +26,8 @@ typedef struct isa {
     void (*fill)(ps_kernel *k);
     ps_cpu_loss_row_fn loss_row;
     ps_cpu_few_rows_fn few_rows;
+    ps_cpu_packed_dots_fn packed_dots;
+    ps_cpu_unpack_fn unpack;
 } isa;
 
 #define ISA(set) \
@@ -41,9 +46,12 @@ ISA(sse2)
 ISA(avx2)
 ISA(avx512)
 static const isa sets[] = {
-    { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2 },
-    { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2, ps_cpu_few_rows_avx2 },
-    { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512, ps_cpu_few_rows_avx512 },
+    { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2,
+      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2 },
+    { "avx2", 32, fill_avx2, ps_cpu_loss_row_avx2, ps_cpu_few_rows_avx2,
+      ps_cpu_packed_dots_avx2, ps_cpu_unpack_avx2 },
+    { "avx512", 64, fill_avx512, ps_cpu_loss_row_avx512, ps_cpu_few_rows_avx512,
+      ps_cpu_packed_dots_avx512, ps_cpu_unpack_avx512 },
 };
 
 /* Instructions that the compiler may use under -march=x86-64-v3 and v4, and whose registers the system saves; f16c,
@@ -61,7 +69,8 @@ static int best_set(void)
     return 2;
 }
 #else
-static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2 } };
+static const isa sets[] = { { "sse2", 16, fill_sse2, ps_cpu_loss_row_sse2, ps_cpu_few_rows_sse2,
+      ps_cpu_packed_dots_sse2, ps_cpu_unpack_sse2 } };
 static int best_set(void) { return 0; }
 #endif
 
@@ -89,6 +98,8 @@ static void fill_kernels(const isa *set, ps_kernel *kernel)
     set->fill(kernel);
     kernel[PS_OP_matmul] = ps_cpu_matmul;
     kernel[PS_OP_linear] = ps_cpu_linear;
+    kernel[PS_OP_unpack] = ps_cpu_unpack_op;
+    kernel[PS_OP_linear_packed] = ps_cpu_linear_packed;
     kernel[PS_OP_lm_loss] = ps_cpu_lm_loss;
     kernel[PS_OP_linear_grad] = ps_cpu_linear_grad;
     kernel[PS_OP_mlp] = ps_cpu_mlp;
@@ -130,9 +141,10 @@ bool ps_cpu_has_set(const char *name)
 bool ps_cpu_asks(int op)
 {
     switch (op) {
-    case PS_OP_matmul: case PS_OP_linear: case PS_OP_linear_grad: case PS_OP_lm_loss: case PS_OP_mlp:
-    case PS_OP_linear_gelu_backward: case PS_OP_cross_entropy: case PS_OP_sum: case PS_OP_mean: case PS_OP_amax:
-    case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk: case PS_OP_embedding_backward:
+    case PS_OP_matmul: case PS_OP_linear: case PS_OP_linear_packed: case PS_OP_linear_grad: case PS_OP_lm_loss:
+    case PS_OP_mlp: case PS_OP_linear_gelu_backward: case PS_OP_cross_entropy: case PS_OP_sum: case PS_OP_mean:
+    case PS_OP_amax: case PS_OP_amin: case PS_OP_argmax: case PS_OP_argmin: case PS_OP_topk:
+    case PS_OP_embedding_backward:
     case PS_OP_sq_norms: case PS_OP_grad_store: case PS_OP_attention: case PS_OP_attention_backward:
     case PS_OP_attention_packed: case PS_OP_attention_packed_backward: case PS_OP_layer_norm:
     case PS_OP_layer_norm_backward: case PS_OP_rms_norm: case PS_OP_rms_norm_backward: case PS_OP_sample:
@@ -192,6 +204,8 @@ int ps_backend_cpu_open(ps_backend *ref, ps_backend **out)
     fill_kernels(set, be->kernel);
     ps_cpu_loss_row = set->loss_row;
     ps_cpu_few_rows = set->few_rows;
+    ps_cpu_packed_dots = set->packed_dots;
+    ps_cpu_unpack = set->unpack;
     be->fallback = ref;
     ps_cpu_chain_open(be->kernel, ref->kernel);
     be->scratch_nbytes = scratch_nbytes;

@@ -36,6 +36,8 @@ int ps_cpu_gemm(ps_call *call, const ps_mat *a, const ps_mat *b, const ps_mat *d
                 const void *residual, int64_t ld_residual, int accumulate);
 int ps_cpu_matmul(ps_call *call);      /* the kernels of the ops in ops.def */
 int ps_cpu_linear(ps_call *call);
+int ps_cpu_unpack_op(ps_call *call);             /* packed.c */
+int ps_cpu_linear_packed(ps_call *call);
 int ps_cpu_lm_loss(ps_call *call);
 int ps_cpu_sample(ps_call *call);
 int ps_cpu_muon(ps_call *call);                  /* muon.c */

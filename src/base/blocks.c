@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Unpacks the block types of GGUF. Each value is computed by the operations of ggml's own definition, in fp32 and in
- * the same order, so that it has the same bits. d and m are fp16 scales of a block; qs and qh are the low and the high
- * bits of its numbers. */
-#include "io/gguf.h"
+ * Unpacks blocks of packed numbers. Each value is computed by the operations of ggml's own definition (NF4: those of
+ * bitsandbytes), in fp32 and in the same order, so that it has the same bits. d and m are fp16 scales of a block; qs
+ * and qh are the low and the high bits of its numbers. */
+#include "base/blocks.h"
 #include "base/half.h"
+#include <stddef.h>
 #include <string.h>
 
 static float half_at(const uint8_t *s)
@@ -21,7 +22,7 @@ static uint32_t u32_at(const uint8_t *s)
 }
 
 /* -- blocks of 32: number k is in the low half of byte k, number 16 + k in its high half --------------------------- */
-void gguf_unpack_q4_0(const uint8_t *s, float *out)
+void ps_unpack_q4_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     for (int k = 0; k < 16; k++) {
@@ -30,7 +31,7 @@ void gguf_unpack_q4_0(const uint8_t *s, float *out)
     }
 }
 
-void gguf_unpack_q4_1(const uint8_t *s, float *out)
+void ps_unpack_q4_1(const uint8_t *s, float *out)
 {
     float d = half_at(s), m = half_at(s + 2);
     for (int k = 0; k < 16; k++) {
@@ -39,7 +40,7 @@ void gguf_unpack_q4_1(const uint8_t *s, float *out)
     }
 }
 
-void gguf_unpack_q5_0(const uint8_t *s, float *out)
+void ps_unpack_q5_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     uint32_t high = u32_at(s + 2);
@@ -49,7 +50,7 @@ void gguf_unpack_q5_0(const uint8_t *s, float *out)
     }
 }
 
-void gguf_unpack_q5_1(const uint8_t *s, float *out)
+void ps_unpack_q5_1(const uint8_t *s, float *out)
 {
     float d = half_at(s), m = half_at(s + 2);
     uint32_t high = u32_at(s + 4);
@@ -59,7 +60,7 @@ void gguf_unpack_q5_1(const uint8_t *s, float *out)
     }
 }
 
-void gguf_unpack_q8_0(const uint8_t *s, float *out)
+void ps_unpack_q8_0(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     for (int k = 0; k < 32; k++) out[k] = (float)(int8_t)s[2 + k] * d;
@@ -67,7 +68,7 @@ void gguf_unpack_q8_0(const uint8_t *s, float *out)
 
 static const int8_t iq4_values[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
 
-void gguf_unpack_iq4_nl(const uint8_t *s, float *out)
+void ps_unpack_iq4_nl(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     for (int k = 0; k < 16; k++) {
@@ -77,7 +78,7 @@ void gguf_unpack_iq4_nl(const uint8_t *s, float *out)
 }
 
 /* The scale is a power of two of one byte, halved, since the numbers below are twice those of e2m1. */
-void gguf_unpack_mxfp4(const uint8_t *s, float *out)
+void ps_unpack_mxfp4(const uint8_t *s, float *out)
 {
     static const int8_t twice[16] = { 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12 };
     float d = ps_bits_f32(s[0] < 2 ? 0x00200000u << s[0] : (uint32_t)(s[0] - 1) << 23);
@@ -90,7 +91,7 @@ void gguf_unpack_mxfp4(const uint8_t *s, float *out)
 /* -- blocks of 256 with scales of their parts ---------------------------------------------------------------------- */
 /* 16 bytes: scale and minimum of each 16 numbers, 64 bytes: the numbers, d, dmin. Of 128 numbers, number 32 k + i has
  * bits 2 k and 2 k + 1 of byte i. */
-void gguf_unpack_q2_k(const uint8_t *s, float *out)
+void ps_unpack_q2_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
     float d = half_at(s + 80), m = half_at(s + 82);
@@ -101,7 +102,7 @@ void gguf_unpack_q2_k(const uint8_t *s, float *out)
 }
 
 /* 32 bytes: the high bits (0 means minus 4), 64 bytes: the low ones as in Q2_K, 12 bytes: 16 scales of 6 bits, d. */
-void gguf_unpack_q3_k(const uint8_t *s, float *out)
+void ps_unpack_q3_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 32, *scales = s + 96;
     float d = half_at(s + 108);
@@ -113,21 +114,14 @@ void gguf_unpack_q3_k(const uint8_t *s, float *out)
     }
 }
 
-/* Scale and minimum of part p of 8, of 6 bits each, in 12 bytes. */
-static void scale_and_min(const uint8_t *s, int p, int *scale, int *min)
-{
-    if (p < 4) *scale = s[p] & 63, *min = s[4 + p] & 63;
-    else *scale = (s[4 + p] & 15) | (s[p - 4] >> 6) << 4, *min = s[4 + p] >> 4 | (s[p] >> 6) << 4;
-}
-
 /* d, dmin, 12 bytes of scales, 128 bytes: of 64 numbers, the first 32 are low halves, the others high halves. */
-void gguf_unpack_q4_k(const uint8_t *s, float *out)
+void ps_unpack_q4_k(const uint8_t *s, float *out)
 {
     const uint8_t *qs = s + 16;
     float d = half_at(s), m = half_at(s + 2);
     for (int p = 0; p < 8; p++) {
         int scale, min;
-        scale_and_min(s + 4, p, &scale, &min);
+        ps_blocks_scale(s + 4, p, &scale, &min);
         float by = d * (float)scale, less = m * (float)min;
         for (int k = 0; k < 32; k++)
             out[p * 32 + k] = by * (float)(qs[p / 2 * 32 + k] >> (p % 2 * 4) & 15) - less;
@@ -135,13 +129,13 @@ void gguf_unpack_q4_k(const uint8_t *s, float *out)
 }
 
 /* As Q4_K, with 32 bytes of fifth bits in front of the numbers: bit p of byte k is number k of part p. */
-void gguf_unpack_q5_k(const uint8_t *s, float *out)
+void ps_unpack_q5_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 16, *qs = s + 48;
     float d = half_at(s), m = half_at(s + 2);
     for (int p = 0; p < 8; p++) {
         int scale, min;
-        scale_and_min(s + 4, p, &scale, &min);
+        ps_blocks_scale(s + 4, p, &scale, &min);
         float by = d * (float)scale, less = m * (float)min;
         for (int k = 0; k < 32; k++) {
             int q = (qs[p / 2 * 32 + k] >> (p % 2 * 4) & 15) | (qh[k] >> p & 1) << 4;
@@ -152,7 +146,7 @@ void gguf_unpack_q5_k(const uint8_t *s, float *out)
 
 /* 128 bytes of low halves, 64 of high bits, 16 scales of 8 bits, d. Of 128 numbers, low halves are as in Q4_K over 64
  * bytes, and number 32 k + i has bits 2 k and 2 k + 1 of byte i. */
-void gguf_unpack_q6_k(const uint8_t *s, float *out)
+void ps_unpack_q6_k(const uint8_t *s, float *out)
 {
     const uint8_t *qh = s + 128, *scales = s + 192;
     float d = half_at(s + 208);
@@ -164,7 +158,7 @@ void gguf_unpack_q6_k(const uint8_t *s, float *out)
 }
 
 /* d, u16: high bits of 8 scales, 4 bytes: their low bits, 128 bytes: 8 parts, each as in IQ4_NL. */
-void gguf_unpack_iq4_xs(const uint8_t *s, float *out)
+void ps_unpack_iq4_xs(const uint8_t *s, float *out)
 {
     float d = half_at(s);
     int high = s[2] | s[3] << 8;
@@ -177,4 +171,38 @@ void gguf_unpack_iq4_xs(const uint8_t *s, float *out)
             out[p * 32 + 16 + k] = by * (float)iq4_values[qs[k] >> 4];
         }
     }
+}
+
+/* -- NF4 ----------------------------------------------------------------------------------------------------------- */
+const float ps_nf4[16] = { -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f,
+                           -0.28444138169288635f, -0.18477343022823334f, -0.09105003625154495f, 0.0f,
+                           0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+                           0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f };
+
+/* fp32: the absolute maximum, 32 bytes: number 2 k is in the high half of byte k, number 2 k + 1 in its low half. */
+void ps_unpack_nf4(const uint8_t *s, float *out)
+{
+    float most;
+    memcpy(&most, s, 4);
+    for (int k = 0; k < 32; k++) {
+        out[2 * k] = ps_nf4[s[4 + k] >> 4] * most;
+        out[2 * k + 1] = ps_nf4[s[4 + k] & 15] * most;
+    }
+}
+
+/* -- the types ----------------------------------------------------------------------------------------------------- */
+static const ps_blocks types[] = {
+    { "Q4_0", PS_Q4_0, 32, 18, ps_unpack_q4_0 }, { "Q4_1", PS_Q4_1, 32, 20, ps_unpack_q4_1 },
+    { "Q5_0", PS_Q5_0, 32, 22, ps_unpack_q5_0 }, { "Q5_1", PS_Q5_1, 32, 24, ps_unpack_q5_1 },
+    { "Q8_0", PS_Q8_0, 32, 34, ps_unpack_q8_0 }, { "Q2_K", PS_Q2_K, 256, 84, ps_unpack_q2_k },
+    { "Q3_K", PS_Q3_K, 256, 110, ps_unpack_q3_k }, { "Q4_K", PS_Q4_K, 256, 144, ps_unpack_q4_k },
+    { "Q5_K", PS_Q5_K, 256, 176, ps_unpack_q5_k }, { "Q6_K", PS_Q6_K, 256, 210, ps_unpack_q6_k },
+    { "IQ4_NL", PS_IQ4_NL, 32, 18, ps_unpack_iq4_nl }, { "IQ4_XS", PS_IQ4_XS, 256, 136, ps_unpack_iq4_xs },
+    { "MXFP4", PS_MXFP4, 32, 17, ps_unpack_mxfp4 }, { "NF4", PS_NF4, 64, 36, ps_unpack_nf4 },
+};
+
+const ps_blocks *ps_blocks_of(int64_t number)
+{
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) if (types[i].number == number) return &types[i];
+    return NULL;
 }

@@ -1,0 +1,117 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Layers whose weights are packed numbers, such as Q4_K of GGUF files. The weight is a buffer, uint8 [out, bytes], in
+-- rows of blocks. It has no gradient. Products of few rows use the blocks as they are; others unpack tiles of the
+-- weight, so that an unpacked weight never exists as a whole. Tables of tokens unpack the rows that are looked up.
+local caller = require "ps.core.caller"
+local native = require "ps.core.ffi"
+local registry = require "ps.nn.registry"
+local functional = require "ps.tensor.functional"
+local error = caller.error
+
+local packed = {}
+
+---@class ps.nn.PackedType
+---@field name string
+---@field number integer of the ops' attribute `type`: ggml's number, 256: NF4
+---@field block integer numbers in a block
+---@field nbytes integer of a block
+
+local BY_NAME, BY_NUMBER = {}, {}
+for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6, 32, 22 }, { "Q5_1", 7, 32, 24 },
+  { "Q8_0", 8, 32, 34 }, { "Q2_K", 10, 256, 84 }, { "Q3_K", 11, 256, 110 }, { "Q4_K", 12, 256, 144 },
+  { "Q5_K", 13, 256, 176 }, { "Q6_K", 14, 256, 210 }, { "IQ4_NL", 20, 32, 18 }, { "IQ4_XS", 23, 256, 136 },
+  { "MXFP4", 39, 32, 17 }, { "NF4", 256, 64, 36 } } do
+  local one = { name = row[1], number = row[2], block = row[3], nbytes = row[4] }
+  BY_NAME[one.name], BY_NUMBER[one.number] = one, one
+end
+
+--- The type of packed numbers with a name or number; nil: there is none.
+---@param which string|integer
+---@return ps.nn.PackedType?
+function packed.type(which) return BY_NAME[which] or BY_NUMBER[which] end
+
+--- The packed type of a layer; nil: its weight is not packed.
+---@param layer ps.nn.Module
+---@return ps.nn.PackedType?
+function packed.of(layer)
+  local state = rawget(layer, "packed_")
+  return state and state.type
+end
+
+--- Refuses a call on a layer whose weight is packed.
+---@param layer ps.nn.Module
+---@param call string
+---@param remedy string
+function packed.refuse(layer, call, remedy)
+  local kind = packed.of(layer)
+  if kind then
+    error(("%s: a weight of the model is packed (%s), and cannot be changed or written; %s"):format(call, kind.name,
+      remedy))
+  end
+end
+
+local function linear_forward(self, x, residual)
+  local state = rawget(self, "packed_")
+  return native.ops.linear_packed(x, state.owner.weight, self.bias, residual, state.type.number, 0)
+end
+
+local function table_forward(self, index)
+  local state, weight = rawget(self, "packed_"), self.weight
+  local rows = native.ops.embedding(weight, index, -1)
+  return native.ops.unpack(rows, state.type.number, native.dtype_code(state.dtype))
+end
+
+local function head_loss(self, x, targets, options)
+  local width = x:size(-1)
+  return functional.cross_entropy(self(x:reshape(-1, width)), targets:reshape(-1), options)
+end
+
+-- The weight unpacked, in the layout of the layer's class.
+local function weight_now(self)
+  local state = rawget(self, "packed_")
+  local weight = native.ops.unpack(state.owner.weight, state.type.number, native.dtype_code(state.dtype))
+  return self.class_name == "Conv1D" and weight:transpose(0, 1) or weight
+end
+
+local function attach(layer, owner, kind, dtype)
+  rawset(layer, "packed_", { type = kind, dtype = dtype, owner = owner })
+  rawset(layer, "forward", layer.class_name == "Embedding" and table_forward or linear_forward)
+  rawset(layer, "weight_now", weight_now)
+  if layer.class_name == "LMHead" then rawset(layer, "loss", head_loss) end
+end
+
+local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
+
+--- Whether a module's weight can be packed: a linear layer, a head or a table, without adapters.
+---@param module ps.nn.Module
+---@return boolean
+function packed.can(module)
+  return KINDS[module.class_name] and registry.kind(module, "weight") == "param" and not rawget(module, "lora_")
+    or false
+end
+
+--- The shape of the packed weight of a layer.
+---@param layer ps.nn.Module
+---@param kind ps.nn.PackedType
+---@return integer[]? shape nil: blocks do not divide its rows
+function packed.shape(layer, kind)
+  local rows, width = layer.outputs or layer.rows, layer.inputs or layer.width
+  if width % kind.block ~= 0 then return nil end
+  return { rows, width / kind.block * kind.nbytes }
+end
+
+--- Replaces a layer's weight by a packed one.
+---@param model ps.nn.Module in which a head may be tied to the layer
+---@param layer ps.nn.Module
+---@param kind ps.nn.PackedType
+---@param weight ps.Tensor uint8, of packed.shape
+function packed.set(model, layer, kind, weight)
+  local dtype = layer.weight:dtype()
+  layer.weight = nil
+  layer:buffer("weight", weight)
+  attach(layer, layer, kind, dtype)
+  local head = rawget(model, "tied_head")
+  if head and rawget(head, "tied") == layer then attach(head, layer, kind, dtype) end
+end
+
+return packed

@@ -1,0 +1,80 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Implements ps.quantize: packs the weights of a model's layers (ps/nn/packed.lua).
+local array = require "ps.core.array"
+local caller = require "ps.core.caller"
+local create = require "ps.tensor.create"
+local native = require "ps.core.ffi"
+local nn_module = require "ps.nn.module"
+local packed = require "ps.nn.packed"
+local scope = require "ps.core.scope"
+local C, check = native.C, native.check
+local error = caller.error
+
+local TYPES = { nf4 = "NF4", q8_0 = "Q8_0", q4_0 = "Q4_0", q4_1 = "Q4_1", q5_0 = "Q5_0", q5_1 = "Q5_1", q4_k = "Q4_K",
+  q6_k = "Q6_K" }
+local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- as llama-quantize, for rows that 256 does not divide
+local VALUES = 2 ^ 20                                      -- packed at a time
+
+local floats, bytes = array "float", array "uint8_t"
+
+-- A new tensor with the packed rows of a layer's weight.
+local function pack(name, layer, kind, shape)
+  local weight = layer.weight:detach()
+  if layer.class_name == "Conv1D" then weight = weight:transpose(0, 1) end
+  local rows, width = weight:size(0), weight:size(1)
+  local made = create.empty(shape, { dtype = "uint8", device = layer.weight:device() })
+  local step = math.max(1, math.floor(VALUES / width))
+  local values, blocks = floats(step * width), bytes(step * shape[2])
+  for first = 0, rows - 1, step do
+    scope.scope(function()
+      local n = math.min(step, rows - first)
+      local part = weight:narrow(0, first, n):to("fp32"):contiguous()
+      check(C.ps_tensor_read(part, values, part:nbytes()))
+      local ok, why = pcall(check, C.ps_pack(kind.number, values, n * width, blocks))
+      if not ok then error(("quantize: %s.weight: %s"):format(name, tostring(why)), 0) end
+      check(C.ps_tensor_write(made:narrow(0, first, n), blocks, n * shape[2]))
+    end)
+  end
+  return made
+end
+
+local function ends_with(name, list)
+  for _, one in ipairs(list) do if name == one or name:sub(-#one - 1) == "." .. one then return true end end
+  return false
+end
+
+local OPTIONS = { type = "string", skip = "table" }
+
+--- Packs the weights of a model's linear layers, which are then frozen: blocks of 4 to 8 bits per weight. The head and
+--- the tables keep their type. Adapters (ps.lora.wrap) train over packed weights.
+---@param model ps.nn.Module without adapters and before ps.initialize
+---@param options? {type?: string, skip?: string[]} type: "nf4" (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
+---  "q4_k" or "q6_k"; skip: names, or last parts of names, of layers that stay as they are
+---@return ps.nn.Module model
+---@return {name: string, type: string}[] layers the packed layers
+return function(model, options)
+  if not nn_module.is_module(model) then error(("quantize takes a module, not a %s"):format(type(model))) end
+  options = caller.options(options, "quantize", OPTIONS)
+  local wanted, list = caller.one_of(options.type or "nf4", TYPES, "quantize: type"), {}
+  scope.no_grad(function()
+    for name, module in model:named_modules() do
+      if module.class_name ~= "Embedding" and module.class_name ~= "LMHead" and packed.can(module)
+        and not ends_with(name, options.skip or {}) then
+        local kind = packed.type(wanted)
+        local shape = packed.shape(module, kind)
+        if not shape and SMALLER[wanted] then
+          kind = packed.type(SMALLER[wanted])
+          shape = packed.shape(module, kind)
+        end
+        if shape then
+          packed.set(model, module, kind, pack(name, module, kind, shape))
+          list[#list + 1] = { name = name, type = kind.name }
+        end
+      end
+    end
+  end)
+  if #list == 0 then
+    error(("quantize: the model has no linear layer whose rows are whole blocks of %s"):format(wanted))
+  end
+  return model, list
+end

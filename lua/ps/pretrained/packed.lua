@@ -1,0 +1,30 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Models of GGUF files whose weights stay packed (keep_quantized of ps.from_pretrained).
+local create = require "ps.tensor.create"
+local packed = require "ps.nn.packed"
+local weights = require "ps.pretrained.weights"
+
+local of_files = {}
+
+--- Gives layers of a new model packed weights, without data, wherever the file has blocks. The file then gives bytes
+--- for them instead of numbers.
+---@param model ps.pretrained.Model
+---@param files ps.pretrained.Files of one GGUF file
+---@param device? string
+---@return integer count of these layers
+function of_files.prepare(model, files, device)
+  local state, count = files:state(weights.namer(model)), 0
+  for name, module in model:named_modules() do
+    local own = (name == "" and "" or name .. ".") .. "weight"
+    local kind = packed.can(module) and state:has(own) and packed.type(state:type(own))
+    local shape = kind and packed.shape(module, kind)
+    if shape then
+      packed.set(model, module, kind, create.empty(shape, { dtype = "uint8", device = device }))
+      files:keep_packed(own, state)
+      count = count + 1
+    end
+  end
+  return count
+end
+
+return of_files

@@ -1,0 +1,135 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * The ops over packed weights on the cpu. Few rows are multiplied with the blocks as they are (simd/packed.c), in fp32.
+ * For many rows, tiles of the matrix are unpacked and multiplied as other matrices: in the type of x if oneDNN
+ * multiplies that type itself, else in fp32. The tiles depend on the shapes alone. Called by dispatch only. */
+#include "backend/cpu/gemm.h"
+#include "backend/cpu/packed.h"
+#include "base/blocks.h"
+#include "base/error.h"
+
+enum { TILE = 1 << 19 };                                 /* numbers in a tile: 2 MiB of fp32 */
+
+static bool is_float(const ps_view *v) { return v->dtype == PS_F32 || v->dtype == PS_BF16 || v->dtype == PS_F16; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int ps_cpu_unpack_op(ps_call *call)
+{
+    const struct ps_attrs_unpack *attrs = call->attrs;
+    const ps_view *w = &call->in[0], *y = &call->out[0];
+    const ps_blocks *b = ps_blocks_of(attrs->type);
+    if (!b || !is_float(y)) return PS_EUNSUP;
+    int64_t blocks = w->numel / b->bytes, step = 64, size = b->block * ps_dtype_bytes(y->dtype);
+#pragma omp parallel for schedule(static) if (y->numel > PS_PAR_MIN)
+    for (int64_t i = 0; i < blocks; i += step)
+        ps_cpu_unpack(attrs->type, (const uint8_t *)w->data + i * b->bytes, least(step, blocks - i),
+                      (char *)y->data + i * size, y->dtype);
+    return 0;
+}
+
+typedef struct product {
+    ps_call *call;
+    ps_gemm_space space;
+    ps_packed_matrix w;
+    const ps_view *x, *bias, *residual, *y;             /* bias, residual: NULL if absent */
+    int64_t M;
+    int64_t rows;                                       /* of a tile */
+    int type;                                           /* of a tile's numbers */
+    void *tile;
+} product;
+
+/* -- few rows ------------------------------------------------------------------------------------------------------ */
+static int few_rows(product *p)
+{
+    int64_t M = p->M, K = p->w.cols, N = p->w.rows, size = ps_dtype_bytes(p->y->dtype);
+    float *x = p->call->scratch(p->call, (size_t)(M * (K + 2 * N)) * 4);
+    if (!x) return PS_ENOMEM;
+    if (p->call->dry) return 0;
+    float *c = x + M * K, *more = c + M * N;
+    ps_cpu_row_load(x, p->x->data, M * K, p->x->dtype);
+    ps_cpu_packed_dots(&p->w, x, M, c);
+    for (int64_t m = 0; p->bias && m < M; m++) {
+        ps_cpu_row_load(more, p->bias->data, N, p->bias->dtype);
+        for (int64_t j = 0; j < N; j++) c[m * N + j] += more[j];
+    }
+    if (p->residual) {
+        ps_cpu_row_load(more, p->residual->data, M * N, p->residual->dtype);
+        for (int64_t j = 0; j < M * N; j++) c[j] += more[j];
+    }
+    for (int64_t m = 0; m < M; m++)
+        ps_cpu_row_store((char *)p->y->data + m * N * size, c + m * N, N, p->y->dtype);
+    return 0;
+}
+
+/* -- tiles --------------------------------------------------------------------------------------------------------- */
+/* Unpacks rows first .. first + n of the matrix. */
+static void unpack_tile(const product *p, int64_t first, int64_t n)
+{
+    int64_t blocks = p->w.cols / ps_blocks_of(p->w.type)->block, size = p->w.cols * ps_dtype_bytes(p->type);
+#pragma omp parallel for schedule(static) if (n * p->w.cols > PS_PAR_MIN)
+    for (int64_t i = 0; i < n; i++)
+        ps_cpu_unpack(p->w.type, p->w.data + (first + i) * p->w.row_nbytes, blocks, (char *)p->tile + i * size,
+                      p->type);
+}
+
+static void *moved(const ps_view *v, int64_t i) { return (char *)v->data + i * ps_dtype_bytes(v->dtype); }
+
+/* y [M, rows] = x [M, cols] w^T + bias + residual: a tile gives columns of y. */
+static int forward(product *p)
+{
+    int64_t K = p->w.cols, N = p->w.rows;
+    for (int64_t first = 0; first < N; first += p->rows) {
+        int64_t n = least(p->rows, N - first);
+        if (!p->call->dry) unpack_tile(p, first, n);
+        ps_gemm g = { .batch = 1, .bias_dtype = PS_F32 };
+        g.a = (ps_mat){ p->x->data, p->x->dtype, p->M, K, K, 1 };
+        g.b = (ps_mat){ p->tile, p->type, K, n, 1, K };
+        g.dst = (ps_mat){ moved(p->y, first), p->y->dtype, p->M, n, N, 1 };
+        if (p->bias) g.bias = moved(p->bias, first), g.bias_dtype = p->bias->dtype;
+        if (p->residual) g.residual = moved(p->residual, first), g.ld_residual = N;
+        PS_TRY(ps_cpu_gemm_run(&p->space, &g));
+    }
+    return 0;
+}
+
+/* y [M, cols] = x [M, rows] w: the sum of the tiles' products, in their order, in fp32. */
+static int backward(product *p)
+{
+    int64_t K = p->w.cols, N = p->w.rows, M = p->M;
+    bool direct = p->y->dtype == PS_F32 || N <= p->rows;
+    float *sum = direct ? NULL : p->call->scratch(p->call, (size_t)(M * K) * 4);
+    if (!direct && !sum) return PS_ENOMEM;
+    for (int64_t first = 0; first < N; first += p->rows) {
+        int64_t n = least(p->rows, N - first);
+        if (!p->call->dry) unpack_tile(p, first, n);
+        ps_gemm g = { .batch = 1, .bias_dtype = PS_F32, .accumulate = first > 0 };
+        g.a = (ps_mat){ moved(p->x, first), p->x->dtype, M, n, N, 1 };
+        g.b = (ps_mat){ p->tile, p->type, n, K, K, 1 };
+        g.dst = (ps_mat){ direct ? p->y->data : sum, direct ? p->y->dtype : PS_F32, M, K, K, 1 };
+        PS_TRY(ps_cpu_gemm_run(&p->space, &g));
+    }
+    for (int64_t m = 0; sum && !p->call->dry && m < M; m++)
+        ps_cpu_row_store(moved(p->y, m * K), sum + m * K, K, p->y->dtype);
+    return 0;
+}
+
+int ps_cpu_linear_packed(ps_call *call)
+{
+    const struct ps_attrs_linear_packed *attrs = call->attrs;
+    const ps_view *x = &call->in[0], *w = &call->in[1], *b = &call->in[2], *r = &call->in[3], *y = &call->out[0];
+    const ps_blocks *blocks = ps_blocks_of(attrs->type);
+    if (!blocks || !is_float(x) || (ps_has(b) && !is_float(b))) return PS_EUNSUP;
+    if (y->numel == 0 || x->numel == 0) return PS_EUNSUP;
+    product p = { .call = call, .space = { .call = call }, .x = x, .y = y, .bias = ps_has(b) ? b : NULL,
+                  .residual = ps_has(r) ? r : NULL };
+    p.w = (ps_packed_matrix){ w->data, w->shape[0], w->shape[1] / blocks->bytes * blocks->block, w->shape[1],
+                              attrs->type };
+    p.M = x->numel / (attrs->back ? p.w.rows : p.w.cols);
+    if (!attrs->back && p.M <= PS_PACKED_ROWS) return few_rows(&p);
+    p.type = ps_cpu_gemm_native(x->dtype) ? x->dtype : PS_F32;
+    p.rows = TILE / p.w.cols / 64 * 64;
+    if (p.rows < 64) p.rows = 64;
+    if (p.rows > p.w.rows) p.rows = p.w.rows;
+    p.tile = call->scratch(call, (size_t)(p.rows * p.w.cols * ps_dtype_bytes(p.type)));
+    if (!p.tile) return PS_ENOMEM;
+    return attrs->back ? backward(&p) : forward(&p);
+}

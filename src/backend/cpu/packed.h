@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Shared by packed.c, which has the ops over packed weights, and simd/packed.c, one per instruction set, which it
+ * reaches through pointers that cpu.c sets. Rows of packed numbers are blocks of base/blocks.h. */
+#ifndef PS_CPU_PACKED_H
+#define PS_CPU_PACKED_H
+#include "backend/cpu/cpu.h"
+
+enum { PS_PACKED_ROWS = 4 };              /* rows of x, up to which dots are made of packed blocks */
+typedef struct ps_packed_matrix {
+    const uint8_t *data;
+    int64_t rows, cols, row_nbytes;       /* cols: numbers in a row */
+    int type;
+} ps_packed_matrix;
+
+/* c [M, rows] = x [M, cols] times the transpose of w; x and c dense fp32, M <= PS_PACKED_ROWS. The sums depend neither
+ * on threads, nor on other rows. */
+typedef void (*ps_cpu_packed_dots_fn)(const ps_packed_matrix *w, const float *x, int64_t M, float *c);
+/* The numbers of n blocks, as fp32, bf16 or fp16, rounded to nearest even. */
+typedef void (*ps_cpu_unpack_fn)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype);
+extern ps_cpu_packed_dots_fn ps_cpu_packed_dots;
+extern ps_cpu_unpack_fn ps_cpu_unpack;
+void ps_cpu_packed_dots_sse2(const ps_packed_matrix *, const float *, int64_t, float *);
+void ps_cpu_packed_dots_avx2(const ps_packed_matrix *, const float *, int64_t, float *);
+void ps_cpu_packed_dots_avx512(const ps_packed_matrix *, const float *, int64_t, float *);
+void ps_cpu_unpack_sse2(int, const uint8_t *, int64_t, void *, int);
+void ps_cpu_unpack_avx2(int, const uint8_t *, int64_t, void *, int);
+void ps_cpu_unpack_avx512(int, const uint8_t *, int64_t, void *, int);
+#endif

@@ -1,0 +1,276 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Packed weights: numbers of blocks as floats, and dot products of them with fp32. The numbers have the bits of
+ * base/blocks.c. A sum has 16 lanes: number n of a row is added to lane n % 16, in the order of n, and the lanes are
+ * added in halves. So the bits depend neither on the instruction set, nor on how many rows x has. */
+#define PS_ANY_LANES
+#include "backend/cpu/packed.h"
+#include "backend/cpu/simd.h"
+#include "base/blocks.h"
+
+enum {
+    W = 16 / VL,                                     /* vectors of 16 lanes */
+    PART = 32,                                       /* numbers for which scales are read at a time */
+    LINES = 4,                                       /* rows of the matrix at a time, which are read as streams */
+    OUTPUTS = 32                                     /* rows of the matrix in a piece */
+};
+
+static inline float half_at(const uint8_t *s)
+{
+    uint16_t h;
+    memcpy(&h, s, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
+    return ps_f16_to_f32(h);
+#endif
+}
+
+/* VL neighbouring bytes as integers, unsigned and signed. */
+SIMD vi load_u8(const uint8_t *p)
+{
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif PS_LANES == 8
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    vb b;
+    memcpy(&b, p, sizeof b);
+    return __builtin_convertvector(b, vi);
+#endif
+}
+SIMD vi load_i8(const uint8_t *p)
+{
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif PS_LANES == 8
+    return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    return (load_u8(p) ^ vi_set(128)) - vi_set(128);
+#endif
+}
+
+/* Scales of 32 numbers. Numbers k .. k + 15 are d[k / 16] times an integer, plus or minus m. */
+typedef struct scales { float d[2], m; uint32_t high; } scales;
+
+SIMD scales scales_of(const uint8_t *s, int p, int T)
+{
+    scales c = { { 0 }, 0, 0 };
+    int scale, min;
+    switch (T) {
+    case PS_Q4_1: case PS_Q5_1: c.m = half_at(s + 2); /* fall through */
+    case PS_Q4_0: case PS_Q5_0: case PS_Q8_0: c.d[0] = half_at(s); break;
+    case PS_Q4_K: case PS_Q5_K:
+        ps_blocks_scale(s + 4, p, &scale, &min);
+        c.d[0] = half_at(s) * (float)scale, c.m = half_at(s + 2) * (float)min;
+        break;
+    case PS_Q6_K:
+        c.d[0] = half_at(s + 208) * (float)(int8_t)s[192 + 2 * p];
+        c.d[1] = half_at(s + 208) * (float)(int8_t)s[193 + 2 * p];
+        break;
+    default: memcpy(c.d, s, 4);                      /* NF4 */
+    }
+    if (T == PS_Q5_0) memcpy(&c.high, s + 2, 4);
+    if (T == PS_Q5_1) memcpy(&c.high, s + 4, 4);
+    if (T != PS_Q6_K) c.d[1] = c.d[0];
+    return c;
+}
+
+/* The integers k .. k + VL - 1 of Q4_0 to Q5_1; s: their bytes. */
+SIMD vi nibbles(const uint8_t *s, int k)
+{
+    vi q = load_u8(s + k % 16);
+    return k < 16 ? q & vi_set(15) : q >> 4;
+}
+SIMD vi fifth_bits(uint32_t high, int k)
+{
+    vi lane = PS_LANE_NUMBERS;
+    return (vi)(((vu)vi_set((int)high) >> (vu)(lane + vi_set(k))) & (vu)vi_set(1)) << 4;
+}
+
+SIMD vf nf4_values(const uint8_t *s)                 /* VL / 2 bytes, the first number in the upper half of a byte */
+{
+#if defined(__AVX512F__)
+    const vi by = { 4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24 };
+    uint32_t a, b;
+    memcpy(&a, s, 4);
+    memcpy(&b, s + 4, 4);
+    __m512i two = _mm512_inserti64x4(_mm512_set1_epi32((int)a), _mm256_set1_epi32((int)b), 1);
+    return (vf)_mm512_permutexvar_ps(_mm512_srlv_epi32(two, (__m512i)by), _mm512_loadu_ps(ps_nf4));
+#elif PS_LANES == 8
+    const vi by = { 4, 0, 12, 8, 20, 16, 28, 24 };
+    uint32_t a;
+    memcpy(&a, s, 4);
+    __m256i at = _mm256_srlv_epi32(_mm256_set1_epi32((int)a), (__m256i)by);
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(ps_nf4), at);
+    __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(ps_nf4 + 8), at);
+    return (vf)_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(at, 28)));
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = ps_nf4[i % 2 ? s[i / 2] & 15 : s[i / 2] >> 4];
+    return v;
+#endif
+}
+
+/* Numbers k .. k + VL - 1 of part p of a block. */
+SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
+{
+    vf d = vf_set(c.d[k / 16]);
+    vi q;
+    switch (T) {
+    case PS_Q8_0: return vf_from_int(load_i8(s + 2 + k)) * d;
+    case PS_Q4_0: return d * vf_from_int(nibbles(s + 2, k) - vi_set(8));
+    case PS_Q4_1: return d * vf_from_int(nibbles(s + 4, k)) + vf_set(c.m);
+    case PS_Q5_0: return d * vf_from_int((nibbles(s + 6, k) | fifth_bits(c.high, k)) - vi_set(16));
+    case PS_Q5_1: return d * vf_from_int(nibbles(s + 8, k) | fifth_bits(c.high, k)) + vf_set(c.m);
+    case PS_Q4_K:
+        q = load_u8(s + 16 + p / 2 * 32 + k);
+        return d * vf_from_int((q >> (p % 2 * 4)) & vi_set(15)) - vf_set(c.m);
+    case PS_Q5_K:
+        q = (load_u8(s + 48 + p / 2 * 32 + k) >> (p % 2 * 4)) & vi_set(15);
+        return d * vf_from_int(q | ((load_u8(s + 16 + k) >> p) & vi_set(1)) << 4) - vf_set(c.m);
+    case PS_Q6_K:
+        q = (load_u8(s + p / 4 * 64 + p % 2 * 32 + k) >> (p % 4 / 2 * 4)) & vi_set(15);
+        q |= ((load_u8(s + 128 + p / 4 * 32 + k) >> (p % 4 * 2)) & vi_set(3)) << 4;
+        return d * vf_from_int(q - vi_set(32));
+    default: return nf4_values(s + 4 + (p * PART + k) / 2) * d;
+    }
+}
+
+/* Runs body(.., T) with the type as a constant; other types have T = -1 and are unpacked by base/blocks.c. */
+#define BY_TYPE(type, body, ...) \
+    do { \
+        switch (type) { \
+        case PS_Q4_0: body(__VA_ARGS__, PS_Q4_0); break; \
+        case PS_Q4_1: body(__VA_ARGS__, PS_Q4_1); break; \
+        case PS_Q5_0: body(__VA_ARGS__, PS_Q5_0); break; \
+        case PS_Q5_1: body(__VA_ARGS__, PS_Q5_1); break; \
+        case PS_Q8_0: body(__VA_ARGS__, PS_Q8_0); break; \
+        case PS_Q4_K: body(__VA_ARGS__, PS_Q4_K); break; \
+        case PS_Q5_K: body(__VA_ARGS__, PS_Q5_K); break; \
+        case PS_Q6_K: body(__VA_ARGS__, PS_Q6_K); break; \
+        case PS_NF4: body(__VA_ARGS__, PS_NF4); break; \
+        default: body(__VA_ARGS__, -1); \
+        } \
+    } while (0)
+
+/* -- unpacking ----------------------------------------------------------------------------------------------------- */
+SIMD void unpack_block(const ps_blocks *b, const uint8_t *s, float *out, int T)
+{
+    if (T < 0) {
+        b->unpack(s, out);
+        return;
+    }
+    int parts = b->block / PART;
+    for (int p = 0; p < parts; p++) {
+        scales c = scales_of(s, p, T);
+#pragma GCC unroll 8
+        for (int k = 0; k < PART; k += VL) vf_store(out + p * PART + k, values(s, c, p, k, T));
+    }
+}
+
+SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, void *out, int dtype, int T)
+{
+    for (int64_t i = 0; i < n; i++, s += b->bytes) {
+        float v[PS_BLOCKS_MOST];
+        if (dtype == PS_F32) {
+            unpack_block(b, s, (float *)out + i * b->block, T);
+            continue;
+        }
+        unpack_block(b, s, v, T);
+        for (int k = 0; k < b->block; k += VL) {
+            if (dtype == PS_BF16) vf_store_bf16((uint16_t *)out + i * b->block + k, vf_load(v + k));
+            else vf_store_f16((uint16_t *)out + i * b->block + k, vf_load(v + k));
+        }
+    }
+}
+
+void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, void *out, int dtype)
+{
+    const ps_blocks *b = ps_blocks_of(type);
+    BY_TYPE(type, unpack_all, b, blocks, n, out, dtype);
+}
+
+/* -- dot products -------------------------------------------------------------------------------------------------- */
+static float sum_of(const float *lanes)
+{
+    float x[16];
+    memcpy(x, lanes, sizeof x);
+    for (int w = 8; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
+
+/* out [lines] = x [K] times rows of w, which are `apart` bytes apart. next: bytes to the rows that are read next. */
+SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int64_t next, const ps_blocks *b,
+                int64_t blocks, int lines, int T)
+{
+    vf s[LINES][W];
+    int parts = b->block / PART;
+#pragma GCC unroll 4
+    for (int i = 0; i < lines; i++)
+#pragma GCC unroll 4
+        for (int v = 0; v < W; v++) s[i][v] = vf_zero();
+    for (int64_t j = 0; j < blocks; j++)
+        for (int p = 0; p < parts; p++, x += PART) {
+#pragma GCC unroll 4
+            for (int i = 0; i < lines; i++) {
+                const uint8_t *at = w + i * apart + j * b->bytes;
+                __builtin_prefetch(at + next + p * PART, 0, 3);
+                scales c = scales_of(at, p, T);
+#pragma GCC unroll 8
+                for (int k = 0; k < PART; k += VL)
+                    s[i][k / VL % W] = vf_fma(vf_load(x + k), values(at, c, p, k, T), s[i][k / VL % W]);
+            }
+        }
+    for (int i = 0; i < lines; i++) {
+        float lanes[16];
+        for (int v = 0; v < W; v++) vf_store(lanes + v * VL, s[i][v]);
+        out[i] = sum_of(lanes);
+    }
+}
+
+/* The same for one row of w and several rows of x: a block is unpacked once. */
+SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t M, const uint8_t *w, const ps_blocks *b,
+                  int64_t blocks, int T)
+{
+    float lanes[PS_PACKED_ROWS][16] = { { 0 } }, v[PS_BLOCKS_MOST];
+    for (int64_t j = 0; j < blocks; j++, w += b->bytes, x += b->block) {
+        unpack_block(b, w, v, T);
+        for (int64_t m = 0; m < M; m++) {
+            vf s[W];
+            for (int i = 0; i < W; i++) s[i] = vf_load(lanes[m] + i * VL);
+            for (int k = 0; k < b->block; k += 16)
+                for (int i = 0; i < W; i++)
+                    s[i] = vf_fma(vf_load(x + m * K + k + i * VL), vf_load(v + k + i * VL), s[i]);
+            for (int i = 0; i < W; i++) vf_store(lanes[m] + i * VL, s[i]);
+        }
+    }
+    for (int64_t m = 0; m < M; m++) out[m * apart] = sum_of(lanes[m]);
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Rows n0 .. of the matrix. The rows of a piece are read as LINES streams, each of which continues row by row. */
+SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, int64_t M, float *c, int64_t n0, int T)
+{
+    int64_t count = least(OUTPUTS, w->rows - n0), quarter = count / LINES, blocks = w->cols / b->block;
+    const uint8_t *first = w->data + n0 * w->row_nbytes;
+    int64_t done = 0;
+    if (M == 1 && T >= 0) {
+        for (int64_t t = 0; t < quarter; t++) {
+            float out[LINES];
+            fused(out, x, first + t * w->row_nbytes, quarter * w->row_nbytes, w->row_nbytes, b, blocks, LINES, T);
+            for (int i = 0; i < LINES; i++) c[n0 + i * quarter + t] = out[i];
+        }
+        done = quarter * LINES;
+    }
+    for (int64_t n = done; n < count; n++)
+        several(c + n0 + n, w->rows, x, w->cols, M, first + n * w->row_nbytes, b, blocks, T);
+}
+
+void PS_ISA_FN(ps_cpu_packed_dots)(const ps_packed_matrix *w, const float *x, int64_t M, float *c)
+{
+    const ps_blocks *b = ps_blocks_of(w->type);
+#pragma omp parallel for schedule(static) if (w->rows * w->cols > PS_PAR_MIN)
+    for (int64_t n0 = 0; n0 < w->rows; n0 += OUTPUTS) BY_TYPE(w->type, piece, w, b, x, M, c, n0);
+}

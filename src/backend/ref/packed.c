@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Packed weights: blocks are unpacked one by one (base/blocks.c), and multiplied by the plain triple loop. */
+#include "ref.h"
+#include "base/blocks.h"
+
+/* The numbers of w, which is contiguous. */
+static int unpack(ps_call *call, const ps_view *w, const ps_blocks *b, double **out)
+{
+    const uint8_t *s = w->data;
+    float block[PS_BLOCKS_MOST];
+    int64_t n = w->numel / b->bytes;
+    PS_TRY(ref_scratch(call, n * b->block, out));
+    for (int64_t i = 0; i < n; i++) {
+        b->unpack(s + i * b->bytes, block);
+        for (int k = 0; k < b->block; k++) (*out)[i * b->block + k] = block[k];
+    }
+    return 0;
+}
+
+int ref_unpack(ps_call *call)
+{
+    const ps_attrs_unpack *attrs = call->attrs;
+    double *y;
+    PS_TRY(unpack(call, &call->in[0], ps_blocks_of(attrs->type), &y));
+    ref_put(&call->out[0], y, false);
+    return 0;
+}
+
+int ref_linear_packed(ps_call *call)
+{
+    const ps_attrs_linear_packed *attrs = call->attrs;
+    const ps_blocks *blocks = ps_blocks_of(attrs->type);
+    const ps_view *w_view = &call->in[1], *out = &call->out[0];
+    int64_t O = w_view->shape[0], I = w_view->shape[1] / blocks->bytes * blocks->block;
+    int64_t in = attrs->back ? O : I, rows = ref_last(out) > 0 ? out->numel / ref_last(out) : 0;
+    double *x, *w, *b, *residual, *y;
+    PS_TRY(ref_dense(call, &call->in[0], &x));
+    PS_TRY(ref_dense(call, &call->in[2], &b));
+    PS_TRY(ref_dense(call, &call->in[3], &residual));
+    PS_TRY(unpack(call, w_view, blocks, &w));
+    PS_TRY(ref_scratch(call, out->numel, &y));
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t o = 0; o < O; o++)
+            for (int64_t k = 0; k < I; k++) {
+                if (attrs->back) y[i * I + k] += x[i * in + o] * w[o * I + k];
+                else y[i * O + o] += x[i * in + k] * w[o * I + k];
+            }
+    for (int64_t i = 0; b && i < out->numel; i++) y[i] += b[i % O];
+    for (int64_t i = 0; residual && i < out->numel; i++) y[i] += residual[i];
+    ref_put(out, y, false);
+    return 0;
+}

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Weights of packed numbers: shapes, and the gradient of x. */
+#include <string.h>
+#include "base/blocks.h"
+#include "base/error.h"
+#include "tensor/optable.h"
+
+int infer_unpack(ps_infer *f);
+int infer_linear_packed(ps_infer *f);
+int grad_linear_packed(ps_grad *g);
+
+/* The numbers in a row of w. */
+static int row_numel(ps_infer *f, const ps_tensor *w, int type, int64_t *out)
+{
+    const ps_blocks *b = ps_blocks_of(type);
+    if (!b) return ps_rule_fail(f, "there is no type %d of packed numbers", type);
+    if (w->ndim < 1 || w->dtype_ != PS_U8) return ps_rule_fail(f, "w must be uint8 [..., bytes]");
+    int64_t nbytes = w->shape_[w->ndim - 1];
+    if (nbytes % b->bytes)
+        return ps_rule_fail(f, "rows of %lld bytes are no whole number of blocks of %s, of %d bytes", (long long)nbytes,
+                            b->name, b->bytes);
+    *out = nbytes / b->bytes * b->block;
+    return 0;
+}
+
+int infer_unpack(ps_infer *f)
+{
+    const ps_attrs_unpack *at = f->attrs;
+    const ps_tensor *w = f->in[0];
+    int64_t numel;
+    if (at->dtype != PS_F32 && at->dtype != PS_BF16 && at->dtype != PS_F16)
+        return ps_rule_fail(f, "packed numbers become fp32, bf16 or fp16");
+    PS_TRY(row_numel(f, w, at->type, &numel));
+    f->out[0] = ps_meta_like(w);
+    f->out[0].dtype = at->dtype;
+    f->out[0].shape[w->ndim - 1] = numel;
+    return 0;
+}
+
+int infer_linear_packed(ps_infer *f)
+{
+    const ps_attrs_linear_packed *at = f->attrs;
+    const ps_tensor *x = f->in[0], *w = f->in[1], *b = f->in[2], *r = f->in[3];
+    int64_t numel;
+    PS_TRY(row_numel(f, w, at->type, &numel));
+    if (x->ndim < 1 || w->ndim != 2 || !ps_dtype_is_float(x->dtype_))
+        return ps_rule_fail(f, "float x [..., I] and w with two dimensions are needed");
+    int64_t in = at->back ? w->shape_[0] : numel, out = at->back ? numel : w->shape_[0];
+    if (x->shape_[x->ndim - 1] != in)
+        return ps_rule_fail(f, "x has %lld features, but w needs %lld", (long long)x->shape_[x->ndim - 1],
+                            (long long)in);
+    f->out[0] = ps_meta_like(x);
+    f->out[0].shape[x->ndim - 1] = out;
+    if (at->back && (b || r)) return ps_rule_fail(f, "back takes neither a bias nor a residual");
+    if (b && (b->ndim != 1 || b->shape_[0] != out || !ps_dtype_is_float(b->dtype_)))
+        return ps_rule_fail(f, "the bias must be float [%lld]", (long long)out);
+    if (r && (r->dtype_ != x->dtype_ || r->ndim != x->ndim ||
+              memcmp(r->shape_, f->out[0].shape, sizeof(int64_t) * (size_t)r->ndim)))
+        return ps_rule_fail(f, "the residual must have the output's shape and type");
+    return 0;
+}
+
+/* dx = dy w, db = the sum of dy over rows, dresidual = dy. */
+int grad_linear_packed(ps_grad *g)
+{
+    const ps_attrs_linear_packed *at = g->attrs;
+    ps_tensor *w, *dy = g->dout[0], *all[PS_MAX_OUT] = { NULL };
+    if (ps_grad_wants(g, 0)) {
+        ps_attrs_linear_packed attrs = { .type = at->type, .back = !at->back };
+        PS_TRY(ps_grad_in(g, 1, &w));
+        PS_TRY(ps_run(g, PS_OP_linear_packed, &attrs, all, 4, dy, w, (ps_tensor *)NULL, (ps_tensor *)NULL));
+        ps_grad_give(g, 0, all[0]);
+    }
+    if (!at->back) PS_TRY(ps_give_weights(g, 1, 2, true, NULL, dy));
+    if (ps_grad_wants(g, 3)) ps_grad_give(g, 3, dy);
+    return 0;
+}
