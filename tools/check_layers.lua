@@ -107,6 +107,7 @@ local FLOORS = {
   { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
   { "evaluate", "core", "chat", "tensor", "dist", "nn", "data", "train" },
   { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
+  { "serve", "core", "tensor" },
   { "launch", "core" },
   { "planning", "core", "optimizers", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step",
     "engine/plan", "engine" },

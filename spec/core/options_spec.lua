@@ -298,6 +298,7 @@ local CALLS = {
     gpt2.new("tiny"):save_parallelized("/tmp/ps_options_oslo", o)
   end },
   { "quantize", "tpe", "type", function(o) ps.quantize(nn.Linear(64, 2), o) end },
+  { "serve.run", "prt", "port", function(o) require("ps.serve").run(nil, nil, o) end },
   { "gguf convert", "tpe", "type", function(o) require("ps.lora.merge_folder").convert("a", "b", o) end },
   { "save_gguf", "tpe", "type", function(o) gpt2.new("tiny"):save_gguf("/tmp/ps_options.gguf", o) end },
   { "gguf.open", "mmp", "mmap", function(o) require("ps.io.gguf").open("/nowhere.gguf", o) end },

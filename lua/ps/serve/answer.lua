@@ -1,0 +1,273 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Answers of a model to requests of OpenAI's API (ps/serve/request.lua), as tables that become JSON, or as the events
+-- of a stream. Only one answer may be computed at a time.
+local json = require("cjson").new()
+local request = require "ps.serve.request"
+local scope = require "ps.core.scope"
+local create = require "ps.tensor.create"
+local refuse = request.refuse
+
+local answer = {}
+
+-- An empty array. Debian's lua-cjson writes an empty table as an object, so that answer.text replaces this string.
+local EMPTY = ("empty array %d %d"):format(os.time(), math.random(2 ^ 30))
+local LEAST = -9999                                        -- the log-probability of what cannot be
+
+--- The JSON of an answer.
+---@param value table
+---@return string
+function answer.text(value) return (json.encode(value):gsub('"' .. EMPTY .. '"', "[]")) end
+
+local DEFAULT = 16                                         -- tokens of a completion, as in OpenAI's API
+
+-- -- text -------------------------------------------------------------------------------------------------------------
+-- The place of the first stop string in a text, and its end; nil: none is in it.
+local function first_stop(text, stops)
+  local at, last
+  for _, one in ipairs(stops) do
+    local from, to = text:find(one, 1, true)
+    if from and (not at or from < at) then at, last = from, to end
+  end
+  return at, last
+end
+
+-- The bytes of a text that begin no character which ends after them.
+local function whole_characters(text, n)
+  while n > 0 and text:byte(n + 1) and text:byte(n + 1) >= 0x80 and text:byte(n + 1) < 0xc0 do n = n - 1 end
+  return n
+end
+
+-- Passes text on that no stop string can be part of. add(piece) returns false once a stop string has come; finish()
+-- passes the rest on.
+local function cutter(stops, put)
+  local held, most, ended = "", 0, false
+  for _, one in ipairs(stops) do most = math.max(most, #one) end
+  return function(piece)
+    if ended then return false end
+    held = held .. piece
+    local at = first_stop(held, stops)
+    local n = at and at - 1 or whole_characters(held, math.max(0, #held - math.max(0, most - 1)))
+    local go_on = n == 0 or put(held:sub(1, n)) ~= false
+    held, ended = at and "" or held:sub(n + 1), at ~= nil
+    return go_on and not ended
+  end, function()
+    if held ~= "" then put(held) end
+    return ended
+  end
+end
+
+-- -- log-probabilities ------------------------------------------------------------------------------------------------
+-- For each id after the first, its log-probability and the `top` likeliest: {id, logprob}.
+local function logprobs_of(model, ids, top)
+  local rows = {}
+  scope.no_grad(scope.scope, function()
+    local logits = model({ input_ids = create.tensor({ ids }, "int32") }).logits:to "fp32"
+    local all = logits:reshape(#ids, -1):log_softmax(-1)
+    local values, indices
+    if top > 0 then
+      values, indices = all:topk(top)
+      values, indices = values:tolist(), indices:tolist()
+    end
+    local next_ids = {}
+    for i = 1, #ids do next_ids[i] = { ids[i + 1] or 0 } end
+    local own = all:gather(1, create.tensor(next_ids, "int64")):tolist()
+    for i = 1, #ids - 1 do
+      local row = { logprob = math.max(own[i][1], LEAST), top = {} }
+      for k = 1, top do row.top[k] = { id = indices[i][k], logprob = math.max(values[i][k], LEAST) } end
+      rows[i + 1] = row
+    end
+  end)
+  return rows
+end
+
+-- A token's own text. Bytes that are no whole character become U+FFFD.
+local function piece_of(tok, id) return tok:decode({ id }) end
+
+-- The object `logprobs` of a completion for ids first .. #ids. The very first has no log-probability.
+local function completion_logprobs(model, tok, ids, first, top)
+  local rows = logprobs_of(model, ids, math.max(top, 1))
+  local out, offset = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
+  for i = first, #ids do
+    local k, piece = i - first + 1, piece_of(tok, ids[i])
+    out.tokens[k], out.text_offset[k] = piece, offset
+    offset = offset + #piece
+    local row = rows[i]
+    out.token_logprobs[k], out.top_logprobs[k] = json.null, json.null
+    if row then
+      out.token_logprobs[k] = row.logprob
+      local list = {}
+      for _, one in ipairs(row.top) do
+        local name = piece_of(tok, one.id)
+        list[name] = math.max(list[name] or -math.huge, one.logprob)
+      end
+      list[piece] = math.max(list[piece] or -math.huge, row.logprob)
+      out.top_logprobs[k] = list
+    end
+  end
+  return out
+end
+
+local function bytes_of(text)
+  local list = {}
+  for i = 1, #text do list[i] = text:byte(i) end
+  return list
+end
+
+local function chat_logprobs(model, tok, ids, first, top)
+  local rows, content = logprobs_of(model, ids, top), {}
+  for i = first, #ids do
+    local piece, list = piece_of(tok, ids[i]), {}
+    for k, one in ipairs(rows[i].top) do
+      local text = piece_of(tok, one.id)
+      list[k] = { token = text, logprob = one.logprob, bytes = bytes_of(text) }
+    end
+    content[#content + 1] = { token = piece, logprob = rows[i].logprob, bytes = bytes_of(piece),
+      top_logprobs = #list > 0 and list or EMPTY }
+  end
+  return { content = content }
+end
+
+-- -- generation -------------------------------------------------------------------------------------------------------
+-- Continues ids. put(text) gets the text without stop strings and returns false to end. Returns the new ids, and
+-- "stop" or "length".
+local function continue(model, tok, ids, n, fields, seed, put)
+  if n == 0 then return {}, "length" end
+  local new, finish = {}, "length"
+  local add, rest = cutter(fields.stop or {}, put)
+  local eos, ends = {}, model.config.eos_token_id
+  for _, id in ipairs(type(ends) == "table" and ends or { ends }) do eos[id] = true end
+  model:generate({ ids }, n, { temperature = fields.temperature or 1, top_p = fields.top_p, top_k = fields.top_k or 0,
+    min_p = fields.min_p, seed = seed, tokenizer = tok, skip_special_tokens = true, num_beams = 1,
+    on_token = function(id) new[#new + 1] = id end,
+    on_text = function(text) return add(text) end })
+  if rest() or #new < n or eos[new[#new]] then finish = "stop" end
+  return new, finish
+end
+
+local function room(model, prompt, wanted, default)
+  local most = model.config.max_position_embeddings or model.config.n_positions
+  if #prompt > most or wanted and #prompt + wanted > most then
+    refuse("400", ("the model has %d positions, but the request has %d tokens%s"):format(most, #prompt,
+      wanted and (" and asks for %d more"):format(wanted) or ""), "max_tokens", "context_length_exceeded")
+  end
+  return wanted or math.min(default or most, most - #prompt)
+end
+
+local count, BEGAN = 0, os.time()
+
+local function base(kind, object, name)
+  count = count + 1
+  return { id = ("%s-%d-%d"):format(kind, BEGAN, count), object = object, created = os.time(), model = name }
+end
+
+local function usage(prompts, completions)
+  return { prompt_tokens = prompts, completion_tokens = completions, total_tokens = prompts + completions }
+end
+
+-- Runs all choices of a request. emit(index, text): a piece of a choice's text; it returns false if the client left.
+-- done(index, finish, ids, first): a choice is complete.
+local function run(model, tok, prompts, n, fields, default, emit, done)
+  local used, gone = { 0, 0 }, false
+  local lengths = {}
+  for i, prompt in ipairs(prompts) do lengths[i] = room(model, prompt, n, default) end
+  for i, prompt in ipairs(prompts) do
+    used[1] = used[1] + #prompt
+    for k = 1, fields.n or 1 do
+      local index = (i - 1) * (fields.n or 1) + k - 1
+      local seed = fields.seed and (fields.seed + k - 1) % 2 ^ 53
+      local new, finish = continue(model, tok, prompt, lengths[i], fields, seed, function(text)
+        if emit(index, text) == false then gone = true end
+        return not gone
+      end)
+      if gone then return nil end
+      used[2] = used[2] + #new
+      local all = { unpack(prompt) }
+      for _, id in ipairs(new) do all[#all + 1] = id end
+      done(index, finish, all, #prompt + 1)
+    end
+  end
+  return usage(used[1], used[2])
+end
+
+--- Answers a completion.
+---@param model ps.pretrained.Model
+---@param tok ps.Tokenizer
+---@param name string the model's name
+---@param fields table
+---@param send? fun(event: table): boolean? of a stream; false: the client left
+---@return table? reply nil: it was a stream
+function answer.completion(model, tok, name, fields, send)
+  local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
+  local reply, choices, texts = base("cmpl", "text_completion", name), {}, {}
+  if send and (fields.echo or fields.logprobs) then
+    refuse("400", "echo and logprobs are not supported with stream", "stream")
+  end
+  local function emit(index, text)
+    texts[index] = (texts[index] or "") .. text
+    if not send then return true end
+    reply.choices = { { index = index, text = text, logprobs = json.null, finish_reason = json.null } }
+    return send(reply)
+  end
+  local used = run(model, tok, prompts, fields.max_tokens, fields, DEFAULT, emit, function(index, finish, ids, first)
+    local choice = { index = index, text = texts[index] or "", logprobs = json.null, finish_reason = finish }
+    if send then
+      choice.text, reply.choices = "", { choice }
+      return send(reply)
+    end
+    if fields.echo then choice.text = tok:decode({ unpack(ids, 1, first - 1) }) .. choice.text end
+    if fields.logprobs then
+      choice.logprobs = completion_logprobs(model, tok, ids, fields.echo and 1 or first, fields.logprobs)
+    end
+    choices[#choices + 1] = choice
+  end)
+  reply.choices, reply.usage = choices, used
+  if not send then return reply end
+  if used and fields.stream_options and fields.stream_options.include_usage then
+    reply.choices = EMPTY
+    send(reply)
+  end
+end
+
+--- Answers a conversation.
+---@param model ps.pretrained.Model
+---@param tok ps.Tokenizer
+---@param name string the model's name
+---@param fields table
+---@param send? fun(event: table): boolean? of a stream; false: the client left
+---@return table? reply nil: it was a stream
+function answer.chat(model, tok, name, fields, send)
+  local prompts = { request.conversation(fields.messages, tok) }
+  local reply, choices, texts = base("chatcmpl", send and "chat.completion.chunk" or "chat.completion", name), {}, {}
+  if send and fields.logprobs then refuse("400", "logprobs is not supported with stream", "stream") end
+  local begun = {}
+  local function emit(index, text)
+    texts[index] = (texts[index] or "") .. text
+    if not send then return true end
+    reply.choices = { { index = index, finish_reason = json.null,
+      delta = { role = not begun[index] and "assistant" or nil, content = text } } }
+    begun[index] = true
+    return send(reply)
+  end
+  local wanted = fields.max_completion_tokens or fields.max_tokens
+  local used = run(model, tok, prompts, wanted, fields, nil, emit, function(index, finish, ids, first)
+    local choice = { index = index, finish_reason = finish, logprobs = json.null }
+    if send then
+      choice.delta, choice.logprobs = begun[index] and {} or { role = "assistant", content = "" }, nil
+      reply.choices = { choice }
+      return send(reply)
+    end
+    choice.message = { role = "assistant", content = texts[index] or "" }
+    if fields.logprobs then choice.logprobs = chat_logprobs(model, tok, ids, first, fields.top_logprobs or 0) end
+    choices[#choices + 1] = choice
+  end)
+  reply.choices, reply.usage = choices, used
+  if not send then return reply end
+  if used and fields.stream_options and fields.stream_options.include_usage then
+    reply.choices = EMPTY
+    send(reply)
+  end
+end
+
+answer.cutter = cutter
+
+return answer

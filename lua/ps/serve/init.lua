@@ -1,0 +1,167 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- An HTTP server with OpenAI's API over a model (tools/serve.lua). Connections are coroutines of cqueues, which
+-- lua-http runs. A request that computes waits for its turn, in order of arrival. Between tokens of a stream other
+-- connections are read and answered, but none of them computes.
+local json = require("cjson").new()
+local answer = require "ps.serve.answer"
+local caller = require "ps.core.caller"
+local request = require "ps.serve.request"
+local error = caller.error
+
+local serve = {}
+
+local MOST = 8 * 2 ^ 20                                    -- bytes of a request's body
+local PATIENCE = 30                                        -- seconds for a request's body
+
+local function random_token()
+  local f = assert(io.open("/dev/urandom", "rb"))
+  local bytes = f:read(16)
+  f:close()
+  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+end
+
+-- Compares in a time that does not depend on where the texts differ.
+local function same(a, b)
+  local off = bit.bxor(#a, #b)
+  for i = 1, #a do off = bit.bor(off, bit.bxor(a:byte(i), b:byte((i - 1) % math.max(#b, 1) + 1) or 0)) end
+  return off == 0
+end
+
+local function local_address(host) return host == "127.0.0.1" or host == "::1" or host == "localhost" end
+
+local STATUS = { ["401"] = "authentication_error", ["404"] = "not_found_error" }
+
+local OPTIONS = { name = "string", host = "string", port = "whole", token = "string", no_token = "boolean",
+  told = "callable" }
+
+--- Serves a model until the process ends.
+---@param model ps.pretrained.Model
+---@param tok ps.Tokenizer
+---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, told: fun(address:
+---  string, token: string?)} name: of the model in the API; host: default 127.0.0.1; port: default a free one; token:
+---  default a random one; no_token: requests need none; told gets the address and the token
+function serve.run(model, tok, options)
+  options = caller.options(options, "serve.run", OPTIONS)
+  local ok, server = pcall(require, "http.server")
+  if not ok then error("the server needs Debian's lua-http", 0) end
+  local headers, cqueues, condition = require "http.headers", require "cqueues", require "cqueues.condition"
+  local host = options.host or "127.0.0.1"
+  local token = not options.no_token and (options.token or random_token()) or nil
+  if not token and not local_address(host) then
+    error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
+  end
+  if token == "" then error("serve: the token is empty; pass no_token for none", 0) end
+  local hosts, turn, waiting, busy = {}, condition.new(), {}, false
+
+  local function write_head(stream, status, kind, more)
+    local h = headers.new()
+    h:append(":status", status)
+    h:append("content-type", kind)
+    h:append("cache-control", "no-store")
+    h:append("x-content-type-options", "nosniff")
+    for key, value in pairs(more or {}) do h:append(key, value) end
+    return stream:write_headers(h, false)
+  end
+  local function reply(stream, status, value, more)
+    local body = answer.text(value)
+    more = more or {}
+    more["content-length"] = tostring(#body)
+    if write_head(stream, status, "application/json", more) then stream:write_chunk(body, true) end
+  end
+  local function problem(stream, status, message, param, code)
+    reply(stream, status, { error = { message = message, type = STATUS[status] or "invalid_request_error",
+      param = param or json.null, code = code or json.null } },
+      status == "401" and { ["www-authenticate"] = "Bearer" } or nil)
+  end
+
+  -- Calls fn when no other request computes.
+  local function in_turn(fn)
+    local me = {}
+    waiting[#waiting + 1] = me
+    while busy or waiting[1] ~= me do turn:wait() end
+    table.remove(waiting, 1)
+    busy = true
+    local fine, why = pcall(fn)
+    busy = false
+    turn:signal()
+    return fine, why
+  end
+
+  local function compute(stream, chat)
+    local body, why = stream:get_body_chars(MOST + 1, PATIENCE)
+    if not body then return problem(stream, "400", "the body cannot be read: " .. tostring(why)) end
+    if #body > MOST then return problem(stream, "413", ("a body has at most %d bytes"):format(MOST)) end
+    local begun, gone, result = false, false, nil
+    local function send(event)
+      if gone then return false end
+      if not begun then
+        begun = true
+        gone = not write_head(stream, "200", "text/event-stream")
+      end
+      gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false)
+      cqueues.sleep(0)                                     -- other connections are read and answered
+      return not gone
+    end
+    local fine, failed = in_turn(function()
+      local fields = request.read(body, chat)
+      if fields.model and fields.model ~= options.name then
+        request.refuse("404", ("there is no model '%s'; this server has '%s'"):format(fields.model, options.name),
+          "model", "model_not_found")
+      end
+      result = answer[chat and "chat" or "completion"](model, tok, options.name, fields, fields.stream and send or nil)
+    end)
+    if gone then return end
+    if fine and result then return reply(stream, "200", result) end
+    if fine then return stream:write_chunk("data: [DONE]\n\n", true) end
+    local known = type(failed) == "table" and failed.serve
+    if not known then io.stderr:write("serve: " .. tostring(failed) .. "\n") end
+    local message = known and failed.message or "the server failed: " .. tostring(failed)
+    if begun then
+      local event = answer.text { error = { message = message, type = "server_error" } }
+      stream:write_chunk("data: " .. event .. "\n\n", true)
+      return
+    end
+    problem(stream, known and failed.status or "500", message, known and failed.param, known and failed.code)
+  end
+
+  local BEGAN = os.time()
+  local model_row = { id = options.name, object = "model", created = BEGAN, owned_by = "psluajit" }
+  local ROUTES = {
+    ["/v1/models"] = { GET = function(stream) reply(stream, "200", { object = "list", data = { model_row } }) end },
+    ["/v1/models/" .. options.name] = { GET = function(stream) reply(stream, "200", model_row) end },
+    ["/v1/completions"] = { POST = function(stream) compute(stream, false) end },
+    ["/v1/chat/completions"] = { POST = function(stream) compute(stream, true) end },
+  }
+
+  local function on_stream(_, stream)
+    local given = stream:get_headers()
+    if not given then return end
+    local path, method = (given:get ":path" or ""):match "^([^?]*)", given:get ":method"
+    if token then
+      local has = (given:get "authorization" or ""):match "^[Bb]earer (.*)$"
+      if not has or not same(has, token) then
+        return problem(stream, "401", "the request needs the header Authorization: Bearer TOKEN, with the token that "
+          .. "tools/serve.lua printed", nil, "invalid_api_key")
+      end
+    elseif not hosts[given:get ":authority"] then          -- another site's name that is made to mean this machine
+      return problem(stream, "401", "without a token the server answers only to its own address")
+    end
+    local route = ROUTES[path]
+    if not route then return problem(stream, "404", ("there is no %s"):format(path)) end
+    if not route[method] then return problem(stream, "405", ("%s takes %s"):format(path, (next(route)))) end
+    route[method](stream)
+  end
+
+  local s, why = server.listen { host = host, port = options.port or 0, tls = false, onstream = on_stream,
+    onerror = function() end }                             -- a client that leaves is not an error
+  if s then ok, why = s:listen() end
+  if not s or not ok then
+    error(("serve: cannot listen on %s, port %d: %s"):format(host, options.port or 0, tostring(why)), 0)
+  end
+  local port = select(3, s:localname())
+  for _, name in ipairs { "127.0.0.1", "localhost", "[::1]" } do hosts[name .. ":" .. port] = true end
+  options.told(("http://%s:%d"):format(host:find(":", 1, true) and "[" .. host .. "]" or host, port), token)
+  s:loop()
+end
+
+return serve

@@ -1,0 +1,176 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Requests of OpenAI's API: checks the fields of a completion or a conversation. A field that would change the answer
+-- and is not supported is refused by name.
+local json = require("cjson").new()
+
+local request = {}
+
+---@class ps.serve.Problem the error object of a reply
+---@field status string of HTTP
+---@field message string
+---@field param? string
+---@field code? string
+
+--- Raises an error that becomes a reply.
+---@param status string
+---@param message string
+---@param param? string
+---@param code? string
+function request.refuse(status, message, param, code)
+  error({ serve = true, status = status, message = message, param = param, code = code }, 0)
+end
+local refuse = request.refuse
+
+local MOST_STOPS, MOST_CHOICES, MOST_LOGPROBS = 16, 128, 20
+
+local function bad(key, text) refuse("400", ("%s %s"):format(key, text), key) end
+
+local function number(low, high)
+  return function(value, key)
+    if type(value) ~= "number" or not (value >= low and value <= high) then
+      bad(key, ("must be a number in [%g, %g]"):format(low, high))
+    end
+    return value
+  end
+end
+local function whole(low, high)
+  local check = number(low, high)
+  return function(value, key)
+    if check(value, key) % 1 ~= 0 then bad(key, "must be a whole number") end
+    return value
+  end
+end
+local function boolean(value, key)
+  if type(value) ~= "boolean" then bad(key, "must be true or false") end
+  return value
+end
+local function text(value, key)
+  if type(value) ~= "string" then bad(key, "must be a string") end
+  return value
+end
+local function anything(value) return value end
+local function stops(value, key)
+  if type(value) == "string" then value = { value } end
+  if type(value) ~= "table" or #value > MOST_STOPS then bad(key, ("must be up to %d strings"):format(MOST_STOPS)) end
+  for _, one in ipairs(value) do
+    if type(one) ~= "string" or one == "" then bad(key, "must be strings that are not empty") end
+  end
+  return value
+end
+-- A field of which only some values are supported.
+local function only(...)
+  local allowed = { ... }
+  return function(value, key)
+    for _, one in ipairs(allowed) do if value == one then return nil end end
+    if type(value) == "table" and next(value) == nil then return nil end
+    bad(key, ("is not supported (only %s)"):format(json.encode(allowed[1])))
+  end
+end
+local function format(value, key)
+  if type(value) ~= "table" or value.type ~= "text" then bad(key, "is not supported (only {\"type\": \"text\"})") end
+end
+local function stream_options(value, key)
+  if type(value) ~= "table" then bad(key, "must be an object") end
+  for name, one in pairs(value) do
+    if name ~= "include_usage" then bad(key .. "." .. name, "is not supported") end
+    boolean(one, key .. "." .. name)
+  end
+  return value
+end
+
+local COMMON = { model = text, max_tokens = whole(0, 2 ^ 31), temperature = number(0, 100), top_p = number(1e-9, 1),
+  top_k = whole(0, 2 ^ 31), min_p = number(0, 1), seed = whole(-2 ^ 53, 2 ^ 53), stop = stops, stream = boolean,
+  stream_options = stream_options, n = whole(1, MOST_CHOICES), user = anything, metadata = anything, store = anything,
+  presence_penalty = only(0), frequency_penalty = only(0), logit_bias = only(json.null), service_tier = anything,
+  safety_identifier = anything, prompt_cache_key = anything }
+local COMPLETION = { prompt = anything, echo = boolean, logprobs = whole(0, MOST_LOGPROBS), best_of = only(1),
+  suffix = only("") }
+local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, MOST_LOGPROBS),
+  max_completion_tokens = whole(0, 2 ^ 31), response_format = format, tools = only(json.null),
+  tool_choice = only("none"), functions = only(json.null), reasoning_effort = only("none"), modalities = anything,
+  parallel_tool_calls = anything }
+
+--- The fields of a request's body, checked.
+---@param body string
+---@param chat boolean
+---@return table
+function request.read(body, chat)
+  local ok, given = pcall(json.decode, body)
+  if not ok or type(given) ~= "table" then refuse("400", "the body must be a JSON object") end
+  local fields, own = {}, chat and CHAT or COMPLETION
+  for key, value in pairs(given) do
+    local check = COMMON[key] or own[key]
+    if not check then refuse("400", ("there is no field '%s'"):format(tostring(key)), tostring(key)) end
+    if value ~= json.null then fields[key] = check(value, key) end
+  end
+  return fields
+end
+
+local function is_ids(value)
+  if type(value) ~= "table" or #value == 0 then return false end
+  for _, id in ipairs(value) do if type(id) ~= "number" or id % 1 ~= 0 or id < 0 then return false end end
+  return true
+end
+
+--- The prompts of a completion, each a list of ids.
+---@param prompt any a string, a list of ids, or a list of either
+---@param tok ps.Tokenizer
+---@param words integer of the vocabulary
+---@return integer[][]
+function request.prompts(prompt, tok, words)
+  if prompt == nil then bad("prompt", "is missing") end
+  local list = (type(prompt) == "string" or is_ids(prompt)) and { prompt } or prompt
+  if type(list) ~= "table" or #list == 0 then bad("prompt", "must be a string, a list of ids, or a list of these") end
+  local prompts = {}
+  for i, one in ipairs(list) do
+    if type(one) == "string" then one = tok:encode(one)
+    elseif not is_ids(one) then bad("prompt", "must be a string, a list of ids, or a list of these") end
+    for _, id in ipairs(one) do
+      if id >= words then bad("prompt", ("has the id %d, but the model has %d words"):format(id, words)) end
+    end
+    if #one == 0 then bad("prompt", "is empty; it must have at least one token") end
+    prompts[i] = one
+  end
+  return prompts
+end
+
+local PARTS = "must be a string, or a list of parts of type text"
+
+-- The text of a message's content.
+local function content_of(value, key)
+  if type(value) == "string" then return value end
+  if type(value) ~= "table" then bad(key, PARTS) end
+  local pieces = {}
+  for i, part in ipairs(value) do
+    if type(part) ~= "table" or part.type ~= "text" or type(part.text) ~= "string" then bad(key, PARTS) end
+    pieces[i] = part.text
+  end
+  return table.concat(pieces)
+end
+
+--- The ids of a conversation, by the model's template.
+---@param messages any
+---@param tok ps.Tokenizer
+---@return integer[]
+function request.conversation(messages, tok)
+  if type(messages) ~= "table" or #messages == 0 then bad("messages", "must be a list of messages") end
+  if not tok:has_chat_template() then
+    refuse("400", "the model has no chat template; use /v1/completions", "messages")
+  end
+  local list = {}
+  for i, one in ipairs(messages) do
+    if type(one) ~= "table" then bad("messages", "must be a list of messages") end
+    for key, value in pairs(one) do
+      if key ~= "role" and key ~= "content" and key ~= "name" and value ~= json.null then
+        bad(("messages[%d].%s"):format(i - 1, key), "is not supported")
+      end
+    end
+    list[i] = { role = text(one.role, ("messages[%d].role"):format(i - 1)),
+      content = content_of(one.content, ("messages[%d].content"):format(i - 1)) }
+  end
+  local ok, ids = pcall(tok.apply_chat_template, tok, list, { add_generation_prompt = true })
+  if not ok then refuse("400", "the chat template: " .. tostring(ids), "messages") end
+  return ids
+end
+
+return request

@@ -1,0 +1,258 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- tools/serve.lua: what it answers to requests of OpenAI's API, as a whole and as streams, and what it refuses.
+local ps = require "ps"
+local answer = require "ps.serve.answer"
+local check = require "spec.check_lib"
+local gpt2 = require "models.gpt2"
+local http = require "http.request"
+local json = require "cjson"
+local paths = require "ps.paths"
+local tokens = require "spec.tokenizer_lib"
+
+local folder, address, token, pid, model, tok
+
+setup(function()
+  folder = tokens.gpt2 { { "a", "b" } }
+  ps.manual_seed(1)
+  gpt2.new("tiny", { vocab_size = 258, n_positions = 64, initializer_range = 0.3 }):save_pretrained(folder)
+  check.write(folder .. "/chat_template.jinja", "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+    .. "{% if add_generation_prompt %}assistant:{% endif %}")
+  model, tok = ps.from_pretrained(folder, { quiet = true }), ps.tokenizer.from_pretrained(folder)
+  local p = io.popen(("'%s' '%s/tools/serve.lua' '%s' --name tiny >'%s/said' 2>&1 & echo $!"):format(paths.exe,
+    paths.root, folder, folder))
+  pid = p:read()
+  p:close()
+  for _ = 1, 600 do
+    address, token = (check.read(folder .. "/said") or ""):match "^tiny: (http://%S+)/v1  token (%x+)\n"
+    if address then break end
+    os.execute "sleep 0.1"
+  end
+  assert(address, check.read(folder .. "/said"))
+end)
+teardown(function()
+  os.execute("kill " .. pid)
+  tokens.remove(folder)
+end)
+
+-- The status and the body of a reply. body: a table, which becomes JSON; nil: the method is GET.
+local function ask(path, body, more)
+  local r = http.new_from_uri(address .. path)
+  r.headers:upsert("authorization", "Bearer " .. token)
+  for key, value in pairs(more or {}) do r.headers:upsert(key, value) end
+  if body then
+    r.headers:upsert(":method", "POST")
+    r:set_body(type(body) == "string" and body or json.encode(body))
+  end
+  local headers, stream = assert(r:go(60))
+  return headers:get ":status", assert(stream:get_body_as_string(60)), headers
+end
+
+local function reply(path, body)
+  local status, text = ask(path, body)
+  assert.equal("200", status, text)
+  return json.decode(text), text
+end
+
+local function refused(status, part, path, body, more)
+  local got, text = ask(path, body, more)
+  assert.equal(status, got, text)
+  local problem = json.decode(text).error
+  assert.truthy(problem.message:find(part, 1, true), text)
+  return problem
+end
+
+-- The events of a stream, and whether it ended as it should.
+local function events(text)
+  local list, ended = {}, false
+  for line in text:gmatch "([^\n]+)\n\n" do
+    local data = line:match "^data: (.*)$"
+    if data == "[DONE]" then ended = true else list[#list + 1] = json.decode(data) end
+  end
+  assert.truthy(ended, text)
+  return list
+end
+
+local function greedy(ids, n) return model:generate(ids, n, { temperature = 0 }) end
+local function text_of(ids, first) return tok:decode({ unpack(ids, first) }, { skip_special_tokens = true }) end
+
+describe("tools/serve.lua", function()
+  it("names its model", function()
+    local list = reply "/v1/models"
+    assert.equal("list", list.object)
+    assert.equal("tiny", list.data[1].id)
+    assert.equal("tiny", reply("/v1/models/tiny").id)
+  end)
+
+  it("completes texts and ids", function()
+    local ids = tok:encode "abba"
+    local want = text_of(greedy(ids, 6), #ids + 1)
+    local got = reply("/v1/completions", { model = "tiny", prompt = "abba", max_tokens = 6, temperature = 0 })
+    assert.equal("text_completion", got.object)
+    assert.equal(want, got.choices[1].text)
+    assert.equal("length", got.choices[1].finish_reason)
+    assert.same({ prompt_tokens = #ids, completion_tokens = 6, total_tokens = #ids + 6 }, got.usage)
+    got = reply("/v1/completions", { prompt = { ids, { 5, 6, 7 } }, max_tokens = 6, temperature = 0 })
+    assert.equal(2, #got.choices)
+    assert.equal(want, got.choices[1].text)
+    assert.equal(1, got.choices[2].index)
+    assert.equal(text_of(greedy({ 5, 6, 7 }, 6), 4), got.choices[2].text)
+    local function drawn(seed)
+      return reply("/v1/completions", { prompt = "abba", max_tokens = 8, seed = seed, n = 2 }).choices
+    end
+    local a, b = drawn(7), drawn(7)
+    assert.equal(a[1].text, b[1].text)
+    assert.equal(a[2].text, b[2].text)
+    assert.not_equal(a[1].text, a[2].text)
+  end)
+
+  it("gives log-probabilities as lm-eval asks for them: echo with n + 1 entries, the first null", function()
+    local ids = { 5, 6, 7, 8 }
+    local got = reply("/v1/completions", { prompt = ids, max_tokens = 1, temperature = 0, logprobs = 1, echo = true })
+    local row = got.choices[1].logprobs
+    assert.equal(5, #row.token_logprobs)
+    assert.equal(json.null, row.token_logprobs[1])
+    assert.equal(json.null, row.top_logprobs[1])
+    local all = ps.no_grad(function()
+      return model({ input_ids = ps.tensor({ ids }, "int32") }).logits:log_softmax(-1):tolist()[1]
+    end)
+    for i = 2, 4 do
+      assert.truthy(math.abs(row.token_logprobs[i] - all[i - 1][ids[i] + 1]) < 1e-4)
+      local most = -math.huge
+      for _, value in pairs(row.top_logprobs[i]) do most = math.max(most, value) end
+      local best = -math.huge
+      for _, value in ipairs(all[i - 1]) do best = math.max(best, value) end
+      assert.truthy(math.abs(most - best) < 1e-4)
+    end
+    assert.equal(text_of(greedy(ids, 1), 1), got.choices[1].text)
+    got = reply("/v1/completions", { prompt = ids, max_tokens = 0, logprobs = 0, echo = true })
+    assert.equal(4, #got.choices[1].logprobs.token_logprobs)
+  end)
+
+  it("answers conversations by the template", function()
+    local messages = { { role = "user", content = "abba" } }
+    local ids = tok:apply_chat_template(messages, { add_generation_prompt = true })
+    local want = text_of(greedy(ids, 5), #ids + 1)
+    local got = reply("/v1/chat/completions", { messages = messages, max_tokens = 5, temperature = 0, logprobs = true,
+      top_logprobs = 2 })
+    assert.equal("chat.completion", got.object)
+    assert.same({ role = "assistant", content = want }, got.choices[1].message)
+    assert.equal(5, #got.choices[1].logprobs.content)
+    assert.equal(2, #got.choices[1].logprobs.content[1].top_logprobs)
+    messages[1].content = { { type = "text", text = "ab" }, { type = "text", text = "ba" } }
+    got = reply("/v1/chat/completions", { messages = messages, max_completion_tokens = 5, temperature = 0 })
+    assert.equal(want, got.choices[1].message.content)
+  end)
+
+  it("streams", function()
+    local _, text, headers = ask("/v1/chat/completions", { messages = { { role = "user", content = "abba" } },
+      max_tokens = 9, temperature = 0, stream = true, stream_options = { include_usage = true } })
+    assert.equal("text/event-stream", headers:get "content-type")
+    local list, pieces = events(text), {}
+    assert.equal("assistant", list[1].choices[1].delta.role)
+    for _, one in ipairs(list) do
+      if one.choices[1] then pieces[#pieces + 1] = one.choices[1].delta.content end
+    end
+    local whole = reply("/v1/chat/completions", { messages = { { role = "user", content = "abba" } }, max_tokens = 9,
+      temperature = 0 })
+    assert.equal(whole.choices[1].message.content, table.concat(pieces))
+    assert.equal("length", list[#list - 1].choices[1].finish_reason)
+    assert.equal(9, list[#list].usage.completion_tokens)
+    assert.truthy(text:find('"choices":[]', 1, true))
+  end)
+
+  it("ends at a stop string, which is not in the text, also in a stream", function()
+    local ids = tok:encode "abba"
+    local text = text_of(greedy(ids, 12), #ids + 1)
+    local stop = text:sub(5, 6)
+    local want = text:sub(1, text:find(stop, 1, true) - 1)
+    local fields = { prompt = "abba", max_tokens = 12, temperature = 0, stop = { "zzzz", stop } }
+    local got = reply("/v1/completions", fields)
+    assert.equal(want, got.choices[1].text)
+    assert.equal("stop", got.choices[1].finish_reason)
+    assert.truthy(got.usage.completion_tokens < 12)
+    fields.stream = true
+    local _, said = ask("/v1/completions", fields)
+    local pieces = {}
+    for _, one in ipairs(events(said)) do pieces[#pieces + 1] = one.choices[1].text end
+    assert.equal(want, table.concat(pieces))
+  end)
+
+  it("answers several clients, and goes on when one leaves its stream", function()
+    local body = json.encode { prompt = "abba", max_tokens = 50, temperature = 0, stream = true }
+    local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
+    socket:setmode("b", "b")                               -- ends of lines as they are
+    assert(socket:write(("POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d"
+      .. "\r\n\r\n%s"):format(token, #body, body)))
+    assert(socket:flush())
+    local line, why = socket:read "*l"
+    assert.truthy(line and line:find("200", 1, true), line or why)
+    socket:close()
+    local cqueues = require "cqueues"
+    local queue, texts = cqueues.new(), {}
+    for i = 1, 3 do
+      queue:wrap(function()
+        texts[i] = reply("/v1/completions", { prompt = "abba", max_tokens = 10, temperature = 0 }).choices[1].text
+      end)
+    end
+    assert(queue:loop(60))
+    assert.truthy(texts[1] and texts[1] == texts[2] and texts[1] == texts[3])
+    reply "/v1/models"
+  end)
+
+  it("refuses requests without the token, and what it does not know", function()
+    refused("401", "Authorization: Bearer", "/v1/models", nil, { authorization = "Bearer " .. ("0"):rep(32) })
+    refused("401", "Authorization: Bearer", "/v1/completions", { prompt = "a" }, { authorization = "Basic x" })
+    refused("404", "/v1/embeddings", "/v1/embeddings", {})
+    refused("405", "POST", "/v1/completions")
+    refused("404", "no model 'gpt-4'", "/v1/completions", { model = "gpt-4", prompt = "a" })
+  end)
+
+  it("names the field that is wrong", function()
+    local function bad(param, part, body, path)
+      local problem = refused("400", part, path or "/v1/completions", body)
+      assert.equal(param or json.null, problem.param)
+    end
+    bad(nil, "JSON object", "{")
+    bad("prompt", "missing", {})
+    bad("prompt", "258 words", { prompt = { 1, 258 } })
+    bad("prompt", "empty", { prompt = "" })
+    bad("max_tokens", "64 positions", { prompt = "ab", max_tokens = 64 })
+    bad("temperature", "[0, 100]", { prompt = "a", temperature = -1 })
+    bad("n", "whole", { prompt = "a", n = 1.5 })
+    bad("frobnicate", "no field", { prompt = "a", frobnicate = 1 })
+    bad("presence_penalty", "not supported", { prompt = "a", presence_penalty = 1 })
+    bad("stop", "empty", { prompt = "a", stop = "" })
+    bad("messages", "list of messages", {}, "/v1/chat/completions")
+    local image = { role = "user", content = { { type = "image_url" } } }
+    bad("messages[0].content", "parts of type text", { messages = { image } }, "/v1/chat/completions")
+    assert.equal("context_length_exceeded", refused("400", "positions", "/v1/completions", { prompt = ("a"):rep(70) })
+      .code)
+  end)
+
+  it("says in a line why it does not begin", function()
+    local out, code = check.shell(("'%s' '%s/tools/serve.lua' /nowhere.gguf"):format(paths.exe, paths.root))
+    assert.truthy(code == 1 and out:find("nowhere", 1, true), out)
+    out, code = check.shell(("'%s' '%s/tools/serve.lua' '%s' --host 0.0.0.0 --no-token"):format(paths.exe, paths.root,
+      folder))
+    assert.truthy(code == 1 and out:find("pass a token", 1, true), out)
+  end)
+end)
+
+describe("the text of an answer", function()
+  it("has no part of a stop string, however it comes", function()
+    for _, pieces in ipairs { { "abc<en", "d>x" }, { "abc", "<", "end", ">" }, { "abc<end>x" } } do
+      local got = {}
+      local add, rest = answer.cutter({ "<end>", "zz" }, function(text) got[#got + 1] = text end)
+      for _, one in ipairs(pieces) do add(one) end
+      assert.equal(true, rest())
+      assert.equal("abc", table.concat(got))
+    end
+    local got = {}
+    local add, rest = answer.cutter({ "<end>" }, function(text) got[#got + 1] = text end)
+    add "x\195\169"
+    add "\195\169<en"
+    assert.equal(false, rest())
+    assert.equal("x\195\169\195\169<en", table.concat(got))
+    for _, piece in ipairs(got) do assert.truthy(require("ps.core.utf8").valid(piece), piece) end
+  end)
+end)

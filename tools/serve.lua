@@ -1,0 +1,40 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- A server for programs that speak OpenAI's API (docs/serve.md):
+--   psluajit tools/serve.lua DIR|FILE.gguf          prints its address and the token that requests need
+-- It answers GET /v1/models, POST /v1/completions and POST /v1/chat/completions, also as streams. Requests wait for
+-- each other; a request whose client leaves ends. Ctrl-C ends the server.
+local ps = require "ps"
+local argparse = require "argparse"
+local command_line = require "ps.core.command_line"
+local folder = require "ps.pretrained.folder"
+local serve = require "ps.serve"
+
+local parser = argparse("tools/serve.lua", "Serves a model to programs that speak OpenAI's API.")
+parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, or a "
+  .. "GGUF file")
+command_line.whole(parser:option("--port", "default: one that is free", "0"), 0, 65535)
+parser:option("--host", "the address to listen on", "127.0.0.1")
+parser:option("--token", "the bearer token that requests need (default: a random one, which is printed)")
+parser:flag("--no-token", "requests need no token; only with an address of this machine")
+parser:option("--name", "the model's name in the API (default: that of the folder or file)")
+parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
+parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
+parser:option("--adapter", "a folder or GGUF file with an adapter for the model")
+local args = parser:parse()
+
+local function main()
+  local path = folder.find(args.model)
+  local tok = ps.tokenizer.from_pretrained(path)
+  local model = ps.from_pretrained(path, { dtype = args.dtype, mmap = "auto", quiet = true,
+    keep_quantized = args.keep_quantized })
+  if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
+  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  local name = args.name or path:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")
+  serve.run(model, tok, { name = name, host = args.host, port = args.port, token = args.token,
+    no_token = args.no_token, told = function(address, token)
+      print(("%s: %s/v1%s"):format(name, address, token and "  token " .. token or ""))
+      io.stdout:flush()
+    end })
+end
+
+command_line.try("serve", main)
