@@ -26,7 +26,8 @@ local MENU = {
   { "Coming from", { "docs/migrating", "docs/pytorch", "docs/bmtrain" } },
   { "Look inside", { "docs/inspecting", "docs/profiling" } },
   { "Reference", { "docs/api", "docs/config", "docs/environment", "docs/glossary", "docs/cuda", "docs/dependencies" } },
-  { "Examples and source", { "examples/README", "ARCHITECTURE", "CONTRIBUTING", "spec/README", "CHANGELOG" } },
+  { "Examples and source", { "examples/README", "examples/benchmark/README",
+    "ARCHITECTURE", "CONTRIBUTING", "spec/README", "CHANGELOG" } },
 }
 
 local function read(path)

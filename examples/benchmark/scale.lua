@@ -1,0 +1,143 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The largest models that fit machines which are not here: plans train.lua of PatrickStar's benchmark for each machine,
+-- from the smallest size up to the first two that do not fit, and writes a table, a CSV file and a plot.
+--
+--   psluajit scale.lua --hardware v100-32,v100-32x4,v100-32x8 --host 240GB --out out/scale
+local argparse = require "argparse"
+local command_line = require "ps.command_line"
+local json = require "cjson"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local here = arg[0]:match "^(.*)/" or "."
+local sizes = dofile(here .. "/models.lua")
+
+local parser = argparse("benchmark/scale.lua", "Plans PatrickStar's benchmark for machines that are not here.")
+parser:option("--hardware", "Machines of psluajit plan, separated by commas.", "v100-32,v100-32x2,v100-32x4,v100-32x8")
+parser:option("--models", "Sizes from small to large, separated by commas. Default: the GPTs by their parameters.")
+parser:option("--host", "Host memory of a machine, such as 240GB. Default: that of the tables.")
+parser:option("--disk", "Folder for a disk tier. Default: no disk tier.")
+command_line.whole(parser:option("--batch", "Rows per process and step.", "16"), 1)
+parser:option("--precision", "fp16, bf16 or fp32.", "fp16"):choices { "fp16", "bf16", "fp32" }
+parser:option("--out", "Folder for scale.csv and scale.svg.", "out/scale")
+local args = parser:parse()
+
+local function split(text)
+  local list = {}
+  for word in text:gmatch "[^,%s]+" do list[#list + 1] = word end
+  return list
+end
+
+local function try(fn, ...) return command_line.try("scale.lua", fn, ...) end
+
+-- The sizes to plan, ascending by parameters.
+local models = {}
+for _, name in ipairs(args.models and split(args.models) or sizes.names()) do
+  local size = try(sizes.of, name)
+  if size.kind == "gpt2" then
+    models[#models + 1] = { name = name, parameters = sizes.gpt_parameters(size) }
+  elseif args.models then
+    try(error, ("'%s' is a BERT; name GPTs"):format(name), 0)
+  end
+end
+table.sort(models, function(a, b) return a.parameters < b.parameters end)
+
+local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
+
+-- The plan of a size on a machine, as tools/plan.lua describes it.
+local function plan(machine, model)
+  local command = { quoted(paths.exe), quoted(paths.root .. "/tools/plan.lua"), "--json", "--find", "nothing",
+    "--hardware", quoted(machine) }
+  if args.host then
+    command[#command + 1] = "--host"
+    command[#command + 1] = quoted(args.host)
+  end
+  for _, word in ipairs { here .. "/train.lua", "--model", model.name, "--batch", tostring(args.batch),
+    "--precision", args.precision } do command[#command + 1] = quoted(word) end
+  if args.disk then
+    command[#command + 1] = "--disk"
+    command[#command + 1] = quoted(args.disk)
+  end
+  local p = assert(io.popen(table.concat(command, " ") .. " 2>&1"))
+  local text = p:read "*a"
+  p:close()
+  local line = text:match "({.*})"
+  local ok, result = pcall(json.decode, line)
+  if not ok then try(error, ("no plan of %s for %s: %s"):format(model.name, machine, text), 0) end
+  return result
+end
+
+-- Rows of the table: { machine, model, parameters, fits, peaks, seconds }.
+local machines, rows, largest = split(args.hardware), {}, {}
+for _, machine in ipairs(machines) do
+  local misses = 0
+  for _, model in ipairs(models) do
+    local result = plan(machine, model)
+    local row = { machine = machine, model = model.name, parameters = result.parameters or model.parameters,
+      fits = result.fits, seconds = result.seconds and result.seconds.step }
+    for _, tier in ipairs(result.tiers or {}) do row[tier.name] = tier.peak end
+    rows[#rows + 1] = row
+    if row.fits then
+      largest[machine], misses = row, 0
+    else
+      misses = misses + 1
+    end
+    print(("%-12s %-18s %7.4g G parameters  %s"):format(machine, model.name, row.parameters / 1e9, row.fits
+      and ("fits; %s"):format(row.seconds and ("%.4g to %.4g s per step"):format(row.seconds[1], row.seconds[2])
+        or "only memory is counted")
+      or "does not fit"))
+    if misses == 2 then break end
+  end
+end
+
+local function make_folder(path)
+  local at = path:sub(1, 1) == "/" and "" or nil
+  for part in path:gmatch "[^/]+" do
+    at = at and at .. "/" .. part or part
+    if not lfs.attributes(at, "mode") then assert(lfs.mkdir(at)) end
+  end
+end
+
+local function write(name, text)
+  local file = assert(io.open(args.out .. "/" .. name, "wb"))
+  file:write(text)
+  assert(file:close())
+end
+
+make_folder(args.out)
+local lines = { "machine,model,parameters,fits,device_peak_bytes,host_peak_bytes,disk_peak_bytes,least_s,most_s" }
+for _, row in ipairs(rows) do
+  local function number(value) return value and ("%.10g"):format(value) or "" end
+  lines[#lines + 1] = table.concat({ row.machine, row.model, ("%.0f"):format(row.parameters), tostring(row.fits),
+    number(row.fits and row.device), number(row.fits and row.host), number(row.fits and row.disk),
+    number(row.fits and row.seconds and row.seconds[1]), number(row.fits and row.seconds and row.seconds[2]) }, ",")
+end
+write("scale.csv", table.concat(lines, "\n") .. "\n")
+
+-- The plot: a bar per machine, as long as its largest model.
+local WIDTH, LEFT, BAR = 620, 130, 34
+local most = 0
+for _, row in pairs(largest) do most = math.max(most, row.parameters) end
+local svg = { ('<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" '
+  .. 'font-size="13">'):format(WIDTH + LEFT + 110, 50 + #machines * BAR), '<rect width="100%" height="100%" '
+  .. 'fill="white"/>', ('<text x="%d" y="24">largest GPT that fits, %d rows of a process, %s</text>'):format(LEFT,
+  args.batch, args.precision) }
+for i, machine in ipairs(machines) do
+  local y, row = 36 + (i - 1) * BAR, largest[machine]
+  svg[#svg + 1] = ('<text x="%d" y="%d" text-anchor="end">%s</text>'):format(LEFT - 10, y + 18, machine)
+  if row then
+    local length = row.parameters / most * WIDTH
+    svg[#svg + 1] = ('<rect x="%d" y="%d" width="%.1f" height="24" fill="#3385fe"/>'):format(LEFT, y, length)
+    svg[#svg + 1] = ('<text x="%.1f" y="%d">%.4g G</text>'):format(LEFT + length + 8, y + 18, row.parameters / 1e9)
+  else
+    svg[#svg + 1] = ('<text x="%d" y="%d">none of them</text>'):format(LEFT + 8, y + 18)
+  end
+end
+write("scale.svg", table.concat(svg, "\n") .. "\n</svg>\n")
+print()
+print(("%-12s %-18s %s"):format("machine", "largest model", "parameters"))
+for _, machine in ipairs(machines) do
+  local row = largest[machine]
+  print(("%-12s %-18s %s"):format(machine, row and row.model or "none", row
+    and ("%.4g G"):format(row.parameters / 1e9) or "-"))
+end
+print(("\nwrote scale.csv and scale.svg into %s"):format(args.out))
