@@ -117,7 +117,8 @@ local folder, tok, held_out, most, date, loader, evaluation = try(prepared)
 
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function()
-    local made = ps.from_pretrained(folder):train()
+    local made = ps.from_pretrained(folder, { dtype = args.lora and args.dtype or nil,
+      mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights stay in their files
     return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
       dropout = args.lora_dropout }) or made
   end,

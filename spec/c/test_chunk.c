@@ -253,7 +253,7 @@ static void adopt(world *w)
     int at = (int)draw(CHUNKS);
     int32_t id;
     int rc = ps_chunk_new(w->cs, PS_KIND_PARAM, 0, at, PS_F32, (x->s->nbytes + PAGE - 1) / PAGE * PAGE, &id);
-    if (rc == 0) rc = ps_chunk_adopt(w->cs, x->s, id, 0, "adopted");
+    if (rc == 0) rc = ps_chunk_adopt(w->cs, x->s, id, 0, "adopted", false);
     if (rc < 0) {
         note_failure(w, rc, __LINE__);
         return;
@@ -481,9 +481,9 @@ static void test_wrong_use(void)
     void *p;
     FAILS(ps_storage_pin(s, SIM, PS_READ, &p), PS_EINVAL, "not a tier of its engine");
     OK(ps_storage_pin(s, CPU, PS_READ, &p));
-    FAILS(ps_chunk_adopt(cs, s, other, 0, NULL), PS_ESTATE, "in use");
+    FAILS(ps_chunk_adopt(cs, s, other, 0, NULL, false), PS_ESTATE, "in use");
     ps_storage_unpin(s, CPU);
-    OK(ps_chunk_adopt(cs, s, other, 0, NULL));
+    OK(ps_chunk_adopt(cs, s, other, 0, NULL, false));
     CHECK(ps_storage_chunk(cs, s) == other && !strcmp(ps_chunk_tensor_name(cs, other, 0), "one"));
     FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last storage is gone */
     ps_chunks_close(cs);

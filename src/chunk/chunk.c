@@ -98,6 +98,7 @@ static void only_valid(ps_chunks *cs, chunk *c, int t)
     for (int other = 0; other < cs->n_tiers; other++)
         if (other != t && has_copy(c, other) && c->slot[other]) slot_drop(cs, c, other);
     c->valid = (uint8_t)(1u << t);
+    source_drop(c);
 }
 
 /* For tests: chunks that may move do so at random, and the requested chunk changes its address. */
@@ -225,6 +226,7 @@ int ps_chunk_end(ps_chunks *cs, int32_t id)
     if (cs->step->dry) return 0;
     while (c->transfer) PS_TRY(transfers_poll(cs, true, c));
     for (int t = 0; t < cs->n_tiers; t++) slot_drop(cs, c, t);
+    source_drop(c);
     for (int32_t k = 0; k < c->n_members; k++) PS_TRY(set_state(c, c->members[k], PS_TS_FREE));
     c->valid = 0;
     c->ended = true;
@@ -362,6 +364,7 @@ static void chunk_bury(ps_chunks *cs, chunk *c)
     while (c->transfer) transfers_poll(cs, true, c);      /* ignores errors: each call completes a copy */
     for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
     if (c->extent >= 0) ps_disk_extent_free(cs->disk, c->extent, c->nbytes);
+    source_drop(c);
     c->extent = -1;
     c->valid = 0;
     c->dead = true;
@@ -488,7 +491,7 @@ static int copy_into(ps_chunks *cs, ps_storage *s, ps_storage *to)
     return rc;
 }
 
-int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offset, const char *name)
+int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offset, const char *name, bool stays)
 {
     if (tier_of(cs, s->device) < 0 || !s->block)
         return ps_fail(PS_EINVAL, "only tensors with bytes, on a device of this engine, can go into chunks");
@@ -500,7 +503,8 @@ int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk_id, int64_t offse
     if (!m) return PS_ENOMEM;
     to.block = m;
     member_link(chunk_at(cs, chunk_id), m);
-    int rc = copy_into(cs, s, &to);
+    int rc = stays || chunk_at(cs, chunk_id)->group < 0 ? source_adopt(cs, s, m) : 0;    /* group -1: staging */
+    if (rc == 0) rc = copy_into(cs, s, &to);
     if (rc < 0) {
         member_unlink(cs, m, false);
         ps_free(m->name);
@@ -608,6 +612,7 @@ void ps_chunks_close(ps_chunks *cs)
             chunks_free(&cs->base.keeper, s);
         }
         for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) slot_drop(cs, c, t);
+        source_drop(c);
         ps_free(c->members);
     }
     for (int t = 0; t < cs->n_tiers; t++) {
@@ -616,6 +621,7 @@ void ps_chunks_close(ps_chunks *cs)
         if (cs->tiers[t].be) cs->plain->table->set_hold_limit(cs->plain, cs->tiers[t].device, 0);
     }
     if (cs->disk) ps_disk_close(cs->disk);
+    ps_source_close(cs->source);
     while (cs->spare) {
         transfer *x = cs->spare;
         cs->spare = x->next;

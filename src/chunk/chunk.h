@@ -50,8 +50,9 @@ int ps_chunk_storage_new(ps_chunks *cs, int32_t chunk, int64_t offset, int64_t n
                          ps_storage **out);
 /* Undoes ps_chunk_storage_new before the storage was used; the chunk stays. */
 void ps_chunk_storage_undo(ps_chunks *cs, ps_storage *s);
-/* Moves a storage, with its bytes, into a chunk: from the plain manager, or from another chunk. */
-int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name);
+/* Moves a storage, with its bytes, into a chunk: from the plain manager, or from another chunk. stays: borrowed bytes
+ * are not copied if there is a disk tier. The chunk is then read from the lender, until it is first written to. */
+int ps_chunk_adopt(ps_chunks *cs, ps_storage *s, int32_t chunk, int64_t offset, const char *name, bool stays);
 int ps_chunk_count(const ps_chunks *cs);
 void ps_chunk_get(const ps_chunks *cs, int32_t chunk, ps_chunk_info *out);
 const char *ps_chunk_tensor_name(const ps_chunks *cs, int32_t chunk, int i);   /* "" if the storage has no name */

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include "chunk/chunk.h"
 #include "chunk/disk.h"
+#include "chunk/source.h"
 
 /* A storage's place in a chunk. ps_storage.block points to it. */
 typedef struct member {
@@ -28,6 +29,7 @@ typedef struct transfer {
     int64_t began_ns;             /* begin of its event in the record, or 0 */
     ps_copy *copy;                /* handle of a copy between device and host, or NULL */
     ps_disk_job *job;             /* handle of a copy between memory and disk, or NULL */
+    ps_source_job *read;          /* handle of a copy from the chunk's source, or NULL */
 } transfer;
 
 typedef struct chunk {
@@ -37,6 +39,8 @@ typedef struct chunk {
     int64_t nbytes, used_nbytes;
     void *slot[PS_TIERS];         /* memory on each tier except the disk, or NULL */
     int64_t extent;               /* its place in the disk's file, or -1 */
+    source_part *source;          /* [n_source] in order: its contents on the disk tier, instead of an extent; or NULL */
+    int32_t n_source, source_capacity;
     uint8_t valid;                /* tiers with a valid copy, as a bit set. 0: no contents, which reads as zeros */
     bool dead;                    /* the chunk's last storage was freed: ps_chunk_new may reuse this record */
     bool ended;                   /* its contents were discarded: its next slot has undefined contents */
@@ -79,6 +83,7 @@ struct ps_chunks {
     int32_t n_tiers;
     tier tiers[PS_TIERS];
     ps_disk *disk;                /* disk of the last tier, or NULL */
+    ps_source *source;            /* reads the sources of chunks; NULL: no chunk has had one */
     chunk *chunks;
     int32_t n_chunks, capacity;
     int32_t first_dead;           /* no chunk with a smaller index is dead */
@@ -166,6 +171,12 @@ int fail_no_room(ps_chunks *cs, int t, const chunk *c, int64_t nbytes);
 /* Writes the bytes of tiers that changed to the record of events. The first call also writes the places of all
  * chunks. */
 void record_tiers(ps_chunks *cs);
+
+/* -- chunk/source.c */
+/* Makes the borrowed bytes of a storage, or those of its place in a chunk with a source, a part of the source of the
+ * new member's chunk. 1: done, and nothing is copied. 0: not possible. */
+int source_adopt(ps_chunks *cs, ps_storage *s, const member *m);
+void source_drop(chunk *c);           /* ends the chunk's source, if it has one */
 
 /* -- chunk/resident.c */
 /* Sets resident [n_chunks] to 1 for chunks that must live only on tier 0 in a step like `trace`, and *nbytes to their

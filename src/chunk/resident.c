@@ -65,7 +65,7 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     *nbytes = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         resident[i] = 0;
-        if (cs->chunks[i].dead) continue;
+        if (cs->chunks[i].dead || cs->chunks[i].n_source) continue;      /* a source is a place below */
         all += cs->chunks[i].nbytes;
         if (cs->chunks[i].nbytes > largest) largest = cs->chunks[i].nbytes;
     }
@@ -85,7 +85,7 @@ int residents_choose(ps_chunks *cs, const ps_trace *trace, uint8_t *resident, in
     int32_t n = 0;
     for (int32_t i = 0; i < cs->n_chunks; i++) {
         const chunk *c = &cs->chunks[i];
-        if (c->dead || list[i].uses == INT32_MAX || c->held > 0) continue;
+        if (c->dead || c->n_source || list[i].uses == INT32_MAX || c->held > 0) continue;
         can_stay += c->nbytes;
         list[n++] = list[i];
     }

@@ -383,7 +383,8 @@ static bool trace_fits(const ps_chunks *cs, const ps_trace *trace)
 static int check_total(ps_chunks *cs, const ps_trace *trace)
 {
     int64_t chunks = 0, room = 0, others = 0;
-    for (int32_t i = 0; i < cs->n_chunks; i++) if (!cs->chunks[i].dead) chunks += cs->chunks[i].nbytes;
+    for (int32_t i = 0; i < cs->n_chunks; i++)            /* a source is a place outside of all budgets */
+        if (!cs->chunks[i].dead && !cs->chunks[i].n_source) chunks += cs->chunks[i].nbytes;
     for (int t = 0; t < cs->n_tiers; t++) {
         int64_t budget = cs->tiers[t].budget, other = is_disk(cs, t) ? 0 : trace->other_peak[t];
         if (budget == 0) return 0;

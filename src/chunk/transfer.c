@@ -251,6 +251,7 @@ static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
     void *above = c->slot[t];
     if (cs->tiers[t].be->pretends) return 0;                 /* already complete: there are no bytes to move */
     if (is_disk(cs, t + 1)) {
+        if (x->up && c->n_source) return ps_source_read(cs->source, c->source, c->n_source, above, c->nbytes, &x->read);
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
         return ps_disk_write(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
     }
@@ -378,6 +379,7 @@ int transfers_poll(ps_chunks *cs, bool block, const chunk *only)
         int64_t wait_ns = wait ? ps_record_begin() : 0;
         int rc = x->behind ? 0
                  : x->job  ? ps_disk_wait(cs->disk, x->job, wait)
+                 : x->read ? ps_source_wait(cs->source, x->read, wait)
                  : x->copy ? cs->tiers[x->level].be->copy_wait(cs->tiers[x->level].be, x->copy, wait)
                            : 1;
         if (rc == 0) {

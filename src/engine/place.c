@@ -24,7 +24,7 @@ int ps_engine_adopt(ps_ctx *ctx, ps_tensor *t, int32_t chunk, int64_t offset, co
     ps_engine *e = NULL;
     PS_TRY(engine_get(ctx, &e));
     PS_TRY(engine_check_whole(t));
-    PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name));
+    PS_TRY(ps_chunk_adopt(e->chunks, t->storage, chunk, offset, name, !(t->flags & PS_T_REQUIRES_GRAD)));
     ps_scope_adopt(ctx, t->storage);
     ps_scope_uncount(t->storage);
     return 0;

@@ -9,6 +9,7 @@ typedef struct lent {
     ps_keeper keeper;             /* must be the first field; keeps one storage */
     ps_keeper *before;            /* the storage's previous keeper, restored at the end of the loan */
     ps_loan loan;
+    bool written;                 /* a pin wrote to the bytes, which then differ from those of the lender */
 } lent;
 
 static void lent_free(ps_keeper *keeper, ps_storage *s)
@@ -22,8 +23,9 @@ static void lent_free(ps_keeper *keeper, ps_storage *s)
 
 static int lent_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out)
 {
-    const lent *l = (const lent *)keeper;
+    lent *l = (lent *)keeper;
     PS_TRY(l->loan.check(l->loan.lender));
+    if (access & PS_WRITE) l->written = true;
     *out = l->loan.bytes;
     s->pins++;
     return 0;
@@ -40,8 +42,19 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
     lent *l = ps_alloc(sizeof *l);
     if (!l) return ps_fail_nomem(sizeof *l);
     ps_storage_free(s);           /* an older loan has its own previous keeper and restores that one */
-    *l = (lent){ { &lent_keeper }, s->keeper, *loan };
+    *l = (lent){ { &lent_keeper }, s->keeper, *loan, false };
     s->keeper = &l->keeper;
     s->block = l;
     return 0;
+}
+
+bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
+{
+    lent *l = s->block;
+    if (!l || !ps_storage_is_lent(s) || l->written || s->pins > 0) return false;
+    *out = l->loan;
+    s->keeper = l->before;
+    s->block = NULL;
+    ps_free(l);
+    return true;
 }

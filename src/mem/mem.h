@@ -132,6 +132,8 @@ bool ps_storage_is_plain(const ps_storage *s);              /* the bytes get pla
  * the loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
+/* Takes the loan from a storage, which then has no bytes. False: it has none, or its bytes were written to. */
+bool ps_storage_take_loan(ps_storage *s, ps_loan *out);
 
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;

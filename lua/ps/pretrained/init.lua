@@ -345,7 +345,7 @@ function pretrained.load(name, options, family)
       weights.load(made, files, how)
       return made:eval()
     end
-    if native.recorder or hooks.heard "parameter" then return make(rest.device) end
+    if native.recorder or hooks.heard "parameter" and not files.mmap then return make(rest.device) end
     -- Random numbers are drawn only for tensors that the files lack. They are the same numbers as in a model that
     -- initializes all its tensors.
     local deferred = require "ps.nn.deferred"

@@ -25,6 +25,7 @@ local param_array = array "ps_param"
 local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
+local META = native.device_index "meta"                    -- parameters of ps.deferred, which get bytes later
 local REMAINDER = { name = "remainder", dtype = "uint8" }
 kinds.add_state(REMAINDER.name, 1, "param_fp32")
 local dtypes = require "ps.core.dtype"
@@ -104,7 +105,7 @@ end
 ---@param shards? ps.engine.Sharding
 function build.to_chunk(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
-  if nbytes == 0 or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
+  if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
   local whole = math.ceil(nbytes / PAGE) * PAGE
   local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
   if not (shards and shards:parameters()) then

@@ -1,0 +1,154 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Frozen weights that stay in the user's safetensors file: an engine with a disk tier reads them from there and never
+-- writes them. Values are those of plain memory, also if the script writes into such a weight; a file that changes is
+-- an error.
+local ps = require "ps"
+local chunks = require "ps.memory.chunks"
+local check = require "spec.check_lib"
+local paths = require "ps.paths"
+local fails = check.fails
+
+local MIB = 2 ^ 20
+local folder, base, ids, model
+
+setup(function()
+  folder = os.tmpname()
+  os.remove(folder)
+  os.execute("mkdir -p " .. folder)
+  base = folder .. "/base"
+  ps.manual_seed(3)
+  require("models.llama").new("tiny", { hidden_size = 128, intermediate_size = 704, num_hidden_layers = 16,
+    pad_token_id = 0, initializer_range = 0.1 }):save_pretrained(base)           -- 21 MiB
+  ids = ps.randint(3, 60, { 2, 9 }, { dtype = "int32" }):keep()
+end)
+teardown(function() os.execute("rm -rf " .. folder) end)
+after_each(function()
+  if model then model:close() end
+  model = nil
+end)
+
+local function disk(limit) return { path = folder, limit = limit * MIB } end
+
+-- An engine whose model has a frozen base. made(model): chooses what trains.
+local function open(mmap, memory, made)
+  if model then                                            -- its plain tensors would count in the next budget
+    local before = model:parameters()
+    model:close()
+    for _, p in ipairs(before) do if memory ~= "plain" then p:release() end end
+  end
+  model = nil
+  ps.manual_seed(11)
+  local optimizer
+  model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, memory = memory,
+    chunk_size = memory ~= "plain" and 2 ^ 18 or nil, optimizer = { type = "AdamW", params = { lr = 1e-2 } } },
+    model_func = function() return made(ps.from_pretrained(base, { quiet = true, mmap = mmap })) end }
+  return optimizer
+end
+
+local function adapted(dora)
+  return function(m)
+    ps.lora.wrap(m, { r = 2, use_dora = dora })
+    ps.no_grad(function()
+      for _, p in m:named_parameters() do if p:needs_grad() then p:copy_(p + ps.randn(p:shape()) * 0.1) end end
+    end)
+    return m
+  end
+end
+
+local function losses(optimizer, steps)
+  local list = {}
+  for i = 1, steps or 3 do
+    local loss = model { input_ids = ids, labels = ids }.loss
+    list[i] = ("%.17g"):format(loss:item())
+    model:backward(loss)
+    optimizer:step()
+  end
+  return list
+end
+
+local function tier(name)
+  for _, row in ipairs(chunks.tiers()) do if row.name == name then return row end end
+end
+
+describe("a frozen base in an engine with a disk tier", function()
+  it("is read from its own file and never written", function()
+    for _, dora in ipairs { false, true } do
+      local want = losses(open(nil, "plain", adapted(dora)))
+      local got = losses(open("auto", { host = (dora and 18 or 10) * MIB, disk = disk(4) }, adapted(dora)))
+      assert.same(want, got)
+      local at = tier "disk"
+      assert(at.chunks < 4 * MIB)
+      if not os.getenv "PS_STRESS" then assert(at.bytes_down < 2 * MIB, at.bytes_down) end       -- what is trained
+      assert(at.bytes_up > 3 * 10 * MIB, at.bytes_up)      -- more than half of it is read again in each step
+    end
+    fails(function() losses(open(nil, { host = 10 * MIB, disk = disk(4) }, adapted(false))) end, "disk")
+  end)
+
+  it("keeps what a script writes, and trains what is not frozen", function()
+    local function some(m) return m:freeze { "layers.*" }:thaw { "input_layernorm", "layers.3.mlp" } end
+    local function double(m)
+      ps.no_grad(function()
+        for name, p in m:named_parameters() do if name:find "layers.5.mlp.up_proj" then p:copy_(p * 2) end end
+      end)
+      return m
+    end
+    local function all(optimizer)
+      local list = losses(optimizer, 2)
+      double(model)
+      for _, loss in ipairs(losses(optimizer, 2)) do list[#list + 1] = loss end
+      return list
+    end
+    for _, made in ipairs { some, function(m) return some(double(m)) end } do
+      local want = all(open(nil, "plain", made))
+      assert.same(want, all(open("auto", { host = 14 * MIB, disk = disk(24) }, made)))
+    end
+  end)
+
+  it("is an error if the file changes", function()
+    local optimizer = open("auto", { host = 10 * MIB, disk = disk(4) }, adapted(false))
+    losses(optimizer, 1)
+    local path = base .. "/model.safetensors"
+    local text = check.read(path)
+    local f = assert(io.open(path, "r+b"))
+    f:seek("set", #text - 4)
+    f:write "xxxx"
+    f:close()
+    fails(function() losses(optimizer, 1) end, path, "was written to")
+    check.write(path, text)
+  end)
+
+  it("is the same on two ranks", function()
+    local script = ([[
+      local ps = require "ps"
+      ps.init_distributed { quiet = true, seed = 7 }
+      local x = ps.randint(3, 60, { 2, 9 }, { dtype = "int32" }):keep()
+      local config = { plan_print = false, chunk_size = 2 ^ 18, train_micro_batch_size_per_gpu = 2,
+        memory = { host = 40 * 2 ^ 20, disk = { path = "%s", limit = 64 * 2 ^ 20 } },
+        optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
+      if arg[1] == "pipeline" then config.pipeline = { stages = 2 }
+      else config.zero_optimization = { stage = tonumber(arg[1]) } end
+      local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
+        return ps.lora.wrap(ps.from_pretrained("%s", { quiet = true, mmap = arg[2] == "map" and "auto" or nil }),
+          { r = 2 })
+      end }
+      for _ = 1, 2 do
+        for out in model:micro_batches { input_ids = x, labels = x } do
+          ps.print_rank(("%%.17g"):format(out.loss:item()))
+          model:backward(out.loss)
+        end
+        optimizer:step()
+      end
+      model:close()
+    ]]):format(folder, base)
+    check.write(folder .. "/ranks.lua", script)
+    for _, how in ipairs { "0", "3", "pipeline" } do
+      local function run(map)
+        local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node 2 "
+          .. "'%s/ranks.lua' %s %s"):format(paths.exe, paths.root, folder, how, map))
+        assert.equal(0, code, out)
+        return out
+      end
+      assert.equal(run "copy", run "map")
+    end
+  end)
+end)

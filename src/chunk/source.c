@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Sources (source.h): the thread that copies mapped bytes into chunks, and the chunks that have sources. */
+#define _GNU_SOURCE
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#include "base/alloc.h"
+#include "base/error.h"
+#include "base/grow.h"
+#include "base/thread.h"
+#include "chunk/impl.h"
+#include "mem/mem.h"
+
+enum { BLOCK = 4 << 20 };       /* bytes that are copied at a time. The next block is read meanwhile */
+
+struct ps_source_job {
+    const source_part *parts;
+    int32_t n;
+    char *dst;
+    int64_t nbytes;
+    bool done;                  /* (lock) */
+    ps_source_job *next;
+};
+
+struct ps_source {
+    pthread_mutex_t lock;
+    pthread_cond_t work, ended;
+    pthread_t thread;
+    bool stop;                  /* (lock) */
+    ps_source_job *first, *last;        /* (lock) jobs that have not begun */
+};
+
+/* -- the thread --------------------------------------------------------------------------------------------------- */
+/* Tells the system about the pages of n bytes. The mapping has whole pages that belong to the loan alone. */
+static void advise(const char *bytes, int64_t n, int advice)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)bytes & ~(page - 1);
+    uintptr_t end = ((uintptr_t)bytes + (uintptr_t)n + page - 1) & ~(page - 1);
+    madvise((void *)begin, end - begin, advice);
+}
+
+/* Copies bytes of a file. Their pages leave the process at once, so that they do not count as its memory. */
+static void copy_part(char *dst, const char *src, int64_t nbytes)
+{
+    advise(src, nbytes < BLOCK ? nbytes : BLOCK, MADV_WILLNEED);
+    for (int64_t at = 0; at < nbytes; at += BLOCK) {
+        int64_t n = nbytes - at < BLOCK ? nbytes - at : BLOCK, rest = nbytes - at - n;
+        if (rest > 0) advise(src + at + n, rest < BLOCK ? rest : BLOCK, MADV_WILLNEED);
+        memcpy(dst + at, src + at, (size_t)n);
+    }
+    advise(src, nbytes, MADV_DONTNEED);
+}
+
+static void run(const ps_source_job *job)
+{
+    int64_t at = 0;
+    for (int32_t i = 0; i < job->n; i++) {
+        const source_part *p = &job->parts[i];
+        memset(job->dst + at, 0, (size_t)(p->at - at));
+        copy_part(job->dst + p->at, p->loan.bytes, p->nbytes);
+        at = p->at + p->nbytes;
+    }
+    memset(job->dst + at, 0, (size_t)(job->nbytes - at));
+}
+
+static void *source_thread(void *arg)
+{
+    ps_source *s = arg;
+    pthread_setname_np(pthread_self(), "ps-source");
+    pthread_mutex_lock(&s->lock);
+    for (;;) {
+        while (!s->first && !s->stop) pthread_cond_wait(&s->work, &s->lock);
+        ps_source_job *job = s->first;
+        if (!job) break;
+        s->first = job->next;
+        pthread_mutex_unlock(&s->lock);
+        run(job);
+        pthread_mutex_lock(&s->lock);
+        job->done = true;
+        pthread_cond_broadcast(&s->ended);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+int ps_source_open(ps_source **out)
+{
+    ps_source *s = ps_alloc0(sizeof *s);
+    if (!s) return ps_fail_nomem(sizeof *s);
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_cond_init(&s->work, NULL);
+    pthread_cond_init(&s->ended, NULL);
+    int rc = ps_thread_start(&s->thread, source_thread, s);
+    if (rc) {
+        pthread_cond_destroy(&s->ended);
+        pthread_cond_destroy(&s->work);
+        pthread_mutex_destroy(&s->lock);
+        ps_free(s);
+        return ps_fail(PS_ENOMEM, "the thread that reads mapped files cannot be started: %s", strerror(rc));
+    }
+    *out = s;
+    return 0;
+}
+
+void ps_source_close(ps_source *s)
+{
+    if (!s) return;
+    pthread_mutex_lock(&s->lock);
+    s->stop = true;
+    pthread_cond_broadcast(&s->work);
+    pthread_mutex_unlock(&s->lock);
+    pthread_join(s->thread, NULL);
+    pthread_cond_destroy(&s->ended);
+    pthread_cond_destroy(&s->work);
+    pthread_mutex_destroy(&s->lock);
+    ps_free(s);
+}
+
+int ps_source_read(ps_source *s, const source_part *parts, int32_t n, void *dst, int64_t nbytes, ps_source_job **out)
+{
+    for (int32_t i = 0; i < n; i++) PS_TRY(parts[i].loan.check(parts[i].loan.lender));
+    ps_source_job *job = ps_alloc0(sizeof *job);
+    if (!job) return ps_fail_nomem(sizeof *job);
+    *job = (ps_source_job){ .parts = parts, .n = n, .dst = dst, .nbytes = nbytes };
+    pthread_mutex_lock(&s->lock);
+    if (s->first) s->last->next = job;
+    else s->first = job;
+    s->last = job;
+    pthread_cond_signal(&s->work);
+    pthread_mutex_unlock(&s->lock);
+    *out = job;
+    return 0;
+}
+
+int ps_source_wait(ps_source *s, ps_source_job *job, bool block)
+{
+    pthread_mutex_lock(&s->lock);
+    while (block && !job->done) pthread_cond_wait(&s->ended, &s->lock);
+    bool done = job->done;
+    pthread_mutex_unlock(&s->lock);
+    if (done) ps_free(job);
+    return done;
+}
+
+/* -- chunks with sources ------------------------------------------------------------------------------------------- */
+void source_drop(chunk *c)
+{
+    for (int32_t i = 0; i < c->n_source; i++) c->source[i].loan.end(c->source[i].loan.lender);
+    ps_free(c->source);
+    c->source = NULL;
+    c->n_source = c->source_capacity = 0;
+}
+
+/* True if c has no contents outside of its source, so that another part can be added to the source. */
+static bool takes_parts(const ps_chunks *cs, const chunk *c)
+{
+    if (!cs->disk || cs->tiers[0].be->pretends || c->transfer || c->pins > 0 || c->extent >= 0) return false;
+    for (int t = 0; t < cs->n_tiers; t++) if (c->slot[t]) return false;
+    return c->valid == (c->n_source ? 1u << (cs->n_tiers - 1) : 0);
+}
+
+/* The number of the part of a chunk's source that has exactly the bytes of a member, or -1. */
+static int32_t part_of(const chunk *c, const member *m)
+{
+    for (int32_t i = 0; i < c->n_source; i++)
+        if (c->source[i].at == m->offset && c->source[i].nbytes == m->nbytes) return i;
+    return -1;
+}
+
+/* Takes the loan of s: the storage has borrowed bytes, or lies in a chunk with a source. */
+static bool take_loan(ps_chunks *cs, ps_storage *s, ps_loan *out)
+{
+    if (!ps_storage_is_of(s, &cs->base)) return ps_storage_take_loan(s, out);
+    chunk *from = chunk_at(cs, ((member *)s->block)->chunk);
+    int32_t i = part_of(from, s->block);
+    if (i < 0 || from->transfer || from->pins > 0) return false;
+    *out = from->source[i].loan;
+    memmove(&from->source[i], &from->source[i + 1], (size_t)(--from->n_source - i) * sizeof *from->source);
+    if (from->n_source == 0) from->valid &= (uint8_t)~(1u << (cs->n_tiers - 1));   /* tiers above may have copies */
+    return true;
+}
+
+int source_adopt(ps_chunks *cs, ps_storage *s, const member *m)
+{
+    chunk *c = chunk_at(cs, m->chunk);
+    if (!takes_parts(cs, c)) return 0;
+    PS_TRY(ps_grow(c->source, c->source_capacity, c->n_source + 1));
+    if (!cs->source) PS_TRY(ps_source_open(&cs->source));
+    source_part part = { .at = m->offset, .nbytes = m->nbytes };
+    if (!take_loan(cs, s, &part.loan)) return 0;
+    int32_t at = c->n_source++;
+    for (; at > 0 && c->source[at - 1].at > part.at; at--) c->source[at] = c->source[at - 1];
+    c->source[at] = part;
+    c->valid = (uint8_t)(1u << (cs->n_tiers - 1));
+    return 1;
+}

@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Sources: chunks whose contents are in files of the user that are mapped, such as the frozen weights of a safetensors
+ * file. Such a chunk counts as being on the disk tier, but has no extent in the tier's file: it is read from its source
+ * and never written. The first write to the chunk ends the source. One thread copies parts of sources to chunks. */
+#ifndef PS_SOURCE_H
+#define PS_SOURCE_H
+#include <stdbool.h>
+#include <stdint.h>
+#include "ps.h"
+
+/* Bytes `at` to at + nbytes of a chunk are those of the loan. */
+typedef struct source_part {
+    int64_t at, nbytes;
+    ps_loan loan;
+} source_part;
+
+typedef struct ps_source ps_source;           /* the thread */
+typedef struct ps_source_job ps_source_job;
+
+int ps_source_open(ps_source **out);
+void ps_source_close(ps_source *source);      /* waits for all jobs and frees them; NULL is allowed */
+/* Begins a job: fills `nbytes` at dst from parts, which are in order and do not overlap; bytes of no part become 0.
+ * parts and dst must stay valid until the job has been waited for. Errors of the loans: a file has changed. */
+int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,
+                   ps_source_job **out);
+/* 1: the job has ended and is freed. 0: it is still under way (only if block is false). */
+int ps_source_wait(ps_source *source, ps_source_job *job, bool block);
+#endif
