@@ -39,7 +39,8 @@ typedef struct chunk {
     int64_t nbytes, used_nbytes;
     void *slot[PS_TIERS];         /* memory on each tier except the disk, or NULL */
     int64_t extent;               /* its place in the disk's file, or -1 */
-    source_part *source;          /* [n_source] in order: its contents on the disk tier, instead of an extent; or NULL */
+    source_part *source;          /* [n_source] in order: its contents on the disk tier, instead of an extent; or
+                                   * NULL */
     int32_t n_source, source_capacity;
     uint8_t valid;                /* tiers with a valid copy, as a bit set. 0: no contents, which reads as zeros */
     bool dead;                    /* the chunk's last storage was freed: ps_chunk_new may reuse this record */
