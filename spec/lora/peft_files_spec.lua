@@ -4,6 +4,7 @@
 local ps = require "ps"
 local check = require "spec.check_lib"
 local cjson = require "cjson"
+local lfs = require "lfs"
 local paths = require "ps.paths"
 local fails = check.fails
 
@@ -264,6 +265,42 @@ describe("tools/merge_adapter.lua", function()
     text, code = merge(at "base", at "a", "--out", at "base", "--other-base")
     assert.equal(1, code)
     assert.truthy(text:find("choose another folder", 1, true), text)
+  end)
+
+  it("needs the memory of two copies of the largest adapted tensor, and 64 MiB", function()
+    local script = ([[
+      local ps = require "ps"
+      local function peak()
+        for line in io.lines "/proc/self/status" do
+          local kib = line:match "^VmHWM:%%s+(%%d+) kB"
+          if kib then return tonumber(kib) / 1024 end
+        end
+      end
+      if arg[1] == "make" then
+        local model = require("models.llama").new("tiny", { hidden_size = 512, intermediate_size = 4096,
+          num_hidden_layers = 16, num_attention_heads = 8, pad_token_id = 0, dtype = "bf16" })
+        model:save_pretrained "%s"
+        ps.lora.wrap(model, { r = 2, targets = { "up_proj" } }):save_pretrained "%s"
+        return
+      end
+      ps.ones({ 4 })
+      local before = peak()
+      ps.lora.merge_folder("%s", "%s", "%s", { other_base = true })
+      print(peak() - before)
+    ]]):format(at "big", at "big-adapter", at "big", at "big-adapter", at "big-merged")
+    check.write(at "memory.lua", script)
+    local function run(word) return check.shell(("OMP_NUM_THREADS=1 '%s' '%s' %s"):format(paths.exe, at "memory.lua",
+      word)) end
+    local out, code = run "make"
+    assert.equal(0, code, out)
+    local whole, largest = 0, 4 * 512 * 4096 / 2 ^ 20      -- in MiB; the largest in fp32
+    for name in lfs.dir(at "big") do whole = whole + lfs.attributes(at("big/" .. name), "size") / 2 ^ 20 end
+    out, code = run "merge"
+    assert.equal(0, code, out)
+    local most = 2 * largest + 64
+    assert.is_true(whole > 2 * most, whole)                -- so the model was never whole in memory
+    assert.is_true(tonumber(out) <= most, ("%s MiB, at most %.0f"):format(out, most))
+    os.execute(("rm -rf '%s' '%s'"):format(at "big", at "big-merged"))
   end)
 end)
 
