@@ -33,7 +33,19 @@ static int lent_pin(ps_keeper *keeper, ps_storage *s, int device, unsigned acces
 
 static void lent_unpin(ps_keeper *keeper, ps_storage *s, int device) { s->pins--; }
 
-static const ps_keeper_table lent_keeper = { .name = "lent", .free = lent_free, .pin = lent_pin, .unpin = lent_unpin };
+static bool lent_take_loan(ps_storage *s, ps_loan *out)
+{
+    lent *l = s->block;
+    if (l->written || s->pins > 0) return false;
+    *out = l->loan;
+    s->keeper = l->before;
+    s->block = NULL;
+    ps_free(l);
+    return true;
+}
+
+static const ps_keeper_table lent_keeper = { .name = "lent", .free = lent_free, .pin = lent_pin, .unpin = lent_unpin,
+                                             .take_loan = lent_take_loan };
 
 bool ps_storage_is_lent(const ps_storage *s) { return s->keeper->table == &lent_keeper; }
 
@@ -46,15 +58,4 @@ int ps_storage_lend(ps_storage *s, const ps_loan *loan)
     s->keeper = &l->keeper;
     s->block = l;
     return 0;
-}
-
-bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
-{
-    lent *l = s->block;
-    if (!l || !ps_storage_is_lent(s) || l->written || s->pins > 0) return false;
-    *out = l->loan;
-    s->keeper = l->before;
-    s->block = NULL;
-    ps_free(l);
-    return true;
 }

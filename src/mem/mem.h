@@ -72,6 +72,7 @@ typedef struct ps_keeper_table {
     int (*pin)(ps_keeper *keeper, ps_storage *s, int device, unsigned access, void **out);
     void (*unpin)(ps_keeper *keeper, ps_storage *s, int device);
     void (*note_line)(ps_storage *s, int32_t line);        /* (optional) for ps_tensor_note_line */
+    bool (*take_loan)(ps_storage *s, ps_loan *out);     /* (optional) ps_storage_take_loan */
 } ps_keeper_table;
 
 struct ps_keeper { const ps_keeper_table *table; };
@@ -114,6 +115,11 @@ static inline int ps_storage_pin(ps_storage *s, int device, unsigned access, voi
     return s->keeper->table->pin(s->keeper, s, device, access, out);
 }
 static inline void ps_storage_unpin(ps_storage *s, int device) { s->keeper->table->unpin(s->keeper, s, device); }
+/* Takes the loan from a storage, which then has no bytes. False: it has none, or its bytes were written to. */
+static inline bool ps_storage_take_loan(ps_storage *s, ps_loan *out)
+{
+    return s->block && s->keeper->table->take_loan && s->keeper->table->take_loan(s, out);
+}
 /* Frees the storage's bytes, if it has any. The record stays. */
 static inline void ps_storage_free(ps_storage *s)
 {
@@ -132,8 +138,6 @@ bool ps_storage_is_plain(const ps_storage *s);              /* the bytes get pla
  * the loan until its bytes are freed. */
 int ps_storage_lend(ps_storage *s, const ps_loan *loan);
 bool ps_storage_is_lent(const ps_storage *s);
-/* Takes the loan from a storage, which then has no bytes. False: it has none, or its bytes were written to. */
-bool ps_storage_take_loan(ps_storage *s, ps_loan *out);
 
 /* arena.c: carves regions of a backend into blocks. */
 typedef struct ps_arena ps_arena;
