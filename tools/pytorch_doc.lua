@@ -215,6 +215,19 @@ equal | ps.equal, t:equal | returns a Lua boolean; the dtypes may differ
 unbind | ps.unbind, t:unbind | returns several results, not a tuple
 diag | ps.diag, t:diag |
 outer | ps.outer, t:outer |
+remainder | ps.remainder, t:remainder | also t % b; integers are exact up to 2^53
+fmod | ps.fmod, t:fmod | integers are exact up to 2^53
+trunc | ps.trunc, t:trunc |
+Tensor.unflatten | t:unflatten, nn.Unflatten |
+Tensor.expand_as | t:expand_as |
+repeat_interleave | ps.repeat_interleave, t:repeat_interleave |
+cdist | ps.cdist, t:cdist | the gradient of a norm of 0 is 0
+nn.functional.pairwise_distance | F.pairwise_distance |
+nn.functional.triplet_margin_loss | F.triplet_margin_loss, nn.TripletMarginLoss | options are passed by name
+nn.functional.margin_ranking_loss | F.margin_ranking_loss, nn.MarginRankingLoss | options are passed by name
+nn.functional.cosine_embedding_loss | F.cosine_embedding_loss, nn.CosineEmbeddingLoss | options are passed by name
+nn.functional.hinge_embedding_loss | F.hinge_embedding_loss, nn.HingeEmbeddingLoss | options are passed by name
+nn.functional.gaussian_nll_loss | F.gaussian_nll_loss, nn.GaussianNLLLoss | options are passed by name
 zeros_like | ps.zeros_like |
 ones_like | ps.ones_like |
 empty_like | ps.empty_like |

@@ -67,7 +67,8 @@ for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "abs", "sign", "floor", "
                         "tile", "logsumexp", "norm", "sort", "scatter", "scatter_add", "scatter_reduce", "index_add",
                         "index_copy", "index_fill", "index_put", "index_select", "masked_fill", "masked_scatter",
                         "masked_select", "nonzero", "prod", "cumprod", "outer", "isnan", "isinf", "log1p", "expm1",
-                        "lerp", "argsort", "isclose", "allclose", "equal", "unbind", "diag", "bernoulli",
+                        "lerp", "argsort", "remainder", "fmod", "trunc", "unflatten", "repeat_interleave",
+                        "cdist", "isclose", "allclose", "equal", "unbind", "diag", "bernoulli",
                         "multinomial" } do
   ps[name] = as_function(name)
 end

@@ -37,6 +37,11 @@ local CALLS = {
   { "isclose", "rtl", "rtol", function(o) x:isclose(x, o) end, source = "call" },
   { "F.smooth_l1_loss", "bta", "beta", function(o) F.smooth_l1_loss(x, x, o) end },
   { "F.huber_loss", "dlta", "delta", function(o) F.huber_loss(x, x, o) end },
+  { "F.triplet_margin_loss", "margins", "margin", function(o) F.triplet_margin_loss(x, x, x, o) end },
+  { "F.margin_ranking_loss", "margins", "margin", function(o) F.margin_ranking_loss(x, x, x, o) end },
+  { "F.cosine_embedding_loss", "margins", "margin", function(o) F.cosine_embedding_loss(x, x, x, o) end },
+  { "F.hinge_embedding_loss", "margins", "margin", function(o) F.hinge_embedding_loss(x, x, o) end },
+  { "F.gaussian_nll_loss", "ful", "full", function(o) F.gaussian_nll_loss(x, x, x, o) end },
   { "ps.randperm", "dtyp", "dtype", function(o) ps.randperm(3, o) end },
   { "ps.full_like", "dtyp", "dtype", function(o) ps.full_like(x, 1, o) end },
   { "ps.randint_like", "dtyp", "dtype", function(o) ps.randint_like(x, 0, 2, o) end, source = "call" },
@@ -409,7 +414,7 @@ local INNER = {
   ["lua/ps/engine/init.lua"] = "Engine:load_state_dict Engine:backward Engine:save_pretrained Engine:save_parallelized "
     .. "Engine:save_gguf",
   ["lua/ps/engine/step/backward.lua"] = "step.weight_of step.backward check_kept",
-  ["lua/ps/tensor/functional.lua"] = "reduction_of",
+  ["lua/ps/tensor/functional.lua"] = "reduction_of first_head",
   ["lua/ps/tensor/images.lua"] = "F.conv1d F.conv2d F.conv_transpose1d F.conv_transpose2d pooling F.max_pool1d "
     .. "F.max_pool2d F.avg_pool1d F.avg_pool2d",
   ["lua/ps/nn/conv.lua"] = "*", ["lua/ps/nn/channel_norm.lua"] = "BatchNorm:init BatchNorm1d:init BatchNorm2d:init",

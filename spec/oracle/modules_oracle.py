@@ -16,7 +16,8 @@ from rows_products import attend, indices_of
 
 # Classes of ps.nn that are covered, by the row; `main` fails when ps.nn has others. Those of the last two lines:
 # tensor_oracle.py, and ParallelCrossEntropy in parallel_layers_spec.lua, against the formula.
-COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout", "Sequential",
+COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout",
+           "Sequential",
            "ModuleList", "MLP", "MultiheadSelfAttention", "Module", "LMHead",
            "ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelLMHead",
            "ParallelCrossEntropy", "Conv1d", "Conv2d", "ConvTranspose1d", "ConvTranspose2d", "MaxPool1d", "MaxPool2d",
@@ -27,7 +28,8 @@ COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiL
 def put(module, *params):
     """Lua that gives `module` its parameters: pairs of a path and the number of an input."""
     return "local m = %s %s" % (module, " ".join("m%s:param(%s, x[%d])" % (
-        "".join(".%s" % p if not p.isdigit() else "[%s]" % p for p in path.split(".")[:-1]), lua(path.split(".")[-1]), i)
+        "".join(".%s" % p if not p.isdigit() else "[%s]" % p for p in path.split(".")[:-1]), lua(path.split(".")[-1]),
+                                                                           i)
         for path, i in params))
 
 
@@ -124,9 +126,11 @@ def dropout(d):
         if not training or p == 0:
             return x[0] * 1
         n = x[0][0].numel() if x[0].shape[0] else 0
-        words = [philox.draw(seed, np.arange(-(-n // 4), dtype=np.uint64) | np.uint64(s) << np.uint64(32), 0).reshape(-1)[:n]
+        words = [philox.draw(seed, np.arange(-(-n // 4), dtype=np.uint64) | np.uint64(s) << np.uint64(32),
+                             0).reshape(-1)[:n]
                  for s in range(x[0].shape[0])]
-        u = torch.from_numpy(philox.unit(np.concatenate(words) if words else np.zeros(0, np.uint64))).reshape(x[0].shape)
+        u = torch.from_numpy(philox.unit(np.concatenate(words) if words else np.zeros(0,
+                                                                                      np.uint64))).reshape(x[0].shape)
         return torch.where(u < float(np.float32(p)), torch.zeros((), dtype=x[0].dtype), x[0] / (1 - p))
     code = "ps.manual_seed(%d) local m = ps.nn.Dropout(%s) m:%s() return m(x[1])" % (seed, lua(p),
                                                                                    "train" if training else "eval")
@@ -163,7 +167,8 @@ def convolution(d):
     """Conv1d, Conv2d and their transposes, with every padding mode."""
     dtype, n, groups, transposed = d.dtype(), d.int(1, 2), d.choice(1, 1, 2), d.chance(0.4)
     c, o, bias = groups * d.int(1, 4), groups * d.int(1, 4), d.chance(0.7)
-    k, stride, dilation = [d.int(1, 3) for _ in range(n)], [d.int(1, 2) for _ in range(n)], [d.int(1, 2) for _ in range(n)]
+    k, stride, dilation = [d.int(1, 3) for _ in range(n)], [d.int(1, 2) for _ in range(n)], [d.int(1,
+                                                                                                   2) for _ in range(n)]
     size = [d.int(5, 9) for _ in range(n)]
     options = {"stride": stride, "dilation": dilation, "groups": groups, "bias": bias}
     if transposed:
@@ -195,8 +200,8 @@ def without_parameters(d):
     shape = [d.int(1, 3), d.int(1, 4)] + size
     pools = {"stride": d.int(1, 3), "padding": d.int(0, k // 2), "ceil_mode": d.chance(0.4)}
     out = [d.int(1, 6) for _ in range(n)]
-    kind = d.choice("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample", "Flatten")
-    name = kind if kind in ("Upsample", "Flatten") else "%s%dd" % (kind, n)
+    kind = d.choice("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Upsample", "Flatten", "Unflatten")
+    name = kind if kind in ("Upsample", "Flatten", "Unflatten") else "%s%dd" % (kind, n)
     if kind == "Upsample":
         given = {"mode": d.choice("nearest", "linear" if n == 1 else "bilinear")}
         given.update({"size": out} if d.chance(0.5) else {"scale_factor": d.choice(2, 1.5)})
@@ -204,11 +209,14 @@ def without_parameters(d):
     elif kind == "Flatten":
         first, last = d.int(0, 1), d.choice(-1, 1)
         code, make = "%d, %d" % (first, last), lambda: torch.nn.Flatten(first, last)
+    elif kind == "Unflatten":
+        code, make = "1, { -1, %d }" % shape[1], lambda: torch.nn.Unflatten(1, (-1, shape[1]))
     elif kind.startswith("Adaptive"):
         code, make = lua(out if n == 2 else out[0]), lambda: getattr(torch.nn, name)(out if n == 2 else out[0])
     else:
         code, make = "%d, %s" % (k, lua(pools)), lambda: getattr(torch.nn, name)(k, **pools)
-    return Case("local y = ps.nn.%s(%s)(x[1]) return y" % (name, code), lambda x, m: make()(x[0]), [d.input(shape, d.dtype("fp32", "fp64"), True)])
+    return Case("local y = ps.nn.%s(%s)(x[1]) return y" % (name, code), lambda x, m: make()(x[0]), [d.input(shape,
+        d.dtype("fp32", "fp64"), True)])
 
 
 def channel_norm(d):
@@ -223,14 +231,17 @@ def channel_norm(d):
     if kind == "GroupNorm":
         groups = d.choice(1, 2, c)
         code = put("ps.nn.GroupNorm(%d, %d, { dtype = %s })" % (groups, c, lua(dtype)), *params)
-        return Case(code + " return m(x[1])", lambda x, m: F.group_norm(x[0], groups, x[batches], x[batches + 1]), inputs)
+        return Case(code + " return m(x[1])", lambda x, m: F.group_norm(x[0], groups, x[batches], x[batches + 1]),
+                    inputs)
     momentum, eps = d.choice(0.1, 0.7, False), d.choice(1e-5, 1e-2)
     code = put("ps.nn.%s(%d, %s)" % (kind, c, lua({"momentum": momentum, "eps": eps, "dtype": dtype})), *params)
-    code += " local y for i = 1, %d do y = m(x[i]) end m:eval() return y, m(x[1]), m.running_mean, m.running_var, " % batches
+    code += " local y for i = 1, %d do y = m(x[i]) end m:eval() " % batches
+    code += "return y, m(x[1]), m.running_mean, m.running_var, "
     code += "m.num_batches_tracked:double()"
 
     def run(x, m):
-        module = getattr(torch.nn, kind if kind != "SyncBatchNorm" else "BatchNorm2d")(c, eps=eps, momentum=momentum or None)
+        module = getattr(torch.nn, kind if kind != "SyncBatchNorm" else "BatchNorm2d")(c, eps=eps,
+                                                                                       momentum=momentum or None)
         module = module.to(x[0].dtype)
         state = {"weight": x[batches], "bias": x[batches + 1]}
         one = [t.reshape(list(t.shape) + [1] * (4 - t.dim())) if kind == "SyncBatchNorm" else t for t in x[:batches]]
@@ -238,7 +249,8 @@ def channel_norm(d):
         module.eval()
         last = torch.func.functional_call(module, state, one[0])
         tracked = module.num_batches_tracked.double()
-        return [ys[-1].reshape(x[batches - 1].shape), last.reshape(x[0].shape), module.running_mean, module.running_var, tracked]
+        return [ys[-1].reshape(x[batches - 1].shape), last.reshape(x[0].shape), module.running_mean,
+                module.running_var, tracked]
     return Case(code, run, inputs)
 
 
@@ -266,7 +278,8 @@ def self_attention(d):
               d.input([3 * width], dtype, True), d.input([width, width], dtype, True, low=-1, high=1),
               d.input([width], dtype, True), d.input([b, t], "bool") if masked else None,
               d.input([b, t, width], dtype, True) if residual else None]
-    code = put("ps.nn.MultiheadSelfAttention(%d, %d, { causal = %s, dtype = %s })" % (width, heads, lua(causal), lua(dtype)),
+    code = put("ps.nn.MultiheadSelfAttention(%d, %d, { causal = %s, dtype = %s })" % (width, heads, lua(causal),
+                                                                                      lua(dtype)),
                ("qkv.weight", 2), ("qkv.bias", 3), ("proj.weight", 4), ("proj.bias", 5))
 
     def run(x, m):
@@ -279,7 +292,8 @@ def self_attention(d):
 
 def initialisation(d):
     """The bounds and deviations of torch.nn.init; the numbers are Philox's from the first of the stream on."""
-    name, seed = d.choice("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "uniform_", "normal_",
+    name, seed = d.choice("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "uniform_",
+                          "normal_",
                           "constant_"), d.int(0, 2 ** 50)
     shape = [d.int(1, 20), d.int(1, 20)] + [d.int(1, 3) for _ in range(d.int(0, 2))]
     a = d.choice(0.5, 1.0, math.sqrt(5))
@@ -302,14 +316,17 @@ def initialisation(d):
                 2 * math.pi * philox.unit(words[:, 1])))
         return y.reshape(shape).to(m.dtype("fp32"))
     case = Case("ps.manual_seed(%d) return ps.nn.init.%s(ps.empty(%s), %s)" % (seed, name, lua(shape), args), run)
-    case.absolute = 6 * 2.0 ** -21 * scale if "normal" in name else 2.0 ** -23 * scale     # as row normal_; of a sum of two
+    # as row normal_; of a sum of two
+    case.absolute = 6 * 2.0 ** -21 * scale if "normal" in name else 2.0 ** -23 * scale
     return case
 
 
 ROWS = [Row("Linear", linear, weight=2), Row("LMHead", lm_head), Row("Conv1D", conv1d), Row("Embedding", embedding),
-        Row("LayerNorm", layer_norm), Row("RMSNorm", rms_norm), Row("activations", activation, weight=2), Row("Dropout", dropout), Row("containers", stack),
+        Row("LayerNorm", layer_norm), Row("RMSNorm", rms_norm), Row("activations", activation, weight=2),
+        Row("Dropout", dropout), Row("containers", stack),
         Row("convolutions", convolution, weight=3),
-        Row("pooling", without_parameters, weight=2), Row("norms over channels", channel_norm, weight=3), Row("MLP", mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
+        Row("pooling", without_parameters, weight=2), Row("norms over channels", channel_norm, weight=3), Row("MLP",
+            mlp), Row("MultiheadSelfAttention", self_attention, weight=2), Row("nn.init", initialisation, weight=2)]
 OWN = rows_layers.ROWS
 for each in ROWS:
     each.mixes = each.name not in ("activations", "Dropout", "nn.init")
@@ -319,7 +336,8 @@ def classes():
     """Those of ps.nn are all covered: the first case asks for their names."""
     def draw(d):
         code = ("local lacks = {} local known = %s for name, value in pairs(ps.nn) do "
-                "if type(value) == 'table' and value.class_name and not known[name] then lacks[#lacks + 1] = name end end "
+                "if type(value) == 'table' and value.class_name and not known[name] "
+                "then lacks[#lacks + 1] = name end end "
                 "if #lacks > 0 then error('no cases for ' .. table.concat(lacks, ', '), 0) end return 0") % (
                     "{ %s }" % ", ".join("%s = true" % name for name in sorted(COVERED)))
         return Case(code, lambda x, m: 0.0, exact=True)

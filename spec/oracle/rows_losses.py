@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Losses that are made of other ops (lua/ps/tensor/losses.lua): ps.F.mse_loss and the like, and weights of classes and smoothed labels."""
+"""Losses that are made of other ops (lua/ps/tensor/losses.lua): ps.F.mse_loss and the like, and
+weights of classes and smoothed labels."""
 import torch
 import torch.nn.functional as F
 
@@ -25,7 +26,8 @@ def tolerance(dtype):
 def of_differences(name, fn):
     def draw(d):
         (dtype, reduction), shape = chosen(d), shape_of(d)
-        return Case('ps.F.%s(x[1], x[2], { reduction = "%s" })' % (name, reduction), lambda x, m: fn(x[0], x[1], reduction=reduction),
+        return Case('ps.F.%s(x[1], x[2], { reduction = "%s" })' % (name, reduction), lambda x, m: fn(x[0], x[1],
+            reduction=reduction),
                     [d.input(shape, dtype, True), d.input(shape, dtype, d.chance(0.5))], **tolerance(dtype))
     return draw
 
@@ -46,16 +48,19 @@ def bce_with_logits(d):
         inputs.append(d.input(shape[-1:], dtype, False, low=0.2, high=3))
     text = 'ps.F.binary_cross_entropy_with_logits(x[1], x[2], { reduction = "%s"%s })'
     return Case(text % (reduction, ", pos_weight = x[3]" if weighed else ""),
-                lambda x, m: F.binary_cross_entropy_with_logits(x[0], x[1], reduction=reduction, pos_weight=x[2] if weighed else None),
+                lambda x, m: F.binary_cross_entropy_with_logits(x[0], x[1], reduction=reduction,
+                                                                pos_weight=x[2] if weighed else None),
                 inputs, **tolerance(dtype))
 
 
 def kl(d):
-    dtype, reduction, shape, logs = d.dtype("fp32", "fp64"), d.choice(*REDUCTIONS, "batchmean"), shape_of(d), d.chance(0.5)
+    dtype, reduction, shape, logs = d.dtype("fp32", "fp64"), d.choice(*REDUCTIONS,
+                                                                      "batchmean"), shape_of(d), d.chance(0.5)
     bounds = {"low": -3, "high": 0} if logs else {"low": 0, "high": 1}
     return Case('ps.F.kl_div(x[1], x[2], { reduction = "%s", log_target = %s })' % (reduction, lua(logs)),
                 lambda x, m: F.kl_div(x[0], x[1], reduction=reduction, log_target=logs),
-                [d.input(shape, dtype, True, low=-4, high=0), d.input(shape, dtype, d.chance(0.5), **bounds)], **tolerance(dtype))
+                [d.input(shape, dtype, True, low=-4, high=0), d.input(shape, dtype, d.chance(0.5), **bounds)],
+                **tolerance(dtype))
 
 
 def of_classes(d):
@@ -75,7 +80,8 @@ def nll(d):
         inputs.append(d.input([classes], dtype, False, low=0.1, high=2))
     text = 'ps.F.nll_loss(x[1], x[2], { reduction = "%s", ignore_index = %d%s })'
     return Case(text % (reduction, ignore, ", weight = x[3]" if weighed else ""),
-                lambda x, m: F.nll_loss(x[0], x[1].long(), x[2] if weighed else None, reduction=reduction, ignore_index=ignore),
+                lambda x, m: F.nll_loss(x[0], x[1].long(), x[2] if weighed else None, reduction=reduction,
+                                        ignore_index=ignore),
                 inputs, **tolerance(dtype))
 
 
@@ -91,7 +97,8 @@ def smoothed(d):
 
     def run(x, m):
         logits = F.linear(x[0], x[3]) if head else x[0]
-        return F.cross_entropy(logits, x[1].long(), x[2], reduction=reduction, ignore_index=ignore, label_smoothing=smooth)
+        return F.cross_entropy(logits, x[1].long(), x[2], reduction=reduction, ignore_index=ignore,
+                               label_smoothing=smooth)
     text = "ps.F.lm_loss(x[1], x[4], x[2], { %s })" if head else "ps.F.cross_entropy(x[1], x[2], { %s })"
     return Case(text % options, run, inputs, **tolerance(dtype))
 
@@ -100,7 +107,8 @@ def hits(d):
     """How many targets are PyTorch's argmax, of whole logits, several of which are the largest."""
     n, classes, ignore, t = of_classes(d)
     dtype, head, c = d.dtype("fp32", "bf16", "fp16", "fp64"), d.chance(0.4), d.int(1, 5)
-    inputs = [d.input([n, c if head else classes], dtype, False, low=-2, high=2, expand=False), d.laid_out(t, expand=False)]
+    inputs = [d.input([n, c if head else classes], dtype, False, low=-2, high=2, expand=False), d.laid_out(t,
+                                                                                                    expand=False)]
     inputs.append(d.input([classes, c], dtype, False, low=-2, high=2, expand=False) if head else None)
 
     def run(x, m):
@@ -113,7 +121,70 @@ def hits(d):
     return Case("(select(2, %s))" % (text % ignore), run, inputs)
 
 
+def of_vectors(d):
+    return chosen(d), d.int(1, 20), d.int(1, 12)
+
+
+def triplet(d):
+    (dtype, reduction), n, k = of_vectors(d)
+    margin, p, swap = d.choice(1.0, 0.3, 3.0), d.choice(2, 1), d.chance(0.5)
+    text = 'ps.F.triplet_margin_loss(x[1], x[2], x[3], { reduction = "%s", margin = %s, p = %d, swap = %s })'
+    return Case(text % (reduction, lua(margin), p, lua(swap)),
+                lambda x, m: F.triplet_margin_loss(x[0], x[1], x[2], margin, p, swap=swap, reduction=reduction),
+                [d.input([n, k], dtype, True) for _ in range(3)], **tolerance(dtype))
+
+
+def signs_of(d, shape, dtype):
+    return torch.randint(0, 2, shape, generator=d.gen).to({"fp32": torch.float32, "fp64": torch.float64}[dtype]) * 2 - 1
+
+
+def ranking(d):
+    (dtype, reduction), shape, margin = chosen(d), shape_of(d), d.choice(0.0, 0.5)
+    return Case('ps.F.margin_ranking_loss(x[1], x[2], x[3], { reduction = "%s", margin = %s })' % (reduction,
+                                                                                                   lua(margin)),
+                lambda x, m: F.margin_ranking_loss(x[0], x[1], x[2], margin, reduction=reduction),
+                [d.input(shape, dtype, True), d.input(shape, dtype, True), d.laid_out(signs_of(d, shape, dtype))],
+                **tolerance(dtype))
+
+
+def cosine_embedding(d):
+    (dtype, reduction), n, k = of_vectors(d)
+    margin = d.choice(0.0, 0.3)
+    return Case('ps.F.cosine_embedding_loss(x[1], x[2], x[3], { reduction = "%s", margin = %s })' % (reduction,
+                                                                                                    lua(margin)),
+                lambda x, m: F.cosine_embedding_loss(x[0], x[1], x[2], margin, reduction=reduction),
+                [d.input([n, k], dtype, True, low=0.1, high=3), d.input([n, k], dtype, True), d.laid_out(signs_of(d,
+                    [n], dtype))], **tolerance(dtype))
+
+
+def hinge(d):
+    (dtype, reduction), shape, margin = chosen(d), shape_of(d), d.choice(1.0, 0.5)
+    return Case('ps.F.hinge_embedding_loss(x[1], x[2], { reduction = "%s", margin = %s })' % (reduction, lua(margin)),
+                lambda x, m: F.hinge_embedding_loss(x[0], x[1], margin, reduction=reduction),
+                [d.input(shape, dtype, True), d.laid_out(signs_of(d, shape, dtype))], **tolerance(dtype))
+
+
+def gaussian(d):
+    (dtype, reduction), shape, full = chosen(d), shape_of(d), d.chance(0.5)
+    return Case('ps.F.gaussian_nll_loss(x[1], x[2], x[3], { reduction = "%s", full = %s })' % (reduction, lua(full)),
+                lambda x, m: F.gaussian_nll_loss(x[0], x[1], x[2], full=full, reduction=reduction),
+                [d.input(shape, dtype, True), d.input(shape, dtype, True), d.input(shape, dtype, True, low=0.2,
+                                                                                   high=3)], **tolerance(dtype))
+
+
+def pairwise(d):
+    (dtype, _), n, k = of_vectors(d)
+    p, keep = d.choice(2, 1, 3), d.chance(0.5)
+    return Case("ps.F.pairwise_distance(x[1], x[2], %d, nil, %s)" % (p, lua(keep)), lambda x,
+                m: F.pairwise_distance(x[0], x[1], p, keepdim=keep),
+                [d.input([n, k], dtype, True), d.input([n, k], dtype, True)], **tolerance(dtype))
+
+
 ROWS = [
+    Row("pairwise_distance", pairwise, mixes=True), Row("triplet_margin_loss", triplet, mixes=True),
+        Row("margin_ranking_loss", ranking),
+    Row("cosine_embedding_loss", cosine_embedding, mixes=True), Row("hinge_embedding_loss", hinge),
+        Row("gaussian_nll_loss", gaussian, mixes=True),
     Row("mse_loss", of_differences("mse_loss", F.mse_loss)), Row("l1_loss", of_differences("l1_loss", F.l1_loss)),
     Row("binary_cross_entropy", bce), Row("bce with logits", bce_with_logits), Row("kl_div", kl), Row("nll_loss", nll),
     Row("smoothed labels", smoothed, mixes=True), Row("hits", hits),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: small functions that are made of others (lua/ps/tensor/small.lua, like.lua, activations.lua)."""
+"""Rows of the part `ops`: small functions that are made of others (lua/ps/tensor/small.lua, like.lua,
+activations.lua)."""
 import math
 
 import torch
@@ -64,7 +65,8 @@ def argsort(d):
     shape = [n or 2 for n in d.shape(1, 3, 3000)]
     dim, down = any_dim(d, shape), d.chance(0.5)
     x = torch.randperm(math.prod(shape), generator=d.gen).reshape(shape).to(TYPES[d.choice("fp32", "fp64", "int64")])
-    return Case("x[1]:argsort(%d, %s)" % (dim, lua(down)), lambda x, m: torch.argsort(x[0], dim, down), [d.laid_out(x, False, 0.6, False)],
+    return Case("x[1]:argsort(%d, %s)" % (dim, lua(down)), lambda x, m: torch.argsort(x[0], dim, down), [d.laid_out(x,
+                                                                                                    False, 0.6, False)],
                 exact=True)
 
 
@@ -72,7 +74,8 @@ def close(d):
     """As numbers 0 and 1, since a boolean is no tensor."""
     shape, dtype = d.shape(0, 3, 200), d.choice("fp32", "fp64", "int64")
     x = d.input(shape, dtype, special=0.4)
-    near = d.laid_out((x.view(x.base) if x.view else x.base).clone() * (1 if d.chance(0.5) or dtype == "int64" else 1 + 1e-5))
+    near = d.laid_out((x.view(x.base)
+                       if x.view else x.base).clone() * (1 if d.chance(0.5) or dtype == "int64" else 1 + 1e-5))
     rtol, atol, nan = d.choice(1e-5, 1e-4, 0.0), d.choice(1e-8, 0.0, 1.0), d.chance(0.5)
     args = "%s, %s, %s" % (lua(rtol), lua(atol), lua(nan))
     text = "local y = x[1]:isclose(x[2], %s) assert(x[1]:allclose(x[2], %s) == y:all():item()) return y" % (args, args)
@@ -81,7 +84,8 @@ def close(d):
 
 def predicate(name):
     def draw(d):
-        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.choice(*ALL), special=0.5)],
+        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.choice(*ALL),
+                                                                                          special=0.5)],
                     exact=True)
     return draw
 
@@ -92,7 +96,8 @@ def equal(d):
     same = (a.view(a.base) if a.view else a.base).clone()
     if d.chance(0.5) and same.numel():
         same.reshape(-1)[d.int(0, same.numel() - 1)] += 1
-    return Case("ps.tensor(x[1]:equal(x[2]))", lambda x, m: torch.tensor(torch.equal(x[0], x[1])), [a, d.laid_out(same)], exact=True)
+    return Case("ps.tensor(x[1]:equal(x[2]))", lambda x, m: torch.tensor(torch.equal(x[0], x[1])), [a,
+        d.laid_out(same)], exact=True)
 
 
 def unbind(d):
@@ -100,7 +105,8 @@ def unbind(d):
     dim = any_dim(d, shape)
     if shape[dim] > 8:
         shape[dim] = 8
-    return Case("x[1]:unbind(%d)" % dim, lambda x, m: list(torch.unbind(x[0], dim)), [d.input(shape, d.choice(*ALL), True)],
+    return Case("x[1]:unbind(%d)" % dim, lambda x, m: list(torch.unbind(x[0], dim)), [d.input(shape, d.choice(*ALL),
+                                                                                              True)],
                 exact={"out%d" % i for i in range(8)})
 
 
@@ -108,19 +114,22 @@ def diag(d):
     shape, k = d.choice([d.int(0, 9)], [d.int(0, 9), d.int(0, 9)]), d.int(-10, 10)
     if len(shape) == 2 and not -shape[0] < k < shape[1]:
         k = 0
-    return Case("x[1]:diag(%d)" % k, lambda x, m: torch.diag(x[0], k), [d.input(shape, d.choice(*ALL), True)], exact={"out0"})
+    return Case("x[1]:diag(%d)" % k, lambda x, m: torch.diag(x[0], k), [d.input(shape, d.choice(*ALL), True)],
+                exact={"out0"})
 
 
 def outer(d):
     dtype = d.dtype("fp32", "fp64")
-    return Case("x[1]:outer(x[2])", lambda x, m: torch.outer(x[0], x[1]), [d.input([d.int(0, 40)], dtype, True), d.input([d.int(0, 40)], dtype, True)])
+    return Case("x[1]:outer(x[2])", lambda x, m: torch.outer(x[0], x[1]), [d.input([d.int(0, 40)], dtype, True),
+                                                                           d.input([d.int(0, 40)], dtype, True)])
 
 
 def like(d):
     shape, dtype, value = d.shape(), d.choice(*TYPES), d.int(0, 1)
     name = d.choice("zeros", "ones", "full")
     text = "ps.full_like(x[1], %d)" % value if name == "full" else "ps.%s_like(x[1])" % name
-    return Case(text, lambda x, m: torch.full_like(x[0], {"zeros": 0, "ones": 1, "full": value}[name]), [d.input(shape, dtype)], exact=True)
+    return Case(text, lambda x, m: torch.full_like(x[0], {"zeros": 0, "ones": 1, "full": value}[name]), [d.input(shape,
+                                                                                                    dtype)], exact=True)
 
 
 # -- activations and losses ------------------------------------------------------------------------------------------
@@ -136,13 +145,15 @@ def activation(text, fn, slack=None, low=-6, high=6):
 def near_zero(name, low):
     def draw(d):
         bounds = d.choice((low, 9), (-1e-4, 1e-4))
-        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.dtype(), True, *bounds)])
+        return Case("x[1]:%s()" % name, lambda x, m: getattr(torch, name)(x[0]), [d.input(d.shape(), d.dtype(), True,
+                                                                                          *bounds)])
     return draw
 
 
 def softplus(d):
     beta, threshold = d.choice(1, 0.5, 2), d.choice(20, 1, 5)
-    return Case("ps.F.softplus(x[1], %s, %s)" % (lua(beta), lua(threshold)), lambda x, m: F.softplus(x[0], beta, threshold),
+    return Case("ps.F.softplus(x[1], %s, %s)" % (lua(beta), lua(threshold)), lambda x, m: F.softplus(x[0], beta,
+                                                                                                    threshold),
                 [d.input(d.shape(), d.dtype("fp32", "fp64", "bf16"), True, -30, 30)], slack=1e-6)
 
 
@@ -174,21 +185,86 @@ def glu(d):
     shape = [n or 2 for n in d.shape(1, 3)]
     dim, dtype = any_dim(d, shape), d.dtype("fp32", "fp64")
     shape[dim] += shape[dim] % 2
-    return Case("ps.F.glu(x[1], %d)" % dim, lambda x, m: F.glu(x[0], dim), [d.input(shape, dtype, True, -5, 5)], **tolerance(dtype))
+    return Case("ps.F.glu(x[1], %d)" % dim, lambda x, m: F.glu(x[0], dim), [d.input(shape, dtype, True, -5, 5)],
+                **tolerance(dtype))
+
+
+def rest(name):
+    """Dividends of floats are never multiples of the divisor, where a rounding decides about the quotient."""
+    def draw(d):
+        shape, dtype = d.shape(0, 3, 300), d.choice("fp32", "fp64", "int64", "int32")
+        number = d.chance(0.4)
+        if dtype in INTS:
+            a = torch.randint(-1000, 1000, shape, generator=d.gen).to(TYPES[dtype])
+            b = torch.randint(1, 30, shape, generator=d.gen).to(TYPES[dtype]) * d.choice(1, -1)
+            n = d.choice(7, -3)
+        else:
+            a = ((torch.randint(-500, 500, shape, generator=d.gen) + 0.5) / 8).to(TYPES[dtype])
+            b = ((torch.randint(1, 30, shape, generator=d.gen)) / 8 * d.choice(1, -1)).to(TYPES[dtype])
+            n = d.choice(0.75, -2.5)
+        fn = getattr(torch, name)
+        if number:
+            return Case("x[1]:%s(%s)" % (name, lua(n)), lambda x, m: fn(x[0], n), [d.laid_out(a, dtype not in INTS)],
+                        slack=1e-6)
+        return Case("x[1]:%s(x[2])" % name, lambda x, m: fn(x[0], x[1]), [d.laid_out(a, dtype not in INTS),
+                                                                          d.laid_out(b)], slack=1e-6)
+    return draw
+
+
+def trunc(d):
+    return Case("x[1]:trunc()", lambda x, m: torch.trunc(x[0]), [d.input(d.shape(), d.choice("fp32", "fp64", "bf16",
+        "int64"), False, -50, 50)], exact=True)
+
+
+def unflatten(d):
+    shape = [n or 2 for n in d.shape(1, 3)]
+    dim, k = any_dim(d, shape), d.choice(1, 2, 3)
+    shape[dim] = shape[dim] % 7 * k + k
+    sizes = d.choice([k, -1], [-1, k], [k, shape[dim] // k], [1, k, -1])
+    return Case("x[1]:unflatten(%d, %s)" % (dim, lua(sizes)), lambda x, m: x[0].unflatten(dim, sizes), [d.input(shape,
+        d.choice(*ALL), True)], exact={"out0"})
+
+
+def repeat_interleave(d):
+    shape = [min(n or 1, 9) for n in d.shape(1, 3)]
+    dim, dtype = d.choice(None, any_dim(d, shape)), d.dtype("fp32", "fp64")
+    x = d.input(shape, dtype, True)
+    if d.chance(0.5):
+        n = d.int(0, 4)
+        return Case("x[1]:repeat_interleave(%d, %s)" % (n, lua(dim)), lambda x, m: torch.repeat_interleave(x[0], n,
+            dim), [x], slack=1e-6)
+    counts = torch.randint(0, 4, (shape[dim] if dim is not None else math.prod(shape),), generator=d.gen)
+    return Case("x[1]:repeat_interleave(x[2], %s)" % lua(dim), lambda x, m: torch.repeat_interleave(x[0], x[1], dim),
+                [x, d.laid_out(counts, expand=False)], slack=1e-6)
+
+
+def cdist(d):
+    n, m, k, dtype, p = d.int(1, 9), d.int(1, 9), d.int(1, 12), d.dtype("fp32", "fp64"), d.choice(1, 2, 2, 3)
+    lead = d.choice([], [2])
+    return Case("ps.cdist(x[1], x[2], %d)" % p, lambda x, _: torch.cdist(x[0], x[1], p, "donot_use_mm_for_euclid_dist"),
+                [d.input(lead + [n, k], dtype, True), d.input(lead + [m, k], dtype, True)], **tolerance(dtype))
 
 
 ROWS = [
-    Row("prod", prod, "", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp), Row("argsort", argsort),
+    Row("remainder", rest("remainder")), Row("fmod", rest("fmod")), Row("trunc", trunc), Row("unflatten", unflatten),
+    Row("repeat_interleave", repeat_interleave), Row("cdist", cdist, mixes=True),
+    Row("prod", prod, "", 2, mixes=True), Row("cumprod", cumprod, "", 2, mixes=True), Row("lerp", lerp), Row("argsort",
+                                                                                                    argsort),
     Row("isclose", close), Row("isnan", predicate("isnan")), Row("isinf", predicate("isinf")), Row("equal", equal),
     Row("unbind", unbind), Row("diag", diag), Row("outer", outer, mixes=True), Row("full_like", like),
     Row("log1p", near_zero("log1p", -0.99), "log1p"), Row("expm1", near_zero("expm1", -20), "expm1"),
-    Row("softplus", softplus, "softplus"), Row("leaky_relu", activation("leaky_relu(x[1], 0.2)", lambda x: F.leaky_relu(x, 0.2)), "leaky_relu"),
+    Row("softplus", softplus, "softplus"), Row("leaky_relu", activation("leaky_relu(x[1], 0.2)",
+                                                                        lambda x: F.leaky_relu(x, 0.2)), "leaky_relu"),
     Row("elu", activation("elu(x[1], 0.7)", lambda x: F.elu(x, 0.7)), "elu"),
-    Row("selu", activation("selu(x[1])", F.selu, True)), Row("hardtanh", activation("hardtanh(x[1], -2, 3)", lambda x: F.hardtanh(x, -2, 3))),
+    Row("selu", activation("selu(x[1])", F.selu, True)), Row("hardtanh", activation("hardtanh(x[1], -2, 3)",
+                                                                                    lambda x: F.hardtanh(x, -2, 3))),
     Row("relu6", activation("relu6(x[1])", F.relu6)), Row("mish", activation("mish(x[1])", F.mish, True)),
     Row("logsigmoid", activation("logsigmoid(x[1])", F.logsigmoid, True)),
-    Row("hardsigmoid", activation("hardsigmoid(x[1])", lambda x: (F.hardtanh(x, -3, 3) + 3) / 6, True)), Row("hardswish", activation("hardswish(x[1])", F.hardswish, True)),
-    Row("softsign", activation("softsign(x[1])", F.softsign, True)), Row("glu", glu), Row("normalize", normalize, mixes=True),
-    Row("cosine_similarity", cosine, mixes=True), Row("smooth_l1_loss", rounded_loss("smooth_l1_loss", "beta", F.smooth_l1_loss)),
+    Row("hardsigmoid", activation("hardsigmoid(x[1])", lambda x: (F.hardtanh(x, -3, 3) + 3) / 6, True)),
+        Row("hardswish", activation("hardswish(x[1])", F.hardswish, True)),
+    Row("softsign", activation("softsign(x[1])", F.softsign, True)), Row("glu", glu), Row("normalize", normalize,
+                                                                                          mixes=True),
+    Row("cosine_similarity", cosine, mixes=True), Row("smooth_l1_loss", rounded_loss("smooth_l1_loss", "beta",
+                                                                                     F.smooth_l1_loss)),
     Row("huber_loss", rounded_loss("huber_loss", "delta", F.huber_loss)),
 ]

@@ -71,6 +71,24 @@ with_numbers("GLU", function(x, dim) return F.glu(x, dim) end, { "dim" }, { -1 }
 with_numbers("Flatten", function(x, first, last) return x:flatten(first, last) end, { "start_dim", "end_dim" },
   { 1, -1 }, true)
 
+---@class ps.nn.Unflatten: ps.nn.Module
+local Unflatten = nn_module.class("Unflatten")
+Unflatten.unscoped = true
+
+--- A dimension as several ones.
+---@param dim integer
+---@param sizes integer[] of the new dimensions; one may be -1
+function Unflatten:init(dim, sizes)
+  self.dim = caller.whole(dim, "nn.Unflatten: dim")
+  self.sizes = caller.list(sizes, "nn.Unflatten: the sizes")
+end
+--- The input with that dimension as several ones.
+---@param x ps.Tensor
+---@return ps.Tensor
+function Unflatten:forward(x) return x:unflatten(self.dim, self.sizes) end
+function Unflatten:extra_repr() return ("dim=%d, sizes={%s}"):format(self.dim, table.concat(self.sizes, ", ")) end
+activation.Unflatten = Unflatten
+
 ---@class ps.nn.GELU: ps.nn.Module
 local GELU = nn_module.class("GELU")
 GELU.unscoped = true

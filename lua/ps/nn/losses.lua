@@ -10,8 +10,9 @@ local losses = {}
 local REDUCTION = { none = true, mean = true, sum = true }
 local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
 
--- Makes the class of a module that calls F[name]. keys: its options; `buffers`: those that are saved with the module.
-local function loss(class_name, name, keys, buffers)
+-- Makes the class of a module that calls F[name]. keys: its options; `buffers`: those that are saved with the module;
+-- of_three: the function takes three tensors.
+local function loss(class_name, name, keys, buffers, of_three)
   local class = nn_module.class(class_name)
   class.unscoped = true
   --- Checks and stores the options that are passed to the function of ps.F.
@@ -27,14 +28,23 @@ local function loss(class_name, name, keys, buffers)
       else self[key] = options[key] end
     end
   end
+  local function options_of(self)
+    local options = {}
+    for key in pairs(keys) do options[key] = self[key] end
+    return options
+  end
   --- The loss of a prediction against its target.
   ---@param x ps.Tensor
   ---@param target ps.Tensor
   ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
-  function class:forward(x, target)
-    local options = {}
-    for key in pairs(keys) do options[key] = self[key] end
-    return F[name](x, target, options)
+  function class:forward(x, target) return F[name](x, target, options_of(self)) end
+  if of_three then
+    --- The loss of three tensors, in the order of the function of ps.F.
+    ---@param a ps.Tensor
+    ---@param b ps.Tensor
+    ---@param c ps.Tensor
+    ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
+    function class:forward(a, b, c) return F[name](a, b, c, options_of(self)) end
   end
   function class:extra_repr()
     local parts = {}
@@ -60,6 +70,13 @@ loss("BCELoss", "binary_cross_entropy", { reduction = "string" })
 loss("BCEWithLogitsLoss", "binary_cross_entropy_with_logits", { reduction = "string", pos_weight = "tensor" },
   { pos_weight = true })
 loss("KLDivLoss", "kl_div", { reduction = "string", log_target = "boolean" })
+
+loss("HingeEmbeddingLoss", "hinge_embedding_loss", { margin = "number", reduction = "string" })
+loss("MarginRankingLoss", "margin_ranking_loss", { margin = "number", reduction = "string" }, nil, true)
+loss("CosineEmbeddingLoss", "cosine_embedding_loss", { margin = "number", reduction = "string" }, nil, true)
+loss("TripletMarginLoss", "triplet_margin_loss", { margin = "number", p = "number", eps = "number", swap = "boolean",
+  reduction = "string" }, nil, true)
+loss("GaussianNLLLoss", "gaussian_nll_loss", { full = "boolean", eps = "number", reduction = "string" }, nil, true)
 
 ---@class ps.nn.CosineSimilarity: ps.nn.Module
 local CosineSimilarity = nn_module.class("CosineSimilarity")

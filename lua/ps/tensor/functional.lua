@@ -378,7 +378,9 @@ end
 
 for name, fn in pairs(activations) do F[name] = fn end
 for _, name in ipairs { "mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "binary_cross_entropy",
-                        "binary_cross_entropy_with_logits", "kl_div", "nll_loss" } do
+                        "binary_cross_entropy_with_logits", "kl_div", "nll_loss", "pairwise_distance",
+                        "triplet_margin_loss", "margin_ranking_loss", "cosine_embedding_loss", "hinge_embedding_loss",
+                        "gaussian_nll_loss" } do
   F[name] = losses[name]
 end
 for name, fn in pairs(images.functions) do F[name] = fn end

@@ -518,7 +518,7 @@ local INSTEAD = {
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
   retain_grad = "write t:register_hook(fn), or ps.inspect.record_tensor(t, name), which records a gradient",
   is_leaf = "t:needs_grad()",
-  detach_ = "write t = t:detach()", repeat_interleave = "write t:tile(...), t:index_select(dim, indices)",
+  detach_ = "write t = t:detach()",
   fft = "there is no Fourier transform", real = "there are no complex numbers", view_as = "write t:view(u:shape())",
   type = "write t:dtype(), t:to(\"fp32\")", type_as = "write t:to(other:dtype())", ndim = "write t:dim()",
 }
@@ -550,6 +550,10 @@ local mt = {
   end,
   __add = T.add, __sub = T.sub, __mul = T.mul, __div = T.div, __pow = T.pow,
   __unm = T.neg,
+  __mod = function(a, b)
+    if not is_tensor(a) then error(("%s %% tensor: write the number as a tensor"):format(type(a))) end
+    return a:remainder(b)
+  end,
   __len = function(t) return t:size(0) end,
   __tostring = function(t) return require("ps.tensor.pretty").tensor(t) end,
 }

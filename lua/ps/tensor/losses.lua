@@ -167,6 +167,122 @@ function losses.kl_div(x, target, options)
   return reduced(terms, reduction, "F.kl_div")
 end
 
+-- -- of distances ---------------------------------------------------------------------------------------------------
+--- The p-norms of the differences of vectors, whose elements are along the last dimension.
+---@param a ps.Tensor floats [..., D]
+---@param b ps.Tensor of a shape that broadcasts with a's
+---@param p? number default 2
+---@param eps? number added to each difference; default 1e-6
+---@param keepdim? boolean the last dimension stays, with size 1; default false
+---@return ps.Tensor [...]
+function losses.pairwise_distance(a, b, p, eps, keepdim)
+  if caller.tensor(a, "F.pairwise_distance", "a") == nil or caller.tensor(b, "F.pairwise_distance", "b") == nil then
+    error "F.pairwise_distance takes two tensors"
+  end
+  return (a - b + (eps or 1e-6)):norm(p or 2, -1, keepdim)
+end
+
+local TRIPLET = { margin = "number", p = "number", eps = "number", swap = "boolean", reduction = "string" }
+
+--- max(0, margin + the distance of anchor and positive - the distance of anchor and negative). Vectors are along the
+--- last dimension.
+---@param anchor ps.Tensor floats [..., D]
+---@param positive ps.Tensor of the same shape
+---@param negative ps.Tensor of the same shape
+---@param options? {margin?: number, p?: number, eps?: number, swap?: boolean, reduction?: "mean"|"sum"|"none"} margin
+---  default 1, p 2, eps 1e-6; swap: the negative's distance to the positive counts if it is smaller
+---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+function losses.triplet_margin_loss(anchor, positive, negative, options)
+  local call = "F.triplet_margin_loss"
+  options = caller.options(options, "F.triplet_margin_loss", TRIPLET)
+  anchor, positive, negative = autocast.full(anchor, positive, negative)
+  pair(anchor, positive, call)
+  pair(anchor, negative, call)
+  local function distance(a, b) return losses.pairwise_distance(a, b, options.p, options.eps) end
+  local near, far = distance(anchor, positive), distance(anchor, negative)
+  if options.swap then far = ops.minimum(far, distance(positive, negative)) end
+  return reduced(ops.relu(near - far + (options.margin or 1)), options.reduction, call)
+end
+
+local MARGIN = { margin = "number", reduction = "string" }
+
+-- The target of signs. At the bound of max(0, x) the gradient is 0, as in PyTorch: relu has it, clamp has 1.
+local function signs(y, call)
+  if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
+  return y
+end
+
+--- max(0, margin - y (a - b)): y is 1 where a should be larger than b, -1 where b should be.
+---@param a ps.Tensor floats
+---@param b ps.Tensor of the same shape
+---@param y ps.Tensor of 1 and -1, of a shape that broadcasts
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 0
+---@return ps.Tensor of 0 dimensions; as a with reduction "none"
+function losses.margin_ranking_loss(a, b, y, options)
+  local call = "F.margin_ranking_loss"
+  options = caller.options(options, "F.margin_ranking_loss", MARGIN)
+  a, b = autocast.full(a, b)
+  pair(a, b, call)
+  return reduced(ops.relu(-signs(y, call) * (a - b) + (options.margin or 0)), options.reduction, call)
+end
+
+--- 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, of vectors along the last dimension.
+---@param a ps.Tensor floats [N, D] or [D]
+---@param b ps.Tensor of the same shape
+---@param y ps.Tensor of 1 and -1, [N], or of 0 dimensions
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 0
+---@return ps.Tensor of 0 dimensions; [N] with reduction "none"
+function losses.cosine_embedding_loss(a, b, y, options)
+  local call = "F.cosine_embedding_loss"
+  options = caller.options(options, "F.cosine_embedding_loss", MARGIN)
+  a, b = autocast.full(a, b)
+  pair(a, b, call)
+  signs(y, call)
+  if a:dim() < 1 or a:dim() > 2 or y:dim() ~= a:dim() - 1 then
+    error(("%s takes vectors [N, D] with a target [N], or [D] with one number, not [%s] with [%s]"):format(call,
+      table.concat(a:shape(), ", "), table.concat(y:shape(), ", ")))
+  end
+  local function squares(x) return (x * x):sum(-1) + 1e-12 end
+  local cos = (a * b):sum(-1) / (squares(a) * squares(b)):sqrt()
+  local like = tensor.where(y:eq(1), 1 - cos, 0)
+  return reduced(like + tensor.where(y:eq(-1), ops.relu(cos - (options.margin or 0)), 0), options.reduction, call)
+end
+
+--- x where y is 1, and max(0, margin - x) where y is -1.
+---@param x ps.Tensor floats, such as distances
+---@param y ps.Tensor of 1 and -1, of the same shape
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 1
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.hinge_embedding_loss(x, y, options)
+  local call = "F.hinge_embedding_loss"
+  options = caller.options(options, "F.hinge_embedding_loss", MARGIN)
+  x = autocast.full(x)
+  pair(x, y, call)
+  local far = ops.relu((options.margin or 1) - x)
+  return reduced(tensor.where(y:eq(1), x, 0) + tensor.where(y:eq(-1), far, 0), options.reduction, call)
+end
+
+local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
+
+--- Half of log(var) + (x - target)^2 / var: minus the log-likelihood of normal distributions.
+---@param x ps.Tensor floats: means
+---@param target ps.Tensor of the same shape
+---@param var ps.Tensor variances, of a shape that broadcasts; those below eps count as eps
+---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: with the constant
+---  log(2 pi) / 2; eps: default 1e-6
+---@return ps.Tensor of 0 dimensions; as x with reduction "none"
+function losses.gaussian_nll_loss(x, target, var, options)
+  local call = "F.gaussian_nll_loss"
+  options = caller.options(options, "F.gaussian_nll_loss", GAUSS)
+  pair(x, target, call)
+  if caller.tensor(var, call, "the variance") == nil then error(call .. ": the variance is missing") end
+  local eps = options.eps or 1e-6
+  var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes, as in PyTorch
+  local loss = 0.5 * (var:log() + (x - target):square() / var)
+  if options.full then loss = loss + 0.5 * math.log(2 * math.pi) end
+  return reduced(loss, options.reduction, call)
+end
+
 -- -- of classes -----------------------------------------------------------------------------------------------------
 -- Returns a mask of the targets that are not ignored, bool [...], and the targets with 0 in place of ignored ones,
 -- int64 [..., 1].

@@ -101,6 +101,20 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
+--- The distances of each vector of this tensor to each vector of another. Where a distance is 0, its gradient is 0.
+---@param b ps.Tensor floats [..., M, D]
+---@param p? number of the p-norm; default 2
+---@return ps.Tensor [..., N, M], of [..., N, D]
+function T:cdist(b, p)
+  if caller.tensor(b, "cdist", "the other") == nil then error "cdist: the other tensor is missing" end
+  if self:dim() < 2 or b:dim() < 2 or self:size(-1) ~= b:size(-1) then
+    error(("cdist takes vectors [..., N, D] and [..., M, D], not [%s] and [%s]"):format(
+      table.concat(self:shape(), ", "), table.concat(b:shape(), ", ")))
+  end
+  local x, y = autocast.full(self, b)
+  return (x:unsqueeze(-2) - y:unsqueeze(-3)):norm(p or 2, -1)
+end
+
 -- -- elements -------------------------------------------------------------------------------------------------------
 --- Where an element is NaN.
 ---@return ps.Tensor bool
@@ -111,6 +125,39 @@ function T:isinf()
   if not FLOAT[self.dtype_] then return tensor.zeros(self:shape(), { dtype = "bool", device = self:device() }) end
   return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
 end
+
+--- The whole part of each element: rounded towards 0. Integers are copied.
+---@return ps.Tensor
+function T:trunc()
+  if not FLOAT[self.dtype_] then return ops.contiguous(self) end
+  return ops.where(self:lt(0), ops.ceil(self), ops.floor(self))
+end
+
+-- a minus b times the rounded quotient, in fp64, in which quotients and products of fp32 are exact enough.
+local function rest_of(a, b, round, call)
+  if not is_tensor(b) and type(b) ~= "number" then
+    error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
+  end
+  if a.dtype_ == C.PS_BOOL then error(call .. " of bool: convert with :long()") end
+  local is_float = FLOAT[a.dtype_] or is_tensor(b) and FLOAT[b.dtype_] or type(b) == "number" and b % 1 ~= 0
+  local zero = is_tensor(b) and not is_float and b:eq(0):any():item() or b == 0 and not is_float
+  if zero then error(call .. ": an integer is divided by 0") end
+  local like = is_tensor(b) and b or FLOAT[a.dtype_] and a or create.scalar(a, 0, is_float and C.PS_F32 or C.PS_I64)
+  local dtype = ops.add(a:reshape(-1):narrow(0, 0, 0), like:reshape(-1):narrow(0, 0, 0)):dtype()
+  if not is_tensor(b) and not is_float then dtype = a:dtype() end
+  local x, y = a:to "fp64", is_tensor(b) and b:to "fp64" or b
+  return (x - round(x / y) * y):to(dtype)
+end
+
+--- The remainder of a division, with the sign of the divisor: a - b * (a / b):floor(). Integers are exact up to 2^53.
+---@param b ps.Tensor|number not 0 for integers
+---@return ps.Tensor
+function T:remainder(b) return rest_of(self, b, ops.floor, "remainder") end
+
+--- The remainder of a division, with the sign of the dividend: a - b * (a / b):trunc(). Integers are exact up to 2^53.
+---@param b ps.Tensor|number not 0 for integers
+---@return ps.Tensor
+function T:fmod(b) return rest_of(self, b, T.trunc, "fmod") end
 
 --- This tensor plus weight times its difference to another one.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
@@ -188,6 +235,57 @@ function T:equal(other)
   if caller.tensor(other, "equal", "the other") == nil then error("equal: the other tensor is missing") end
   if table.concat(self:shape(), ",") ~= table.concat(other:shape(), ",") then return false end
   return self:numel() == 0 or self:eq(other):all():item()
+end
+
+-- -- shapes ---------------------------------------------------------------------------------------------------------
+--- A dimension as several ones.
+---@param d integer
+---@param sizes integer[] of the new dimensions; one may be -1, which is computed from the others
+---@return ps.Tensor
+function T:unflatten(d, sizes)
+  d = dim_index(self, d)
+  local shape = {}
+  for i = 0, self.ndim - 1 do
+    if i == d then for _, n in ipairs(caller.list(sizes, "unflatten: the sizes")) do shape[#shape + 1] = n end
+    else shape[#shape + 1] = self:size(i) end
+  end
+  local rest, known = nil, 1
+  for i, n in ipairs(sizes) do
+    if n == -1 and not rest then rest = i else known = known * caller.whole(n, "unflatten: a size", 0) end
+  end
+  if rest and known > 0 and self:size(d) % known == 0 then shape[d + rest] = self:size(d) / known
+  elseif rest or known ~= self:size(d) then
+    error(("unflatten: dimension %d has size %d, which is not the product of the sizes %s"):format(d, self:size(d),
+      table.concat(sizes, ", ")))
+  end
+  return self:reshape(shape)
+end
+
+--- This tensor, expanded to another one's shape.
+---@param other ps.Tensor
+---@return ps.Tensor a view
+function T:expand_as(other)
+  if caller.tensor(other, "expand_as", "the other") == nil then error("expand_as: the other tensor is missing") end
+  return self:expand(other:shape())
+end
+
+--- Each element several times, next to itself; with a dimension, each slice along it.
+---@param repeats integer|ps.Tensor how often; a vector of integers: one number for each slice
+---@param d? integer default: the elements in row-major order
+---@return ps.Tensor
+function T:repeat_interleave(repeats, d)
+  local x = d == nil and self:reshape(-1) or self
+  d = dim_index(x, d or 0)
+  local n, list, at = x:size(d), is_tensor(repeats) and repeats:tolist() or nil, {}
+  if not list then caller.whole(repeats, "repeat_interleave: the repeats", 0)
+  elseif type(list) ~= "table" or #list ~= n or repeats.ndim ~= 1 or FLOAT[repeats.dtype_] then
+    error(("repeat_interleave: the repeats are %s [%s]; for dimension %d they must be integers [%d]"):format(
+      repeats:dtype(), table.concat(repeats:shape(), ", "), d, n))
+  end
+  for i = 0, n - 1 do
+    for _ = 1, list and list[i + 1] or repeats do at[#at + 1] = i end
+  end
+  return x:index_select(d, tensor.tensor(at, { dtype = "int64", device = x:device() }))
 end
 
 -- -- parts ----------------------------------------------------------------------------------------------------------
