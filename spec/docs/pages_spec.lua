@@ -21,7 +21,8 @@ local PRINTING = { "first_hour", "encoder" }
 
 describe("the listings of", function()
   for _, page in ipairs { "bmtrain", "models", "planning", "pretrained", "tensors", "inspecting",
-    "autograd", "conversations", "data", "adapters", "migrating", "how_memory_works" } do
+    "autograd", "conversations", "data", "adapters", "migrating", "how_memory_works",
+    "from_scratch", "extending" } do
     it("docs/" .. page .. ".md run", function()
       local script = script_of(check.read(("%s/docs/%s.md"):format(paths.root, page)))
       local _, asserts = script:gsub("%f[%w]assert%(", "")

@@ -11,7 +11,7 @@ local PAGES = { "README.md", "CONTRIBUTING.md", "docs/memory.md", "docs/zero.md"
   "docs/profiling.md", "docs/monitoring.md", "docs/dependencies.md", "docs/bmtrain.md", "docs/cuda.md",
   "docs/config.md", "docs/gguf.md", "docs/optimizers.md", "docs/gallery.md",
   "docs/first_hour.md", "docs/encoder.md", "docs/migrating.md", "docs/how_memory_works.md", "docs/glossary.md",
-  "docs/errors.md", "docs/serve.md", "spec/README.md" }
+  "docs/errors.md", "docs/from_scratch.md", "docs/extending.md", "docs/serve.md", "spec/README.md" }
 local FOLDERS = {
   "bench", "examples", "lua/ps/bmt", "lua/ps/chat", "lua/ps/checkpoints", "lua/ps/config", "lua/ps/core", "lua/ps/data",
   "lua/ps/dist", "lua/ps/engine", "lua/ps/evaluate",
