@@ -829,6 +829,19 @@ do
          layouts = false }
   case { "lion_", set(with_low(group({ 65 }, 4, true), { 65 }), lion), types = { "bf16" }, exact = true,
          layouts = false }
+  --- gradient scale, step, lr, alpha, eps, weight decay, momentum
+  local rmsprop = args(0.5, 3, 1e-2, 0.9, 1e-3, 0.1, 0.9)
+  local function squared(list, a)                             -- the squares come first
+    list[4], list[5] = list[5], list[4]
+    return set(list, a or rmsprop)
+  end
+  case { "rmsprop_", squared(group({ 5, 7 }, 5)), squared(group({ 130 }, 5), args(1, 1, 1e-2, 0.99, 1e-3)),
+         set({ F { 33 }, SAME(1), F { 33 }, F({ 33 }, 0, 1, "fp32"), SAME(1) }, args(0.5, 1, 0.1, 0.5, 1e-3, 0.1)),
+         types = { "fp32" }, exact = true, layouts = false }
+  case { "rmsprop_", squared(group({ 65 }, 5, true)), squared(group({ LARGE[1], LARGE[2] }, 5, true)), exact = true,
+         layouts = false }
+  case { "rmsprop_", squared(with_low(group({ 65 }, 5, true), { 65 })), types = { "bf16" }, exact = true,
+         layouts = false }
   local near = { fp32 = 2e-5, bf16 = 2e-2, fp16 = 4e-3 }
   case { "lamb_", set(group({ 5, 7 }, 5), args(0.5, 3, 1e-2, 0.9, 0.99, 1e-6, 0.1)),
          set(group({ 9000 }, 5), args(1, 1, 1e-2, 0.9, 0.99, 1e-6, 0)), types = { "fp32" }, tol = near, floor = 1e-6,

@@ -542,7 +542,7 @@ local function rates(row)
   end
   row("torch.optim.lr_scheduler.StepLR(optimizer, ...)", function() ps.optim.lr_scheduler.StepLR() end,
     "there are ps.sched.")
-  row("optimizer = optim.RMSprop(model.parameters())", function(e) ps.optim.RMSprop(e.model) end,
+  row("optimizer = optim.Adagrad(model.parameters())", function(e) ps.optim.Adagrad(e.model) end,
     "ps.optim.Adam, AdamW, SGD, Lion")
   row("optimizer = SGD(model.parameters(), lr=...)  # of an engine's model", function(e)
     e:make()

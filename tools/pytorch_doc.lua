@@ -145,6 +145,7 @@ attention_packed | - | F.attention_packed, nn.MultiheadSelfAttention | q, k and 
 attention_packed_backward | - | - | its gradient
 adam_ | optim.AdamW | optim.Adam, optim.AdamW | one pass for all parameters
 sgd_ | optim.SGD | optim.SGD |
+rmsprop_ | optim.RMSprop | optim.RMSprop | centered is refused
 lion_ | - | optim.Lion | lion-pytorch's
 lamb_ | - | optim.LAMB | timm's, without its clipping
 muon_ | optim.Muon | optim.Muon | products are fp32 for fp32 parameters; groups name the optimizer of other parameters

@@ -142,7 +142,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       missing = table.concat(missing, " ")
       -- The host performs the updates of optimizers other than Adam and SGD (docs/optimizers.md), and packed weights.
       assert(missing == "adafactor_ adam8bit_ adam_bf16_ copy_to_tp counted_once expand lamb_ linear_packed lion_ "
-        .. "muon_ permute remainder_join remainder_split_ reshape scatter_to_tp slice to_device unpack", missing)
+        .. "muon_ permute remainder_join remainder_split_ reshape rmsprop_ scatter_to_tp slice to_device "
+        .. "unpack", missing)
     ]]
   end)
 

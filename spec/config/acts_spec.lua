@@ -91,7 +91,8 @@ describe("every honoured key", function()
     train { memory = "plain" }
     train { optimizer = { type = "SGD", params = { momentum = 0.9 } } }
     train { optimizer = { type = "Muon", params = { muon_lr = 0.01, adam_lr = 0.01 } } }
-    for _, kind in ipairs { "Adafactor", "HuggingFaceAdafactor", "Lion", "LAMB", "AdamW8bit", "AdamWBF16" } do
+    for _, kind in ipairs { "Adafactor", "HuggingFaceAdafactor", "Lion", "LAMB", "AdamW8bit", "AdamWBF16",
+      "RMSprop" } do
       train { optimizer = { type = kind } }
     end
     train { fp16 = { enabled = true } }

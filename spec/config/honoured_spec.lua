@@ -312,6 +312,7 @@ local CASES = {
   ["optimizer.params.momentum"] = { 0.9, see.values, base = SGD },
   ["optimizer.params.dampening"] = { 0.5, see.values, base = MOMENTUM },
   ["optimizer.params.nesterov"] = { true, see.values, base = MOMENTUM },
+  ["optimizer.params.alpha"] = { 0.5, see.values, base = { optimizer = { type = "RMSprop" } } },
   ["optimizer.params.muon_lr"] = { 0.01, see.values, base = { optimizer = { type = "Muon" } } },
   ["optimizer.params.adam_lr"] = { 0.01, see.values, base = { optimizer = { type = "Muon" } } },
   ["optimizer.params.ns_coefficients"] = { { 3, -4, 2 }, see.values, base = { optimizer = { type = "Muon" } } },

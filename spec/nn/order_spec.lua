@@ -220,13 +220,18 @@ describe("a state of ps.optim in PyTorch's form", function()
     fails(function() make(b, a):load_state_dict(state) end, "momentum_buffer of parameter 0 is [2]", "[3]")
     fails(function() optim.AdamW({ a, b }):load_state_dict(state) end, "2 groups, but this one has 1")
     fails(function() optim.AdamW({ { params = { a } }, { params = { b } } }):load_state_dict(state) end, "momentum")
+    local rms = optim.RMSprop({ a, b }, { momentum = 0.5 })
+    rms:step()
+    state = rms:torch_state_dict()
+    state.param_groups[1].centered = true
+    fails(function() rms:load_state_dict(state) end, "a centered RMSprop", "grad_avg")
   end)
 end)
 
 describe("an optimizer", function()
   it("refuses what no gradient comes to, by name", function()
     local p = nn.Parameter(ps.ones { 2 })
-    for _, kind in ipairs { "Adam", "AdamW", "SGD" } do
+    for _, kind in ipairs { "Adam", "AdamW", "SGD", "RMSprop" } do
       local make = optim[kind]
       fails(function() make { p * 2 } end, kind .. ", group 0, parameter 0 [2]", "output of an op", "detach")
       fails(function() make { p, ps.tensor({ 1, 2 }, "int64") } end, "parameter 1 [2] is int64", "floats")

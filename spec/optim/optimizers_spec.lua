@@ -17,7 +17,9 @@ local function model_func()
 end
 
 local function config(kind, memory, half, micros)
-  return { optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1 } }, memory = memory, plan_print = false,
+  local momentum = kind == "RMSprop" and 0.9 or nil
+  return { optimizer = { type = kind, params = { lr = 1e-2, weight_decay = 0.1, momentum = momentum } },
+    memory = memory, plan_print = false,
     bf16 = half and { enabled = true } or nil, gradient_accumulation_steps = micros, chunk_size = 2048,
     gradient_clipping = micros > 1 and 1 or 0 }
 end
@@ -231,6 +233,7 @@ describe("a remainder", function()
     assert.near(6.03, bytes(1, 0, "AdamW8bit"), 0.1)
     assert.near(8, bytes(1, 0, "Lion"), 0.1)
     assert.near(8, bytes(1, 0, "AdamWBF16"), 0.1)
+    assert.near(12, bytes(1, 0, "RMSprop"), 0.1)               -- with momentum
   end)
 end)
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The names and the order of parameters, and optimizer states that go from PyTorch to psluajit and back.
 
-transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of PyTorch
-(Adam, AdamW, SGD with momentum; made from parameters or from named parameters, of one group or two) takes some steps with drawn
-gradients. order_cases.lua reads the model's folder, takes the state over into an engine's optimizer and into one of ps.optim, and
-writes it again, by names and in PyTorch's form.
-The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits of
-PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first.
+transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of
+PyTorch (Adam, AdamW, SGD and RMSprop with momentum; made from parameters or from named parameters, of one group or two)
+takes some steps with drawn gradients. order_cases.lua reads the model's folder, takes the state over into an engine's
+optimizer and into one of ps.optim, and writes it again, by names and in PyTorch's form.
+The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits
+of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first.
 """
 import json
 import os
@@ -20,7 +20,7 @@ import runs
 
 CLASSES = sorted(set(models_oracle.CLASSES))
 KINDS = {"Adam": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6}, "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
-         "SGD": {"lr": 1e-2, "momentum": 0.9}}
+         "SGD": {"lr": 1e-2, "momentum": 0.9}, "RMSprop": {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5}}
 
 
 def draw_case(rng, index):
@@ -41,7 +41,8 @@ def optimizer_of(case, model, named):
 
 
 def state_by_name(model, optimizer):
-    return {f"{n}.{key}": value.clone() for n, p in model.named_parameters() for key, value in optimizer.state.get(p, {}).items()
+    return {f"{n}.{key}": value.clone() for n, p in model.named_parameters()
+            for key, value in optimizer.state.get(p, {}).items()
             if key != "step" and torch.is_tensor(value)}
 
 
@@ -64,7 +65,8 @@ def prepare(case):
 
 
 def compare(what, got, want):
-    off = [f"{what}: {n} is missing" for n in want if n not in got] + [f"{what}: {n} is not PyTorch's" for n in got if n not in want]
+    off = [f"{what}: {n} is missing" for n in want if n not in got]
+    off += [f"{what}: {n} is not PyTorch's" for n in got if n not in want]
     return off + [f"{what}: {n} has other values" for n in want if n in got and not torch.equal(got[n], want[n])]
 
 
@@ -78,12 +80,14 @@ def judge(case, model, want):
            enumerate(zip(result["names"] + [None] * len(names), names)) if a != b]
     off += [f"{n}: no such parameter in transformers" for n in result["names"] if n not in names]
     for prefix in "", "plain_":                      # by the engine, and by ps.optim
-        off += compare(prefix + "taken over", load_file(os.path.join(case["out"], prefix + "by_name.safetensors")), want)
+        by_name = load_file(os.path.join(case["out"], prefix + "by_name.safetensors"))
+        off += compare(prefix + "taken over", by_name, want)
         back = optimizer_of(case, model, not case["named"])
         back.load_state_dict(torch.load(os.path.join(case["out"], prefix + "ours.pt")))
         off += compare(prefix + "given back", state_by_name(model, back), want)
         listed = [n for group in back.state_dict()["param_groups"] for n in group["param_names"]]
-        order = [n for group in back.param_groups for p in group["params"] for n, q in model.named_parameters() if p is q]
+        order = [n for group in back.param_groups for p in group["params"]
+                 for n, q in model.named_parameters() if p is q]
         if listed != order:
             off.append(prefix + "param_names that were given back are not those of the parameters")
     return off

@@ -262,6 +262,21 @@ def lion(d):
     return update("lion_", d, lambda s: [Input(d.values(s, "fp32", -1, 1))], (scale, t, lr, b1, b2, wd), formula)
 
 
+def rmsprop(d):
+    lr, alpha, eps, wd = d.choice(1e-3, 0.1), d.choice(0.99, 0.5), d.choice(1e-8, 1e-3), d.choice(0, 0.1)
+    momentum, scale = d.choice(0, 0.9, 0.5), d.choice(1, 0.5)
+
+    def formula(p, g, square, buf, m):
+        g = g * scale + wd * p
+        square = alpha * square + (1 - alpha) * g * g
+        u = g / (square.sqrt() + eps)
+        buf = momentum * buf + u if momentum else buf
+        step = lr * (buf if momentum else u)
+        return [p - (m.change(step) if m.exact and m.change else step), square, buf]
+    return update("rmsprop_", d, lambda s: [Input(d.values(s, "fp32", 0, 1)), Input(d.values(s, "fp32", -1, 1))],
+                  (scale, 1, lr, alpha, eps, wd, momentum), formula)
+
+
 def lamb(d):
     t, lr, b1, b2, wd = d.int(1, 9), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.95), d.choice(0, 0.1)
     eps, averaging, always, clip = 1e-6, d.int(0, 1), d.int(0, 1), d.int(0, 1)
@@ -382,6 +397,7 @@ ROWS = [
     Row("full, zeros, ones", filled), Row("zeros_like, ones_like", like), Row("scale_by_", scale_by, "scale_by_"),
     Row("sample", sample, "sample"), Row("adam_", adam, "adam_", 2), Row("sgd_", sgd, "sgd_", 2),
     Row("lion_", lion, "lion_"), Row("lamb_", lamb, "lamb_"), Row("muon_", muon, "muon_"),
+    Row("rmsprop_", rmsprop, "rmsprop_"),
     Row("adafactor_", adafactor, "adafactor_"),
     Row("adam8bit_, adam_bf16_", small_adam, "adam8bit_ adam_bf16_"),
     Row("remainders", halves, "remainder_split_ remainder_join"),

@@ -120,8 +120,8 @@ end)
 
 -- Ops without a kernel of cuda: updates, which the engine leaves to the host (docs/optimizers.md), and packed weights.
 local HOST = {}
-for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ remainder_split_ remainder_join
-    unpack linear_packed]]):gmatch "%S+" do
+for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remainder_split_
+    remainder_join unpack linear_packed]]):gmatch "%S+" do
   HOST[name] = true
 end
 

@@ -8,6 +8,7 @@
 int infer_adam(ps_infer *f);
 int infer_sgd(ps_infer *f);
 int infer_grad_store(ps_infer *f);
+int infer_rmsprop(ps_infer *f);
 int infer_lion(ps_infer *f);
 int infer_adam_bf16(ps_infer *f);
 int infer_lamb(ps_infer *f);
@@ -51,6 +52,7 @@ int infer_adam(ps_infer *f)
 }
 
 int infer_sgd(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
+int infer_rmsprop(ps_infer *f) { return check_update(f, 5, 2, PS_F32); }
 int infer_lion(ps_infer *f) { return check_update(f, 4, 1, PS_F32); }
 int infer_adam_bf16(ps_infer *f) { return check_update(f, 5, 2, PS_BF16); }
 int infer_lamb(ps_infer *f) { return check_update(f, 5, 2, PS_F32); }

@@ -149,10 +149,11 @@ local sections = {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
     { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam, LAMB and Lion (there by default 0.9, 0.99): decay "
       .. "of the averages" },
-    { "eps", T.fp32, 1e-8, H, "of Adam and LAMB: added to the root; of Muon: the least norm" },
+    { "eps", T.fp32, 1e-8, H, "of Adam, LAMB and RMSprop: added to the root; of Muon: the least norm" },
     { "weight_decay", T.fp32, 0, H, "see type; SGD's is added to the gradient" },
-    { "momentum", T.fp32, nil, H, "of SGD, default 0: no state in addition to the fp32 values; of "
-      .. "Muon, default 0.95" },
+    { "momentum", T.fp32, nil, H, "of SGD and RMSprop, default 0: no state for it; of Muon, default "
+      .. "0.95" },
+    { "alpha", T.ratio, nil, H, "of RMSprop, default 0.99: decay of the average of squares" },
     { "dampening", T.fp32, nil, H, "of SGD, default 0: 1 - dampening of a gradient is added to the momentum" },
     { "nesterov", T.boolean, nil, H, "of SGD, default false, and Muon, default true: Nesterov's momentum" },
     { "maximize", T.boolean, false, R, "not implemented" },

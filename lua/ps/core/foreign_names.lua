@@ -10,8 +10,8 @@ local ENGINE = "ps.initialize distributes a model over ranks"
 local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR, WarmupLR, "
   .. "WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, warmup_linear and warmup_cosine; "
   .. "optimizer:set_lr(lr) sets any other rate"
-local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, HuggingFaceAdafactor, LAMB, AdamW8bit "
-  .. "and AdamWBF16"
+local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, HuggingFaceAdafactor, LAMB, AdamW8bit, "
+  .. "AdamWBF16 and RMSprop"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
 local LAYERS = "write a class with nn.class from the ops in ps.F"
 local FOURIER = "there is no Fourier transform: a short one is ps.matmul with matrices of cosines and sines"
@@ -59,7 +59,7 @@ return {
     Transformer = "write nn.TransformerEncoder(layer, n) and nn.TransformerDecoder(layer, n)",
   },
   optim = {
-    lr_scheduler = SCHEDULES, RMSprop = OPTIMIZERS, Adagrad = OPTIMIZERS, Adadelta = OPTIMIZERS, LBFGS = OPTIMIZERS,
+    lr_scheduler = SCHEDULES, Adagrad = OPTIMIZERS, Adadelta = OPTIMIZERS, LBFGS = OPTIMIZERS,
     Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
   },
   sched = {

@@ -587,6 +587,13 @@ function optim.AdamW(params, options) return build(optimizers.of "AdamW", params
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
 
+--- RMSprop (Tieleman and Hinton 2012), as PyTorch has it, not centered.
+---@param params ps.nn.Module|ps.Tensor[]|table[]
+---@param options? {lr?: number, momentum?: number, alpha?: number, eps?: number, weight_decay?: number,
+---  max_norm?: number, per_rank?: boolean}
+---@return ps.Optimizer
+function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
+
 --- Lion (Chen et al. 2023), as lion-pytorch has it.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number,

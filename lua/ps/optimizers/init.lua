@@ -37,9 +37,10 @@ local dtypes = require "ps.core.dtype"
 local optimizers = {}
 
 optimizers.names = { "Adam", "AdamW", "SGD", "Lion", "Muon", "Adafactor", "HuggingFaceAdafactor", "LAMB", "AdamW8bit",
-  "AdamWBF16" }
+  "AdamWBF16", "RMSprop" }
 local FILES = { Adam = "adam", AdamW = "adam", SGD = "sgd", Lion = "lion", Muon = "muon", Adafactor = "adafactor",
-  HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small" }
+  HuggingFaceAdafactor = "adafactor", LAMB = "lamb", AdamW8bit = "adam_small", AdamWBF16 = "adam_small",
+  RMSprop = "rmsprop" }
 local by_name, by_any, by_exact, updates = {}, {}, {}, {}
 
 for _, name in ipairs(optimizers.names) do

@@ -72,6 +72,39 @@ int ref_lion_(ps_call *call)
     return 0;
 }
 
+/* -- RMSprop ------------------------------------------------------------------------------------------------------- */
+/* RMSprop (Tieleman and Hinton 2012, "Lecture 6.5"), with PyTorch's momentum, in fp32, or in double for fp64 masters:
+ *     g = grad * grad_scale;  wd != 0: g = fma(wd, p, g)
+ *     v = fma(alpha, v, ((1 - alpha) * g) * g);  u = g / (sqrt(v) + eps)
+ *     momentum != 0:  u = m = fma(momentum, m, u)
+ *     p = fma(-lr, u, p) */
+#define RMSPROP(name, R, FMA, SQRT)                                                                            \
+    static void name(const ps_attrs_rmsprop_ *a, const ps_view *in)                                            \
+    {                                                                                                          \
+        R lr = (R)a->lr, wd = (R)a->weight_decay, scale = (R)a->grad_scale, momentum = (R)a->momentum;         \
+        R alpha = (R)a->alpha, rest = (R)(1 - a->alpha), eps = (R)a->eps;                                      \
+        for (int64_t i = 0; i < in->numel; i++) {                                                              \
+            R p = (R)ref_master_get(in, i), g = (R)ref_load(&in[2], i) * scale;                                \
+            if (wd != 0) g = FMA(wd, p, g);                                                                    \
+            R v = FMA(alpha, (R)ref_load(&in[3], i), (rest * g) * g), u = g / (SQRT(v) + eps);                 \
+            ref_store(&in[3], i, v);                                                                           \
+            if (momentum != 0) {                                                                               \
+                u = FMA(momentum, (R)ref_load(&in[4], i), u);                                                  \
+                ref_store(&in[4], i, u);                                                                       \
+            }                                                                                                  \
+            ref_master_put(in, i, FMA(-lr, u, p));                                                             \
+        }                                                                                                      \
+    }
+RMSPROP(rmsprop_float, float, fmaf, sqrtf)
+RMSPROP(rmsprop_double, double, fma, sqrt)
+
+int ref_rmsprop_(ps_call *call)
+{
+    for (int n = 0; n + 5 <= call->n_in; n += 5)
+        (call->in[n + 1].dtype == PS_F64 ? rmsprop_double : rmsprop_float)(call->attrs, &call->in[n]);
+    return 0;
+}
+
 /* -- AdamW with averages in bf16 ----------------------------------------------------------------------------------- */
 /* x rounded down or up to bf16 with the probability of its distance: 16 random bits are added below. */
 static uint16_t round_random(float x, uint32_t random)

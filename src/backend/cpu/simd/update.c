@@ -74,6 +74,51 @@ static int lion(ps_call *call)
     return 0;
 }
 
+/* -- RMSprop ------------------------------------------------------------------------------------------------------- */
+struct rmsprop { float scale, l2, alpha, rest, eps, momentum, lr; int has_l2, has_momentum; };
+
+SIMD void rmsprop_at(const struct rmsprop *h, const struct item *it, int64_t i, int form, int grad_dtype)
+{
+    vf p = master_get(it, i, form), g = vf_get(it->grad, i, grad_dtype) * h->scale;
+    float *of_v = (float *)it->state[0] + i;
+    if (h->has_l2) g = vf_fma(vf_set(h->l2), p, g);
+    vf v = vf_fma(vf_set(h->alpha), vf_load(of_v), (g * h->rest) * g), u = g / (vf_sqrt(v) + vf_set(h->eps));
+    vf_store(of_v, v);
+    if (h->has_momentum) {
+        float *of_m = (float *)it->state[1] + i;
+        u = vf_fma(vf_set(h->momentum), vf_load(of_m), u);
+        vf_store(of_m, u);
+    }
+    master_put(it, i, vf_fma(vf_set(-h->lr), u, p), form);
+}
+SIMD void rmsprop_body(const struct rmsprop *h, const struct item *it, int64_t i, int64_t last, int form,
+                       int grad_dtype)
+{
+    const int nbytes[2] = { 4, h->has_momentum ? 4 : 0 };
+    for (; i + VL <= last; i += VL) rmsprop_at(h, it, i, form, grad_dtype);
+    if (i == last) return;
+    struct tail t;
+    tail_get(&t, it, i, (int)(last - i), nbytes);
+    rmsprop_at(h, &t.it, 0, form, grad_dtype);
+    tail_put(&t, it, i, (int)(last - i), nbytes);
+}
+static void rmsprop_span(const void *setting, const struct item *it, int64_t first, int64_t last)
+{
+    PS_BY_FORM(it, rmsprop_body, setting, it, first, last);
+}
+static int rmsprop(ps_call *call)
+{
+    const struct ps_attrs_rmsprop_ *a = call->attrs;
+    struct work w;
+    if (!collect_alike(call, 5, PS_F32, &w)) return PS_EUNSUP;
+    struct rmsprop h = { .scale = (float)a->grad_scale, .l2 = (float)a->weight_decay, .alpha = (float)a->alpha,
+                         .rest = (float)(1 - a->alpha), .eps = (float)a->eps, .momentum = (float)a->momentum,
+                         .lr = (float)a->lr, .has_l2 = (float)a->weight_decay != 0,
+                         .has_momentum = (float)a->momentum != 0 };
+    run_work(&w, &h, rmsprop_span);
+    return 0;
+}
+
 /* -- AdamW with averages in bf16 or in 8 bits ---------------------------------------------------------------------- */
 struct adamw { float scale, keep, b1, b2, c1, c2, inv, eps, step; uint64_t seed, t; };
 
@@ -302,6 +347,7 @@ void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
     k[PS_OP_remainder_split_] = remainder_split;
     k[PS_OP_remainder_join] = remainder_join;
     k[PS_OP_lion_] = lion;
+    k[PS_OP_rmsprop_] = rmsprop;
     k[PS_OP_adam_bf16_] = adam_bf16;
     k[PS_OP_adam8bit_] = adam8bit;
 }
