@@ -45,7 +45,7 @@ end
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
 
--- An item of a list, in lines; its text, if any, begins a line.
+-- An item of a list, wrapped to lines; its text, if any, begins on a new line.
 local function put_item(indent, head, text)
   wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
   if text == "" then return end
@@ -84,11 +84,11 @@ local function check_described(call, about, names, text, gives)
   for name in pairs(known) do
     if not there[name] and name ~= "self" then complain(call, "its @param %s names no parameter", name) end
   end
-  if gives and #about.returns == 0 then complain(call, "it gives a value and has no @return") end
+  if gives and #about.returns == 0 then complain(call, "it returns a value and has no @return") end
 end
 
-local named = {}                       -- classes of tables that parameters and results name
--- Objects whose fields are for psluajit itself.
+local named = {}                       -- classes of tables, in the types of parameters and results
+-- Classes whose fields are internal to psluajit.
 local CLOSED = { ["ps.Engine"] = true, ["ps.Config"] = true, ["ps.nn.Region"] = true, ["ps.Rates"] = true }
 
 local function note_classes(list)
@@ -164,7 +164,7 @@ local function section(title, text)
   put ""
 end
 
--- Objects that some functions return: the prefix of their methods, and a function that makes one.
+-- Objects that functions return: the prefix of their methods, and a function that makes such an object.
 local OBJECTS = {
   tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
   progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },
@@ -202,7 +202,8 @@ local function put_files()
 end
 
 local function put_ops()
-  section("Ops", "`ps.ops` has the rows of `src/ops.def`, which all of the above is made of: inputs, then attributes, "
+  section("Ops", "`ps.ops` has the rows of `src/ops.def`, on which all functions above are built: inputs, then " ..
+    "attributes, "
     .. "by position. Scripts rarely need them.")
   put "| op | what it computes | gradient |"
   put "|---|---|---|"
@@ -216,9 +217,9 @@ local function put_ops()
   put ""
 end
 
--- Fields of the tables that calls take and give.
+-- The fields of the tables that calls accept and return.
 local function put_classes()
-  section("Fields", "Of tables that parameters and results above name by their class. A field with `?` may be absent.")
+  section("Fields", "Tables that the parameters and results above name by their class. A field with `?` may be absent.")
   local names = {}
   for name, class in pairs(named) do if class.fields[1] then names[#names + 1] = name end end
   table.sort(names)
@@ -238,7 +239,7 @@ end
 
 local function put_bmt()
   local bmt = require "ps.bmt"
-  section("ps.bmt", "BMTrain's way of writing a script: `docs/bmtrain.md`.")
+  section("ps.bmt", "BMTrain's API for scripts: `docs/bmtrain.md`.")
   put_functions("bmt.", bmt)
   for _, name in ipairs(sorted(bmt, function(_, value) return is_class(value) end)) do
     put_class("bmt.", name, bmt[name])
@@ -288,9 +289,9 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     .. "in PyTorch, with index tensors, masks and `ps.newaxis` in a key, too; `==` compares identity, `t:eq(u)` "
     .. "values.")
   put_functions("t:", methods, true)
-  section("ps.functional (F)", "Functions over tensors without state.")
+  section("ps.functional (F)", "Stateless functions over tensors.")
   put_functions("F.", ps.F)
-  section("ps.nn", "Every class is called to make a module, and a module is called to run it.")
+  section("ps.nn", "Calling a class makes a module; calling a module runs it.")
   put_class("nn.", "Module", ps.nn.Module)
   for _, name in ipairs(sorted(ps.nn, function(key, value) return is_class(value) and key ~= "Module" end)) do
     put_class("nn.", name, ps.nn[name])
@@ -323,19 +324,19 @@ long: `docs/tensors.md`; configuration keys: `docs/config.md`.]]
     if name == "safetensors" then put_files() end
     if name == "tokenizer" then put_functions("tok:", require("ps.tokenizer.text").Tokenizer, true) end
   end
-  section("Groups of ranks", "`ps.init_distributed` gives a group. All ranks make the same calls in the same order.")
+  section("Groups of ranks", "`ps.init_distributed` returns a group. All ranks make the same calls in the same order.")
   put_functions("group:", getmetatable(ps.dist.self()).__index, true)
-  put("`ps.mesh { pp = 2 }` is `mesh.cut`, and gives the mesh.\n")
+  put("`ps.mesh { pp = 2 }` is `mesh.cut`, and returns the mesh.\n")
   for _, name in ipairs { "cut", "group", "rank", "size" } do put_function("mesh.", name, ps.mesh[name]) end
-  section("The engine", "What `ps.initialize` gives: a model and an optimizer. The model has the names below. Every "
+  section("The engine", "`ps.initialize` returns a model and an optimizer. The model has the names below. Every "
     .. "other name is read from the module, `model.module`, and written to it; a method of the module that returns the "
     .. "module returns the model.")
   local Engine = require("ps.engine").Engine
   put_functions("model:", Engine, true, Engine.PUBLIC)
   put_functions("optimizer:", require("ps.engine.state.optimizer").methods, true, { "step", "zero_grad", "set_lr",
     "state_dict", "load_state_dict" })
-  section("Models of ps.from_pretrained", "Methods of these models, besides those of every module. A model that "
-    .. "ps.initialize made of one has them, too.")
+  section("Models of ps.from_pretrained", "Methods of these models, in addition to those of every module. A model that "
+    .. "ps.initialize made from such a model has them, too.")
   put_functions("model:", annotations.pretrained(), true)
   put_bmt()
   put_ops()

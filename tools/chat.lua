@@ -2,9 +2,10 @@
 -- A conversation with a model, line by line:
 --   psluajit tools/chat.lua DIR
 -- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. The conversation has
--- the form of the folder's chat template, and a reply ends with the model's end token. A folder without a template, or
--- --plain: the model continues a text in which each line follows --user and each reply --model, and a reply also ends
--- before text for the user. An empty input ends the conversation.
+-- the form of the folder's chat template, and a reply ends with the model's end token. If the folder has no template,
+-- or with --plain, the model continues a text in which each line of the user follows the text of --user and each reply
+-- follows the text of --model. A reply then also ends where the model writes the text of --user. An empty input ends
+-- the conversation.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -15,23 +16,23 @@ local whole, number = command_line.whole, command_line.number
 local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
-parser:flag("--plain", "use no chat template, but --user and --model")
-parser:option("--user", "text before a line, without a template", "User: ")
-parser:option("--model", "text before a reply, without a template", "Assistant:")
+parser:flag("--plain", "use --user and --model instead of a chat template")
+parser:option("--user", "without a template: the text before a line of the user", "User: ")
+parser:option("--model", "without a template: the text before a reply", "Assistant:")
 parser:option("--system", "the system message; without a template, text before the conversation", "")
 parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
-whole(parser:option("--max-new", "tokens of a reply at most", "200"), 1)
+whole(parser:option("--max-new", "the most tokens of a reply", "200"), 1)
 number(parser:option("--temperature", "0: the likeliest tokens", "0.7"), 0)
-whole(parser:option("--top-k", "only so many of the likeliest tokens"), 1)
-number(parser:option("--top-p", "only the likeliest tokens that have this probability together"), 0, 1)
-whole(parser:option("--seed", "of what is drawn", "1337"), 0)
+whole(parser:option("--top-k", "draw only from this number of likeliest tokens"), 1)
+number(parser:option("--top-p", "draw only from the likeliest tokens that together have this probability"), 0, 1)
+whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
-parser:flag("--special-tokens", "print special tokens, such as the one that ends a reply, too")
-parser:option("--device", "where the model is")
+parser:flag("--special-tokens", "also print special tokens, such as the one that ends a reply")
+parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 local args = parser:parse()
 
--- Writes a reply as it comes, but for the text `stop` at its end, of which a part may have come already.
+-- Writes a reply as it arrives, without the text `stop` at its end. Text that may be the start of `stop` is held back.
 local function writer(stop)
   local held, all = "", {}
   local function put(text)
@@ -53,7 +54,7 @@ local function writer(stop)
   end
 end
 
--- Reads a line of the user's; nil: the conversation ends.
+-- Reads a line from the user; nil: the conversation ends.
 local function ask(prompt)
   io.write(prompt)
   io.flush()
@@ -112,7 +113,7 @@ local function main()
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, mmap = "auto" })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
-  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   if args.plain or not tok:has_chat_template() then return talk_plainly(model, tok) end
   talk(model, tok)
 end

@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit tools/check_layers.lua [ROOT [BUILD]]: who may know whom (ARCHITECTURE.md). Prints breaches; exit code 1 if
--- there are any. RULES looks at the names in the sources, includes and requires, FLOORS at those of the folders of
--- lua/ps. With BUILD, a build folder, LINKS
--- looks at the objects in it: a function that an object calls counts, however its declaration came into the file.
+-- psluajit tools/check_layers.lua [ROOT [BUILD]]: checks which parts of the source may use which others
+-- (ARCHITECTURE.md). Prints violations; exit code 1 if there are any. RULES checks the names in includes and requires,
+-- and FLOORS the requires between the folders of lua/ps. With BUILD, a build folder, LINKS checks its object files:
+-- every call counts, however the file got the declaration.
 
--- A row: files whose path fits `of` may name only what fits a pattern; the first row that fits counts, if any.
+-- A row: files whose path fits `of` may include or require only names that fit a pattern. The first row that fits a
+-- file is used, if any.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
@@ -70,8 +71,8 @@ local RULES = {
   { of = "lua/ps/tensor/images%.lua", "ps%.core%.ffi$", "ps%.core%.scope$" },
   { of = "models/", "ps", "models%." },
 }
--- The floors of the library, from the lowest: a folder of lua/ps, and the folders below it whose files its own may
--- require. It may require files of its own folder, too, and what the program itself gives (PROGRAM).
+-- The floors of the library, from the lowest: a folder of lua/ps, and the lower folders whose files it may require. It
+-- may also require files of its own folder and the modules that the program itself provides (PROGRAM).
 local FLOORS = {
   { "core" },
   { "optimizers", "core" },
@@ -120,8 +121,8 @@ local FLOORS = {
 }
 local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true }
 
--- A row: objects of the sources whose path fits `of` may use symbols only of their own folder and of those that fit.
--- The first row that fits counts, and every source has one.
+-- A row: objects of the sources whose path fits `of` may use only symbols of their own folder and of sources that fit
+-- a pattern. The first row that fits is used, and every source has one.
 local LINKS = {
   { of = "src/base/" },
   { of = "src/backend/registry%.c$", "src/base/", "src/backend/" },
@@ -159,7 +160,7 @@ local LINKS = {
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
   { of = "src/modules%.c$" },
 }
--- Libraries that few files know: what its symbols begin with, and those files.
+-- Libraries that only a few files may use: the prefix of a library's symbols, and these files.
 local LIBRARIES = { dnnl_ = { "src/backend/cpu/onednn.c", "src/backend/cpu/onednn_conv.c" },
   io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" } }
 
@@ -169,7 +170,7 @@ local function breach(text, ...)
   breaches = breaches + 1
 end
 
-local fitted = {}                                          -- rules that a file fits
+local fitted = {}                                          -- the rules that a file fits
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
     if path:match("^" .. rule.of) then
@@ -186,7 +187,7 @@ for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):
   sources[path] = assert(io.open(root .. "/" .. path)):read("*a")
 end
 
--- The folder of lua/ps that a module's file lies in; nil: it is none of the library.
+-- The folder of lua/ps with a module's file; nil: the module is not part of the library.
 local function folder_of(module)
   local path = "lua/" .. module:gsub("%.", "/")
   if sources[path .. ".lua"] then return (path:match "^lua/ps/(.*)/[^/]*$" or "") end
@@ -197,7 +198,7 @@ local floors = {}                                          -- folder -> set of f
 for at, row in ipairs(FLOORS) do
   floors[row[1]] = { [row[1]] = true, at = at }
   for i = 2, #row do
-    if not floors[row[i]] then breach("the floor '%s' may not know '%s', which is not below it", row[1], row[i]) end
+    if not floors[row[i]] then breach("the floor '%s' may not use '%s', which is not below it", row[1], row[i]) end
     floors[row[1]][row[i]] = true
   end
 end
@@ -206,13 +207,13 @@ local lived = {}                                           -- folders with a fil
 local function check_floor(path, name)
   local folder = path:match "^lua/ps/(.*)/[^/]*$" or ""
   lived[folder] = true
-  if not floors[folder] then return breach("%s lies in a folder without a floor", path) end
+  if not floors[folder] then return breach("%s is in a folder without a floor", path) end
   if not name or PROGRAM[name] or not name:match "^ps%f[.%z]" then
     if name and not PROGRAM[name] and not name:match "^posix%." then breach("%s names %s of a script", path, name) end
     return
   end
   local other = folder_of(name)
-  if not other and whole and not name:match "%.$" then return breach("%s names %s, which is no file", path, name) end
+  if not other and whole and not name:match "%.$" then return breach("%s names %s, which is not a file", path, name) end
   if other and not floors[folder][other] then breach("%s names %s, which its layer may not", path, name) end
   if name == "ps" then breach("%s names ps, which is for scripts", path) end
 end
@@ -225,7 +226,8 @@ for path, text in pairs(sources) do
   if lua then text = text:gsub("%-%-[^\n]*", ""):gsub("'[^'\n]*'", "") end
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
     if library then check_floor(path, name) end
-    local beside = lua and name or (path:match("^src/(.*/)") or "") .. name    -- an include may name a neighbour
+    -- an include may name a file of the same folder
+    local beside = lua and name or (path:match("^src/(.*/)") or "") .. name
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
       breach("%s names %s, which its layer may not", path, name)
     end
@@ -238,7 +240,7 @@ for _, rule in ipairs(RULES) do
   if whole and not fitted[rule] then breach("the rule of '%s' fits no file", rule.of) end
 end
 --- The symbols that objects of the program define and use. Objects whose source was moved or removed stay in a build
---- folder and do not count.
+--- folder and are ignored.
 ---@param folder string of the build
 ---@return table<string, string> defined symbol to source
 ---@return {[1]: string, [2]: string}[] used source and symbol
@@ -286,7 +288,7 @@ if build then
     for prefix, files in pairs(LIBRARIES) do
       local known = source == files[1] or source == files[2]
       if symbol:find("^" .. prefix) and not known then
-        breach("%s uses %s of a library that %s alone knows", source, symbol, table.concat(files, " or "))
+        breach("%s uses %s of a library that only %s may use", source, symbol, table.concat(files, " or "))
       end
     end
   end

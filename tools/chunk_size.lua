@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shows how the chunk size is searched for a model, without making its weights (device meta), and what to set.
+-- Searches the chunk size for a model without allocating its weights (device meta), and shows the search and the
+-- setting to use.
 --   psluajit tools/chunk_size.lua --model gpt2-xl --host 6GiB
 --   psluajit tools/chunk_size.lua --model my_model.lua:build --config ds_config.json
 -- A file given as --model returns a module, a function that makes one, or a table of such functions; a function is
@@ -21,7 +22,7 @@ end
 
 local function bytes(text)
   local ok, value = require("ps.core.types").bytes.take(text)
-  if not ok then return nil, ("'%s' is no number of bytes (6GiB, 500MB, ...)"):format(text) end
+  if not ok then return nil, ("'%s' is not a number of bytes (6GiB, 500MB, ...)"):format(text) end
   return tonumber(value)
 end
 
@@ -31,7 +32,7 @@ local function elements(text)
   local number, unit = text:match("^([%d.]+)(%a*)$")
   local factor = number and ELEMENTS[unit:lower()]
   if not factor or not tonumber(number) then
-    return nil, ("'%s' is no number of elements (4194304, 4Mi, ...)"):format(text)
+    return nil, ("'%s' is not a number of elements (4194304, 4Mi, ...)"):format(text)
   end
   return math.floor(tonumber(number) * factor)
 end
@@ -43,16 +44,16 @@ local function arguments()
     :choices { "bf16", "fp16", "fp32" }
   parser:option("--host", "host memory, as 6GiB; default: no limit"):convert(bytes)
   parser:option("--device", "memory of an accelerator, as 8GiB; default: there is none"):convert(bytes)
-  parser:option("--other", "of the faster of both, what activations and work space take"):convert(bytes)
+  parser:option("--other", "bytes of the faster of the two that activations and work space need"):convert(bytes)
   parser:option("--config", "configuration (.lua or .json): budgets, type, accumulation, chunk_size")
-  parser:option("--sizes", "try these only: elements, as 4194304 or 4Mi"):args("+"):convert(elements)
-  parser:flag("--uniform", "chunks of one size, instead of cut to what they hold")
+  parser:option("--sizes", "try only these sizes, in elements, such as 4194304 or 4Mi"):args("+"):convert(elements)
+  parser:flag("--uniform", "give all chunks one size, instead of shortening each to its contents")
   parser:flag("--all", "show every size that was tried")
   parser:flag("--json", "print one JSON object instead of a table")
   return parser:parse()
 end
 
--- Bytes of host memory that are free now, which shares in a configuration refer to.
+-- Bytes of host memory that are free now; shares in a configuration refer to them.
 local function available()
   local f = io.open("/proc/meminfo", "rb")
   if not f then return nil end
@@ -78,9 +79,9 @@ local function settings(args)
   local capacity = device or host
   if capacity then
     options.capacity = capacity - (args.other or 0)
-    if options.capacity <= 0 then fail("--other leaves nothing for chunks of " .. readable.bytes(capacity)) end
+    if options.capacity <= 0 then fail("--other leaves no memory for chunks of " .. readable.bytes(capacity)) end
   end
-  if grad and dtype ~= "fp32" then                        -- gradients that are added up have chunks of their own
+  if grad and dtype ~= "fp32" then                        -- accumulated gradients have chunks of their own
     options.state_bytes = pack.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
   end
   return options, dtype, device and "device" or "host"
@@ -104,7 +105,7 @@ local function from_file(spec, where)
   end
   if type(made) == "function" then made = made(where) end
   if not is_module(made) then
-    fail(("%s gives a %s; expected a module or a function that makes one%s"):format(spec, type(made),
+    fail(("%s returned a %s; expected a module or a function that makes one%s"):format(spec, type(made),
       type(made) == "table" and ", by name: " .. path .. ":NAME" or ""))
   end
   return made
@@ -164,7 +165,7 @@ local function selection(found, args)
     return a.size < b.size
   end)
   local best = {}
-  for _, row in ipairs(by_score) do                       -- sizes that give the same chunks have the same score
+  for _, row in ipairs(by_score) do                       -- sizes that lead to the same chunks have the same score
     local score = ("%.6f"):format(row.score)
     if not best[score] and #best < SHOWN then
       best[score], best[#best + 1], keep[row] = true, score, true
@@ -183,7 +184,7 @@ local function show_table(found, args, facts)
   local element = require("ps.core.dtype").nbytes
   print(("%s: %s parameters in %d tensors"):format(args.model, count(facts.parameters), facts.tensors))
   for i, group in ipairs(groups) do
-    print(("  group %d: %s, %s: %s, %g bytes of chunks an element"):format(i, group.dtype,
+    print(("  group %d: %s, %s: %s, %g bytes of chunks per element"):format(i, group.dtype,
       group.trains and "trained" or "frozen", count(group.used), pack.state_bytes(group, facts.state_bytes)))
   end
   print(facts.capacity and ("%s: %s for chunks; all chunks take %s"):format(facts.tier, readable.bytes(facts.capacity),

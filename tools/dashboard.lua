@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A live page of a run, out of its JSONL log (docs/monitoring.md), on this machine alone:
+-- Serves a live page of a run from its JSONL log (docs/monitoring.md), to this machine only:
 --   psluajit tools/dashboard.lua out            a folder, or the .jsonl file itself
--- It prints the page's address, which has a token: who lacks it is refused. The log is only read. Ctrl-C ends it.
+-- It prints the page's address, which contains a token; requests without the token are refused. It only reads the log.
+-- Ctrl-C ends it.
 local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -10,7 +11,7 @@ local command_line = require "ps.core.command_line"
 
 local parser = argparse("tools/dashboard.lua", "Shows a run of ps.train.run as a live page on this machine.")
 parser:argument("run", "the run's folder, or its .jsonl file")
-command_line.whole(parser:option("--port", "where the page is; default: one that is free", "0"), 0, 65535)
+command_line.whole(parser:option("--port", "the port of the page; default: a free one", "0"), 0, 65535)
 local args = parser:parse()
 
 local MOST = 4 * 2 ^ 20                                    -- bytes of the log in a reply
@@ -19,7 +20,7 @@ local MOST = 4 * 2 ^ 20                                    -- bytes of the log i
 local function log_of(run)
   local mode = lfs.attributes(run, "mode")
   if mode == "file" and run:match "%.jsonl$" then return run end
-  if mode == "file" then error(("%s is no log: name the run's folder, or its .jsonl file"):format(run), 0) end
+  if mode == "file" then error(("%s is not a log: name the run's folder, or its .jsonl file"):format(run), 0) end
   if mode ~= "directory" then error(("there is no %s"):format(run), 0) end
   local found = {}
   for name in lfs.dir(run) do if name:match "%.jsonl$" then found[#found + 1] = run .. "/" .. name end end
@@ -38,7 +39,7 @@ local function random_token()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Whole lines of the log from a byte on. A resumed run replaces the file, so that its number (inode) tells.
+-- The whole lines of the log from a byte on. A resumed run replaces the file, which is detected by its inode number.
 local function lines_from(path, from, inode)
   local f = io.open(path, "rb")
   if not f then return { inode = 0, next = 0, text = "" } end
@@ -74,7 +75,8 @@ local function serve(log, page)
     local value = {}
     for key, text in query:gmatch "([^&=]+)=([^&]*)" do value[key] = text end
     if given:get ":method" ~= "GET" then return reply(stream, "405", "text/plain", "only GET\n") end
-    -- Another site's name that is made to mean this machine comes with that name.
+    -- Refuses requests under another host name: another site could let its name resolve to this machine (DNS
+    -- rebinding).
     if not hosts[given:get ":authority"] or value.token ~= token then
       return reply(stream, "403", "text/plain", "the address printed by tools/dashboard.lua has a token\n")
     end
@@ -86,7 +88,7 @@ local function serve(log, page)
     reply(stream, "404", "text/plain", "there is no such page\n")
   end
   local s, why = server.listen { host = "127.0.0.1", port = args.port, tls = false, onstream = answer,
-    onerror = function() end }                             -- a browser that goes away is none
+    onerror = function() end }                             -- a browser that disconnects is not an error
   if s then ok, why = s:listen() end
   if not s or not ok then error(("cannot listen on port %d: %s"):format(args.port, tostring(why)), 0) end
   local port = select(3, s:localname())

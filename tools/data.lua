@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a model sees of a file of conversations:
+-- Shows what a model reads of a file of conversations:
 --   psluajit tools/data.lua show MODEL FILE --row 3      one example, trained tokens in colour or in [[ ]]
---   psluajit tools/data.lua stats MODEL FILE             lengths, tokens trained, and rows that no training can use
--- MODEL is a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache. FILE is read as
--- ps.data.table reads it: JSON lines with messages, conversations, prompt and completion, or instruction and output.
+--   psluajit tools/data.lua stats MODEL FILE             lengths, trained tokens, and rows that training cannot use
+-- MODEL is a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache. ps.data.table
+-- reads FILE: JSON lines with messages, conversations, prompt and completion, or instruction and output.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -11,7 +11,7 @@ local folder = require "ps.pretrained.folder"
 local posix = require "posix.unistd"
 local whole = command_line.whole
 
-local parser = argparse("tools/data.lua", "Shows a file of conversations as a model sees it.")
+local parser = argparse("tools/data.lua", "Shows a file of conversations as a model reads it.")
 parser:require_command(true)
 local function command(name, text)
   local one = parser:command(name, text)
@@ -24,9 +24,9 @@ local function command(name, text)
 end
 local show = command("show", "Prints one example with its trained tokens marked.")
 whole(show:option("--row", "the row, from 1", "1"), 1)
-show:flag("--ids", "print the ids, too")
+show:flag("--ids", "also print the ids")
 local stats = command("stats", "Prints lengths and counts over all rows.")
-whole(stats:option("--max-length", "count the rows that are longer"), 1)
+whole(stats:option("--max-length", "count the rows that are longer than this"), 1)
 local args = parser:parse()
 
 local function open()
@@ -37,7 +37,8 @@ local function open()
   return tok, rows, form
 end
 
--- A text for the terminal: control characters of the data are shown as \x1b, so that they do nothing.
+-- A text for the terminal: control characters of the data are shown as \x1b, so that the terminal does not execute
+-- them.
 local function printable(text)
   text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))

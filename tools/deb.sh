@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Builds Debian packages from a build folder:
 #   tools/deb.sh BUILD OUT
-# psluajit_VERSION_ARCH.deb has what `cmake --install` has: the program, the Lua tree, manual pages and completions. If
-# BUILD has the CUDA plug-in, psluajit-cuda_VERSION_ARCH.deb has it. That package depends on no package that Debian
-# lacks: the program itself says which library of CUDA is missing.
+# psluajit_VERSION_ARCH.deb has the files that `cmake --install` installs: the program, the Lua tree, manual pages and
+# completions. If BUILD has the CUDA plug-in, it is in psluajit-cuda_VERSION_ARCH.deb. That package depends only on
+# packages that Debian has; the program itself names a missing CUDA library.
 set -eu
 build=$1
 out=$2

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How well a language model knows texts, and answers questions:
+-- Measures how well a language model predicts texts and answers questions:
 --   psluajit tools/evaluate.lua MODEL --data FILE
 --   psluajit tools/evaluate.lua MODEL --data FILE --json
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/evaluate.lua MODEL --data FILE     -- divides the rows
--- MODEL is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. FILE is read as
--- ps.data.table reads it. Rows with `text`, and conversations, give the perplexity; rows with `query`, `choices` and
--- `gold` multiple choice; --task answers lets the model answer rows with `question` and `answers` (docs/evaluation.md).
+-- MODEL is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. ps.data.table
+-- reads FILE. The perplexity is computed for rows with `text` and for conversations, and the accuracy for
+-- multiple-choice rows with `query`, `choices` and `gold`. With --task answers the model answers rows with `question`
+-- and `answers` (docs/evaluation.md).
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -25,19 +26,20 @@ whole(parser:option("--max-length", "tokens of a window (default: the model's po
 whole(parser:option("--stride", "tokens that a window predicts (default: all, so that windows do not overlap)"), 1)
 whole(parser:option("--batch", "windows or choices that are computed together", "8"), 1)
 whole(parser:option("--limit", "only the first rows"), 1)
-parser:option("--train-on", "of conversations, the turns that count: assistant, last or all", "assistant"):choices {
+parser:option("--train-on", "the turns of a conversation that are evaluated: assistant, last or all",
+  "assistant"):choices {
   "assistant", "last", "all" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date (default: today)")
-whole(parser:option("--max-new", "tokens of an answer at most", "32"), 1)
-parser:flag("--plain", "a question is text, not a user's message by the chat template")
+whole(parser:option("--max-new", "the most tokens of an answer", "32"), 1)
+parser:flag("--plain", "pass a question as plain text, without the chat template")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
-parser:option("--device", "where the model is")
+parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 parser:flag("--json", "print the result as JSON")
 parser:option("--samples", "write the result of each row to this file, as JSON lines")
 local args = parser:parse()
 
--- Shown in this order.
+-- Results are shown in this order.
 local NAMES = { "rows", "tokens", "words", "bytes", "token_perplexity", "word_perplexity", "byte_perplexity",
   "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match", "exact_match_stderr",
   "f1" }
@@ -58,7 +60,7 @@ local function main()
   local tok = ps.tokenizer.from_pretrained(path)
   local model = ps.from_pretrained(path, { dtype = args.dtype, device = args.device, quiet = true, mmap = "auto" })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
-  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   local bar
   local result = ps.evaluate.run(model, tok, { data = rows, task = args.task, max_length = args.max_length,
     stride = args.stride, batch = args.batch, limit = args.limit, train_on = args.train_on, date = args.date,

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Text from a model, by its own tokenizer:
+-- Generates text with a model and its own tokenizer:
 --   psluajit tools/generate.lua DIR --start "Once upon a time" --num-samples 3
 -- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
--- takes the text of a file. With --chat the text is a user's message, and the model replies by the folder's chat
--- template. Samples are drawn, at the temperature of the model's generation_config.json or 1, unless
--- --temperature 0 asks for the likeliest tokens, or --num-beams N for the best of N beams. One sample is printed as it
--- comes. A model that one process has no room for is cut into stages, each of them on a process of its own:
+-- reads the text from a file. With --chat the text is a user's message, and the model replies by the folder's chat
+-- template. Tokens are drawn at the temperature of the model's generation_config.json, or 1. --temperature 0 selects
+-- the likeliest tokens, and --num-beams N the best of N beams. A single sample is printed while it is generated. A
+-- model that does not fit into one process can be divided into stages, each on a process of its own:
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/generate.lua DIR --pipeline 2 --start "Once upon a time"
 local ps = require "ps"
 local argparse = require "argparse"
@@ -20,20 +20,21 @@ parser:option("--start", "the text to continue, or FILE:PATH", "")
 parser:flag("--chat", "reply to the text as to a user's message, by the folder's chat template")
 parser:option("--system", "with --chat: the system message")
 whole(parser:option("--num-samples", "how many continuations", "1"), 1)
-whole(parser:option("--max-new", "tokens to add at most", "100"), 1)
+whole(parser:option("--max-new", "the most tokens to add", "100"), 1)
 number(parser:option("--temperature", "0: the likeliest tokens"), 0)
-whole(parser:option("--top-k", "only so many of the likeliest tokens"), 1)
-number(parser:option("--top-p", "only the likeliest tokens that have this probability together"), 0, 1)
-number(parser:option("--min-p", "only tokens at least so likely, next to the likeliest"), 0, 1)
+whole(parser:option("--top-k", "draw only from this number of likeliest tokens"), 1)
+number(parser:option("--top-p", "draw only from the likeliest tokens that together have this probability"), 0, 1)
+number(parser:option("--min-p", "draw only tokens with at least this fraction of the likeliest token's " ..
+  "probability"), 0, 1)
 number(parser:option("--repetition-penalty", "above 1: tokens of the text so far become less likely"), 0)
 whole(parser:option("--num-beams", "beams"), 1)
-parser:option("--stop", "text to stop behind; may come several times"):count "*"
-whole(parser:option("--seed", "of what is drawn", "1337"), 0)
+parser:option("--stop", "text after which to stop; may be given several times"):count "*"
+whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
-parser:flag("--special-tokens", "print special tokens, such as the one that ends a text, too")
-parser:option("--device", "where the model is")
+parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
+parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
-whole(parser:option("--pipeline", "stages that the model is cut into, each on another process"), 2)
+whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
 local args = parser:parse()
 
 local function start()
@@ -46,11 +47,12 @@ local function start()
   return text
 end
 
--- The ids of a prompt. An empty one is the token that texts begin with.
+-- The ids of a prompt. An empty prompt becomes the token with which texts begin.
 local function ids_of(tok, text)
   local ids = tok:encode(text)
   if #ids > 0 then return ids end
-  return { tok.bos_token_id or tok.eos_token_id or error("--start: a text, since the tokenizer has no bos_token", 0) }
+  return { tok.bos_token_id or tok.eos_token_id or error("--start: a text is needed, since the tokenizer has no " ..
+    "bos_token", 0) }
 end
 
 -- The ids of a conversation in which the text is the user's message, up to the header of the model's turn.
@@ -60,7 +62,7 @@ local function conversation_of(tok, text)
   return tok:apply_chat_template(messages, { add_generation_prompt = true })
 end
 
--- The model, or this process's stages of it, of which nothing trains.
+-- The model, or this process's stages of it. No parameter is trained.
 local function open(path)
   local function adapted(model)
     return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model
@@ -87,12 +89,13 @@ local function main()
   local path = folder.find(args.model)
   local tok = ps.tokenizer.from_pretrained(path)
   local model = open(path)
-  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
-  if args.system and not args.chat then error("--system: only with --chat, which has messages", 0) end
+  if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
+  if args.system and not args.chat then error("--system: needs --chat, since only conversations have a system " ..
+    "message", 0) end
   local text = start()
   local prompt = args.chat and conversation_of(tok, text) or ids_of(tok, text)
   local prompts, streams = {}, args.num_samples == 1 and not args.num_beams
-  if args.chat then text = "" end                          -- the reply alone is printed
+  if args.chat then text = "" end                          -- only the reply is printed
   local options = { temperature = args.temperature, top_k = args.top_k, top_p = args.top_p, min_p = args.min_p,
     repetition_penalty = args.repetition_penalty, num_beams = args.num_beams or 1, seed = args.seed, tokenizer = tok,
     skip_special_tokens = not args.special_tokens, stop_strings = #args.stop > 0 and args.stop or nil }
@@ -101,7 +104,7 @@ local function main()
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
   if streams then
     local begun = false
-    function options.on_text(piece)                        -- the text to continue comes with the first piece
+    function options.on_text(piece)                        -- the first piece also prints the text to continue
       say(begun and piece or text .. piece)
       begun = true
     end

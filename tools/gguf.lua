@@ -5,11 +5,11 @@
 --   psluajit tools/gguf.lua convert FILE --out DIR                      a file to a Hugging Face folder
 --   psluajit tools/gguf.lua convert DIR|FILE --adapter DIR|FILE --out FILE   a model with an adapter in its weights
 --   psluajit tools/gguf.lua convert ADAPTER --base DIR|FILE --out FILE|DIR   an adapter: PEFT's folder or a file
---   psluajit tools/gguf.lua convert ... --out FILE --verify             then verify, and note the result in the file
+--   psluajit tools/gguf.lua convert ... --out FILE --verify             then verify, and store the result in the file
 --   psluajit tools/gguf.lua quantize FILE --out FILE --type q4_k_m      a file with other types
 --   psluajit tools/gguf.lua verify FILE --against DIR|FILE [--text FILE] [--json]
--- verify runs both models over a text and compares the distributions of the next token. The exit code is 1 when
--- something failed, and 2 when a file does not pass.
+-- verify runs both models over a text and compares the distributions of the next token. The exit code is 1 if
+-- something failed, and 2 if a file does not pass.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -37,7 +37,7 @@ for name, text in pairs { convert = "Writes a model in another format or type.",
   command:option("--type", "type of most tensors: " .. TYPES)
   command:option("--name", "the model's name in the file")
   command:option("--pre", "llama.cpp's name of the rule by which the tokenizer cuts texts")
-  command:flag("--verify", "compare the file with the model, and note the result in its metadata")
+  command:flag("--verify", "compare the file with the model, and store the result in its metadata")
 end
 local compared = parser:command("verify", "Compares a file with the model that it was made from.")
 compared:argument("file", "a GGUF file")
@@ -134,8 +134,8 @@ end
 
 local function run_convert()
   if not gguf.is_path(args.out) then
-    if args.verify then error("--verify is for a file, --out NAME.gguf", 0) end
-    if args.type then error("--type is for a file, --out NAME.gguf", 0) end
+    if args.verify then error("--verify needs a file to write, --out NAME.gguf", 0) end
+    if args.type then error("--type needs a file to write, --out NAME.gguf", 0) end
   end
   if args.verify and args.adapter then
     error("--verify compares with the model without the adapter; merge the adapter first (tools/merge_adapter.lua)", 0)

@@ -1,10 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Starts a script several times, as the ranks of one run, with torchrun's options and variables.
 --   psluajit tools/launch.lua --nproc-per-node 4 script.lua [arguments]
--- Lines are printed with [rank] in front. When a rank fails it is named, all others are ended, and all are started
--- again up to --max-restarts times, with one rank fewer each time where --nproc-per-node is MIN:MAX. The exit code is
--- that of the first failure (128 + n for signal n).
--- docs/distributed.md is the guide; --help shows the options.
+-- Each printed line begins with [rank]. If a rank fails, the launcher names it, ends all others, and starts all ranks
+-- again, up to --max-restarts times; if --nproc-per-node is MIN:MAX, with one rank fewer each time. The exit code is
+-- that of the first failure (128 + n for signal n). docs/distributed.md is the guide; --help shows the options.
 local paths = require "ps.paths"
 local nodes = require "ps.launch.nodes"
 local options = require "ps.launch.options"
@@ -14,7 +13,7 @@ local secret = require "ps.dist.secret"
 local warden = require "ps.launch.warden"
 local stat = require "posix.sys.stat"
 
-local SHOWN = 500             -- bytes of a line in the report of a failure
+local SHOWN = 500             -- the most bytes of a line in the report of a failure
 
 local function fail(message)
   io.stderr:write("launch: " .. message .. "\n")
@@ -34,7 +33,7 @@ local function is_file(path)
   return s ~= nil and stat.S_ISDIR(s.st_mode) == 0
 end
 
--- Where psluajit would find the script: told once here instead of by every rank.
+-- Finds the script as psluajit would, so that a missing script is reported once and not by every rank.
 local function find_script(name)
   if is_file(name) then return name end
   local places = {}
@@ -50,8 +49,8 @@ local function find_script(name)
   fail(("cannot open %s: %s%s"):format(name, why and why:gsub("^.*: ", "") or "Is a directory", table.concat(places)))
 end
 
--- Ranks write to pipes, where the C library would keep output back until a buffer is full, and lose it with the
--- process; so lines leave at once. The script sees the same `arg` as without this.
+-- Ranks write to pipes. There the C library would buffer the output, and lose the buffer if the process dies, so
+-- output is line-buffered. The script gets the same `arg` as without this code.
 local BY_LINE = "io.stdout:setvbuf('line') arg[-1],arg[-2],arg[-3]=arg[-3],nil,nil"
 
 local function command_of(o, script, local_rank)
@@ -72,8 +71,8 @@ end
 
 local own_id = secret.random():sub(1, 16)      -- of this launcher
 
--- Name and secret of this attempt, which distinguish its ranks from all others. Launchers on several nodes could not
--- agree on these, so there they come from the environment.
+-- The name and secret of this attempt, which distinguish its ranks from those of other runs. Launchers on several
+-- nodes have no way to agree on them, so with several nodes they come from the environment.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id
@@ -90,7 +89,8 @@ local function environment(o, nproc, local_rank, attempt, master_port, run)
     MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     PS_RUN_ID = run.id, PS_SECRET = run.secret,
-    TORCHELASTIC_USE_AGENT_STORE = false,          -- nobody holds MASTER_PORT here; one around us might have said so
+    -- no process listens on MASTER_PORT yet; an outer launcher may have set the variable that says otherwise
+    TORCHELASTIC_USE_AGENT_STORE = false,
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
       or text(math.max(1, math.floor(options.cores() / nproc))),
   }
@@ -152,7 +152,7 @@ local function run_attempt(o, script, attempt, nproc)
   if result.killed and result.again then
     say("%d of the ranks were killed", result.killed)
   elseif result.killed then
-    say("%d of the ranks did not end within %g s of being asked and were killed", result.killed, o.grace)
+    say("%d of the ranks did not end within %g s after the signal and were killed", result.killed, o.grace)
   end
   return result
 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Writes manual pages (psluajit.1, and psluajit-NAME.1 for each tool that `psluajit tools` lists) and completions for
--- bash and zsh into a folder. Their options come from the tools' own argparse tables, or from --help of the tools that
--- have none:
+-- bash and zsh into a folder. The options come from the argparse parsers of the tools, or, for tools without a parser,
+-- from --help:
 --   psluajit tools/man.lua DIR
 local argparse = require "argparse"
 local lfs = require "lfs"
@@ -15,7 +15,7 @@ local SECTION = "General Commands Manual"
 local Parser = getmetatable(argparse "x").__index
 local CAPTURED = {}
 
--- Returns the parser that a script makes; nil if it makes none. The script is stopped when it calls parse.
+-- Returns the argparse parser that a script makes; nil if it makes none. The script is stopped when it calls parse.
 local function parser_of(path)
   local file = assert(io.open(path))
   local uses = file:read("*a"):find 'require "argparse"'
@@ -31,7 +31,7 @@ local function parser_of(path)
   _G.arg = { [0] = path }
   local ok, problem = pcall(assert(loadfile(path)))
   Parser.parse, Parser.pparse, os.exit, _G.arg = parse, pparse, exit, args      -- luacheck: ignore
-  return found or error(("%s: %s"):format(path, ok and "it does not parse" or tostring(problem)), 0)
+  return found or error(("%s: %s"):format(path, ok and "it is not valid Lua" or tostring(problem)), 0)
 end
 
 local function help_of(name)

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges the shards of a checkpoint, one file a rank, into one file, in the memory of a few MB
--- (lua/ps/checkpoints/merge.lua says what becomes of what is in several shards).
+-- Merges the shards of a checkpoint, one file per rank, into one file, with a few MB of memory.
+-- lua/ps/checkpoints/merge.lua describes how values that are in several shards are merged.
 --   psluajit tools/merge.lua --pattern=checkpoint-*.pt --num=4        -- checkpoint-0.pt .. 3 -> checkpoint-merged.pt
 --   psluajit tools/merge.lua --pattern=model-*.pt --num=4 --out model.safetensors
---   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; out: its newest
---   psluajit tools/merge.lua saved                  -- of save_parallelized, also OSLO's: saved/pytorch_model.bin
--- The exit code is 1 when it failed; no file is left then.
+--   psluajit tools/merge.lua out/step-00000100 --out model.safetensors    -- a checkpoint's folder; "out": its newest
+--   psluajit tools/merge.lua saved                  -- a folder of save_parallelized or OSLO: saved/pytorch_model.bin
+-- The exit code is 1 if it fails; it then leaves no file.
 local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
@@ -25,13 +25,14 @@ local function fail(text)
 end
 
 local function arguments()
-  local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file a rank, into one file.")
+  local parser = argparse("tools/merge.lua", "Merges the shards of a checkpoint, one file per rank, into one file.")
   parser:option("--pattern", "names of the shards, where * stands for the rank: checkpoint-*.pt")
   whole(parser:option("--num", "number of shards: ranks 0 .. NUM - 1"), 1, 1e6)
   parser:option("--out", "file to write, .pt or .safetensors; default: the pattern with 'merged' for *")
-  parser:flag("--strict", "what differs between shards is an error; else the last rank's is taken, with a note")
-  parser:flag("--force", "replace the file that is there; go on though there are more shards than --num")
-  parser:argument("folder", "instead: a folder as ps.checkpoints.save or save_parallelized writes it"):args("*")
+  parser:flag("--strict", "values that differ between shards are an error; without it, the last rank's value is " ..
+    "used, with a note")
+  parser:flag("--force", "replace an existing file; continue even if there are more shards than --num")
+  parser:argument("folder", "instead of --pattern: a folder of ps.checkpoints.save or save_parallelized"):args("*")
   local args = parser:parse()
   if not args.pattern then
     if #args.folder ~= 1 then
@@ -54,7 +55,7 @@ local function same_file(a, b)
   return x and y and x.dev == y.dev and x.ino == y.ino
 end
 
--- The shards' names. All must be there, and none beyond them.
+-- The names of the shards. All must exist, and no shards with higher numbers.
 local function shards_of(args)
   local paths, missing = {}, {}
   for rank = 0, args.num - 1 do
@@ -69,7 +70,7 @@ local function shards_of(args)
   end
   local next_one = fill(args.pattern, ("%d"):format(args.num))
   if lfs.attributes(next_one) then
-    local text = ("there is a shard %s beyond --num=%d"):format(next_one, args.num)
+    local text = ("there is a shard %s, but --num=%d"):format(next_one, args.num)
     if not args.force then fail(text .. "; give the number of ranks that saved, or --force to leave it out") end
     say(text .. ": left out")
   end
@@ -100,7 +101,7 @@ local function pieces_of(files)
   return placement and placement.pieces
 end
 
--- --force is no leave to write over a shard.
+-- Refuses to write over a shard, even with --force.
 local function refuse_inputs(from, out, pattern)
   for name in lfs.dir(from) do
     if name:match(pattern or "") and same_file(from .. "/" .. name, out) then
@@ -113,7 +114,7 @@ local args, from, paths, pieces = arguments(), nil, nil, nil
 if args.pattern then
   args.out = args.out or fill(args.pattern, "merged")
   if not merge.format(args.out) then
-    fail(("the format of '%s' is not clear; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
+    fail(("the name '%s' does not say its format; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
   end
   paths = shards_of(args)
 elseif #(parallelized(args.folder[1]) or {}) > 0 then
@@ -127,7 +128,7 @@ else
   args.out = args.out or from .. "-merged.safetensors"
   refuse_inputs(from, args.out)
 end
-if lfs.attributes(args.out) and not args.force then fail(args.out .. " is there already; --force replaces it") end
+if lfs.attributes(args.out) and not args.force then fail(args.out .. " exists already; --force replaces it") end
 
 local notes = 0
 local function note(text)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Merges an adapter of PEFT or psluajit into its base model and writes a folder without adapters, in the memory of two
+-- Merges an adapter of PEFT or psluajit into its base model and writes a folder without adapters, with memory for two
 -- copies of the largest adapted tensor (lua/ps/lora/merge_folder.lua).
 --   psluajit tools/merge_adapter.lua BASE ADAPTER --out DIR
 -- The exit code is 1 if it fails.
@@ -12,7 +12,7 @@ parser:argument("adapter", "the folder with adapter_config.json")
 parser:option("--out", "the folder to write"):count(1)
 parser:option("--max-shard-size", "the most bytes per file, such as 5GB")
 parser:option("--task", "the model's class, if config.json names another one: causal_lm, sequence_classification, ...")
-parser:flag("--other-base", "merge although the adapter was trained on other weights")
+parser:flag("--other-base", "merge even if the adapter was trained on other weights")
 local args = parser:parse()
 line.try("merge_adapter.lua", ps.lora.merge_folder, args.base, args.adapter, args.out,
   { max_shard_size = args.max_shard_size, other_base = args.other_base, task = args.task })

@@ -17,7 +17,7 @@ local function read(path)
   return text
 end
 
--- The kinds, sorted, and what each is.
+-- The kinds, sorted, each with its title.
 local kinds, about = {}, {}
 for name in lfs.dir(root) do
   if name:match "^%w" then

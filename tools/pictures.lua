@@ -14,7 +14,7 @@ local ps = require "ps"
 local read = require "ps.profile.read"
 
 local parser = argparse("tools/pictures.lua", "Draws the pictures of the guides.")
-parser:argument("folder", "where to write them", paths.root .. "/docs/pictures")
+parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
 local args = parser:parse()
 lfs.mkdir(args.folder)
 
@@ -41,7 +41,7 @@ local function step()
   optimizer:step()
 end
 
-for _ = 1, 2 do step() end                                 -- the plan of the second step knows the first one's course
+for _ = 1, 2 do step() end                                 -- the second step is planned from the trace of the first
 ps.profiler.start()
 for _ = 1, 2 do step() end
 ps.profiler.save(profile)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Shows the table of a pipeline (docs/pipeline.md): the actions of each rank over time, idle time (bubbles), and the
--- activations held.
+-- number of activations that it holds.
 --   psluajit tools/pipeline.lua --stages 4 --micro-batches 8 --schedule zb_h1 --out zb_h1.svg
 --   psluajit tools/pipeline.lua --read mine.csv --weight 0.5
 -- --csv writes the table in PyTorch's form, --read reads such a table instead of making one from a schedule.
@@ -13,13 +13,13 @@ local whole, number = command_line.whole, command_line.number
 local parser = argparse("tools/pipeline.lua", "Shows the table of a pipeline.")
 whole(parser:option("--stages", "ranks that share the model"), 1, 4096)
 whole(parser:option("--micro-batches", "micro-batches of a step"), 1, 2 ^ 20)
-whole(parser:option("--virtual-stages", "parts of the model on each rank; default 1, of zb_v 2"), 1, 4096)
+whole(parser:option("--virtual-stages", "virtual stages on each rank; default 1, or 2 for zb_v"), 1, 4096)
 parser:option("--schedule", "gpipe, 1f1b, interleaved, looped_bfs, zb_h1 or zb_v")
 parser:option("--read", "a table as a CSV file, instead of --schedule and its sizes")
 parser:flag("--evaluation", "forwards alone")
 number(parser:option("--forward", "time of a virtual stage's forward", "1"), 0)
-number(parser:option("--input", "of the gradient of its input", "1"), 0)
-number(parser:option("--weight", "of the gradients of its weights", "1"), 0)
+number(parser:option("--input", "time of the gradient of its input", "1"), 0)
+number(parser:option("--weight", "time of the gradients of its weights", "1"), 0)
 number(parser:option("--latency", "of a message", "0"), 0)
 parser:option("--csv", "file to write the table to")
 parser:option("--out", "picture to draw: a file that ends in .svg or .png")
@@ -73,7 +73,7 @@ local function main()
   if ending == "png" then
     local ok, why = picture.png(args.out, t, course)
     if not ok then
-      error(("%s was not drawn: %s; a picture that ends in .svg needs nothing"):format(args.out, why), 0)
+      error(("%s was not drawn: %s; a picture in .svg needs no other program"):format(args.out, why), 0)
     end
   end
 end

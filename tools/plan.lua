@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tells what a training script's first step takes, without memory for it and without computing (docs/planning.md).
+-- Reports the memory and time of a training script's first step without allocating that memory and without computing
+-- (docs/planning.md).
 --   psluajit tools/plan.lua train.lua --steps 100
 --   psluajit --dry-run --hardware h200x8 --host 2TB train.lua --steps 100
--- The script runs to the end of its first optimizer:step(). Exit code: 0: it fits, 1: it fails for another reason than
+-- The script runs to the end of its first optimizer:step(). Exit code: 0: it fits, 1: it fails for a reason other than
 -- memory, 2: it does not fit.
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -14,7 +15,7 @@ local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
 
--- Our options stand before the script; what follows it is the script's.
+-- The options of this tool precede the script; all later arguments are the script's.
 local function split(words)
   local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true,
     ["--limit"] = true }
@@ -37,19 +38,19 @@ local function bytes(text)
 end
 
 local function arguments()
-  local parser = argparse("tools/plan.lua", "Tells what a training script's first step takes.")
+  local parser = argparse("tools/plan.lua", "Reports the memory and time of a training script's first step.")
   parser:usage "Usage: psluajit tools/plan.lua [OPTIONS] SCRIPT [ARGUMENTS OF THE SCRIPT]..."
   parser:flag("--json", "print one JSON object instead of a table")
-  parser:option("--hardware", "a machine that is not here: " .. table.concat(hardware.names(), ", ")
+  parser:option("--hardware", "a machine other than this one: " .. table.concat(hardware.names(), ", ")
     .. ", and NAMExN with N GPUs")
   parser:option("--host", "its host memory, as 512GiB; default: the table's"):convert(bytes)
-  command_line.whole(parser:option("--ranks", "processes of data parallel; default: one a GPU"), 1, 4096)
-  parser:option("--find", "what further dry runs look for: budget, batch, model, all or nothing", "all")
+  command_line.whole(parser:option("--ranks", "number of processes; default: one per GPU"), 1, 4096)
+  parser:option("--find", "the aim of further dry runs: budget, batch, model, all or nothing", "all")
     :choices { "budget", "batch", "model", "all", "nothing" }
-  command_line.number(parser:option("--limit", "seconds in which further dry runs begin; 0: no limit", "60"), 0)
+  command_line.number(parser:option("--limit", "seconds within which further dry runs may begin; 0: no limit", "60"), 0)
   local own, script, args = split(arg)
   local options = parser:parse(own)
-  if not script then parser:error "which script? Its path comes behind the options" end
+  if not script then parser:error "no script was given; its path follows the options" end
   options.script, options.args = script, args
   return options
 end

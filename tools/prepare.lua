@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Text and JSON lines to token shards (llm.c's .bin), on all cores:
+-- Converts text and JSON lines to token shards (llm.c's .bin) on all cores:
 --   psluajit tools/prepare.lua --tokenizer DIR --out data/train corpus.txt more.jsonl
 -- writes data/train_000000.bin and so on. A text file is a document; each line of a .jsonl, .ndjson or .json file is an
--- object, whose string `text` (--field) is one. The end token (--mark) stands in front of each document. Special
--- tokens in documents are text. The shards do not depend on --threads. A shard that is there is replaced when the new
--- one is complete.
+-- object, whose string `text` (--field) is a document. Each document is preceded by the end-of-text token (--mark).
+-- Special tokens in documents are encoded as text. The shards do not depend on --threads. An existing shard is
+-- replaced when the new one is complete.
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
@@ -13,22 +13,22 @@ local command_line = require "ps.core.command_line"
 local whole = command_line.whole
 local C, check = ps.C, ps.check
 
-local parser = argparse("tools/prepare.lua", "Turns text and JSON lines into token shards.")
+local parser = argparse("tools/prepare.lua", "Converts text and JSON lines to token shards.")
 parser:argument("files", "text files, or JSON lines (.jsonl, .ndjson, .json)"):args "+"
 parser:option("--tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files"):count(1)
-parser:option("--out", "what shards are called: OUT_000000.bin ..."):count(1)
-parser:option("--field", "the name of a document in a line's object", "text")
+parser:option("--out", "prefix of the shards' names: OUT_000000.bin ..."):count(1)
+parser:option("--field", "the field of a line's object that has the document", "text")
 parser:option("--mark",
-  "the token in front of each document, or none (default: the tokenizer's eos_token, else its sep_token)")
+  "the token before each document, or none (default: the tokenizer's eos_token, else its sep_token)")
 whole(parser:option("--shard-tokens", "tokens in a shard", "100000000"), 1)
-whole(parser:option("--threads", "threads (default: as many as kernels have)"), 1)
-parser:flag("--json", "the last line is one JSON object")
+whole(parser:option("--threads", "number of threads (default: that of the kernels)"), 1)
+parser:flag("--json", "print one JSON object as the last line")
 local args = parser:parse()
 
 local function mark_of(tok)
   if args.mark == "none" then return -1 end
   local name = args.mark or tok.eos_token or tok.sep_token
-  if not name then error("the tokenizer has no eos_token: say --mark TOKEN or --mark none", 0) end
+  if not name then error("the tokenizer has no eos_token: pass --mark TOKEN or --mark none", 0) end
   return tok:token_to_id(name) or error(("the tokenizer has no token '%s' (--mark)"):format(name), 0)
 end
 
@@ -62,7 +62,8 @@ local function writer(width)
   return self
 end
 
--- Warns of shards with higher numbers that an older run left: a program that reads all of OUT_*.bin would read them.
+-- Warns about shards with higher numbers that an older run left: a program that reads all of OUT_*.bin would read
+-- them, too.
 local function tell_older(count)
   local last = count
   while lfs.attributes(name_of(last), "mode") do last = last + 1 end
@@ -74,7 +75,7 @@ end
 
 local function run()
   local began = ps.now()
-  if args.shard_tokens >= 2 ^ 31 then error("--shard-tokens: a shard holds fewer than 2^31", 0) end
+  if args.shard_tokens >= 2 ^ 31 then error("--shard-tokens: a shard has fewer than 2^31 tokens", 0) end
   local tok = ps.tokenizer.from_pretrained(args.tokenizer)
   local mark, bytes = mark_of(tok), 0
   local shards = writer(tok.vocab_size > 65536 and 4 or 2)

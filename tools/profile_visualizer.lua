@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Pictures of a profile (ps.profiler.save), after PatrickStar's tool of this name (docs/monitoring.md):
+-- Draws pictures of a profile (ps.profiler.save), like PatrickStar's tool of the same name (docs/monitoring.md):
 --   psluajit tools/profile_visualizer.lua profile.json --fig_type memory --memory_type GPU --rm_warmup --out memory.svg
 --   psluajit tools/profile_visualizer.lua profile.json --fig_type access --out access.png
 --   psluajit tools/profile_visualizer.lua profile.json --html --out profile.html
@@ -11,10 +11,10 @@ local read = require "ps.profile.read"
 
 local parser = argparse("tools/profile_visualizer.lua", "Draws a profile of ps.profiler.save.")
 parser:argument("profile", "the file")
-parser:option("--fig_type", "memory (of a tier, over time; the default) or access (where each chunk is)")
-parser:option("--memory_type", "GPU, CPU or DISK: whose memory; default: the fastest there is")
-parser:option("--rm_warmup", "drop the first steps, which had no plan"):args "?"
-parser:flag("--html", "one page with everything, for a browser; it needs no network")
+parser:option("--fig_type", "memory (of a tier, over time; the default) or access (the place of each chunk)")
+parser:option("--memory_type", "the tier: GPU, CPU or DISK; default: the fastest one in the profile")
+parser:option("--rm_warmup", "leave out the first steps, which had no plan"):args "?"
+parser:flag("--html", "write one page with both figures for a browser; it needs no network")
 parser:option("--out", "file to write: .svg or .png, with --html .html")
 local args = parser:parse()
 
@@ -22,7 +22,7 @@ local args = parser:parse()
 local function flag(given)
   if given == nil then return false end
   local word = (type(given) == "table" and given[1] or "true"):lower()
-  if word ~= "true" and word ~= "false" then error(("--rm_warmup %s: it takes True or False"):format(word), 0) end
+  if word ~= "true" and word ~= "false" then error(("--rm_warmup %s: it must be True or False"):format(word), 0) end
   return word == "true"
 end
 
@@ -50,7 +50,7 @@ local function main()
   elseif fig == "access" then draw.access(profile, path)
   else draw.memory(profile, read.tier(profile, kind), path) end
   if profile.dropped > 0 then
-    print(("the record had no room for %d older events: it begins late"):format(profile.dropped))
+    print(("%d older events were overwritten, so the record begins after them"):format(profile.dropped))
   end
   print("wrote " .. path)
 end

@@ -1,14 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/pytorch_doc.lua [--check]: writes docs/pytorch.md, PyTorch's names and ours. The first table has a
 -- row for each row of ops.def, in its order; an op without an entry in OPS below, an entry without an op, or a name
--- here that does not exist is an error. With --check it writes nothing, and exits with 1, too, when the file is out of
+-- here that does not exist is an error. With --check it writes nothing, and also exits with 1 if the file is out of
 -- date. spec/oracle/ops_oracle.py looks up PyTorch's names.
 local ps = require "ps"
 local paths = require "ps.paths"
 
 local path = paths.root .. "/docs/pytorch.md"
 
--- op | PyTorch | here | what differs. "-": nothing has that name; the last column says what to use.
+-- op | PyTorch | here | differences. "-": the name does not exist; the last column says what to use instead.
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
 permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are given as numbers or as one list
@@ -157,7 +157,7 @@ remainder_join | - | - | the same
 sample | - | - | draws a token from logits with temperature, top_k, top_p and min_p; used by model:generate
 ]]
 
--- PyTorch | here | what differs: what is made of several ops.
+-- PyTorch | here | differences: functions that are made of several ops.
 local OTHERS = [[
 Tensor.var | t:var, ps.var |
 Tensor.std | t:std, ps.std |
@@ -291,7 +291,7 @@ load | ps.load | never runs code from a file
 manual_seed | ps.manual_seed | draws other numbers than PyTorch
 ]]
 
--- Differences other than names that raise no error.
+-- Differences other than names, which do not raise an error.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's

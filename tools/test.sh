@@ -1,20 +1,19 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 those of spec/cluster. Without
-# names of specs, those of spec/computing.txt run again on each instruction set below this machine's; PS_TEST_ISA=all:
-# all specs do, PS_TEST_ISA=none: none. Ends with `N passed, N failed` alone on a line. What hangs is ended:
-# PS_TEST_LIMIT_S (1800) is the specs' limit in seconds, for slower builds.
-# Specs run two at a time, but for those of spec/alone.txt; PS_TEST_JOBS=n: n at a time.
-# The lines before the last one sum up what was skipped, and why.
-# PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs
-# the C tests of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With CI=true a test
-# that is skipped has failed.
+# Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 the specs of spec/cluster.
+# If no specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
+# PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
+# hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of the specs in seconds, for slower builds. Specs run two at a
+# time, except those of spec/alone.txt; PS_TEST_JOBS=n: n at a time. The lines before the last one list the skipped
+# tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one
+# test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With
+# CI=true a skipped test counts as failed.
 #   tools/test.sh [BUILD] [SPEC | test_NAME ...]    test_NAME: a C test
-#   tools/test.sh --one TEST        one C test: a line that says how it ended, and what it said where it failed
+#   tools/test.sh --one TEST        one C test: prints one line with its result, and its output if it failed
 root=${0%/*}/..
 log=$(mktemp) || exit 1
 list=$(mktemp) || exit 1
-skips=$(mktemp) || exit 1                     # why, a line for each test that was skipped
+skips=$(mktemp) || exit 1                     # the reasons, a line for each skipped test
 trap 'rm -f "$log" "$list" "$skips"' EXIT
 if [ "${1:-}" = --one ]; then
   if timeout 600 "$2" >"$log" 2>&1; then
@@ -26,14 +25,14 @@ if [ "${1:-}" = --one ]; then
 fi
 build=${1:-build}
 [ $# -gt 0 ] && shift
-# Waiting threads sleep: a test run shares its cores with others, and spinning would steal them.
+# Waiting threads sleep, since spinning threads would take cores from other tests.
 export OMP_WAIT_POLICY=passive
-# Tests that name no device mean the cpu; spec/backend/cuda_spec.lua looks for a GPU by itself when it is asked to.
+# Tests that name no device mean the cpu; spec/backend/cuda_spec.lua searches for a GPU itself if it is named.
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 
-# Reports of sanitizers that are none of ours. ThreadSanitizer cannot see libgomp's barriers, so ops have one thread.
-# It looks at one set of kernels (CMakeLists.txt).
+# Suppresses sanitizer reports about other libraries. ThreadSanitizer cannot see libgomp's barriers, so ops run on one
+# thread. Only one set of kernels is built for it (CMakeLists.txt).
 sanitizer_options() {
   case $1 in
     *asan) export LSAN_OPTIONS="suppressions=$(realpath "$root")/spec/lsan.supp:print_suppressions=0"
@@ -79,7 +78,7 @@ run_specs() {
     set -- $(echo "$line" | tr -cd '0-9 ')
     passed=$((passed + $1)); failed=$((failed + $2)); skipped=$((skipped + ${3:-0}))
   else
-    echo "the specs did not run to their end"; failed=$((failed + 1))
+    echo "the specs did not finish"; failed=$((failed + 1))
   fi
 }
 run_oracle() {
@@ -89,11 +88,11 @@ run_oracle() {
     set -- $(echo "$line" | tr -cd '0-9 ')
     passed=$((passed + $1)); failed=$((failed + $2))
   else
-    echo "the comparisons with PyTorch did not run to their end"; failed=$((failed + 1))
+    echo "the comparisons with PyTorch did not finish"; failed=$((failed + 1))
   fi
 }
-# Instruction sets below this machine's, best first: of our kernels, of oneDNN's, and threads. Half types are multiplied
-# as fp32 on all but the first.
+# Instruction sets below this machine's, best first: for our kernels, for oneDNN's, and the number of threads. Half
+# types are multiplied as fp32 on all but the first.
 lower_sets() {
   case $("$build/psluajit" -e 'io.write(require("ps").device("cpu").description)') in
     *AMX*) [ "$PS_TEST_ISA" != all ] || echo avx512:AVX512_CORE_BF16:2
@@ -104,7 +103,7 @@ lower_sets() {
   esac
 }
 
-# All specs, or those of computing.txt that are for the set.
+# All specs, or the specs of computing.txt for this instruction set.
 run_on_lower_sets() {
   for set in $(lower_sets); do
     IFS=: read -r ours dnnl threads <<EOF
@@ -144,7 +143,7 @@ if [ "$skipped" -gt 0 ]; then
   echo "$skipped skipped:"
   sort "$skips" | uniq -c | sort -rn
   if [ "$CI" = true ]; then
-    echo "CI=true: what is skipped has failed"; failed=$((failed + skipped))
+    echo "CI=true: skipped tests count as failed"; failed=$((failed + skipped))
   fi
 fi
 echo "$passed passed, $failed failed"

@@ -6,13 +6,13 @@ return {
   taken = {
     { what = "the CUDA context", nbytes = 450 * 2 ^ 20, source = "assumed: drivers take 300 to 600 MiB" },
     { what = "cuBLASLt's work space", nbytes = 32 * 2 ^ 20, source = "src/backend/cuda/gemm.cu" },
-    { what = "left to the driver", nbytes = 64 * 2 ^ 20, source = "src/backend/cuda/backend.cpp" },
-    { what = "pieces of sums of ranks", nbytes = 64 * 2 ^ 20, ranks = true, source = "src/comm/comm.c" },
+    { what = "reserved for the driver", nbytes = 64 * 2 ^ 20, source = "src/backend/cuda/backend.cpp" },
+    { what = "buffers for sums over ranks", nbytes = 64 * 2 ^ 20, ranks = true, source = "src/comm/comm.c" },
     { what = "NCCL's buffers", nbytes = 200 * 2 ^ 20, ranks = true, source = "assumed" },
   },
   host = { nbytes = 1e12 },
   links = { up = 26e9, down = 26e9 },
-  network = 25e9,                                          -- an InfiniBand adapter of 200 Gbit/s a GPU
+  network = 25e9,                                          -- an InfiniBand adapter of 200 Gbit/s per GPU
   disk = { read = 6e9, write = 3e9 },
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },

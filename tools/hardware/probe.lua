@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/hardware/probe.lua [--device cuda] > tools/hardware/NAME.lua: measures this machine and prints its
--- table for plans (planning/hardware.lua). Give a folder with --disk, and its disk is measured, too.
+-- table for plans (planning/hardware.lua). With --disk FOLDER it also measures the disk of that folder.
 local ps = require "ps"
 local argparse = require "argparse"
 local speeds = require "ps.profile.speeds"
@@ -10,8 +10,8 @@ local DISK_NBYTES = 2 ^ 29      -- written and read to measure the disk
 local SIZES = { side = 2048, nbytes = 2 ^ 27, dtypes = { "bf16", "fp16", "fp32" } }
 
 local parser = argparse("tools/hardware/probe.lua", "Measures this machine for plans.")
-parser:option("--device", "cpu, or a GPU's: cuda", "cpu")
-parser:option("--disk", "a folder, whose disk is measured with a file of 1 GiB")
+parser:option("--device", "cpu, or cuda for a GPU", "cpu")
+parser:option("--disk", "a folder whose disk is measured with a file of 1 GiB")
 local args = parser:parse()
 
 -- Bytes per second that the disk tier reads and writes in a folder, without the page cache if the file system

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of the machine code in libps_cuda.so, read by NVIDIA's cuobjdump: which images there are, and what each kernel
-takes of the cards it may run on."""
+"""Facts of the machine code in libps_cuda.so, read by NVIDIA's cuobjdump: the images in the library, and the resources
+that each kernel needs of the cards on which it may run."""
 import os
 import re
 import subprocess
@@ -8,16 +8,19 @@ import subprocess
 from table import dynamic_shared
 
 KIB = 1024
-REGISTERS, THREADS = 65536, 256                      # of a multiprocessor; of a launch without a bound (device.h)
-CONSTANT = 4096                                      # bytes of parameters that a launch may have, and what lies below
-# Shared memory that one block may have, and the images that a card runs.
+# registers of a multiprocessor; threads of a launch without a bound (device.h)
+REGISTERS, THREADS = 65536, 256
+# bytes of parameters that a launch may have, and the constants below them
+CONSTANT = 4096
+# By card: the shared memory that one block may have, and the images that the card runs.
 CARDS = [("A100 (8.0)", 163 * KIB, "sm_80"), ("RTX 30 and 40 (8.6, 8.9)", 99 * KIB, "sm_80"),
          ("H100, H200 (9.0)", 227 * KIB, "sm_90"), ("H100, H200 (9.0)", 227 * KIB, "sm_90a"),
          ("Blackwell (12.0), from PTX", 99 * KIB, "sm_90")]
-SYSTEM = 1024                                        # of a block's shared memory, counted by sm_90's kernels as theirs
-# ce_kept_kernel asks for what the card has less 2 KiB, which are for its own sums.
+# bytes of a block's shared memory that sm_90's kernels count as their own
+SYSTEM = 1024
+# ce_kept_kernel requests all shared memory of the card except 2 KiB, which it needs for its own sums.
 KEPT = 2 * KIB
-# The stack: ops that are chosen at run time (pow, sin, cos), sampling, and some kernels of fp64.
+# Kernels that may use the stack: ops that are chosen at run time (pow, sin, cos), sampling, and some kernels of fp64.
 MAY_HAVE_STACK = re.compile(r"flat_kernel<\w+, -1>|any_kernel<|sample_kernel<|<double|, double>")
 STACK = 16
 
@@ -58,7 +61,7 @@ class Cubins:
                                                                constant=constant, threads=None)
 
     def bounds(self):
-        """Launch bounds: EIATTR_MAX_THREADS of each kernel's .nv.info."""
+        """Reads the launch bounds: EIATTR_MAX_THREADS in each kernel's .nv.info."""
         with subprocess.Popen(["nice", self.cuobjdump, "-elf", self.plugin], stdout=subprocess.PIPE,
                               text=True) as dump:
             arch = name = None
@@ -75,7 +78,7 @@ class Cubins:
                     self.kernels[arch][name]["threads"], wanted = x * y * z, False
 
     def products(self, arch):
-        """Instructions of warpgroup products in the images of an architecture."""
+        """Counts the instructions of warpgroup products in the images of an architecture."""
         now, found = None, 0
         for line in self.run("-sass", "-arch", arch).split("\n"):
             if line.startswith("arch = "):
@@ -85,15 +88,15 @@ class Cubins:
         return found
 
     def complaints(self, sources):
-        """What is wrong; sources: the names of the .cu files."""
-        wrong, n = [], len(sources) - 1              # attention_hopper is for sm_90a alone
+        """Lists the violations; sources: the names of the .cu files."""
+        wrong, n = [], len(sources) - 1              # attention_hopper is only for sm_90a
         for arch, want in (("sm_80", n), ("sm_90", n), ("sm_90a", 1)):
             if self.images.get(arch) != want:
-                wrong.append(f"{self.images.get(arch, 0)} images for {arch}, {want} are expected")
+                wrong.append(f"{self.images.get(arch, 0)} images for {arch}; expected {want}")
         if self.ptx != {"sm_90": n}:
-            wrong.append(f"PTX for {self.ptx}, {n} files of compute_90 are expected")
+            wrong.append(f"PTX for {self.ptx}; expected {n} files of compute_90")
         a, b = set(self.kernels.get("sm_80", ())), set(self.kernels.get("sm_90", ()))
-        wrong += [f"{self.names[name]} is there for one of sm_80 and sm_90 alone" for name in sorted(a ^ b)]
+        wrong += [f"{self.names[name]} exists for only one of sm_80 and sm_90" for name in sorted(a ^ b)]
         for arch, kernels in sorted(self.kernels.items()):
             for name, k in sorted(kernels.items()):
                 wrong += self.of_kernel(arch, self.names[name], k)
@@ -106,14 +109,14 @@ class Cubins:
         if registers * threads > REGISTERS:
             yield f"{where}{k['registers']} registers for {threads} threads"
         if k["shared"] > 48 * KIB:
-            yield f"{where}{k['shared']} bytes of static shared memory, launches may have {48 * KIB}"
+            yield f"{where}{k['shared']} bytes of static shared memory; the limit is {48 * KIB}"
         if name.startswith("ce_kept_kernel") and k["shared"] > KEPT:
-            yield f"{where}{k['shared']} bytes of static shared memory, the launch leaves {KEPT}"
+            yield f"{where}{k['shared']} bytes of static shared memory; the launch leaves only {KEPT}"
         for card, limit, image in CARDS:
             if image == arch and k["shared"] + dynamic > limit:
-                yield f"{where}{k['shared']} + {dynamic} bytes of shared memory, {card} has {limit}"
+                yield f"{where}{k['shared']} + {dynamic} bytes of shared memory; {card} has {limit}"
         if k["constant"] > CONSTANT:
-            yield f"{where}{k['constant']} bytes of constants, {CONSTANT} are to be had"
+            yield f"{where}{k['constant']} bytes of constants; the limit is {CONSTANT}"
         if k["stack"] > STACK and not MAY_HAVE_STACK.search(name):
             yield f"{where}a stack of {k['stack']} bytes"
 

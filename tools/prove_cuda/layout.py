@@ -30,7 +30,7 @@ def read(path):
 
 
 class Layouts:
-    """The structs that `source` (a file of src/backend/cuda) sees; generated: the folder of ps_gen.h."""
+    """The structs that `source` (a file of src/backend/cuda) includes; generated: the folder of ps_gen.h."""
 
     def __init__(self, source, generated):
         files = [os.path.join(ROOT, "src/ps.h"), os.path.join(generated, "ps_gen.h")]
@@ -42,7 +42,8 @@ class Layouts:
         for body in re.findall(r"\benum\s*\w*\s*\{([^{}]*)\}", text):
             self.enum(body)
         self.bodies = {}
-        for match in re.finditer(r"\bstruct\s+(\w+)\s*\{", text):     # the source comes last: its own structs count
+        # the source is read last, so that its own structs take precedence
+        for match in re.finditer(r"\bstruct\s+(\w+)\s*\{", text):
             self.bodies[match.group(1)] = self.body(text, match.end())
 
     def enum(self, body):
@@ -54,7 +55,7 @@ class Layouts:
                 try:
                     value = self.number(parts[1])
                 except (ValueError, KeyError, SyntaxError):
-                    continue                         # of templates, or by sizeof: no array has such a size
+                    continue                         # sizes of templates, or by sizeof: no array has such a size
             if parts[0]:
                 self.constants.setdefault(parts[0], value)
 
@@ -64,7 +65,7 @@ class Layouts:
                        expression)
         if not re.fullmatch(r"[-\d\s*/+()]+", known):
             raise ValueError(expression)
-        return int(eval(known.replace("/", "//")))  # digits and operators alone
+        return int(eval(known.replace("/", "//")))  # only digits and operators remain
 
     @staticmethod
     def body(text, at):
@@ -73,12 +74,12 @@ class Layouts:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             at += 1
         body, old = text[begin:at - 1], None
-        while old != body:                           # functions and enums inside go
+        while old != body:                           # removes functions and enums inside the struct
             old, body = body, re.sub(r"[^;{}]*\{[^{}]*\}", "", body)
         return body
 
     def fields(self, name, n=1):
-        """[(field, type or Struct name, dims, offset)], size and alignment of a struct."""
+        """Returns [(field, type or Struct name, dims, offset)], the size and the alignment of a struct."""
         fields, offset, align = [], 0, 1
         for statement in self.bodies[name].split(";"):
             statement = re.sub(r"\b(const|struct|typename)\b", " ", " ".join(statement.split())).strip()
@@ -105,7 +106,7 @@ class Layouts:
         return fields, -(-offset // align) * align, align
 
     def entries(self, value, offset=0):
-        """[(offset, type, value)] of a Struct: a pointer's value is the name of an object, or None."""
+        """Returns [(offset, type, value)] of a Struct. A pointer's value is the name of an object, or None."""
         fields, _, _ = self.fields(value.name, value.n)
         unknown = set(value) - {field[0] for field in fields}
         if unknown:

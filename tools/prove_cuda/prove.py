@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is proved of the cuda kernels without a GPU: barriers, convergence and races by sentryward from nvcc's PTX, and
-facts of the machine code by cuobjdump (docs/cuda.md, "Proved without a card").
+"""Proves properties of the cuda kernels without a GPU: sentryward checks barriers, convergence and races in nvcc's
+PTX, and cuobjdump reads facts of the machine code (docs/cuda.md, "Proved without a card").
 
-    make prove-cuda                                            the whole table (table.py), an hour of one core
+    make prove-cuda                                            the whole table (table.py), an hour on one core
     python=$(tools/oracle.sh python)
     $python tools/prove_cuda/prove.py [--build BUILD] [--only PATTERN] [--quick] [--no-plants] [--keep FOLDER]
     $python tools/prove_cuda/prove.py --docs                   writes the table of docs/cuda.md
 
---only: rows whose text has the pattern. --quick: the sample that `make test-oracle` takes. --keep: the folder for the
-input and the report of the last row. Exit code 1: something differs from the table.
+--only: only rows whose text matches the pattern. --quick: the sample that `make test-oracle` uses. --keep: the folder
+for the input and the report of the last row. Exit code 1: something differs from the table.
 """
 import argparse
 import hashlib
@@ -30,7 +30,7 @@ from table import NO_PLANTS, PLANTS, PROVED, REFUSED, ROWS, UNDECIDED
 
 DOCS = os.path.join(ROOT, "docs/cuda.md")
 BEGIN, END = "<!-- tools/prove_cuda/prove.py --docs writes this -->\n", "<!-- to here -->\n"
-MEGABYTES = 6000                                     # that the prover may take
+MEGABYTES = 6000                                     # that the prover may use
 
 BITS = {"u8": 1, "s8": 1, "u32": 4, "s32": 4, "u64": 8, "s64": 8, "f32": 4, "f64": 8}
 RED = "red"
@@ -52,7 +52,7 @@ def cached(build, name):
 
 
 class Files:
-    """PTX of the sources, made once each for what they and the headers say."""
+    """The PTX of the sources, cached by the contents of each source and its headers."""
 
     def __init__(self, build):
         self.nvcc, self.build, self.generated = cached(build, "NVCC"), build, os.path.join(build, "gen")
@@ -95,7 +95,7 @@ class Files:
         return module.kernels[name]
 
     def config(self, row, kernel):
-        """The prover's configuration, and where pointers are."""
+        """The prover's configuration, and the offsets of pointers."""
         layouts, declarations, arguments, arrays, pointers = self.layouts[row.source], [], [], [], set()
         if len(row.args) != len(kernel.params):
             raise SystemExit(f"{row}: {len(row.args)} parameters, the kernel has {len(kernel.params)}")
@@ -136,7 +136,7 @@ class Files:
 
 
 def judge(result):
-    """What a report says: an outcome and, where it is not proved, why."""
+    """Reads a report: returns the outcome and, if the kernel is not proved, the reason."""
     checks, said = result.get("checks", {}), result.get("result")
     if said == "race_free" and checks.get("memory") == "passed" and checks.get("synchronization") == "passed":
         return PROVED, f"{result['counts']['memory_accesses']} accesses"
@@ -152,7 +152,8 @@ def judge(result):
 
 
 def run_prover(prover, text, said, megabytes, seconds):
-    """Its report, and the seconds of the processor that it took: a limit that other programs do not change."""
+    """Returns the prover's report and its processor seconds. The limit is in processor time, so that other programs do
+    not change it."""
     def limit():
         os.nice(1)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
@@ -173,7 +174,7 @@ def run_prover(prover, text, said, megabytes, seconds):
 
 
 def prove(files, row, kernel, prover, megabytes, keep=None):
-    """Outcome, why, seconds of the processor."""
+    """Returns the outcome, the reason, and the processor seconds."""
     config, pointers = files.config(row, kernel)
     with tempfile.TemporaryDirectory() as folder:
         folder = keep or folder
@@ -199,7 +200,7 @@ def sources():
 
 
 def gaps(files):
-    """Kernels without a row, by family of templates, and files with barriers and too few planted errors."""
+    """Lists kernels without a row, by family of templates, and files with barriers but too few planted errors."""
     wrong = []
     for source in sources():
         module, rows = files.module(source), [row for row in ROWS if row.source == source]
@@ -208,7 +209,7 @@ def gaps(files):
                   sorted({family(kernel) for kernel in module.kernels} - there)]
         waits = any(kernel.sync_lines() for kernel in module.kernels.values())
         if waits and source not in NO_PLANTS and sum(len(row.plants) for row in rows if row.quick) < 2:
-            wrong.append(f"{source}.cu has barriers, and the sample takes fewer than two of them out")
+            wrong.append(f"{source}.cu has barriers, but the sample removes fewer than two of them")
     return wrong
 
 
@@ -227,7 +228,7 @@ def block():
 
 
 def docs(write):
-    """Whether docs/cuda.md has the tables; writes them there if asked to."""
+    """Returns whether docs/cuda.md has the tables; writes them there if requested."""
     with open(DOCS, encoding="utf-8") as file:
         text = file.read()
     at, end = text.index(BEGIN) + len(BEGIN), text.index(END)
@@ -238,7 +239,7 @@ def docs(write):
 
 
 class Run:
-    """Counts cases and those that are off."""
+    """Counts cases and failed cases."""
 
     def __init__(self):
         self.cases, self.off = 0, 0
@@ -254,7 +255,7 @@ class Run:
             print("     " + line)
 
     def missing(self, what):
-        """A part that this machine cannot run: skipped, which counts as off with CI=true."""
+        """Reports a part that this machine cannot run as skipped, which counts as failed with CI=true."""
         self.case(os.environ.get("CI") != "true", f"skipped: {what}")
 
 
@@ -262,7 +263,7 @@ def prove_row(run, files, row, prover, quick, plants, keep):
     kernel = files.kernel(row)
     if not quick or row.quick != PLANTS:
         outcome, why, seconds = prove(files, row, kernel, prover, MEGABYTES, keep)
-        said = "" if outcome == row.outcome else f", the table says {row.outcome}"
+        said = "" if outcome == row.outcome else f", but the table says {row.outcome}"
         run.case(outcome == row.outcome, f"{outcome} ({seconds:.1f} s): {row}{said}; {why[:240]}")
     if not plants:
         return
@@ -285,7 +286,7 @@ def prove_table(run, files, prover, quick=False, only="", plants=True, keep=None
 
 
 def find_cuobjdump(nvcc):
-    """NVIDIA's cuobjdump: beside nvcc, or the package of the environment that runs this."""
+    """Finds NVIDIA's cuobjdump: next to nvcc, or in a package of the Python environment that runs this program."""
     places = [os.path.dirname(os.path.realpath(nvcc)), "/usr/local/cuda/bin"]
     places += [os.path.join(path, "nvidia/cu13/bin") for path in sys.path]
     return next((p for p in (os.path.join(place, "cuobjdump") for place in places) if os.access(p, os.X_OK)), None)
@@ -299,7 +300,7 @@ def read_cubins(run, files, whole):
         return run.missing("there is no cuobjdump")
     cubins = Cubins(tool, plugin)
     print("   " + "\n   ".join(cubins.said()))
-    run.complaints(cubins.complaints(sources()), "images and what their kernels take")
+    run.complaints(cubins.complaints(sources()), "images and the resources of their kernels")
     if whole:
         found = {arch: cubins.products(arch) for arch in ("sm_80", "sm_90", "sm_90a")}
         run.case(found["sm_90a"] > 0 and not found["sm_80"] and not found["sm_90"],
@@ -315,7 +316,7 @@ def find_prover():
 
 
 def check(build, quick=False, only="", plants=True, keep=None):
-    """Runs all of it, and gives the Run."""
+    """Runs all parts, and returns the Run."""
     run, prover = Run(), find_prover()
     if not cached(build, "NVCC") or not cached(build, "CUBLASLT_INCLUDE"):
         run.missing("nvcc or cuBLASLt was not found when the build was configured")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PTX of nvcc as text: its kernels, and the rewrites that the prover needs (docs/cuda.md lists them)."""
+"""nvcc's PTX as text: its kernels, and the rewrites that the prover needs (docs/cuda.md lists them)."""
 import re
 import subprocess
 
@@ -10,7 +10,8 @@ class Module:
     """The PTX of one file: .kernels by readable name, each a Kernel."""
 
     def __init__(self, text):
-        text = re.sub(r"(?m)^(?:\.visible |\.weak )?\.func [^{;]*;\n", "", text)        # what is declared and follows
+        # the parts that are declared, and the rest
+        text = re.sub(r"(?m)^(?:\.visible |\.weak )?\.func [^{;]*;\n", "", text)
         parts = re.split(r"(?m)^(?=(?:\.visible |\.weak )?\.entry |(?:\.visible |\.weak )?\.func )", text)
         self.head = parts[0]
         names = [re.search(r"\.entry (\w+)\(", part) for part in parts[1:]]
@@ -39,7 +40,7 @@ class Kernel:
                                (scalar.group(1), int(re.sub(r"\D", "", scalar.group(1))) // 8))
 
     def sync_lines(self):
-        """The lines with an instruction of synchronisation, in their order."""
+        """The lines with an instruction of synchronisation, in order."""
         return [i for i, line in enumerate(self.body.split("\n")) if SYNC.search("\t" + line)]
 
     def without(self, n):
@@ -50,7 +51,7 @@ class Kernel:
         return Kernel(self.head, "\n".join(lines), self.name), gone
 
     def rewritten(self, pointers):
-        """The text for the prover. pointers: {(parameter, offset)} that are pointers."""
+        """The text for the prover. pointers: the set of {(parameter, offset)} that are pointers."""
         return self.head + Rewrite(self, pointers).text
 
 
@@ -86,7 +87,7 @@ class Rewrite:
         if match and self.is_low_byte(match.group(2)):
             return [f"\tmov.u16 \t{match.group(1)}, 0;"]
         match = re.match(r"\tatom\.(?:global\.)?cas\.b32\s+(%r\d+), \[(%rd\d+)\], (\S+), (\S+);", line)
-        if match:                                    # the trap's: another thread has trapped already
+        if match:                                    # belongs to a trap: another thread has trapped already
             return [f"\tmov.u32 \t{match.group(1)}, 1;"]
         match = re.match(r"\tld\.param\.[us]8\s+(%rs\d+), \[(%rd\d+)[+\d-]*\];", line)
         if match and self.only_masked(match.group(1)):
@@ -117,7 +118,7 @@ class Rewrite:
         return self.offsets(register) == []
 
     def offsets(self, register):
-        """What has been added to a pointer parameter, or None where the register is no such thing."""
+        """Returns the sum that has been added to a pointer parameter; None if the register is not such a pointer."""
         defs = self.defs.get(register, [])
         if len(defs) != 1:
             return None
@@ -137,7 +138,8 @@ class Rewrite:
         match = re.fullmatch(r"\[(?:\w+_param_(\d+)|(%rd\d+))(?:\+(-?\d+))?\]", address.strip())
         if not match:
             return False
-        if match.group(2):                           # an item of a list, chosen at run time: masked, so a pointer
+        # an item of a list, chosen at run time: it is masked, so it is a pointer
+        if match.group(2):
             return True
         return (int(match.group(1)), int(match.group(3) or 0)) in self.pointers
 
@@ -146,7 +148,8 @@ class Rewrite:
         return [line] if found is None else found[0] + [f"\tmov.u64 \t{to}, {found[1]};"]
 
     def masked(self, register, bits):
-        """Lines, and the register or number that is register & bits, of pointers and of pointers or-ed together.
+        """Returns the lines that compute `register & bits` for a pointer or for pointers or-ed together, and the
+        register or number with the result.
 
         (pointer + offset) & 15 is offset & 15, since objects begin at multiples of 16.
         """

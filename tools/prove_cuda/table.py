@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is proved of which kernel: a row has a kernel, a launch as the host code makes it, and the operands' shapes.
+"""The properties that are proved of each kernel: a row has a kernel, a launch as the host code makes it, and the
+operands' shapes.
 
 A parameter is a number, the name of an object in the device's memory, None (a null pointer), or a Struct with such
-fields. Two parameters with one name share the memory: these rows hold the promises that an op works in place. The
+fields. Two parameters with one name share their memory: such rows prove that an op works in place. The
 integers of an object may be given: if an index decides which element is written, the proof needs it.
 """
 import math
@@ -12,19 +13,19 @@ from layout import Struct
 
 F32, BF16, F16, F64, I32, I64, U8, BOOL = range(8)
 PROVED, UNDECIDED, REFUSED = "proved", "undecided", "refused"
-PLANTS = "plants"                                    # the sample takes the planted errors of a row alone: see Row.quick
-# Files with barriers whose kernels are not proved, so that taking one out shows nothing.
+PLANTS = "plants"                                    # the sample checks only the planted errors of a row: see Row.quick
+# Files with barriers whose kernels are not proved, so that removing a barrier shows nothing.
 NO_PLANTS = ("attention_hopper", "random")
 
 
 class Row:
     """One kernel, one launch.
 
-    values: {object: (type, its integers)}. branches: one side of each branch on data is followed. outcome: what the
-    prover reported when the row was written. why: for undecided and refused rows. quick: part of the sample; PLANTS:
-    without its proof, which takes a minute. plants: numbers of the kernel's instructions of synchronisation without
-    which it must be red. redundant: those without which it is still proved. seconds: of the processor, after which the
-    row is undecided.
+    values: {object: (type, its integers)}. branches: only one side of each branch on data is followed. outcome: what
+    the prover reported when the row was written. why: for undecided and refused rows. quick: part of the sample;
+    PLANTS: without its proof, which takes a minute. plants: numbers of the kernel's instructions of synchronisation
+    without which it must be red. redundant: those without which it is still proved. seconds: of the processor, after
+    which the row is undecided.
     """
 
     def __init__(self, source, kernel, shape, grid, block, args, shared=0, branches=False, outcome=PROVED, why="",
@@ -68,7 +69,7 @@ def rows_of_conv():
     def call(**more):
         shape = Struct("ps_conv_shape", c=4, o=6, groups=2, out=[3, 6], k=[3, 2], stride=[2, 1], dilation=[1, 1],
                        before=[1, 1], **{"in": [5, 6]})
-        shape["n"] = 2                                  # as an argument of Struct it would be a template's
+        shape["n"] = 2                                  # as an argument of Struct it would be taken for a template's
         return Struct("conv_call", **{**dict(s=shape, x="x", w="w", y="y", bias="bias", out="out", bias_dtype=F32,
                                              dw_dtype=BF16, db_dtype=BF16), **more})
     yield Row("conv", "conv_kernel<bf16>", "2 x 4 x 5 x 6 in 2 groups to 2 x 6 x 3 x 6", 1, 256, [call()])
@@ -92,7 +93,7 @@ def rows_of_image():
               [resample(0, [4, 6], [2, 3])])
     yield Row("image", "resample_back_kernel<float>", "the gradient of 2 x 2 means of 2 x 4 x 6", 1, 256,
               [resample(1, [2, 3], [4, 6])],
-              outcome=REFUSED, why="an element whose weight is 0 is passed over, by a comparison of doubles")
+              outcome=REFUSED, why="an element whose weight is 0 is skipped by a comparison of doubles")
     def pool(numel):
         return Struct("pool_call", a=Struct("ps_attrs_max_pool", kernel=[2, 2], stride=[2, 2], dilation=[1, 1],
                                             size=[2, 3]),
@@ -239,7 +240,7 @@ def rows_of_elementwise():
     yield Row("elementwise", "where_kernel", "fp32, 17 x 33", 3, 256,
               [operands("y"), "cond", BOOL, places([17, 33], [1, 17], [33, 1], [33, 1], [0, 1])],
               branches=True, outcome=UNDECIDED,
-              why="the address is that of one or the other operand, by a value: it does not follow that")
+              why="a value selects the operand whose address is used, which the prover does not follow")
 
 
 def rows_of_norm():
@@ -303,7 +304,8 @@ def rows_of_random():
               ["x", F32, 1000, Struct("ps_attrs_uniform_", low=0.0, high=1.0, seed=7)], branches=True)
     yield Row("random", "normal_kernel", "bf16, 1000", 4, 256,
               ["x", BF16, 1000, Struct("ps_attrs_normal_", std=1.0, seed=7)], branches=True,
-              outcome=UNDECIDED, why="the cosine reads a table of CUDA's own at an address that it does not follow")
+              outcome=UNDECIDED,
+              why="the cosine reads a table of CUDA's own at an address that the prover does not follow")
     yield Row("random", "randint_kernel", "int64, 1000", 4, 256,
               ["x", I64, 1000, Struct("ps_attrs_randint_", low=0, high=10, seed=7)], quick=True)
     yield Row("random", "dropout_kernel<bf16>", "two samples of 1000, at once", 2, 256,
@@ -315,11 +317,11 @@ def rows_of_random():
               values={"rows": ("u64", [3, 0, 41, 7, 8, 20, 21])}, branches=True)
     yield Row("random", "sample_kernel<float>", "2 rows of 300, temperature 1", 2, 128,
               [trap, "index", "x", 2, 300, 12, sample], branches=True, seconds=60, outcome=UNDECIDED,
-              why="it takes more than a minute: 170 sums over a block for each row")
+              why="the proof takes more than a minute: 170 sums over a block for each row")
 
 
 class Positions:
-    """Indices of n positions in a table of V rows, and what sorting makes of them: row 7 is hot."""
+    """Indices of n positions in a table of V rows, and the result of sorting them: row 7 is hot."""
 
     def __init__(self, n, V):
         index = [7 if i % 3 == 0 else i * 11 % V for i in range(n)]
@@ -348,20 +350,20 @@ def rows_of_table():
     yield Row("table", "embedding_kernel<unsigned short>", "20 rows of 77", 4, 128,
               [trap, "y", "w", index, 20, 50, 77], values=few.of("index"))
     yield Row("table", "histogram_kernel", "300 positions", 2, 256, [trap, "count", index, 300, 50, -1],
-              values=many.of("index"), outcome=REFUSED, why="it does not know atomic sums")
+              values=many.of("index"), outcome=REFUSED, why="the prover does not support atomic sums")
     yield Row("table", "scan_kernel", "V 1500", 1, 1024, ["begin", "cursor", "hot", "n_hot", "count", 1500],
               values={"count": ("u32", [v % 5 for v in range(1500)])}, quick=True, plants=(0, 1))
     yield Row("table", "scan_kernel", "V 3000, 6 hot rows", 1, 1024, ["begin", "cursor", "hot", "n_hot", "count", 3000],
               values={"count": ("u32", [70 if v % 500 == 3 else v % 5 for v in range(3000)])}, outcome=UNDECIDED,
-              why="where a hot row is written depends on a sum in shared memory, whose value it does not follow")
+              why="the place of a hot row depends on a sum in shared memory, whose value the prover does not follow")
     yield Row("table", "place_kernel", "300 positions", 2, 256, ["mixed", "cursor", index, 300, 50, -1],
-              values=many.of("index"), outcome=REFUSED, why="it does not know atomic sums")
+              values=many.of("index"), outcome=REFUSED, why="the prover does not support atomic sums")
     yield Row("table", "sort_kernel", "300 positions, V 50", 4, 128, ["sorted", "mixed", "begin", index, 300, 50],
               values=many.of("index", "mixed", "begin"))
     long = Positions(1800, 50)
     yield Row("table", "sort_kernel", "1800 positions, of which one row has 624", 2, 128,
               ["sorted", "mixed", "begin", index, 1800, 8], values=long.of("index", "mixed", "begin"),
-              outcome=UNDECIDED, why="places depend on sums in shared memory, whose values it does not follow")
+              outcome=UNDECIDED, why="places depend on sums in shared memory, whose values the prover does not follow")
     yield Row("table", "embedding_sum_kernel<bf16, 8>", "50 rows of 264", 4, 256, [sums(264)], values=known)
     yield Row("table", "embedding_sum_kernel<float, 1>", "50 rows of 77", 4, 256, [sums(77, F32, 0)], values=known)
     yield Row("table", "embedding_hot_kernel<bf16, 8>", "rows of 264", (2, 2), 512, [sums(264)], values=known)
@@ -384,7 +386,7 @@ def rows_of_table():
 
 
 def dynamic_shared(source, kernel):
-    """Bytes that the host code asks for at the launch of a kernel of attention on tensor cores; 0 of others."""
+    """Bytes of shared memory that the host code requests for attention on tensor cores; 0 for other kernels."""
     match = re.match(r"(forward|dq|dkv)_kernel<\w+, (\d+)(?:, (\w+))?", kernel)
     if not match:
         return 0
@@ -421,7 +423,7 @@ def rows_of_attention_plain():
     yield Row("attention_plain", "sure_kernel", "a sample of 300 keys, masked", 1, 256,
               [attention(300, 300, 64, mask="mask", mask_b=300, mask_j=1), "sure"],
               values={"mask": ("u32", [0, 0x01010000] + [0x01010101] * 73)}, outcome=REFUSED,
-              why="the second search begins at a maximum over the block, whose value it does not follow")
+              why="the second search begins at a maximum over the block, whose value the prover does not follow")
     yield Row("attention_plain", "segments_kernel", "2 samples of 300 ids", 2, 256,
               ["ids", 300, 1, "begin", "end", 300],
               values={"ids": ("u32", [1] * 90 + [2] * 200 + [0] * 10 + [3] * 300)})
@@ -462,7 +464,7 @@ def rows_of_attention_flash_backward():
 
 
 def rows_of_attention_hopper():
-    why = "it does not know wgmma"
+    why = "the prover does not support wgmma"
     yield Row("attention_hopper", "forward_kernel<bf16, 64>", "T S 192", (1, 1), 384, [attention(192, 192, 64)],
               outcome=REFUSED, why=why)
     yield Row("attention_hopper", "dq_kernel<bf16, 64>", "T S 128", (1, 1), 256, [attention(128, 128, 64)],

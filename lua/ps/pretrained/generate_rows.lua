@@ -8,12 +8,12 @@
 --                                step.position_ids int64 [R, n], or nil: at, at + 1, ...;
 --                                step.parts: parts() of the model (nn/parts.lua), if it has that method
 -- To generate in a pipeline, too:
---   step_batch(ids, step) the same as a batch for its parts (nn/parts.lua), the last of which returns { logits = } A
--- model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
+--   step_batch(ids, step)        the same as a batch for its parts (nn/parts.lua); the last returns { logits = }
+-- A model in a pipeline (engine/pipeline/generate.lua) also has where_ids, the device of ids, and functions of the
 -- ranks:
 --   agreed(read)                 read() on all ranks: an error of one, or another request, is an error of all
---   together(fn) fn() on all ranks: an error of one is raised on all; false if it returns false on any rank Sizes: R
--- rows, which are B prompts times `copies`; L columns; V words.
+--   together(fn)                 fn() on all ranks: an error of one is raised on all; false if any rank returns false
+-- Sizes: R rows, which are B prompts times `copies`; L columns; V words.
 local create = require "ps.tensor.create"
 
 ---@class ps.pretrained.Rows

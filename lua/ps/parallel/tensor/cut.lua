@@ -18,7 +18,7 @@
 --   columns     an nn.Dropout between a column and a row layer: its mask is that of one rank
 --   vocabulary  a table of token embeddings, cut by rows
 --   head        an nn.LMHead, or an nn.Linear with one output per word, cut by rows like the table
---   words a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
+--   words       a module with a bias over the vocabulary, whose weight is the table at the path `table` in the model.
 --               It gets a field `vocabulary`, an nn.ParallelLMHead that has both
 --   divide      a module; the named fields hold numbers of things that the ranks share, first the number of heads.
 --               keys: the names of these fields in a configuration. gather: the input is gathered once for several
