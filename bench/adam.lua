@@ -1,13 +1,14 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares the speed of the fused AdamW op on the CPU with the bandwidth of memory, PyTorch and DeepSpeed.
 --   psluajit bench/adam.lua --params 50e6 --rounds 9
--- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes per parameter (reads the parameter,
--- gradient and two moments, writes all but the gradient). probe_gb_per_s: the engine's walk over four streams of which
--- three are written in place, with almost no arithmetic, measured in turn with the op; bandwidth_ratio: the op over it.
--- triad_gb_per_s: a = b + c * s on three arrays, 12 bytes per element (not counting the line that is fetched before it
--- is written). mixed_*: a bf16 gradient in the bf16 parameter's own memory with fp32 master and moments, 28 bytes
--- again; grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*, deepspeed_*: bench/peers/adam_torch.py
--- with the Python of PS_TORCH_PYTHON or python3, absent if Python or its packages are missing. All are medians.
+-- The last line is one JSON object. gparams_per_s, gb_per_s: fp32, 28 bytes per parameter (it reads the parameter, the
+-- gradient and two averages, and writes all but the gradient). probe_gb_per_s: the engine's walk over four streams,
+-- three of which are written in place, with almost no arithmetic, measured alternately with the op; bandwidth_ratio:
+-- the op's rate over the probe's. triad_gb_per_s: a = b + c * s on three arrays, 12 bytes per element (not counting
+-- the line that is fetched before it is written). mixed_*: a bf16 gradient in the bf16 parameter's own memory, with an
+-- fp32 master and averages, also 28 bytes; grad_bf16_*: a bf16 gradient of an fp32 parameter, 26 bytes. torch_*,
+-- deepspeed_*: bench/peers/adam_torch.py with the Python of PS_TORCH_PYTHON or python3, absent if Python or its
+-- packages are missing. All are medians.
 local ps = require "ps"
 local ffi = require "ffi"
 local cjson = require "cjson"
@@ -16,10 +17,10 @@ local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/adam.lua", "Measures the CPU's AdamW against memory bandwidth.")
 whole(parser:option("--params", "parameters", "50e6"), 1)
-whole(parser:option("--tensors", "tensors that share them", "12"), 1)
-whole(parser:option("--rounds", "rounds of op and probe in turn", "9"), 1)
+whole(parser:option("--tensors", "number of tensors among which they are divided", "12"), 1)
+whole(parser:option("--rounds", "rounds in which op and probe alternate", "9"), 1)
 whole(parser:option("--passes", "steps a round", "3"), 1)
-parser:flag("--no-peers", "leave PyTorch and DeepSpeed out")
+parser:flag("--no-peers", "run neither PyTorch nor DeepSpeed")
 local args = parser:parse()
 
 local function median(list)
@@ -27,7 +28,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- GB/s of the engine's probe.
+--- The rate of the engine's probe in GB/s.
 local function probe(nbytes, reads, writes, in_place)
   local out = ffi.new("double[1]")
   ps.check(ps.C.ps_probe_bandwidth(nbytes, reads, writes, in_place and 1 or 0, args.passes, out))
@@ -40,7 +41,7 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- The list that adam_ takes: param, master, grad, m, v of each tensor. Sizes differ, as a model's do.
+--- The list of tensors for adam_: param, master, grad, m, v of each tensor. Their sizes differ, as in a model.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do
@@ -54,7 +55,7 @@ local function state(kind)
   return list
 end
 
---- Once each: a master may be the parameter itself, and so may a gradient.
+--- Counts each tensor once: a master or a gradient may be the parameter itself.
 local function release(list)
   local seen = {}
   for _, t in ipairs(list) do
@@ -64,7 +65,7 @@ local function release(list)
   end
 end
 
---- Seconds of each of some steps.
+--- Runs some steps, and returns the seconds of each.
 local function steps(list, n)
   local times = {}
   for i = 1, n do

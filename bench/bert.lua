@@ -4,13 +4,12 @@
 --     [--peer bf16|amp|fp32 [--compile] [--packed]]
 -- A batch has consecutive non-empty lines, padded to the longest; with --grouped lines of similar length. Each word or
 -- punctuation mark is one token, since speed does not depend on the ids. The model has unpad = true; with --padded it
--- computes padding, too. Each round is a step on another batch. Before the rounds a step on each batch warms up, since
--- both programs make kernels for each size.
--- --peer: transformers runs the same batches in turn (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or
--- python3), with weights and Adam's state in bf16; with amp in fp32, computed in bf16, as its Trainer does with bf16;
--- or in fp32. --compile: compiled by PyTorch. --packed: it gets several lines in a row of tokens, hidden from each
--- other by a mask, in place of padding.
--- The last line is one JSON object: seconds (of all rounds), step_s (median), tokens_per_s (without padding),
+-- computes padding, too. Each round is a step on another batch. Before the rounds, a step on each batch warms up,
+-- since both programs make kernels for each size. --peer: transformers runs the same batches alternately
+-- (bench/peers/bert_torch.py with the Python of PS_TORCH_PYTHON or python3), with weights and Adam's state in bf16;
+-- with amp in fp32, computed in bf16, as its Trainer does with bf16; or in fp32. --compile: compiled by PyTorch.
+-- --packed: instead of padding, the peer gets several lines per row of tokens, hidden from each other by a mask. The
+-- last line is one JSON object: seconds (of all rounds), step_s (median), tokens_per_s (without padding),
 -- padded_share, mfu (6 FLOPs per parameter of the layers and per token, with --padded also per padding token, over
 -- gemm_peak_gflops of the same run), peer_seconds, peer_step_s and peer_ratio (of all rounds' seconds).
 local ps = require "ps"
@@ -26,18 +25,18 @@ parser:option("--model", "preset of BERT", "bert-base")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "lines of a step", "32"), 1)
 whole(parser:option("--rounds", "steps", "8"), 1)
-parser:flag("--grouped", "batches are of lines of like length")
-parser:flag("--padded", "padding is computed, too")
-parser:option("--peer", "transformers in turn with us"):choices { "bf16", "amp", "fp32" }
-parser:flag("--compile", "the peer is compiled")
-parser:flag("--packed", "the peer has several lines in a row")
-parser:flag("--profile", "print where the kernels' time went, by op")
+parser:flag("--grouped", "batches have lines of similar length")
+parser:flag("--padded", "also compute padding")
+parser:option("--peer", "run transformers alternately with psluajit"):choices { "bf16", "amp", "fp32" }
+parser:flag("--compile", "compile the peer's model")
+parser:flag("--packed", "give the peer several lines per row")
+parser:flag("--profile", "print the time of the kernels by op")
 local args = parser:parse()
 if (args.compile or args.packed) and not args.peer then
-  parser:error("--compile and --packed are about the peer; they need --peer")
+  parser:error("--compile and --packed apply to the peer; they need --peer")
 end
 
--- Lists of ids, of as many as the batches need; the text begins again at its end.
+-- Lists of ids, enough for all batches; after its end the text is read again from the beginning.
 local function read(n)
   local rows, lines = {}, {}
   for line in io.lines(args.text) do
@@ -117,7 +116,7 @@ for _, batch in ipairs(list) do
   end
 end
 
--- A step: seconds of forward, backward and optimizer, and the loss.
+-- Runs a step. Returns the seconds of forward, backward and optimizer, and the loss.
 local function step(batch)
   local began = ps.now()
   optimizer:zero_grad()
@@ -138,7 +137,7 @@ end
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
 if args.profile then ps.profiler.start() end
 for i, batch in ipairs(list) do
-  local other = i % 2 == 0 and step_of_peer(i)             -- each goes first in every other round
+  local other = i % 2 == 0 and step_of_peer(i)             -- both alternate in running first
   local took, loss = step(batch)
   other = other or step_of_peer(i)
   times[i], theirs[i] = took[1] + took[2] + took[3], other

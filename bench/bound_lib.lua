@@ -19,7 +19,7 @@ local bound = {}
 ---@field moments integer       they count from 0
 
 --- The gaps of a trace: chunk, `first` and `last`: the moments of its two uses (`last` may be of the next step), and
---- `stretch`, a number shared by the gaps between two writes, or nil where nothing is ever written.
+--- `stretch`, a number shared by the gaps between two writes, or nil if the chunk is never written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches
@@ -34,7 +34,7 @@ local function gaps_of(trace)
     for i, use in ipairs(uses) do if use.write then last_write = i end end
     local current = last_write and stretches + 1
     if last_write then stretches = stretches + 1 end
-    local opening = current                       -- the stretch that came over from the step before
+    local opening = current                       -- the stretch that began in the previous step
     for i, use in ipairs(uses) do
       if use.write then
         if i == last_write then
@@ -45,7 +45,7 @@ local function gaps_of(trace)
         end
       end
       local next_use = uses[i + 1]
-      if not use.ends then                        -- else nobody wants the contents at the next use
+      if not use.ends then                        -- otherwise the next use does not read the contents
         gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
           last = next_use and next_use.moment or uses[1].moment + trace.moments }
       end
@@ -55,7 +55,7 @@ local function gaps_of(trace)
 end
 
 --- Writes the program in CPLEX's format. The capacity rows are written as differences from one moment to the next, so
---- that each gap stands in two of them.
+--- that each gap is in only two rows.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param f file*
@@ -69,7 +69,7 @@ local function write_program(trace, capacity, f)
   local written = {}
   for i, gap in ipairs(gaps) do
     local size = trace.sizes[gap.chunk] / unit
-    f:write((" + %.9g d%d\n"):format(size, i))              -- d: how far it is dropped, 1 - kept
+    f:write((" + %.9g d%d\n"):format(size, i))              -- d: the dropped share, 1 - kept
     if gap.stretch and not written[gap.stretch] then
       written[gap.stretch] = true
       f:write((" + %.9g w%d\n"):format(size, gap.stretch))
@@ -108,13 +108,13 @@ local function write_program(trace, capacity, f)
   return unit
 end
 
---- Whether glpsol is there.
+--- Whether glpsol is installed.
 ---@return boolean
 function bound.available()
   return os.execute("command -v glpsol >/dev/null 2>&1") == 0
 end
 
---- Bytes that a step moves at least; nil and a reason when the solver gives none.
+--- The fewest bytes that a step moves; nil and the reason if the solver finds none.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param seconds? integer for the solver

@@ -1,29 +1,30 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Measures the cost of chunks and the savings of the planner, in five sections (all, or those that --only names):
---   state   bytes of state per parameter with waste, in bf16, one micro-batch per step -> state_bytes_per_param (of
---           gpt2 as the engine has it, and of gpt2-xl by its layout; the larger)
---   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, over the least that any policy
---           must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum, lru_over_optimum,
---           fifo_over_optimum (the worst budget of each)
---   speed   plain memory's step time over that of chunks, where everything fits -> chunked_over_plain_speed (gpt2)
---   sim     a pretend device whose budget the model exceeds, its bandwidth set so that copies take as long as the
+-- Measures the cost of chunks and the savings of the planner, in five sections (all of them, or those that --only
+-- names):
+--   state   bytes of state per parameter, waste included, in bf16, one micro-batch per step -> state_bytes_per_param
+--           (the larger of gpt2 in the engine and gpt2-xl by its layout)
+--   moved   bytes that steady steps of gpt2-medium in bf16 moved between host and disk, over the fewest that any
+--           policy must move (bench/bound_lib.lua, for the same trace and budget) -> moved_over_optimum,
+--           lru_over_optimum, fifo_over_optimum (the worst budget of each)
+--   speed   plain memory's step time over that of chunks, if everything fits -> chunked_over_plain_speed (gpt2)
+--   sim     a simulated device whose budget the model exceeds, with a bandwidth at which copies take as long as the
 --           computation: step over max(compute, copies) -> sim_step_over_bound (four micro-batches per step), and
 --           sim_one_micro_step_over_bound
---   exact   many small settings against plain memory
--- The last line is one JSON object. `exact` is true only if every run of every section gave plain memory's losses and
--- parameters bit for bit.
+--   exact   many small settings, compared with plain memory
+-- The last line is one JSON object. `exact` is true only if every run of every section had plain memory's losses and
+-- parameters, bit for bit.
 --   psluajit bench/chunk.lua [--only moved,speed] [--disk DIR]
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 local parser = argparse("bench/chunk.lua", "Measures chunked training against plain memory and against bounds.")
-parser:option("--only", "sections, with commas between: state, moved, speed, sim, exact")
+parser:option("--only", "sections, separated by commas: state, moved, speed, sim, exact")
 parser:option("--disk", "folder for disk tiers", ".")
 parser:option("--shares", "budgets of section moved, as shares of the state", "0.45,0.7")
 parser:option("--moved-model", "model of section moved", "gpt2-medium")
 parser:option("--policies", "policies of section moved", "plan,lru,fifo")
-whole(parser:option("--rounds", "steps that section speed takes in turn", "9"), 1)
-whole(parser:option("--batch", "rows, in section speed", "4"), 1)
-whole(parser:option("--seq", "positions, in section speed", "256"), 1)
+whole(parser:option("--rounds", "steps that section speed takes alternately", "9"), 1)
+whole(parser:option("--batch", "rows per batch in section speed", "4"), 1)
+whole(parser:option("--seq", "positions per row in section speed", "256"), 1)
 whole(parser:option("--sim-steps", "steps that section sim times", "7"), 1)
 parser:flag("--verbose", "print each step of sections moved and sim")
 local args = parser:parse()
@@ -44,7 +45,7 @@ local result = { exact = true, exact_settings = 0 }
 
 local function say(text, ...) print(text:format(...)) end
 
---- One setting's verdict, counted into `exact`.
+--- Records the result of one setting, which `exact` includes.
 local function check_exact(what, same)
   result.exact_settings = result.exact_settings + 1
   if same then return end
@@ -52,14 +53,14 @@ local function check_exact(what, same)
   say("  NOT EXACT: %s", what)
 end
 
---- A setting for bench/chunk_worker.lua: a run's shape, with more configuration.
+--- A setting for bench/chunk_worker.lua: the shape of a run, and further keys of its configuration.
 local function with(run, config)
   return merged(run, { config = merged(BASE, run.config, config) })
 end
 
 local plain_prints = {}
 
---- Losses and hash of parameters after `n` steps of a run with plain memory (computed once).
+--- The losses and the hash of the parameters after `n` steps with plain memory (computed once).
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then
@@ -111,7 +112,7 @@ end
 local MOVED = { model = args.moved_model, batch = 1, seq = 64, config = BF16 }
 local WARM, COUNTED = 2, 3
 
---- The trace as bench/bound_lib.lua takes it, and the bytes that chunks have on the first tier.
+--- The trace in the form of bench/bound_lib.lua, and the bytes that chunks may use on the first tier.
 local function bound_trace(worker)
   local raw = worker:ask "trace"
   local trace = { sizes = raw.sizes, uses = {}, moments = raw.moments }
@@ -138,7 +139,7 @@ function sections.moved()
         local reason
         least, reason = bound.solve(trace, capacity, 60)
         if not least then say("  no lower bound: %s", reason) end
-        say("  host %.0f MiB of %.0f MiB of state, %.0f MiB for chunks: at least %.0f MiB a step", host / MIB,
+        say("  host %.0f MiB of %.0f MiB of state, %.0f MiB for chunks: at least %.0f MiB per step", host / MIB,
           state / MIB, capacity / MIB, (least or 0) / MIB)
       end
       local bytes, waits = 0, 0
@@ -147,7 +148,7 @@ function sections.moved()
         waits = waits + steps[i].wait_s / COUNTED
       end
       local seconds = median(pluck(steps, "seconds"))
-      say("    %-6s moves %.0f MiB a step%s; a step takes %.2f s, of them %.2f s waiting", policy, bytes / MIB,
+      say("    %-6s moves %.0f MiB per step%s; a step takes %.2f s, %.2f s of it waiting", policy, bytes / MIB,
         least and (", %.4f of the least"):format(bytes / least) or "", seconds, waits)
       if args.verbose then for _, step in ipairs(steps) do say("      %s", line_of(step)) end end
       if least then worst[policy] = math.max(worst[policy] or 0, bytes / least) end
@@ -158,13 +159,13 @@ function sections.moved()
 end
 
 -- -- speed ----------------------------------------------------------------------------------------------------------
---- Median step times of plain memory and chunks, taken in turn.
+--- Median step times of plain memory and chunks, measured alternately.
 local function race(name, run, rounds)
   local runs = { plain = lib.start(with(run, { memory = "plain" })), chunk = lib.start(with(run, {})) }
   local steps, order = { plain = {}, chunk = {} }, { "plain", "chunk" }
   for round = 1, rounds + 2 do
     for _, kind in ipairs(order) do steps[kind][round] = runs[kind]:ask "step" end
-    order[1], order[2] = order[2], order[1]                 -- whoever comes first has the colder caches
+    order[1], order[2] = order[2], order[1]                 -- the first one has the colder caches
   end
   check_exact(name .. ", everything fits",
     lib.fingerprint(steps.plain, runs.plain) == lib.fingerprint(steps.chunk, runs.chunk))
@@ -172,7 +173,7 @@ local function race(name, run, rounds)
   for kind, list in pairs(steps) do
     for _ = 1, 2 do table.remove(list, 1) end
     seconds[kind] = median(pluck(list, "seconds"))
-    say("  %-22s %-5s %8.1f ms a step (forward %.1f, backward %.1f, the rest %.1f)", name, kind, seconds[kind] * 1e3,
+    say("  %-22s %-5s %8.1f ms per step (forward %.1f, backward %.1f, the rest %.1f)", name, kind, seconds[kind] * 1e3,
       median(pluck(list, "forward_s")) * 1e3, median(pluck(list, "backward_s")) * 1e3,
       (seconds[kind] - median(pluck(list, "forward_s")) - median(pluck(list, "backward_s"))) * 1e3)
     runs[kind]:close()
@@ -191,14 +192,14 @@ function sections.speed()
 end
 
 -- -- sim ------------------------------------------------------------------------------------------------------------
--- Two shapes: micro-batches that are added up, where all copies are spread over the step; and one micro-batch a step,
--- where gradients can leave only in backward and parameters return only after it.
+-- Two shapes: several micro-batches per step, with copies spread over the whole step; and one micro-batch per step, in
+-- which gradients are evicted only during backward and parameters are fetched only after it.
 local function sim_shape(accumulate, share)
   return { share = share, model = "gpt2", batch = 2, seq = 256,
     config = merged(BF16, { gradient_accumulation_steps = accumulate, data_types = { grad_accum_dtype = "bf16" } }),
     options = { n_layer = 10, n_embd = 512, n_head = 8, vocab_size = 4096 } }
 end
-local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- the copies' threads have the other core
+local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- the threads of copies use the other core
 
 local function timed(setting, environment, n)
   local worker = lib.start(setting, merged(ONE_THREAD, environment))
@@ -235,7 +236,7 @@ local function sim(shape)
     (device - raw.other[1]) / MIB)
   say("  a step copies %.1f MiB in and %.1f MiB out at %.3f GB/s each way: %.1f ms; computing alone: %.1f ms",
     steps[#steps].up[1] / MIB, steps[#steps].down[1] / MIB, bandwidth / 1e9, transfer * 1e3, compute * 1e3)
-  say("  with copies at 64 GB/s: %.1f ms a step, %.1f ms of them waiting", median(pluck(fast, "seconds")) * 1e3,
+  say("  with copies at 64 GB/s: %.1f ms per step, %.1f ms of it waiting", median(pluck(fast, "seconds")) * 1e3,
     median(pluck(fast, "wait_s")) * 1e3)
   say("  a step takes %.1f ms (forward %.1f, backward %.1f), %.1f ms of them waiting in %d waits, %d unplanned",
     seconds * 1e3, median(pluck(steps, "forward_s")) * 1e3, median(pluck(steps, "backward_s")) * 1e3,

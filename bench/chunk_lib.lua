@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs of bench/chunk_worker.lua, each in a process of its own, so that several live side by side (their steps can be
--- taken in turn), pretend devices differ from one to the next, and all memory is back when one ends.
+-- Runs bench/chunk_worker.lua, each run in a process of its own. So several runs exist at the same time and alternate
+-- their steps, each has its own simulated device, and a run's memory is freed when it ends.
 local cjson = require "cjson"
 local paths = require "ps.paths"
 local process = require "bench.process_lib"
@@ -27,7 +27,7 @@ function lib.median(list)
   return #sorted % 2 == 1 and sorted[middle + 0.5] or (sorted[middle] + sorted[middle + 1]) / 2
 end
 
---- One of the fields of each entry.
+--- The list of one field of all entries.
 function lib.pluck(list, key)
   local values = {}
   for i, entry in ipairs(list) do values[i] = entry[key] end
@@ -44,7 +44,7 @@ function lib.fingerprint(steps, worker)
   return table.concat(parts, " ") .. " " .. worker:ask("hash").hash
 end
 
---- A table with the entries of all, later ones winning.
+--- Merges tables; later ones take precedence.
 function lib.merged(...)
   local all = {}
   for i = 1, select("#", ...) do

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- One training run in a process of its own, driven line by line by bench/chunk_lib.lua: the first line of its input is
 -- the setting (JSON: model, options, config, batch, seq), each later one a command. An answer begins with
--- "@". The same setting gives the same batches and the same first parameters, whatever its memory is.
+-- "@". Settings that differ only in memory have the same batches and the same initial parameters.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -34,7 +34,8 @@ end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 
---- The engine's counters since it was opened. Bytes by level, from 1: moved between that tier and the one below.
+--- The engine's counters since it was opened. Bytes by level, from 1: those moved between a tier and the next lower
+--- one.
 local function counters()
   local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
   if C.ps_engine_is_open(ps.ctx) == 0 then return all end
@@ -49,8 +50,9 @@ end
 
 local commands = {}
 
---- One step: its seconds, its losses as text with all digits, and by how much the counters rose. Inputs are copied to
---- the device before the step and losses back after it, since a script's copies wait for those of chunks.
+--- Runs one step. Returns its seconds, its losses as text with all digits, and the increase of the counters. Inputs
+--- are copied to the device before the step and losses are copied back after it, since a script's copies wait for
+--- those of chunks.
 function commands.step()
   local inputs, losses = {}, {}
   taken = taken + 1
@@ -82,7 +84,7 @@ function commands.step()
   return out
 end
 
---- A hash over the bits of all parameters (fp32 masters where there are any).
+--- A hash over the bits of all parameters (fp32 masters if there are any).
 function commands.hash()
   local state, names = model:state_dict(), {}
   for name in pairs(state) do names[#names + 1] = name end
@@ -100,14 +102,14 @@ function commands.hash()
   return { hash = tostring(h) }
 end
 
---- Where Adam runs, and what that was predicted to take.
+--- The placement of Adam, and its predicted time.
 function commands.split()
   local split = inner(model).plan.adam_split
   return { count = split.count, units = inner(model).built.units, seconds = split.seconds, link = split.link,
     host = split.host, device = split.device }
 end
 
---- Chunks in bytes, and parameters.
+--- The bytes of chunks, and the number of parameters.
 function commands.chunks()
   local info, nbytes, used = ffi.new("ps_chunk_info"), 0, 0
   for id = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
@@ -117,8 +119,8 @@ function commands.chunks()
   return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
 end
 
---- The trace of the step that ran, as bench/bound_lib.lua takes it: sizes, uses {moment, chunk from 1, write, tier},
---- moments, and for each tier its budget and the bytes besides chunks.
+--- The trace of the last step in the form of bench/bound_lib.lua: sizes, uses {moment, chunk from 1, write, tier},
+--- moments, and for each tier its budget and the bytes outside chunks.
 function commands.trace()
   local _, id = next(inner(model).traces)
   if not id then error("no step has been traced", 0) end

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compares forward and backward of a convolution with PyTorch, in turn, each in its own process:
+-- Compares forward and backward of a convolution with PyTorch. Both run alternately, each in its own process:
 --   psluajit bench/conv.lua --peer PYTHON [--threads 1 2] [--rounds 15] [--channels 64 ...]
 -- Prints medians for each number of threads; the last line is JSON. A ratio below 1: psluajit is faster. Without --peer
 -- only psluajit is timed.
@@ -14,10 +14,10 @@ parser:option("--peer", "a Python that has PyTorch")
 whole(parser:option("--threads", "numbers of threads", "1"):args "+", 1)
 whole(parser:option("--rounds", "times that each process computes", "15"), 1)
 whole(parser:option("--batch", "images", "32"), 1)
-whole(parser:option("--channels", "of input and output", "64"), 1)
+whole(parser:option("--channels", "channels of input and output", "64"), 1)
 whole(parser:option("--size", "height and width", "32"), 1)
 whole(parser:option("--kernel", "height and width of the kernel", "3"), 1)
-parser:flag("--worker", "answers the other process")
+parser:flag("--worker", "(for this script) answer the other process")
 local args = parser:parse()
 
 if args.worker then
@@ -65,7 +65,7 @@ for _, threads in ipairs(args.threads) do
     runs[2] = { "PyTorch", start({ args.peer, paths.root .. "/bench/peers/conv_torch.py" }, threads) }
   end
   local times = {}
-  for round = 0, args.rounds do                                    -- the first is a warm-up
+  for round = 0, args.rounds do                                    -- the first step is a warm-up
     for _, run in ipairs(runs) do
       local seconds = run[2]:ask "step"
       times[run[1]] = times[run[1]] or { forward_s = {}, step_s = {} }

@@ -1,16 +1,16 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua [collectives | latency | watch | checkpoint | zero | merge] [--ranks N] [--mib N]
 --   [--rounds N] [--folder PATH]
--- Starts processes on this machine and prints one JSON line; without a section all of them in turn, and the figures
--- that matter of each (some minutes, 6 GB of memory, 8 GB of --folder's disk). `collectives`: seconds of an all-
--- gather and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in the same
--- processes, in turn; medians of the rounds; and the engine's rate over Gloo's. `latency`: seconds of an all-reduce of
--- 4 KiB, call by call in turn with Gloo's own, 1000 times --rounds; medians and 99th percentiles of the engine over
--- Gloo's. `watch`: seconds from the moment that a rank (3 at least; the last one, or rank 0) is stopped or killed to
--- that at which the last of the others, all in an all-reduce, has its error, with the default heartbeat; and whether
--- all name the right one. `checkpoint`: how long training stands still for a save, and the rate of writing
--- (dist_checkpoint.lua). `zero`: what sharding saves and costs, with options of its own (dist_zero.lua). `merge`:
--- memory of merging shards (dist_merge.lua).
+-- Starts processes on this machine and prints one JSON line. Without a section it runs all sections, and prints the
+-- main figures of each (this takes some minutes, 6 GB of memory, and 8 GB of --folder's disk). `collectives`: seconds
+-- of an all-gather and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in
+-- the same processes, alternately; medians of the rounds; and the engine's rate over Gloo's. `latency`: seconds of an
+-- all-reduce of 4 KiB, alternating with Gloo's own call by call, 1000 times --rounds; medians and 99th percentiles of
+-- the engine over Gloo's. `watch`: a rank (the last one, or rank 0, of at least 3) is stopped or killed while the
+-- others are in an all-reduce; the seconds until the last of the others gets its error, with the default heartbeat;
+-- and whether all errors name the right rank. `checkpoint`: the time that training waits for a save, and the rate of
+-- writing (dist_checkpoint.lua). `zero`: the savings and costs of sharding, with options of its own (dist_zero.lua).
+-- `merge`: memory of merging shards (dist_merge.lua).
 local ps = require "ps"
 local paths = require "ps.paths"
 
@@ -19,7 +19,7 @@ if arg[1] == "zero" or arg[1] == "merge" then
   return dofile(("%s/bench/dist_%s.lua"):format(paths.root, section))
 end
 
--- All sections, each by its own process: the figures of interest under the names they have there.
+-- Runs all sections, each in its own process, and collects their main figures under the names that they have there.
 local FIGURES = {
   { "collectives --rounds 31", "all_gather_over_gloo", "all_reduce_over_gloo" },
   { "latency", "small_all_reduce_over_gloo", "small_all_reduce_p99_over_gloo" },
@@ -38,7 +38,7 @@ local function all_sections(folder)
     local figures = process_lib.last_json(("'%s' '%s/bench/dist.lua' %s%s"):format(paths.exe, paths.root, row[1],
       place))
     if not figures then
-      io.stderr:write(("bench/dist.lua: section %s gave no figures; its own output says why\n"):format(section))
+      io.stderr:write(("bench/dist.lua: section %s printed no figures; its output says why\n"):format(section))
       os.exit(1)
     end
     for i = 2, #row do
@@ -71,10 +71,10 @@ if not sections[section] then
   os.exit(1)
 end
 
---- Starts the ranks, which end by themselves, or with the one that `stopped` says once the others have ended.
+--- Starts the ranks. They end by themselves; the rank that `stopped` names is killed once the others have ended.
 ---@param more string their further options
 ---@param stopped? integer rank
----@return boolean ok all ended with 0, or were stopped
+---@return boolean ok all ranks exited with 0, or were stopped
 local function run_ranks(meeting, more, stopped)
   local lines = {}
   for rank = 0, options.ranks - 1 do
@@ -102,7 +102,8 @@ local function write(path, text)
   f:close()
 end
 
---- One rank is ended by `signal`: seconds until the last of the others knew, and whether all named it.
+--- Ends one rank by `signal`. Returns the seconds until the last of the others got its error, and whether all errors
+--- named the rank.
 local function time_watch(victim, signal)
   local meeting = os.tmpname()
   os.remove(meeting)
@@ -151,7 +152,7 @@ if section == "watch" then
   local t = ps.ones { 2 ^ 18 }
   for _ = 1, 10 do group:all_reduce(t) end
   if options.rank == options.victim then
-    os.execute "sleep 1.3"                   -- the others wait, and have heard from this rank
+    os.execute "sleep 1.3"                   -- the others are waiting, and have received heartbeats from this rank
     write(options.meeting .. ".pid", unistd.getpid())
     write(options.meeting .. ".begin", ("%.6f"):format(ps.now()))
     signal.kill(unistd.getpid(), signal[options.signal])
@@ -164,7 +165,7 @@ end
 
 if section == "latency" then
   local C, sum, raw_in, raw_sum, ours, gloo = ps.C, ps.zeros { 1024 }, ps.zeros { 1024 }, ps.zeros { 1024 }, {}, {}
-  for i = -100, 1000 * options.rounds do           -- the first are not counted
+  for i = -100, 1000 * options.rounds do           -- the first calls are not counted
     local began = ps.now()
     ps.check(C.ps_group_all_reduce(group.c, sum, C.PS_REDUCE_SUM))
     local middle = ps.now()
@@ -210,7 +211,7 @@ local cases = {
   { "gloo_all_reduce", function() ps.check(ps.C.ps_group_raw(group.c, 1, raw_sum, raw_in)) end },
 }
 local seconds = {}
-for round = 0, options.rounds do             -- the first is not counted
+for round = 0, options.rounds do             -- the first round is not counted
   for i, case in ipairs(cases) do
     seconds[i] = seconds[i] or {}
     seconds[i][round] = timed(case[2])

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (each holds everything and
--- saves its share) and saves in the background in --folder, `rounds` times. In turn with these saves all ranks write
--- the same bytes at once as plain files, with O_DIRECT and fsync; this measures the disk's rate. JSON, medians of the
--- rounds: step_s               seconds per step while nothing is saved
+-- The section `checkpoint` of bench/dist.lua: every rank trains a small GPT-2 with AdamW (each rank holds the whole
+-- model and saves its share) and saves `rounds` times in the background to --folder. Between these saves, all ranks
+-- write the same number of bytes at once as plain files, with O_DIRECT and fsync; this measures the disk's rate. JSON,
+-- medians of the rounds: step_s seconds per step while nothing is saved
 --   stall_s              training waits in checkpoint.save and, on rank 0, for the commit between two steps
 --   first_stall_s        at the first save, which allocates the memory for the copy
---   stall_percent        of a step, at one save every 50 steps: stall_s / (50 step_s)
+--   stall_percent        of the training time, with one save every 50 steps: stall_s / (50 step_s)
 --   slowed_s             additional time of all steps while the thread writes
 --   write, disk          bytes per second of all ranks, and write_over_disk
 --   sync_s               a save without async
@@ -33,14 +33,14 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- The largest of all ranks' numbers.
+-- The largest number of all ranks.
 local function largest(group, number)
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))
   return all:amax():item()
 end
 
--- Seconds of writing a plain file of nbytes, in pieces, past the page cache.
+-- Writes a plain file of nbytes in pieces, bypassing the page cache. Returns the seconds.
 local function plain_write(path, nbytes, buffer)
   local start = ps.now()
   local fd = ffi.C.open(path, O_WRONLY + O_CREAT + O_TRUNC + O_DIRECT, ffi.cast("int", 420))
@@ -60,7 +60,7 @@ return function(group, options)
   local rank, size = group:rank(), group:size()
   local folder = ("%s/psluajit-bench-checkpoint"):format(options.folder)
   folders.make(folder)
-  ps.set_threads(math.max(1, math.floor(ps.threads() / size)))         -- as the launcher has it
+  ps.set_threads(math.max(1, math.floor(ps.threads() / size)))         -- in the launcher's form
   local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW",
     params = { lr = 1e-4 } } }, model_func = function()
     local config = { n_layer = 6, n_head = 8, n_embd = 512, vocab_size = 8192, n_positions = 128 }
@@ -91,7 +91,8 @@ return function(group, options)
     parts.step = round
     local at = checkpoints.save(folder, parts)
     local stall, extra = ps.now() - start, 0
-    repeat                                                 -- to the step after all are done: rank 0 commits in it
+    -- up to the step after all files are complete, in which rank 0 commits
+    repeat
       extra = extra + step() - step_s
     until not ps.any_rank(background.busy())
     extra = extra + step() - step_s

@@ -8,16 +8,16 @@ local lfs = require "lfs"
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-local parser = argparse("bench/dist.lua merge", "Memory of merging shards.")
+local parser = argparse("bench/dist.lua merge", "Measures the memory of merging shards.")
 whole(parser:option("--parameters", "of the model", "1.56e9"), 1)
 whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
 local args = parser:parse()
 
-local ROW = 1600                                    -- tensors as GPT-2 XL has: the largest is its table, 80 M elements
+local ROW = 1600                                    -- tensors of GPT-2 XL: the largest is its table of 80 M elements
 local folder = ("%s/psluajit-bench-merge"):format(args.folder)
 lfs.mkdir(folder)
--- One block stands for all of them, but the file has each apart.
+-- All blocks have the values of one, but the file stores each separately.
 local function write_shard(rank, rows)
   local state, i, block = {}, 0, ps.zeros({ 6400, ROW }, { dtype = "bf16" })
   if rank == 0 then

@@ -1,26 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/dist.lua zero [--model gpt2-medium] [--ranks 4] [--stage 3] [--tokens 64] [--steps 3] [--dtype bf16]
--- What sharding saves and costs, on this machine: trains for a few steps in one process and in N, and prints one JSON
--- line from both runs:
---   sent_over_theory     bytes of tensors a rank sent in a step (mean of ranks), over 3 x 2 bytes x parameters x
---                        (N-1)/N (bf16, stage 3: gathered forward and backward, gradients reduced; else 2 x 2 bytes)
---   state_share          bytes of model state (all chunks that stay) of the fullest rank, over those of one process
---   peak_share           its peak, gathered chunks and activations included, over that of one process
---   step_s, one_step_s   median seconds of a step; ranks_wait_s: of them, standing still for other ranks
+-- Measures the savings and costs of sharding on this machine: trains for a few steps in one process and in N
+-- processes, and prints one JSON line about both runs:
+--   sent_over_theory     bytes of tensors that a rank sent in a step (mean over the ranks), over 3 x 2 bytes x
+--                        parameters x (N-1)/N (bf16, stage 3: gathered forward and backward, gradients reduced; else 2
+--                        x 2 bytes)
+--   state_share          bytes of model state (all chunks that stay) of the rank with the most, over those of one
+--                        process
+--   peak_share           that rank's peak, gathered chunks and activations included, over that of one process
+--   step_s, one_step_s   median seconds of a step; ranks_wait_s: the part of them spent waiting for other ranks
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 local paths = require "ps.paths"
 
-local parser = argparse("bench/dist.lua zero", "What sharding saves and costs.")
+local parser = argparse("bench/dist.lua zero", "Measures the savings and costs of sharding.")
 parser:option("--model", "a preset of models/gpt2.lua", "gpt2-medium")
 whole(parser:option("--ranks", "processes", "4"), 1)
 whole(parser:option("--stage", "zero_optimization.stage", "3"), 0)
-whole(parser:option("--tokens", "of a row; a rank's batch is one row", "64"), 1)
+whole(parser:option("--tokens", "tokens of a row; a rank's batch is one row", "64"), 1)
 whole(parser:option("--steps", "steps that are counted", "3"), 1)
 parser:option("--dtype", "bf16 or fp32", "bf16"):choices { "bf16", "fp32" }
-parser:option("--out", "of a rank: the file that rank 0 writes its figures to")
+parser:option("--out", "(for this script) the file to which rank 0 writes the figures")
 local args = parser:parse()
 
 local function rank_main()
@@ -33,7 +35,7 @@ local function rank_main()
   end }
   local build_s = ps.now() - began
   local stats, tier, seconds, sent = ps.ffi.new("ps_engine_stats"), ps.ffi.new("ps_tier_info"), {}, 0
-  for step = 0, args.steps do                    -- the first is not counted
+  for step = 0, args.steps do                    -- the first step is not counted
     local x = ps.randint(0, model.config.vocab_size, { 1, args.tokens }, { dtype = "int32" })
     group:barrier()
     local before, start = group:bytes_sent(), ps.now()

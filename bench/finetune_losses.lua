@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Fine-tunes a chat model and compares the loss of each step with that of transformers on the same ids and masks:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/finetune_losses.lua MODEL --data chats.jsonl [--steps 200]
--- A step has one batch of conversations, in the order of the file; no conversation comes twice. Without --data they are
--- sentences of the documents: the user gives the beginning, the assistant continues it. AdamW, no weight decay,
+-- A step has one batch of conversations, in the order of the file; no conversation is used twice. Without --data they
+-- are sentences of the documents: the user gives the beginning, the assistant continues it. AdamW, no weight decay,
 -- constant rate, fp32. The ids and masks are those of tokenizer:apply_chat_template; bench/peers/finetune_torch.py
 -- trains with them. The last line is one JSON object: steps, first_loss, last_loss, largest (relative difference of a
--- step's losses), at (its step), seconds and peer_seconds. Exit status 1: the largest is above --within.
+-- step's losses), at (its step), seconds and peer_seconds. Exit status 1: largest is above --within.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -19,7 +19,7 @@ parser:argument("model", "a folder of Hugging Face's with a chat template")
 parser:option("--data", "conversations; default: sentences of the documents")
 whole(parser:option("--steps", "steps", "200"), 1)
 whole(parser:option("--batch", "conversations of a step", "1"), 1)
-whole(parser:option("--most", "tokens of a conversation at most", "64"), 2)
+whole(parser:option("--most", "the most tokens of a conversation", "64"), 2)
 number(parser:option("--lr", "learning rate", "1e-5"), 0)
 number(parser:option("--within", "relative difference that is allowed", "1e-4"), 0)
 local args = parser:parse()
@@ -51,7 +51,7 @@ local function sentences()
   return rows
 end
 
--- The ids and labels of each step, padded to the longest of the step.
+-- The ids and labels of each step, padded to the longest conversation of the step.
 local function batches_of(tok, rows)
   local pad, steps = tok.pad_token_id or tok.eos_token_id or 0, {}
   local n = args.steps * args.batch
@@ -80,7 +80,7 @@ local function batches_of(tok, rows)
   return steps
 end
 
--- The losses of our steps.
+-- The losses of psluajit's steps.
 local function trained(steps)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }):train()
   local optimizer = ps.optim.AdamW(model:parameters(), { lr = args.lr, betas = { 0.9, 0.999 }, eps = 1e-8,
@@ -108,7 +108,7 @@ local function peer(steps)
   local answer = process.last_json(("'%s' '%s/bench/peers/finetune_torch.py' '%s' '%s'"):format(
     os.getenv "PS_TORCH_PYTHON" or "python3", paths.root, args.model, path))
   os.remove(path)
-  return answer or error("bench/peers/finetune_torch.py gave no result", 0)
+  return answer or error("bench/peers/finetune_torch.py printed no result", 0)
 end
 
 local function main()

@@ -5,10 +5,12 @@
 -- Each round starts a process that loads the folder, runs one row of ids, and reports logits. --make: writes the folder
 -- first if it does not exist, with random weights of a preset of models/gpt2.lua in --dtype. --mmap: the weights stay
 -- in the file (from_pretrained's mmap = true). --cold: the weights' file is dropped from the page cache before each run
--- (`dd iflag=nocache`). --peer: transformers does the same in turn with us (bench/peers/first_logits_torch.py, with the
--- Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints one JSON line; seconds are medians of the
--- rounds: file_bytes, seconds, peak_mib (VmHWM of our process), over_model_mib (peak_mib less the file)
---   peer_seconds, peer_peak_mib, peer_ratio (theirs over ours), logits_error (largest difference over largest logit)
+-- (`dd iflag=nocache`). --peer: transformers does the same, alternating with psluajit
+-- (bench/peers/first_logits_torch.py, with the Python of PS_TORCH_PYTHON or python3), and `dd` reads the file. Prints
+-- one JSON line; seconds are medians of the rounds: file_bytes, seconds, peak_mib (VmHWM of our process),
+-- over_model_mib (peak_mib minus the size of the file)
+--   peer_seconds, peer_peak_mib, peer_ratio (the peer's seconds over ours), logits_error (largest difference over
+--   largest logit)
 --   read_bytes_per_s (dd's, through a buffer of 8 MiB), read_share (the file's bytes per second of our run over that)
 local argparse = require "argparse"
 local json = require "cjson"
@@ -17,19 +19,20 @@ local paths = require "ps.paths"
 local process = require "bench.process_lib"
 local whole = require("ps.core.command_line").whole
 
-local parser = argparse("bench/first_logits.lua", "Seconds from a program's start to a model's first logits.")
+local parser = argparse("bench/first_logits.lua", "Measures the seconds from a program's start to a model's first " ..
+  "logits.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model in one model.safetensors")
-parser:option("--make", "preset to write with random weights, where the folder is not there")
+parser:option("--make", "preset to write with random weights if the folder does not exist")
 parser:option("--dtype", "type of the weights", "bf16")
-parser:option("--ids", "the row, ids with blanks between", "464 2068 7586 21831")
-whole(parser:option("--rounds", "runs, of which the median counts", "3"), 1)
+parser:option("--ids", "the ids of the row, separated by blanks", "464 2068 7586 21831")
+whole(parser:option("--rounds", "number of runs, whose median is printed", "3"), 1)
 parser:flag("--mmap", "leave the weights in the file")
 parser:flag("--cold", "drop the file from the page cache before each run")
-parser:flag("--peer", "transformers in turn with us")
-parser:flag("--child", "(for this script) load, run, tell")
+parser:flag("--peer", "run transformers alternately with psluajit")
+parser:flag("--child", "(for this script) load, run, print the logits")
 local args = parser:parse()
 
-local TOLD, IDS = 64, {}                                   -- how many logits of the last id are told; the row
+local TOLD, IDS = 64, {}                                   -- number of logits of the last id that are printed; the row
 for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end
 
 if args.child then
@@ -55,14 +58,14 @@ local function make()
   if os.execute(("%s -e %s"):format(quoted(paths.exe), quoted(code))) ~= 0 then error("cannot write the folder", 0) end
 end
 
--- Drops the file's pages that are clean. `dd` writes nothing: its count is 0.
+-- Drops the file's clean pages from the cache. `dd` writes nothing: its count is 0.
 local function drop()
   if os.execute(("sync %s && dd if=%s iflag=nocache count=0 2>/dev/null"):format(quoted(file), quoted(file))) ~= 0 then
     error("cannot drop " .. file .. " from the page cache", 0)
   end
 end
 
--- Runs a command that ends with a line of JSON: what it tells, and the seconds until then.
+-- Runs a command whose last line is JSON. Returns the decoded line, and the seconds until it arrived.
 local function run(command)
   if args.cold then drop() end
   local began = now()
@@ -100,7 +103,7 @@ local peer = ("%s %s/bench/peers/first_logits_torch.py %s --dtype %s --threads %
   os.getenv "PS_TORCH_PYTHON" or "python3", quoted(paths.root), quoted(args.folder), args.dtype,
   require("ps").threads(), TOLD, table.concat(IDS, " "))
 
-if not args.cold then read_file() end                     -- so that the first round finds it in the cache, too
+if not args.cold then read_file() end                     -- so that the first round also finds the file in the cache
 local seconds, reads, theirs = {}, {}, {}
 local result = { file_bytes = bytes, mmap = args.mmap or false, cold = args.cold or false, dtype = args.dtype }
 for round = 1, args.rounds do

@@ -6,12 +6,13 @@
 -- a line `refused: FIELD = VALUE: why` and the exit status is 2. --keep-quantized: the weights of a GGUF file stay
 -- packed, and are multiplied as they are.
 --
--- --peer: in turn with each of our runs another process continues the same prompts with transformers and measures reads
--- of memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures, each of the
--- fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of
--- 512 MiB (one stream per thread) for as long as our run took; streams_bytes_per_s, of the engine's reads of as much,
+-- --peer: after each of our runs, another process continues the same prompts with transformers and measures reads of
+-- memory (bench/peers/generate_torch.py, with the Python of PS_TORCH_PYTHON or python3). More figures, each of the
+-- fastest run: peer_tokens_per_s; peer_ratio, ours over the peer's; sum_bytes_per_s, of PyTorch's sums of 512 MiB (one
+-- stream per thread) for as long as our run took; streams_bytes_per_s, of the engine's reads of the same size with
 -- four streams per thread (ps_probe_bandwidth); memory_bytes_per_s, the larger of the two; memory_share, the bytes of
--- weights that our run reads per second for one row, over that; same_ids, whether both gave the same ids.
+-- weights that our run reads per second for one row, over memory_bytes_per_s; same_ids, whether both produced the same
+-- ids.
 local ps = require "ps"
 local argparse = require "argparse"
 local ffi = require "ffi"
@@ -22,14 +23,14 @@ local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/generate.lua", "Continues ids with the model of a folder.")
 parser:argument("folder", "a folder of Hugging Face's with a causal model, or a GGUF file")
-parser:option("--ids", "a prompt: ids with blanks between"):count "+"
-whole(parser:option("--max-new", "tokens to add at most", "20"), 1)
+parser:option("--ids", "a prompt: ids separated by blanks"):count "+"
+whole(parser:option("--max-new", "the most tokens to add", "20"), 1)
 whole(parser:option("--num-beams", "beams; 1: greedy", "1"), 1)
-whole(parser:option("--rounds", "runs, of which the fastest counts", "1"), 1)
+whole(parser:option("--rounds", "number of runs, of which the fastest is reported", "1"), 1)
 parser:option("--dtype", "type of the weights", "fp32")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:flag("--json", "one JSON object")
-parser:flag("--peer", "transformers in turn with us")
+parser:flag("--peer", "run transformers alternately with psluajit")
 local args = parser:parse()
 
 local function prompts()
@@ -37,13 +38,13 @@ local function prompts()
   for i, line in ipairs(args.ids) do
     rows[i] = {}
     for word in line:gmatch("%S+") do
-      rows[i][#rows[i] + 1] = tonumber(word) or error(("--ids: '%s' is no id"):format(word), 0)
+      rows[i][#rows[i] + 1] = tonumber(word) or error(("--ids: '%s' is not an id"):format(word), 0)
     end
   end
   return rows
 end
 
--- transformers with the same folder, prompts and settings.
+-- Starts transformers with the same folder, prompts and settings.
 local function start_peer()
   local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/generate_torch.py", args.folder,
     "--max-new", args.max_new, "--num-beams", args.num_beams, "--dtype", args.dtype, "--threads", ps.threads() }
@@ -70,14 +71,14 @@ local function same(a, b)
   return true
 end
 
--- Bytes per second of the engine's reads of `nbytes`, in four streams per thread.
+-- The bytes per second at which the engine reads `nbytes`, in four streams per thread.
 local function streams(nbytes)
   local out = ffi.new "double[1]"
   ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))
   return out[0]
 end
 
--- Adds the peer's figures to ours.
+-- Adds the peer's figures to psluajit's.
 local function compare(result, model, theirs, rows)
   local item = ps.empty({ 1 }, { dtype = args.dtype }):nbytes()
   local weights = (model:num_parameters() - model:costs().looked_up) * item

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains as golden values were made and prints the errors (how they are measured: bench/golden_lib.lua). GOLDEN is a
--- file of spec/golden, or a folder with golden.json and model.safetensors.
+-- Repeats the training from which golden values were made and prints the errors (bench/golden_lib.lua defines them).
+-- GOLDEN is a file of spec/golden, or a folder with golden.json and model.safetensors.
 --   psluajit bench/golden.lua GOLDEN [--device D] [--dtype T] [--recompute]
 --   psluajit tools/launch.lua --nproc-per-node N bench/golden.lua GOLDEN    each batch split over N processes
---     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   of which P have a stage each
---     [--tensor T]                                                            of which T have a part of each layer
+--     [--pipeline P [--micro-batches M] [--schedule S] [--virtual-stages V]]   of which P each have a stage
+--     [--tensor T] of which T each have a part of every layer
 --     [--memory chunk --host 2MiB --disk DIR --device-memory 2MiB --chunk-size N --eviction P]
--- Memory "chunk" trains through ps.initialize; its errors are those of "plain", to the last digit.
--- The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and apart from them
+-- Memory "chunk" trains through ps.initialize; its errors equal those of "plain" to the last digit.
+-- The last line is one JSON object: max_rel_loss_error, max_rel_grad_error, max_rel_param_error, and separately
 -- c_attn_bias_grad_error, c_attn_bias_param_error.
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -25,8 +25,8 @@ parser:option("--device-memory", "budget of a device that is not the cpu (chunk)
 whole(parser:option("--chunk-size", "elements of a chunk (chunk; default: search)"), 1)
 parser:option("--eviction", table.concat(require "ps.config.policies", ", ") .. " (chunk)")
 whole(parser:option("--zero-stage", "zero_optimization.stage (several processes)"), 0)
-whole(parser:option("--pipeline", "pipeline.stages: processes that have a stage of the model each"), 1)
-whole(parser:option("--tensor", "tensor_parallel.size: processes that have a part of each layer"), 1)
+whole(parser:option("--pipeline", "pipeline.stages: number of processes that each have a stage of the model"), 1)
+whole(parser:option("--tensor", "tensor_parallel.size: number of processes that each have a part of every layer"), 1)
 whole(parser:option("--micro-batches", "gradient_accumulation_steps", 1), 1)
 parser:option("--schedule", "pipeline.schedule")
 whole(parser:option("--virtual-stages", "pipeline.virtual_stages"), 1)
@@ -37,10 +37,10 @@ if tonumber(os.getenv "WORLD_SIZE" or 1) > 1 then
   args.memory = "chunk"
 end
 if (args.pipeline or 1) > 1 and not group then
-  parser:error("--pipeline is for several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
+  parser:error("--pipeline needs several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
 end
 if (args.tensor or 1) > 1 and not group then
-  parser:error("--tensor is for several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
+  parser:error("--tensor needs several processes: psluajit tools/launch.lua --nproc-per-node N bench/golden.lua ...")
 end
 if args.micro_batches > 1 then args.memory = "chunk" end
 local note = (not group or group:rank() == 0) and print or function() end

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Used by bench/golden.lua and spec/engine/golden_spec.lua: trains a model and measures the errors against golden
--- values (float64 losses, gradients of the first step, parameters after the last). Golden values are a file of
+-- values (float64 losses, gradients of the first step, parameters after the last step). Golden values are a file of
 -- spec/golden, with a seed in place of weights (spec/oracle/make_golden.py), or a folder with golden.json and
--- model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms. `c_attn.bias`
--- is kept apart: its key part has no true gradient, so Adam moves it by rounding noise.
+-- model.safetensors. A tensor's error is the larger of |l2 - l2*| / l2* and max |first8 - first8*| / rms.
+-- `c_attn.bias` is reported separately: the true gradient of its key part is zero, so Adam moves it by rounding noise.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -20,7 +20,7 @@ local function read_json(path)
   return cjson.decode(text)
 end
 
--- Park and Miller's generator, from 0 to 1, as spec/oracle/make_golden.py has it.
+-- Park and Miller's generator of numbers from 0 to 1, as in spec/oracle/make_golden.py.
 local function draw(seed)
   local x = seed * 7919 % 2147483647
   local function next_number()
@@ -31,7 +31,7 @@ local function draw(seed)
   return next_number
 end
 
--- Writes the weights that a seed stands for to a file, by the same rule as make_golden.py.
+-- Writes the weights of a seed to a file, by the same rule as make_golden.py.
 local function write_weights(path, data)
   local names, tensors, number = {}, {}, draw(data.seed)
   for name in pairs(data.final_params) do names[#names + 1] = name end
@@ -47,26 +47,26 @@ local function write_weights(path, data)
   ps.safetensors.save(path, tensors)
 end
 
--- The error of one tensor; NaN where a number of it is, which math.max would forget.
+-- The error of one tensor; NaN if the tensor has a NaN, which math.max would lose.
 local function tensor_error(t, want)
   t = t:to { dtype = "fp32", device = "cpu" }:detach():to("fp64")
   local l2 = t:norm():item()
   local flat, worst = t:reshape(-1), math.abs(l2 - want.l2) / want.l2
   local rms = want.l2 / math.sqrt(t:numel())
-  if l2 ~= l2 then return l2 end                         -- its squares are those of all numbers
+  if l2 ~= l2 then return l2 end                         -- its sum of squares covers all numbers
   for i, x in ipairs(want.first8) do
     worst = math.max(worst, math.abs(flat[i - 1]:item() - x) / rms)
   end
   return worst
 end
 
---- Largest error over named tensors, that of c_attn.bias, and where the first is.
+--- The largest error over named tensors, the error of c_attn.bias, and the name of the tensor with the largest error.
 local function compare(tensors, wanted)
   local worst, apart, worst_name = 0, 0, ""
   for name, t in pairs(tensors) do
     local want = wanted[name] or wanted[(name:gsub("^transformer%.", ""))]
     if not want then error("the golden values have no " .. name, 0) end
-    local err = ps.scope(tensor_error, t, want)          -- nothing of it stays, however tight the budget
+    local err = ps.scope(tensor_error, t, want)          -- its memory must be freed, since budgets are tight
     if err ~= err then err = math.huge end
     if name:match("c_attn%.bias$") then apart = math.max(apart, err)
     elseif err >= worst then worst, worst_name = err, name end
@@ -75,7 +75,7 @@ local function compare(tensors, wanted)
 end
 golden.compare = compare
 
--- Whatever the processes share out, together they must have all.
+-- Together, the processes must have compared all tensors, however these are divided.
 local function must_cover(tensors, wanted, group)
   local mine, all = {}, {}
   for name in pairs(tensors) do mine[(name:gsub("^transformer%.", ""))] = 1 end
@@ -84,10 +84,10 @@ local function must_cover(tensors, wanted, group)
   for i, name in ipairs(all) do all[i] = mine[(name:gsub("^transformer%.", ""))] or 0 end
   local there = ps.tensor(all, { dtype = "fp32" })
   if group then group:all_reduce(there) end
-  if there:min():item() < 1 then error("some of the golden values were compared with nothing", 0) end
+  if there:min():item() < 1 then error("some golden values were not compared with any tensor", 0) end
 end
 
--- The whole of a tensor, of which each rank along tp has the shard that its parameter is. All of them call it.
+-- The whole tensor from the shards of all ranks along tp. All these ranks call it.
 local function joined(p, t)
   local desc, group = shard.of(p), ps.mesh.group "tp"
   if not desc then return t end
@@ -100,7 +100,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- The same of a list of tensors by the names of parameters.
+-- The whole tensors for a list of tensors by the names of parameters.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -110,8 +110,8 @@ local function all_joined(module, tensors)
   return list
 end
 
--- The same calls whichever memory is asked for: forward(x, y), backward(loss), step(), the parameters' gradients, and
--- their fp32 values (masters where there are any), by name.
+-- The same interface for each kind of memory: forward(x, y), backward(loss), step(), the parameters' gradients, and
+-- their fp32 values (masters if there are any), by name.
 local function plain_run(data, weights, options)
   local model = gpt2.new(data.config, { dtype = options.dtype, device = options.device, recompute = options.recompute })
   model:load_weights(weights)
@@ -137,7 +137,7 @@ end
 local function chunk_run(data, weights, options)
   local config = {
     device = options.device, chunk_size = options.chunk_size, eviction = options.eviction, plan_print = false,
-    overlap_optimizer = false,                         -- gradients are looked at before the update
+    overlap_optimizer = false,                         -- gradients are read before the update
     gradient_accumulation_steps = options.micro_batches, pipeline = options.pipeline,
     tensor_parallel = options.tensor and { size = options.tensor } or nil,
     optimizer = { type = "AdamW", params = data.settings },
@@ -146,7 +146,7 @@ local function chunk_run(data, weights, options)
   }
   if options.zero_stage then config.zero_optimization = { stage = options.zero_stage } end
   if options.dtype ~= "fp32" then config[options.dtype] = { enabled = true } end
-  if options.dtype == "fp16" then config.fp16.loss_scale = 1 end         -- as the plain run, which has none
+  if options.dtype == "fp16" then config.fp16.loss_scale = 1 end         -- like the plain run, which has none
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
     return gpt2.new(data.config, { dtype = options.dtype, recompute = options.recompute }):load_weights(weights)
   end }
@@ -165,11 +165,13 @@ local function chunk_run(data, weights, options)
     masters = function() return model:state_dict() end, close = function() model:close() end }
 end
 
--- The gradient of a tied parameter of which several stages have a copy: the sum of theirs, which the step makes only
--- before its norm or update. All ranks of a pipeline call it for each parameter; nil: this one does not have it.
+-- The gradient of a tied parameter of which several stages have a copy: the sum of all copies' gradients, which the
+-- step computes only before its norm or update. All ranks of a pipeline call it for each parameter; nil: this rank
+-- does not have the parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
-  if grad ~= nil and run.stages:copies() and shard.is_partial(p) then     -- sums along tp wait for those of tied ones
+  -- sums along tp follow those of tied parameters
+  if grad ~= nil and run.stages:copies() and shard.is_partial(p) then
     grad = ps.mesh.group "tp":all_reduce(grad:to("fp32"):to("cpu"):clone())
   end
   for _, v in ipairs(users or {}) do ranks[run.stages.ranks[v + 1]] = true end
@@ -180,7 +182,7 @@ local function whole_gradient(run, name, p, grad)
   return mine and sum or nil
 end
 
--- The rows of a batch that this process takes: as even as can be, in the order of ranks.
+-- The rows of a batch for this process: divided as evenly as possible, in the order of ranks.
 local function my_rows(rows, group)
   if not group then return rows end
   local size, rank, mine = group:size(), group:rank(), {}
@@ -210,12 +212,12 @@ local function train(data, run, device, result, note, group)
     note(("step %d loss %.9f golden %.9f relative error %.2e"):format(step, value, data.losses[step], err))
     result.max_rel_loss_error = math.max(result.max_rel_loss_error, err == err and err or math.huge)
     if step == 1 and run.stages and ps.mesh.group "dp" then
-      note("gradients are not compared: those beside a tied parameter are added up only within the update")
+      note("gradients are not compared: those of a tied parameter are summed only within the update")
     elseif step == 1 then
       local grads, worst = {}
-      local scaled = group or run.adds_up            -- else the factor is 1, and budgets are too small for copies
+      local scaled = group or run.adds_up            -- otherwise the factor is 1, and budgets are too small for copies
       for name, p in run.module:named_parameters() do
-        local grad = p:grad()                              -- nil where another rank has it
+        local grad = p:grad()                              -- nil if another rank has it
         if run.stages then grad = whole_gradient(run, name, p, grad) end
         if grad ~= nil then grads[name] = scaled and grad:to("fp32") * run.grad_scale() or grad end
       end
@@ -225,16 +227,17 @@ local function train(data, run, device, result, note, group)
       note("largest gradient error in " .. worst)
     end
     run.step()
-    collectgarbage()                                     -- budgets here are so small that headers' few bytes matter
+    -- budgets here are so small that even the bytes of headers matter
+    collectgarbage()
   end
 end
 
--- The largest of all processes' numbers.
+-- The largest number of all processes.
 local function largest(value, group)
   if not group then return value end
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ value }, { dtype = "fp64" }))
-  return all:amax():item()                               -- NaN where one is
+  return all:amax():item()                               -- NaN if one of them is NaN
 end
 
 ---@class golden.Options
@@ -254,7 +257,7 @@ end
 ---@field micro_batches? integer of a step
 ---@field note? fun(line: string)
 
---- Trains as golden values were made.
+--- Repeats the training from which golden values were made.
 ---@param path string a file of spec/golden, or a folder with golden.json and model.safetensors
 ---@param options? golden.Options
 ---@return {device: string, dtype: string, memory: string, max_rel_loss_error: number, max_rel_grad_error: number,
@@ -269,8 +272,9 @@ function golden.run(path, options)
   local o = data.optimizer
   data.settings = { lr = o.lr, betas = o.betas, eps = o.eps, weight_decay = o.weight_decay }
   local start = all.memory == "chunk" and chunk_run or plain_run
-  if all.memory == "chunk" then                           -- tensors of earlier runs would count against the budgets
-    jit.flush()                                           -- compiled loops hold what they saw
+  -- frees tensors of earlier runs, which would count against the budgets
+  if all.memory == "chunk" then
+    jit.flush()                                           -- frees compiled loops, which hold references to tensors
     for _ = 1, 2 do collectgarbage() end
   end
   local started, run = pcall(start, data, drawn or path .. "/model.safetensors", all)

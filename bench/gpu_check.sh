@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# Checks and measures the device cuda on a machine with a GPU, whose software may be a driver, the CUDA toolkit and
-# Python with PyTorch 2.x, and nothing else:
-#   bench/gpu_check.sh pack       where psluajit was built: puts all it needs into build/gpu, as one file
+# Checks and measures the device cuda on a machine with a GPU. The machine needs only a driver, the CUDA toolkit, and
+# Python with PyTorch 2.x:
+#   bench/gpu_check.sh pack       where psluajit was built: packs everything needed into one file in build/gpu
 #   bench/gpu_check.sh correct    on the GPU machine, in a copy of the tree with build/gpu (or with a build of its own)
 #   bench/gpu_check.sh speed
 #   bench/gpu_check.sh offload
 #   bench/gpu_check.sh largest
-#   bench/gpu_check.sh kernels    the kernels of a training step by name with their times, by Nsight Compute
-# Each part takes less than 8 minutes and ends with a table: what would begin later is listed as skipped, what still
-# runs at its limit is looked at (where each thread is, what the GPU does), ended, and what it printed so far counts.
-# The exit code says whether a check failed. OUT (out/gpu) gets three files a part: PART.txt, the rows as they come and
-# the tables; PART.log, all output; PART.tsv, the figures as JSON. BUILD is the build folder, PYTHON the Python that has
-# PyTorch, ONLY=TEXT takes the rows that have TEXT in their names, PART_S the seconds of a part (470). SMALL=1 takes toy
-# sizes, to try the script itself, with peers on PEER_DEVICE.
+#   bench/gpu_check.sh kernels    the kernels of a training step with their times, by Nsight Compute
+# Each part takes less than 8 minutes and ends with a table. Rows that would begin later are listed as skipped. If a
+# row still runs at its limit, the script prints where its threads are and what the GPU does, ends the row, and uses
+# its output so far. The exit code says whether a check failed. OUT (out/gpu) gets three files per part: PART.txt, the
+# rows in order of completion and the tables; PART.log, all output; PART.tsv, the figures as JSON. BUILD is the build
+# folder, PYTHON the Python that has PyTorch, ONLY=TEXT runs only rows with TEXT in their names, PART_S the seconds of
+# a part (470). SMALL=1 uses toy sizes to test the script itself, with peers on PEER_DEVICE.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 build=${BUILD:-build}
@@ -58,7 +58,7 @@ pack_up() {
   du -sh "$pack"
 }
 
-# Where a library of NVIDIA's lies, by the name that is asked for: the toolkit's folder, or a Python package's.
+# The folder of an NVIDIA library, by the library's name: the toolkit's, or that of a Python package.
 find_library() {
   local nvcc name=$1
   nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
@@ -70,8 +70,8 @@ find_library() {
   } | head -n 1
 }
 
-# The libraries that a packed psluajit brings, but for those of the compiler's where the machine has its own: they are
-# newer there or the same, and what else is loaded may need them.
+# The libraries that a packed psluajit brings. Those of the compiler are left out if the machine has them: its versions
+# are the same or newer, and other libraries may need them.
 own_libraries() {
   local name
   for name in libstdc++.so.6 libgcc_s.so.1 libgomp.so.1; do
@@ -116,7 +116,7 @@ set_up() {
   case $card in *"compute capability 9.0"*) hopper=1 ;; esac
 }
 
-# Process ids of a session: groups do not hold what `timeout` and the launcher start.
+# The process ids of a session: process groups do not contain the processes that `timeout` and the launcher start.
 in_session() {
   local stat
   for stat in /proc/[0-9]*/stat; do
@@ -124,8 +124,8 @@ in_session() {
   done
 }
 
-# What the processes of a session do, and the GPU: a GPU that is busy has a kernel that does not end, one that is idle
-# is waited for in vain.
+# Prints the state of a session's processes and of the GPU. If the GPU is busy, a kernel does not end; if it is idle, a
+# process waits for it in vain.
 look_at() {
   local pid task debugger tried=0
   debugger=$(command -v cuda-gdb || echo /usr/local/cuda/bin/cuda-gdb)
@@ -152,14 +152,15 @@ end_session() {
   for i in 1 2 3 4 5 6 7 8 9 10; do
     pids=$(in_session "$session")
     [ -n "$pids" ] || break
-    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null     # by their ids, and none else
+    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null     # ends only these, by their ids
     sleep 0.5
   done
-  kill -KILL -- "-$session" 2>/dev/null                # where /proc tells no sessions
+  kill -KILL -- "-$session" 2>/dev/null                # if /proc does not report sessions
   session=""
 }
 
-# LIMIT_S LOG COMMAND...: its exit code; 124 when it ran to its limit, and then its log says what it was doing.
+# LIMIT_S LOG COMMAND...: runs a command and returns its exit code; 124 if it reached its limit, and then the log says
+# what it was doing.
 guarded() {
   local limit=$1 log=$2 rc=0 pid
   shift 2
@@ -179,11 +180,11 @@ guarded() {
     return 124
   fi
   wait $pid || rc=$?
-  end_session                                          # what it left behind
+  end_session                                          # processes that it left running
   return $rc
 }
 
-# One row's at a time, since rows run side by side.
+# Prints the rows one at a time, since they run at the same time.
 keep_log() {
   exec 8>>"$out/$part.log"
   flock 8
@@ -192,7 +193,7 @@ keep_log() {
   exec 8>&-
 }
 
-# Seconds that a step may take: LIMIT_S, or what the part has left; 0: it is listed as skipped.
+# The seconds that a row may take: LIMIT_S, or the part's remaining time; 0: the row is listed as skipped.
 part_s=${PART_S:-470}
 allowed() {
   local left=$((part_s - SECONDS))
@@ -202,8 +203,8 @@ allowed() {
 
 wanted() { [[ "$1" == *"${ONLY:-}"* ]]; }
 
-# Which op a run that failed or hung was at: the same once more, every op named before it begins and waited for.
-# Once a part, and not where memory ran out.
+# Finds the op at which a run failed or hung: runs it again, printing each op before it begins and waiting for each.
+# This is done once per part, and not if memory ran out.
 traced=""
 trace() {
   local name=$1 rc=0 limit
@@ -219,7 +220,7 @@ trace() {
     "last op: $(grep -a '^cuda op' "$work/trace" | tail -n 1 | cut -c9-60)"
 }
 
-# A check: NAME LIMIT_S COMMAND...; passes when the command does.
+# A check: NAME LIMIT_S COMMAND...; passes if the command succeeds.
 check() {
   local name=$1 limit log=$work/log begin=$SECONDS rc=0
   wanted "$name" || return 0
@@ -247,7 +248,7 @@ check() {
   return 0
 }
 
-# A measurement: NAME LIMIT_S COMMAND...; each JSON line of its output counts, also when it fails later.
+# A measurement: NAME LIMIT_S COMMAND...; each JSON line of its output is used, even if the command fails later.
 measure() {
   local name=$1 limit log=$work/log rc=0 lines
   wanted "$name" || return 0
@@ -299,10 +300,10 @@ for _, device in ipairs { "cpu", "cuda" } do
 end
 print(require("cjson").encode(ps.device_rates "cuda"))
 END
-  check "opens, multiplies, trains a toy as the cpu" 60 "$run" "$work/smoke.lua"
+  check "opens, multiplies, and trains a toy model like the cpu" 60 "$run" "$work/smoke.lua"
 }
 
-# A check that runs at the same time as others, in a process of its own with a log of its own: NAME LIMIT_S COMMAND...
+# A check that runs at the same time as others, in its own process with its own log: NAME LIMIT_S COMMAND... At most
 # JOBS (10) run at a time. join waits for all and counts the failures.
 jobs_at_once=${JOBS:-10}
 job_pids=()
@@ -324,7 +325,7 @@ join() {
   job_pids=()
 }
 
-# Two runs of the same seed, and their losses bit for bit.
+# Compares the losses of two runs with the same seed, bit for bit.
 same_twice() {
   local i
   for i in 1 2; do
@@ -335,12 +336,12 @@ same_twice() {
   test -s "$work/losses.1" && cmp "$work/losses.1" "$work/losses.2" && echo "same losses twice"
 }
 
-# The toy runs alone: if it fails, the rest has no chance. Then all rows run side by side.
+# The toy model runs alone: if it fails, all others would fail. Then all rows run at the same time.
 correct() {
   local model=gpt2 small=char rows=4 seq=512 parts=8 part_of dtype full=1 real="PS_CUDA_REAL=1" llama=llama-110m
   [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0 parts=2 llama=tiny
   smoke
-  # Without the compiler of LuaJIT, whose traces end by unwinding the stack, which aborts under the sanitizer.
+  # Runs without LuaJIT's compiler, whose traces end by unwinding the stack, which aborts under the sanitizer.
   local step=("$run" -joff bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 3 --gemm 0)
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -357,8 +358,8 @@ correct() {
   done
   job "golden losses, chunks, epilogues, attention" 200 env $real PS_FULL=$full PS_CUDA_OPS=0 "$run" spec/run.lua cuda
   job "kernels by shape against ref" 120 env $real PS_FULL=$full "$run" spec/run.lua cuda_kernels
-  job "streams: what moves has the bits of what stays" 120 env $real "$run" spec/run.lua cuda_streams
-  job "examples, states between cpu and cuda" 120 env $real "$run" spec/run.lua cuda_use
+  job "streams: the same bits with copies as without" 120 env $real "$run" spec/run.lua cuda_streams
+  job "examples, and state moved between cpu and cuda" 120 env $real "$run" spec/run.lua cuda_use
   job "trains $model twice to the same losses" 120 same_twice "$run" bench/train.lua --device cuda --model $model \
     --batch $rows --seq $seq --steps 6 --gemm 0
   job "trains $llama twice to the same losses" 120 same_twice "$run" bench/train.lua --device cuda --family llama \
@@ -380,15 +381,15 @@ correct() {
   join
 }
 
-# Memory of the first GPU; 80 where none is to be seen.
+# The memory of the first GPU in GB; 80 if there is no GPU.
 card_gib() {
   local mib
   mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null) || mib=81920
   echo $((mib / 1024))
 }
 
-# Own figures come first, each with a profile of its step unless PROFILE=0. PEERS=0 leaves PyTorch's rows out, PEERS=1
-# runs only those. HOW=blocks compiles PyTorch's models by blocks alone, which takes a third of the time.
+# psluajit's figures come first, each with a profile of its step unless PROFILE=0. PEERS=0 leaves out PyTorch's rows,
+# PEERS=1 runs only those. HOW=blocks compiles PyTorch's models only block by block, which takes a third of the time.
 speed() {
   local small="" models="gpt2 gpt2-xl llama-3.2-1b" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
@@ -404,7 +405,7 @@ speed() {
         measure "$model" 80 "$run" bench/train.lua --device cuda --family "$family" --model "$model" --batch "$half" \
           --seq $seq --steps 10 --gemm $gemm && break
       done
-      [ "${PROFILE:-}" = 0 ] || check "$model, where the time goes" 60 "$run" bench/train.lua --device cuda \
+      [ "${PROFILE:-}" = 0 ] || check "$model, time by op" 60 "$run" bench/train.lua --device cuda \
         --family "$family" --model "$model" --batch "$half" --seq $seq --steps 5 --gemm 0 --profile
       measure "$model, cheap outputs kept" 60 "$run" bench/train.lua --device cuda --family "$family" \
         --model "$model" --batch "$half" --seq $seq --steps 10 --gemm 0 --keep
@@ -434,7 +435,8 @@ sizes_of() {
   [ "${SMALL:-}" = 1 ] && batch=2
 }
 
-# Of 4096 wide models a layer has 0.2014 B parameters of 14 bytes each; 8 GiB of the card are for the rest.
+# In models of width 4096 a layer has 0.2014 B parameters of 14 bytes each; 8 GiB of the card are left for everything
+# else.
 sizes() {
   gib=$(($(card_gib) * 92 / 100))
   size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
@@ -445,7 +447,7 @@ sizes() {
   fi
 }
 
-# State three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B, 56 GiB.
+# State of three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B parameters, 56 GiB.
 offload() {
   local size layers memory host resident batch seq most gib device=${PEER_DEVICE:-cuda}
   sizes
@@ -458,7 +460,8 @@ offload() {
       --device "$device" "${size[@]}" --layers $((layers / 2)) --batch $batch --seq $seq --steps 6 --offload
 }
 
-# As many parameters as card and host hold together; first a little fewer, which leaves a figure should that take long.
+# The largest number of parameters that card and host together can hold; first a smaller number, so that there is a
+# figure even if the search takes too long.
 largest() {
   local size layers memory host resident batch seq most gib share
   sizes
@@ -469,8 +472,8 @@ largest() {
   done
 }
 
-# The kernels of MODEL's third step and what follows, by name: calls, milliseconds, share. Nsight Compute times each one
-# alone, so gaps and overlaps are not in the sums.
+# The kernels of MODEL's third step and of the following ones, by name: calls, milliseconds, share. Nsight Compute
+# times each kernel alone, so the sums contain neither gaps nor overlaps.
 kernels_of() {
   local model=$1 launches=$2 ncu
   ncu=$(command -v ncu || find /opt/nvidia /usr/local/cuda* -name ncu -type f 2>/dev/null | head -n 1)

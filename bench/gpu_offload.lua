@@ -1,13 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains a GPT-2 in chunks whose state does not fit the device's budget, on random tokens, and says what a step took.
+-- Trains a GPT-2 in chunks whose state does not fit the device's budget, on random tokens, and prints the time of a
+-- step.
 --   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 25 --device-memory 24GiB --host 100GiB
 --     --resident 110GiB --recompute
 --   psluajit bench/gpu_offload.lua --width 4096 --heads 32 --layers 79 --largest --device-memory 110GiB --host 100GiB
 --     --batch 1 --recompute
 -- The last line is one JSON object: step_s and tokens_per_s (median of the steps after the second), losses, bytes that
--- moved a step each way. --resident: the same model first with a budget in which nothing moves; compute_s is its step,
--- and over_bound is step_s over the larger of compute_s and the copies at the link's rates. --largest: a model that
--- does not fit loses 3 % of its layers until one does, from --layers downwards; each step gives a JSON object, too.
+-- moved per step in each direction. --resident: first runs the same model with a budget in which nothing moves;
+-- compute_s is its step, and over_bound is step_s over the larger of compute_s and the copies at the link's rates.
+-- --largest: begins with --layers, and removes 3 % of the layers until the model fits; each step also prints a JSON
+-- object.
 local ps = require "ps"
 local cjson = require "cjson"
 local argparse = require "argparse"
@@ -15,21 +17,21 @@ local whole = require("ps.core.command_line").whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
-io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
+io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
-whole(parser:option("--layers", "other number of layers"), 1)
+whole(parser:option("--layers", "number of layers, instead of the preset's"), 1)
 whole(parser:option("--width", "other width"), 1)
-whole(parser:option("--heads", "other number of heads"), 1)
+whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 parser:option("--device", "device", "cuda")
 parser:option("--device-memory", "budget on the device", "24GiB")
 parser:option("--host", "budget in host memory", "60%")
-parser:option("--resident", "budget on the device in which all fits, to measure the computation alone")
+parser:option("--resident", "budget on the device in which everything fits, to measure the computation alone")
 whole(parser:option("--batch", "rows", "4"), 1)
 whole(parser:option("--seq", "positions", "1024"), 1)
 whole(parser:option("--steps", "steps", "6"), 1)
 parser:flag("--recompute", "recompute blocks in backward")
-parser:flag("--largest", "the most layers that fit")
+parser:flag("--largest", "search the largest number of layers that fits")
 local args = parser:parse()
 
 local function median(list)
@@ -37,7 +39,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- Bytes that went up to the device and came down from it, ever.
+--- All bytes copied so far to the device and from it.
 local function moved()
   local info = ps.ffi.new("ps_tier_info")
   ps.check(C.ps_engine_tier_get(ps.ctx, 1, info))
@@ -57,7 +59,7 @@ local function make(layers, device_memory)
   }
 end
 
---- One step after the other; what each took goes into `all`.
+--- Runs steps, and appends the figures of each to `all`.
 local function run(all, model, optimizer, steps)
   local vocab = model.config.vocab_size
   local where = { dtype = "int32", device = args.device }
@@ -79,15 +81,16 @@ local function run(all, model, optimizer, steps)
     end
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
-    if all.losses[step] ~= all.losses[step] then error("the loss is no number") end
-    if args.largest then                                     -- it trains, should the rest take too long
+    if all.losses[step] ~= all.losses[step] then error("the loss is not a number") end
+    if args.largest then                                     -- printed early, in case the rest takes too long
       print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
     end
   end
   print(ps.memory())
 end
 
---- Trains `layers` layers within a budget: figures of its steps; nil and why when that fails.
+--- Trains a model of `layers` layers within a budget. Returns the figures of its steps, or nil and the reason if that
+--- fails.
 local function train(layers, device_memory, steps)
   local made, model, optimizer = pcall(make, layers, device_memory)
   if not made then return nil, tostring(model) end

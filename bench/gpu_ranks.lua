@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit tools/launch.lua --nproc-per-node N bench/gpu_ranks.lua [--mib M] [--device D]: collectives on the memory of
--- N GPUs. Sums are checked against those of host memory, bit for bit; then M MiB (256) of fp32 per rank are gathered
--- and all-reduced, in turns by the engine and by direct calls of the library. Rank 0 prints a JSON line. GB/s: the
--- least bytes that a rank must send, over the median time. A single rank (N = 1) sends nothing; it checks that NCCL
+-- N GPUs. Sums are compared with those of host memory, bit for bit. Then M MiB (256) of fp32 per rank are gathered and
+-- all-reduced, alternately by the engine and by direct calls of the library. Rank 0 prints a JSON line. GB/s: the
+-- fewest bytes that a rank must send, over the median time. A single rank (N = 1) sends nothing; it checks that NCCL
 -- loads, connects and copies. p2p: messages between devices, as the stages of a pipeline send them; GB/s of M MiB in
--- MESSAGES consecutive messages, and microseconds per message of one number when each waits for the one before.
+-- MESSAGES consecutive messages, and microseconds per message of one number if each waits for the previous one.
 package.path = (arg[0]:match("^(.*)/bench/") or ".") .. "/?.lua;" .. package.path
 local ps = require "ps"
 local json = require "cjson"
@@ -53,14 +53,15 @@ for turn = 1, 11 do
     group:barrier()
     local began = ps.now()
     ways[name]()
-    ps.check(ps.C.ps_groups_settle())                                     -- calls return before their bytes are there
+    -- calls return before their bytes have arrived
+    ps.check(ps.C.ps_groups_settle())
     times[name] = times[name] or {}
-    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first one connects
+    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call connects
   end
 end
 
--- Seconds that forwards without work take in a pipeline of all ranks, at the median and on the slowest rank. Each gives
--- `numel` fp32 numbers to the next virtual stage.
+-- The seconds of forwards without computation in a pipeline of all ranks, the median and the slowest rank's. Each
+-- forward sends `numel` fp32 numbers to the next virtual stage.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
   local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,
@@ -82,14 +83,14 @@ local function forwards(virtual_stages, micro_batches, numel)
     repeat
       ps.check(C.ps_pipe_next(opened[0], event))
       if event.kind == C.PS_ACT_FORWARD then
-        local values = new()               -- the executor drops its bytes when they are gone
+        local values = new()               -- the executor frees its bytes when they have been sent
         given[0] = values
         ps.check(C.ps_pipe_done(opened[0], event.vstage < rows.vstages - 1 and 1 or 0, given))
       elseif event.kind == C.PS_ACT_YIELD then
         ps.check(C.ps_pipe_done(opened[0], 0, nil))
       end
     until event.kind == C.PS_ACT_NONE
-    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first one connects
+    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first call connects
   end
   C.ps_pipe_close(opened[0])
   table.sort(taken)

@@ -7,19 +7,19 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
+io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
 parser:option("--part", "matmul, attention or copies"):count(1)
 parser:option("--device", "device", "cuda")
 parser:option("--dtype", "bf16, fp16 or fp32", "bf16")
 whole(parser:option("--seq", "positions of attention", "2048"), 1)
-parser:flag("--small", "small sizes, to see that it runs")
+parser:flag("--small", "small sizes, to test that it runs")
 local args = parser:parse()
 local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end
 
---- Seconds of one call of fn, which gives a tensor: the best of three runs of `n` calls.
+--- The seconds of one call of fn, which returns a tensor: the best of three runs of `n` calls.
 local function seconds(n, fn)
   local best = math.huge
   wait(fn())
@@ -44,7 +44,7 @@ function parts.matmul()
   end
 end
 
---- Causal, forward and backward: 4 and 10 T^2 D operations a head, halved by the mask.
+--- Causal, forward and backward: 4 and 10 T^2 D operations per head, halved by the mask.
 function parts.attention()
   for _, D in ipairs { 64, 128 } do
     local B, H, T = 8192 / args.seq, 2048 / D, args.seq
@@ -68,8 +68,8 @@ function parts.attention()
   end
 end
 
---- Between pageable host memory and the device: what a script's own :to() gives. The engine's chunks are pinned and are
---- measured by the offload part of gpu_check.sh.
+--- Copies between pageable host memory and the device, like a script's own :to(). The engine's chunks are pinned and
+--- are measured by the offload part of gpu_check.sh.
 function parts.copies()
   local n = args.small and 2 ^ 16 or 2 ^ 28
   local host, there = ps.zeros { n }, ps.zeros({ n }, { device = args.device })

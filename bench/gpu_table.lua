@@ -3,7 +3,7 @@
 --   psluajit bench/gpu_table.lua --figures FILE            each JSON line in short
 --   psluajit bench/gpu_table.lua --part PART PART.tsv      lines "row<TAB>JSON": a table; nothing for other parts
 --   psluajit bench/gpu_table.lua --kernels FILE.csv        kernels that Nsight Compute timed, summed by name and grid
--- A ratio above 1 means that psluajit is better. If there are several lines, the fastest of each program counts.
+-- A ratio above 1 means that psluajit is better. If there are several lines, the fastest of each program is used.
 local cjson = require "cjson"
 
 local SHOWN = { "how", "kind", "model", "layers", "parameters", "batch", "n", "tflops", "head", "forward_ms", "both_ms",
@@ -64,7 +64,7 @@ local function is_peer(row) return row.peer ~= nil end
 local parts = {}
 
 function parts.speed(rows)
-  local ceiling = 0                                                        -- TFLOP/s, of anybody's products
+  local ceiling = 0                                                        -- TFLOP/s of the products of any program
   for _, row in ipairs(rows) do
     ceiling = math.max(ceiling, row.what == "matmul" and row.tflops or 0, (row.gemm_peak_gflops or 0) / 1e3)
   end
@@ -83,7 +83,8 @@ function parts.speed(rows)
       return ("%s, %s, batch %d"):format(row.peer, row.how, row.batch)
     end)
     local rate = ours and 6 * ours.parameters * ours.tokens_per_s / 1e12
-    put(model .. ", of the ceiling (6 N FLOPs a token)", rate and ("%.4g"):format(rate), ("%.4g"):format(ceiling),
+    put(model .. ", share of the ceiling (6 N FLOPs per token)", rate and ("%.4g"):format(rate),
+      ("%.4g"):format(ceiling),
       rate and ceiling > 0 and rate / ceiling or nil, "0.6")
   end
   for _, head in ipairs { 64, 128 } do
@@ -103,7 +104,7 @@ function parts.speed(rows)
 end
 
 function parts.offload(rows)
-  -- Work of a step is its tokens times parameters, so that a peer may have had to take fewer layers.
+  -- The work of a step is its tokens times its parameters, so that a peer may have fewer layers.
   for _, row in ipairs(rows) do
     if row.tokens_per_s and row.parameters then row.work = row.tokens_per_s * row.parameters / 1e9 end
   end
@@ -125,7 +126,7 @@ function parts.offload(rows)
   for _, row in ipairs(rows) do
     if row.what == "copy" then print(("    link by PyTorch: %s %.4g GB/s"):format(row.way, row.gb_per_s)) end
   end
-  print("    same losses as with all on the device: " .. tostring(ours.same_losses))
+  print("    same losses as with everything on the device: " .. tostring(ours.same_losses))
 end
 
 function parts.largest(rows)

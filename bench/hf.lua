@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs a folder of Hugging
--- Face's in evaluation mode (no dropout), in fp32: the class that its config.json names among the architectures, on the
--- tensors of DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids, position_ids,
--- attention_mask, with transformers' meaning). --unpad: the model has unpad = true. --mmap: weights stay in the
--- folder's files where they can.
--- It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model without a head: last_hidden_state,
--- pooler_output), and with labels loss and grad.NAME, with the names and shapes of the tensors in the folder's files.
--- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; then `losses` [N] is written, too, and
--- DIR/trained, a folder that loads again. DIR may also be a GGUF file; the other files are then in its folder.
+-- psluajit bench/hf.lua DIR [--train N] [--unpad] [--mmap] [--adapter ADIR | --lora R ...]: runs a Hugging Face folder
+-- in evaluation mode (no dropout), in fp32. The class is the one that config.json names in architectures, and the
+-- inputs are the tensors of DIR/inputs.safetensors (input_ids, labels, start_positions, end_positions, token_type_ids,
+-- position_ids, attention_mask, with transformers' meaning). --unpad: the model has unpad = true. --mmap: weights stay
+-- in the folder's files if possible. It writes DIR/outputs.safetensors: logits (start_logits, end_logits; a model
+-- without a head: last_hidden_state, pooler_output), and with labels loss and grad.NAME, with the names and shapes of
+-- the tensors in the folder's files.
+-- --train N: N steps of AdamW (lr 1e-3, eps 1e-4, no decay) on the same batch; it also writes `losses` [N], and
+-- DIR/trained, a folder that can be loaded. DIR may also be a GGUF file; the other files are then in its folder.
 -- --adapter ADIR: with the adapter in a folder of PEFT's. --lora R [--rslora] [--dora] [--alpha A] [--targets LIST]:
 -- with a new adapter (dropout 0) from the tensors lora.NAME of inputs.safetensors, where NAME is PEFT's name; the
 -- others are initialized from the seed. LIST: names with commas between them, default all-linear. Then only the
@@ -28,7 +28,7 @@ local function inputs_of(path)
   return batch, lora
 end
 
--- The batch with or without its labels.
+-- The batch, with its labels or without them.
 local function part(batch, labels)
   local chosen = {}
   for name, t in pairs(batch) do if labels or not LABELS[name] then chosen[name] = t end end
@@ -71,7 +71,7 @@ local function check_names(model, batch)
   end
 end
 
--- Adds an adapter to the model, as the options say. Whether there is one.
+-- Adds the adapter that the options describe to the model. Returns whether there is one.
 local function adapt(model, args, given)
   if args.adapter and args.lora then error("--adapter and --lora exclude each other", 0) end
   if args.adapter then ps.lora.load(model, args.adapter) end
@@ -109,15 +109,15 @@ local function run(args)
   ps.safetensors.save(home .. "/outputs.safetensors", out)
 end
 
-local parser = require "argparse" ("bench/hf.lua", "Runs a folder of Hugging Face's on inputs.safetensors in it.")
+local parser = require "argparse" ("bench/hf.lua", "Runs a Hugging Face folder on its inputs.safetensors.")
 parser:argument "folder"
 require("ps.core.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
-parser:flag("--unpad", "padding is left out of what is computed")
-parser:flag("--mmap", "weights stay in the files where they can")
+parser:flag("--unpad", "leave padding out of the computation")
+parser:flag("--mmap", "weights stay in the files if possible")
 parser:option("--adapter", "a folder with an adapter of PEFT's")
 require("ps.core.command_line").whole(parser:option("--lora", "a new adapter of this rank"), 1)
-require("ps.core.command_line").number(parser:option("--alpha", "of the new adapter"), 0)
-parser:option("--targets", "names of layers with commas between them, default all-linear")
+require("ps.core.command_line").number(parser:option("--alpha", "alpha of the new adapter"), 0)
+parser:option("--targets", "names of layers, separated by commas; default all-linear")
 parser:flag("--rslora", "the new adapter's scale is alpha / sqrt(R)")
 parser:flag("--dora", "the new adapter has DoRA's magnitudes")
 local args = parser:parse()

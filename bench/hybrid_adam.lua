@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Times steps of a model whose optimizer state does not fit the device, at several link rates of the pretend device
--- sim. Updates are split in several ways: all on the host, as many on the device as stay there (margin), shares of the
--- units on the device, all on the device, and as planned. The runs of a link rate take their steps in turn, so other
--- load on the machine affects all of them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2): as with an
--- accelerator, the device updates faster than its host.
+-- Times steps of a model whose optimizer state does not fit the device, at several link rates of the simulated device
+-- sim. Updates are split in several ways: all on the host; on the device the units that stay there (margin); given
+-- shares of the units on the device; all on the device; and as planned. The runs of a link rate alternate their steps,
+-- so other load on the machine affects all of them equally. Adam on the host is slowed down (PS_CPU_ISA=sse2): as with
+-- an accelerator, the device updates faster than its host.
 --   psluajit bench/hybrid_adam.lua --links 0.25,0.5,1,2,4
 -- Prints a row for each link rate: milliseconds per step (the shortest of each run, because of other load), and for the
 -- planned split its units on the device. The last line is one JSON object. planned_over_best: the step time of the
@@ -15,20 +15,20 @@ local cjson = require "cjson"
 local lib = require "bench.chunk_lib"
 local merged, pluck = lib.merged, lib.pluck
 
-local parser = argparse("bench/hybrid_adam.lua", "Measures where Adam runs best.")
+local parser = argparse("bench/hybrid_adam.lua", "Measures on which device Adam runs best.")
 parser:option("--links", "rates of the link, GB/s each way", "0.25,0.5,1,2,4")
 parser:option("--shares", "shares of the units on the device", "0.25,0.5,0.75")
 whole(parser:option("--layers", "layers of 256", "16"), 1)
 parser:option("--device-memory", "budget on the device", "72MiB")
 whole(parser:option("--chunk-size", "elements", "262144"), 1)
-whole(parser:option("--steps", "steps of each run that count", "9"), 1)
+whole(parser:option("--steps", "number of measured steps of each run", "9"), 1)
 parser:option("--host-isa", "instruction set of Adam on the host", "sse2")
 parser:flag("--verbose", "print the plans")
 local args = parser:parse()
 
 local WARM = 3
 
---- Never through the link, and always.
+--- The two extremes: no update crosses the link, and all do.
 local SHUT, OPEN = { up = 1, down = 1, at_once = 0 }, { host_adam = 1, device_adam = 1e15, up = 1e15, down = 1e15 }
 
 local function least(list) return math.min(unpack(list)) end

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Instructions by line of C, as valgrind's callgrind counts them. It knows the lines of a program built with -g, also
--- those of functions that were put into their callers.
+-- Counts instructions by line of C with valgrind's callgrind. The program must be built with -g; lines of inlined
+-- functions are counted, too.
 local paths = require "ps.paths"
 
 local lib = {}
 
 ---@class bench.Instructions
 ---@field total integer of the whole part
----@field by table<string, table<integer, integer>> file -> line -> instructions of its own, without those of calls
+---@field by table<string, table<integer, integer>> file -> line -> the line's own instructions, without those of calls
 
 --- Reads a file that callgrind wrote with --dump-line=yes --compress-strings=no --compress-pos=no.
 ---@param name string
@@ -33,7 +33,7 @@ function lib.read(name)
   return counts
 end
 
--- The lines of a file of src/ by the name that the compiler gave it, and its name below src/; nil: it is none.
+-- The lines of a source file by the name that the compiler gave it, and its name below src/; nil: it is not in src/.
 local function source(name)
   local below = ("/" .. name):match "^.*/src/(.*)$"
   local f = below and io.open(paths.root .. "/src/" .. below)
@@ -44,7 +44,7 @@ local function source(name)
   return lines, below
 end
 
---- Sums the instructions of the lines of src/ that a function takes.
+--- Sums the instructions of the lines of src/ that a function accepts.
 ---@param counts bench.Instructions
 ---@param takes fun(file: string, text: string): boolean the file's name below src/, the line
 ---@return integer taken
@@ -61,15 +61,15 @@ function lib.of(counts, takes)
   return taken, all
 end
 
---- Runs a command under callgrind and counts between its first call of one C function and its next one of another. Its
---- instructions are those of one thread on a processor with AVX2, which is what valgrind has.
+--- Runs a command under callgrind and counts between its first call of one C function and its next one of another. The
+--- instructions are those of one thread on a processor with AVX2, which valgrind emulates.
 ---@param command string quoted for a shell
 ---@param from string a function of C
 ---@param to string
----@return bench.Instructions? counts nil: it did not run
+---@return bench.Instructions? counts nil: the command did not run
 ---@return string? why
 function lib.count(command, from, to)
-  if os.execute "command -v valgrind > /dev/null" ~= 0 then return nil, "valgrind is not there" end
+  if os.execute "command -v valgrind > /dev/null" ~= 0 then return nil, "valgrind is not installed" end
   local name, said = os.tmpname(), os.tmpname()
   -- With these settings psluajit does not start itself again, which valgrind would not follow.
   local code = os.execute(("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=100 "

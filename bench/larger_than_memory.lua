@@ -2,8 +2,9 @@
 -- Whole training steps of a model whose state does not fit the host's budget: parameters and optimizer state stream
 -- from a disk file. Prints the plan, each step, and one JSON line:
 --   step_s         the last step
---   compute_s      of it, with nothing waiting for a copy
---   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), rates probed in this run
+--   compute_s      the part without waits for copies
+--   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), with rates measured in this
+--                  run
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
 local argparse = require "argparse"
@@ -23,9 +24,9 @@ parser:option("--dtype", "bf16, fp32 or fp16", "bf16")
 number(parser:option("--clip", "clip the gradient norm (updates then wait for the whole backward)", "0"), 0)
 whole(parser:option("--chunk-size", "elements (default: search)"), 1)
 parser:option("--eviction", table.concat(require "ps.config.policies", ", "), "plan")
-whole(parser:option("--layers", "another number of layers"), 1)
+whole(parser:option("--layers", "number of layers, instead of the preset's"), 1)
 whole(parser:option("--width", "another width"), 1)
-whole(parser:option("--heads", "another number of heads"), 1)
+whole(parser:option("--heads", "number of heads, instead of the preset's"), 1)
 whole(parser:option("--spare", "disk space to leave free, bytes", "5e9"), 0)
 parser:flag("--no-recompute", "keep activations")
 local args = parser:parse()
@@ -72,7 +73,7 @@ local model, optimizer = ps.initialize {
 }
 print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
 
--- Bytes to measure the disk with: 1 GiB, but no more than the host's budget and half of what the disk's tier has free.
+-- The bytes for measuring the disk: 1 GiB, but at most the host's budget and half of the free bytes of the disk tier.
 local function probe_nbytes()
   local tiers = require("ps.memory.chunks").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]

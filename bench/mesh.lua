@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/mesh.lua [--steps 10] [--layouts 2,2,1;...] [--figures-only]: trains a small GPT-2 on meshes
--- of dp, pp and tp and compares with one rank (bench/mesh_lib.lua). Starts its own ranks, up to 8, and prints one JSON
+-- of dp, pp and tp and compares with one rank (bench/mesh_lib.lua). It starts up to 8 ranks itself and prints one JSON
 -- line:
 --   layouts              for each: dp, pp, tp, zero, sgd; the largest relative errors of losses, of any tensor's
 --                        gradient at the first step, and of the gradients' norm
@@ -14,11 +14,11 @@
 --                        parameters; dp_zero_3: 3 (N - 1) / N.
 --                        pp: messages of the first of two stages over the activations [B, T, C] at the cut
 --   plan_175b_s, plan_175b_mib
---                        of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks, not here
+--                        of bench/planner.lua: a plan of GPT-3's sizes on dp 4 x pp 8 x tp 8 ranks of other machines
 --   small_all_reduce_over_gloo, small_all_reduce_p99_over_gloo
 --                        seconds of all-reduces of 4 KiB within a planned step of two ranks, over those of Gloo's own
---                        in turn with them: the medians, and what 99 of 100 take at most;
---                        small_all_reduce_planned: the share of ours that went as planned
+--                        calls between them: medians and 99th percentiles; small_all_reduce_planned: the share of ours
+--                        that followed the plan
 --   overlap_ratio        seconds of a block's forward and backward on two ranks of one thread each, rows exchanged in
 --                        4 pieces during products, over the longer of its computation alone and its exchanges
 --                        alone, on links on which both take about as long (PS_SIM_LINK); overlap_ratio_composed:
@@ -38,17 +38,17 @@ local F = ps.functional
 
 local parser = argparse("bench/mesh.lua", "Models on ranks that are cut along axes, compared with one rank.")
 command_line.whole(parser:option("--steps", "of each layout", "10"), 1)
-parser:option("--layouts", "dp,pp,tp[,zero[,sgd]] of each, with ; between")
+parser:option("--layouts", "dp,pp,tp[,zero[,sgd]] of each, separated by ;")
 parser:flag("--figures-only", "no layouts")
 parser:flag("--overlap-only", "overlap_ratio alone")
-parser:option("--run", "of a rank: what to do, in JSON"):hidden(true)
+parser:option("--run", "(for this script) a rank's job, in JSON"):hidden(true)
 local args = parser:parse()
 
 -- dp, pp, tp, stage of ZeRO, steps of SGD
 local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },
   { 1, 1, 4 }, { 1, 4, 1 }, { 2, 2, 2, 1, true }, { 4, 1, 2, 3 }, { 1, 2, 4, 0, true }, { 2, 1, 4, 1 }, { 1, 4, 2 },
   { 1, 1, 8 } }
--- 8 heads of 8 numbers; 250 tokens, which 4 and 8 ranks do not divide.
+-- 8 heads of 8 numbers; 250 tokens, which is a multiple of neither 4 nor 8.
 local MODEL = { vocab_size = 250, n_positions = 32, n_embd = 64, n_layer = 4, n_head = 8 }
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ local function sent(layers, how)
   for out in model:micro_batches(x, x) do
     if not bytes then
       local before = group:bytes_sent()
-      -- This micro-batch's forward has run before `before` was read, so a second one stands for it.
+      -- The forward of this micro-batch ran before `before` was read, so a second forward is counted instead.
       ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
       bytes = group:bytes_sent() - before
       before = group:bytes_sent()
@@ -148,12 +148,12 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- The masks of a training forward, as lists of 0 and 1 with the place of the first number in the whole: those of
--- dropout of flat rows, those of attention [B, H, T, T] of this rank's heads.
+-- The masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole mask: those
+-- of dropout of flat rows, those of attention [B, H, T, T] of this rank's heads.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
-  local function again(fn)                                   -- with the numbers of the call that follows
+  local function again(fn)                                   -- with the random numbers of the following call
     local op = rng.op
     local mask = ps.no_grad(fn)
     rng.op = op
@@ -210,7 +210,7 @@ local function latency()
   local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
   local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
   local function exchange()
-    for i = -3, 4000 do                            -- the first are not counted
+    for i = -3, 4000 do                            -- the first calls are not counted
       local x = ps.zeros { 1024 }
       local began = ps.now()
       group:reduce_from(x)
@@ -224,7 +224,7 @@ local function latency()
       n_head = 4 }, { dropout = 0 })
     local forward = model.forward
     rawset(model, "forward", function(...)
-      forwards = forwards + 1                      -- the first is the dry run's
+      forwards = forwards + 1                      -- the first one belongs to the dry run
       local before = tonumber(ps.C.ps_group_planned(group.c))
       ps.no_grad(exchange)
       planned = tonumber(ps.C.ps_group_planned(group.c)) - before
@@ -248,7 +248,7 @@ local function latency()
 end
 
 -- A group of two ranks in which this rank is alone, so that a block's computation can be timed without exchanges: the
--- other rank's rows are a copy of its own.
+-- rows of the other rank are a copy of its own rows.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
   function alone:gathered_linear(x, w, b, how)
@@ -262,7 +262,7 @@ local function nobody(group)
   return alone
 end
 
--- Seconds of a block's forward and backward, and of their parts; with how.link, each is measured in turn.
+-- The seconds of a block's forward and backward, and of their parts; with how.link, these are measured alternately.
 local function overlap(how)
   local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
   ps.manual_seed(1)
@@ -284,7 +284,7 @@ local function overlap(how)
       step()
       region.group = group
     end,
-    exchanges = function()                                     -- those of two column and two row layers
+    exchanges = function()                                     -- exchanges of two column and two row layers
       for _ = 1, 6 do group:all_gather(all, rows) end
       for _ = 1, 4 do group:reduce_scatter(rows, all) end
     end,
@@ -298,7 +298,7 @@ local function overlap(how)
   local result = { nbytes = 10 * n * C * 4 }
   for _, name in ipairs(how.link and { "products", "exchanges", "pieces", "composed" } or { "products" }) do
     local seconds = {}
-    for i = 0, 5 do                                            -- the first is not counted
+    for i = 0, 5 do                                            -- the first round is not counted
       group:barrier()
       local began = ps.now()
       RUNS[name]()
@@ -398,7 +398,7 @@ local function layout_rows()
   return rows
 end
 
--- Whether the elements that two ranks of tp zeroed are those that one rank zeroes; false if none was zeroed.
+-- Whether two ranks of tp zeroed the same elements as one rank; false if none was zeroed.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })
@@ -407,7 +407,7 @@ local function masks_equal()
     local mine = read("masks2." .. rank)
     if #mine ~= #one then return false end
     for i, entry in ipairs(mine) do
-      local place                                                    -- of element k, from 0, in the whole
+      local place                                                    -- position of element k, from 0, in the whole mask
       if entry.head then
         local B, H, T, S = unpack(entry.shape)
         local all = one[i].shape[2]
@@ -428,7 +428,7 @@ local function masks_equal()
   return dropped > 0
 end
 
--- The link is as slow as the computation that was measured before.
+-- The link is made so slow that the exchanges take as long as the computation measured before.
 local function overlap_rows()
   run(2, { what = "overlap" })
   local free = read "overlap.0"
@@ -441,7 +441,7 @@ end
 
 local result = overlap_rows()
 if not args.overlap_only then
-  -- In a process of its own: plans fork, which a process with threads may not.
+  -- Runs in its own process: plans fork, which a process with threads must not do.
   local plan = assert(process_lib.last_json(("'%s' '%s/bench/planner.lua' --settings 0 --no-published"):format(
     paths.exe, paths.root)), "bench/planner.lua failed")
   result.plan_175b_s, result.plan_175b_mib = plan.plan_175b_s, plan.plan_175b_mib

@@ -3,9 +3,9 @@
 -- bench/mesh.lua and spec/parallel/tensor_parallel_ranks_spec.lua use it. mesh_lib.rank runs on each rank and writes
 -- files. mesh_lib.compare runs in another process, joins the tensors of the ranks and compares.
 --
--- There are two runs. The first one has a single step of SGD without momentum, from which gradients are worked out:
--- (value before - value after) / learning rate. That is right wherever a layout keeps its gradients. The second run
--- begins anew and has o.steps steps.
+-- There are two runs. The first run is a single step of SGD without momentum, from which gradients are computed:
+-- (value before - value after) / learning rate. This is correct wherever a layout stores its gradients. The second run
+-- starts again from the initial values and has o.steps steps.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local cjson = require "cjson"
@@ -24,12 +24,12 @@ local lib = {}
 ---@field options? table of the model
 ---@field task? string batches are by names
 ---@field preset? string|table default tiny
----@field rows? integer of a batch, default 4
+---@field rows? integer rows of a batch, default 4
 ---@field positions? integer default 16
----@field words? integer tokens are below it; default 256
+---@field words? integer number of token ids; default 256
 ---@field micros? integer default 1
 ---@field steps? integer steps of the second run, default 3; 0: there is no second run
----@field sgd? boolean the second run has SGD with momentum, and not AdamW
+---@field sgd? boolean the second run uses SGD with momentum instead of AdamW
 ---@field clip? number default 1
 ---@field config? table of ps.initialize
 
@@ -59,14 +59,14 @@ local function open(o, optimizer, clip)
     zero_optimization = { stage = o.zero or 0 } }, o.config) }
 end
 
--- The mean over the ranks that have other rows.
+-- The mean over the ranks with different rows.
 local function mean(value)
   local group = mesh.group "dp"
   if not group then return value end
   return group:all_reduce(ps.tensor({ value }, { dtype = "fp64" })):item() / group:size()
 end
 
--- A step on this rank's rows of batch `number`; gives the batch's loss.
+-- Runs a step on this rank's rows of batch `number`. Returns the batch's loss.
 local function step(o, model, optimizer, number)
   ps.manual_seed(20 + number)
   local rows, T, words = o.rows or 4, o.positions or 16, o.words or 256
@@ -74,7 +74,7 @@ local function step(o, model, optimizer, number)
     { dtype = "int32" })
   local n = rows / mesh.size "dp"
   local first = mesh.rank "dp" * n
-  ps.rng().sample = first                          -- samples have the numbers that they have on one rank
+  ps.rng().sample = first                          -- samples have the same numbers as on one rank
   local sum, count = 0, 0
   optimizer:zero_grad()
   x, y = x:narrow(0, first, n):contiguous(), y:narrow(0, first, n):contiguous()
@@ -91,7 +91,7 @@ local function step(o, model, optimizer, number)
   return mean(sum / count)
 end
 
--- Writes this rank's tensors, with their places in the whole ones.
+-- Writes this rank's tensors, with their positions in the whole tensors.
 local function save(o, model, name)
   local state, places = {}, {}
   local of = {}
@@ -156,7 +156,7 @@ function lib.whole(folder, name, size)
       local place = places[key]
       if not place then
         if state[key] and not same_bits(state[key], t) then
-          error(("%s: %s has other values on rank %d"):format(name, key, rank), 0)
+          error(("%s: %s has different values on rank %d"):format(name, key, rank), 0)
         end
         state[key] = t
       else
@@ -175,7 +175,7 @@ function lib.whole(folder, name, size)
     end
   end
   for key, t in pairs(filled) do
-    if t:min():item() < 1 then error(("%s: %s is not there whole"):format(name, key), 0) end
+    if t:min():item() < 1 then error(("%s: a part of %s is missing"):format(name, key), 0) end
   end
   return state
 end
@@ -212,7 +212,8 @@ function lib.compare(folder, name, size, one)
     local update = states.sgd[2][key]:to "fp64" - t:to "fp64"
     local norm = update:norm():item()
     local err = (sgd:to "fp64" - begin:to "fp64" - update):norm():item() / (norm > 0 and norm or 1)
-    -- A bias of keys has no true gradient: the softmax of attention does not see what all keys share.
+    -- The true gradient of a bias of keys is zero: the softmax of attention does not change if all keys get the same
+    -- addend.
     local none = key:find "key%.bias$" or key:find "k_proj%.bias$"
     if err ~= err then err = math.huge end
     if not none and err > result.max_rel_grad_error then result.max_rel_grad_error, result.worst = err, key end

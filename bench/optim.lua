@@ -19,7 +19,7 @@ parser:option("--params", "its settings, as JSON", "{}")
 whole(parser:option("--steps", "updates", "1"), 1)
 parser:option("--chunk", "a configuration for the engine, as JSON")
 whole(parser:option("--ranks", "processes", "1"), 1, 64)
-parser:flag("--rank", "this process is one of several"):hidden(true)
+parser:flag("--rank", "(for this script) this process is one of several"):hidden(true)
 local args = parser:parse()
 
 local function refuse(problem)
@@ -29,7 +29,7 @@ end
 
 local function decoded(text, option)
   local ok, value = pcall(cjson.decode, text)
-  if not ok or type(value) ~= "table" then refuse(("%s %s: it takes a JSON object"):format(option, text)) end
+  if not ok or type(value) ~= "table" then refuse(("%s %s: the value must be a JSON object"):format(option, text)) end
   return value
 end
 

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/packing.lua FOLDER [--steps N] [--batch N] [--seq N] [--preset NAME] [--loader]: measures packing and
--- the loader of a table, with the tokenizer and the chat template of a folder, on drawn conversations of natural
--- lengths (log-normal, median about 90 tokens).
--- It trains a model of 110 M parameters on padded batches (grouped by length) and on packed ones in turn, and prints
--- the tokens trained per second, the share of padding, and packed over padded times (1 - that share), which should be
--- at least 0.95. Then it prints the processor time of the loader per step, in a first epoch (templates, tokenizing,
--- cache) and in a second one (from the cache), as a share of the step's. --loader: only the loader, with
+-- the loader of a table, with the tokenizer and the chat template of a folder, on randomly drawn conversations of
+-- natural lengths (log-normal, median about 90 tokens). It trains a model of 110 M parameters alternately on padded
+-- batches (grouped by length) and on packed ones, and prints the tokens trained per second, the share of padding, and
+-- packed over padded times (1 - that share), which should be at least 0.95. Then it prints the processor time of the
+-- loader per step, in a first epoch (templates, tokenizing, cache) and in a second one (from the cache), as a share of
+-- the step's. --loader: only the loader, with
 -- --step-seconds as the step's processor time.
 local ps = require "ps"
 local line = require "ps.core.command_line"
@@ -64,7 +64,7 @@ local function loader(more)
   return ps.data.loader(options)
 end
 
--- Processor seconds and tokens of an epoch of a loader, with its making.
+-- The processor seconds and tokens of an epoch of a loader, including its construction.
 local function epoch(more)
   local from = os.clock()
   local one = loader(more)
@@ -75,7 +75,7 @@ local function epoch(more)
 end
 
 local function loader_cost(step)
-  local cache = folder .. "/of-the-loader"                   -- empty: training has filled the other one
+  local cache = folder .. "/of-the-loader"                   -- an empty folder: training has filled the other one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
   for i, e in ipairs { first, second } do
     print(("loader, %s epoch: %.1f ms of processor time per step (%d steps; %.2f s before the first one)%s"):format(
@@ -105,7 +105,7 @@ local function train(one)
 end
 
 local padded, packed = loader { group_by_length = true }, loader { packing = true }
-train(packed)                                              -- plans and kernels are made
+train(packed)                                              -- a warm-up, which makes plans and kernels
 local sums = { padded = { 0, 0, 0 }, packed = { 0, 0, 0 } }
 for _ = 1, args.steps do
   for name, one in pairs { padded = padded, packed = packed } do
@@ -121,7 +121,7 @@ for _, name in ipairs { "padded", "packed" } do
     100 * padding(name)))
 end
 local ratio, possible = rate "packed" / rate "padded", 1 / (1 - padding "padded")
-print(("packed over padded: %.3f, of %.3f without padding: %.3f (to reach: 0.95)"):format(ratio, possible,
+print(("packed over padded: %.3f, of %.3f without padding: %.3f (goal: 0.95)"):format(ratio, possible,
   ratio / possible))
 loader_cost(sums.packed[1] / args.steps)
 os.execute(("rm -r '%s'"):format(folder))

@@ -7,12 +7,12 @@
 --   bubble_links     the same with links; linked_as_simulated: each rank's times are the simulator's, exactly
 --   bubble_wall      by the wall clock, where actions sleep (the best of --rounds)
 --   in_flight        the most pairs of virtual stage and micro-batch that each rank held
---   cut_over_best    the cut's simulated makespan over the best of all cuts (GPT-2's 12 layers and head, 8 virtual
---                    stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
---                    makespan_over_bound: over a lower bound for all cuts, mostly the head's
+--   cut_over_best    the cut's simulated makespan over that of the best of all cuts (GPT-2's 12 layers and head, 8
+--                    virtual stages); makespan_over_equal: over equal numbers of layers, the head with the last ones;
+--                    makespan_over_bound: over a lower bound for all cuts, usually set by the head
 -- Of training (a small GPT-2 of 8 layers, untied, 5 steps, in bf16; not with --clock-only):
---   same_bits_schedules, same_bits_one_rank    parameters and moments are the same under all schedules, and in one
---                    process; hashes: of each run
+--   same_bits_schedules, same_bits_one_rank    parameters and averages are the same under all schedules, and in one
+--                                              process; hashes: of each run
 --   traffic_mib      MiB that all ranks move between memory and disk in a step in fp32 whose state is three times the
 --                    ranks' budgets; bfs_traffic_ratio: looped_bfs over 1f1b and over interleaved
 --   traffic_bound_mib    a lower bound of that for the same ops in the same memory (bench/bound_lib.lua; absent without
@@ -32,12 +32,12 @@ local ffi, C, check = ps.ffi, ps.C, ps.check
 
 local parser = argparse("bench/pipeline.lua", "Measures the cost of pipelines in addition to computation.")
 command_line.number(parser:option("--tick", "seconds of a forward, where actions sleep", "0.025"), 0.001, 1)
-command_line.whole(parser:option("--rounds", "times that each schedule is run by the wall clock", "2"), 1)
+command_line.whole(parser:option("--rounds", "number of runs of each schedule by the wall clock", "2"), 1)
 parser:flag("--clock-only", "no training")
-parser:flag("--traffic-only", "only the bytes between memory and disk")
-parser:option("--train", "of a rank: the schedule that it trains with"):hidden(true)
-parser:flag("--traffic", "of a rank: trains within budgets"):hidden(true)
-parser:option("--out", "of a rank: the file that rank 0 writes its figures to"):hidden(true)
+parser:flag("--traffic-only", "measure only the bytes between memory and disk")
+parser:option("--train", "(for this script) the schedule of a rank that trains"):hidden(true)
+parser:flag("--traffic", "(for this script) the rank trains within budgets"):hidden(true)
+parser:option("--out", "(for this script) the file to which rank 0 writes its figures"):hidden(true)
 local args = parser:parse()
 
 local P, M = 4, 8
@@ -53,7 +53,8 @@ local function table_of(name, stages)
 end
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
--- Performs the row; gives the seconds when its first action began and its last one ended, and what it held at most.
+-- Performs the row. Returns the times at which its first action began and its last one ended, and the most pairs that
+-- it held.
 local function perform(x, t, tick)
   local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
   local first, last, held, most = nil, 0, 0, 0
@@ -82,7 +83,7 @@ local function perform(x, t, tick)
   end
 end
 
--- Times of this rank by the virtual clock; whether each action's are the simulator's.
+-- The times of this rank by the virtual clock, and whether all of them equal the simulator's.
 local function virtual(x, t, rank, link)
   local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
   local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
@@ -148,8 +149,8 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
--- Trains in a third of the state's memory, and tells the bytes of the last step. A micro-batch's activations are large
--- enough (64 KiB) to go when they are no longer needed, not when Lua collects.
+-- Trains in a third of the state's memory, and returns the bytes of the last step. A micro-batch's activations are
+-- large enough (64 KiB) to be freed as soon as they are no longer needed, and not only when Lua collects.
 local POSITIONS = 64
 local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITIONS, tie_word_embeddings = false,
   dropout = 0 }
@@ -237,8 +238,8 @@ local function run()
   return rows
 end
 
--- Trains with a schedule, or in one process; gives one hash of all hashes. A tensor that two ranks have, and not with
--- the same bits, has both.
+-- Trains with a schedule, or in one process. Returns one hash over all hashes. If two ranks have a tensor with
+-- different bits, both hashes are included.
 local function hash_of(name)
   local out, hashes, names = os.tmpname(), {}, {}
   local ranks = name == "one" and 1 or P
@@ -283,7 +284,7 @@ local function read_traffic(path)
   return moved, held, bound.available() and bound.solve(trace, capacity) or nil
 end
 
--- MiB that all ranks move in a step, MiB of their state, and MiB that they move at least.
+-- The MiB that all ranks move in a step, the MiB of their state, and the fewest MiB that they could move.
 local function traffic_of(name)
   local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))
@@ -322,7 +323,7 @@ local function bubble_wall(rows)
   for round = 1, args.rounds do
     local began, ended = math.huge, most(rows, 6 + 2 * round)
     for _, row in ipairs(rows) do began = math.min(began, row[5 + 2 * round]) end
-    best = math.min(best, 1 - rows[1][2] * args.tick / (ended - began))       -- all ranks have as much work
+    best = math.min(best, 1 - rows[1][2] * args.tick / (ended - began))       -- all ranks have the same amount of work
   end
   return best
 end
@@ -343,7 +344,7 @@ local function makespan_of(t, parts, counts)
   return times.makespan
 end
 
--- Calls fn(counts) for each way to cut n parts into v runs.
+-- Calls fn(counts) for each way to divide n parts into v consecutive groups.
 local function each_cut(n, v, fn, counts)
   counts = counts or {}
   if v == 1 then

@@ -17,14 +17,15 @@ local parser = argparse("bench/plan_bound.lua", "Compares eviction policies with
 whole(parser:option("--chunks", "chunks of parameters", "64"), 1)
 whole(parser:option("--ahead", "read-ahead, in chunks of parameters", "2"), 0)
 parser:option("--shape", "only this trace")
-command_line.number(parser:option("--seconds", "the solver may take for one case", "120"), 0)
+command_line.number(parser:option("--seconds", "seconds that the solver may take for one case", "120"), 0)
 local args = parser:parse()
 
 local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
 local POLICIES = require "ps.config.policies"
 
---- Collects a trace: chunk(bytes) makes a chunk, op{...} a moment, where a chunk may be wrapped as { write = chunk }.
+--- Collects a trace: chunk(bytes) makes a chunk, and op{...} a moment that uses chunks. A chunk that is written is
+--- wrapped as { write = chunk }.
 local function recorder()
   local trace = { sizes = {}, uses = {}, moments = 0 }
   function trace.chunk(nbytes)
@@ -64,7 +65,7 @@ local function step(options)
     trace.op { units[0].param }
     for i = 1, options.n do
       for _ = 1, 3 do trace.op { units[i].param } end
-      if i < options.n then trace.op { units[i].param, units[i + 1].param } end      -- a layer over two chunks
+      if i < options.n then trace.op { units[i].param, units[i + 1].param } end      -- a layer that spans two chunks
     end
     trace.op { units[0].param }
     local function backward(unit)
@@ -73,7 +74,7 @@ local function step(options)
     backward(units[0])
     for i = options.n, 1, -1 do
       for _ = 1, 3 do backward(units[i]) end
-      if not units[i].grad then trace.op { { write = units[i].param } } end           -- the gradient takes its place
+      if not units[i].grad then trace.op { { write = units[i].param } } end           -- the gradient replaces it
       if options.adam == "overlapped" and micro == options.micro then adam(units[i]) end
     end
     if units[0].grad then backward(units[0]) else trace.op { { write = units[0].param } } end
@@ -90,15 +91,16 @@ end
 
 local n = args.chunks
 local SHAPES = {
-  { "adam after, in order", step { n = n, embedding = 4, half = true, adam = "forward", micro = 1 } },
+  { "Adam afterwards, in order", step { n = n, embedding = 4, half = true, adam = "forward", micro = 1 } },
   { "adam after, reversed", step { n = n, embedding = 4, half = true, adam = "backward", micro = 1 } },
   { "adam overlapped", step { n = n, embedding = 4, half = true, adam = "overlapped", micro = 1 } },
   { "two micro-batches", step { n = n, embedding = 2, half = true, adam = "forward", micro = 2 } },
   { "fp32", step { n = n, embedding = 3, half = false, adam = "overlapped", micro = 1 } },
 }
 
---- Bytes that a step moves once steps repeat, each planned from where the last one left the chunks: the mean of many,
---- since which chunks stay may differ from step to step. And the median milliseconds of a plan.
+--- The bytes that a step moves once steps repeat: the mean of many steps, each planned from the places in which the
+--- previous one left the chunks, since the chunks that stay may differ between steps. Also the median milliseconds of
+--- a plan.
 local function moved(trace, capacity, policy)
   local count = #trace.sizes
   local chunks = ffi.new("ps_plan_chunk[?]", count)

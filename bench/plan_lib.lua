@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans of bench/planner_case.lua on machines that are not here: for bench/planner.lua and bench/mesh.lua.
+-- Plans bench/planner_case.lua on other machines, for bench/planner.lua and bench/mesh.lua.
 local cjson = require "cjson"
 local C = require "ps.core.declared"
 local hardware = require "ps.planning.hardware"
@@ -25,7 +25,8 @@ function lib.with(case, changes)
   return copy
 end
 
---- The request of a plan on a machine; of one with several GPUs rank 0 alone is run, and ranks share all state out.
+--- The request of a plan on a machine. If the machine has several GPUs, only rank 0 is run, and all state is sharded
+--- over the ranks.
 ---@param name string of the hardware
 ---@param host number bytes of its host memory
 ---@param case table
@@ -38,9 +39,10 @@ function lib.on_hardware(name, host, case)
     rates = there.rates, ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
 end
 
---- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, of 64 micro-batches, by kinds of rank.
----@return {seconds: number, mib: number, result: ps.planning.Result} plan seconds of it all; the most that one of its
----  processes took. An error where the process has made a context of psluajit: plans fork.
+--- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, with 64 micro-batches, by kinds of rank.
+---@return {seconds: number, mib: number, result: ps.planning.Result} plan the seconds of the whole plan, and the
+---  largest MiB of one of its processes. It is an error if this process has made a context of psluajit, since plans
+---  fork.
 function lib.plan_175b()
   local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
   local request = lib.on_hardware("h200x8", 2e12, case)

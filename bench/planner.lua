@@ -1,27 +1,28 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- psluajit bench/planner.lua [--seed N] [--settings N] [--rank-settings N] [--light] [--no-published]: compares
--- plans (tools/plan.lua) with training. Draws settings of a GPT-2 and trains them. Prints a line for each, and at the
--- end one JSON line:
---   settings           for each: peak_error, the predicted peak over the measured one, less 1, without tight budgets
---                      (sim, whose device has 8 GiB: its counter; cpu: the high-water mark of the process less the
---                      plan's line `process` without tiers, base_mib: what the dry run took, and what its products
---                      keep);
---                      time_error, ln(predicted / measured) of the seconds of a step
---                      counter_error: the same by the engine's own counter, on both
+-- plans (tools/plan.lua) with training. It draws random settings of a GPT-2 and trains each. Prints a line for each,
+-- and at the end one JSON line:
+--   settings           for each: peak_error, the predicted peak over the measured one, minus 1, without tight budgets
+--                      (sim, whose device has 8 GiB: its counter; cpu: the high-water mark of the process, minus the
+--                      plan's line `process` without tiers, which is base_mib: the memory of the dry run and of its
+--                      products); time_error, ln(predicted / measured) of the seconds of a step; counter_error: the
+--                      same by the engine's own counter, for sim and cpu
 --   ranks              of settings of two ranks with a thread each, cut into stages (pp) or layers (tp): time_error,
 --                      counter_error
---   least_budget_right settings in whose least budget ten steps end with the bits of a roomy run, and in 0.97 of which
---                      the engine refuses before step 1
+--   least_budget_right settings with a right least budget: ten steps in it end with the bits of a run without tight
+--                      budgets, and the engine refuses 0.97 of it before step 1
 --   median_time_error, worst_time_error         of the absolute values
---   pairs_ordered      share of the pairs more than 20 % apart whose order the plan has right
+--   pairs_ordered      share of the pairs of settings whose times differ by more than 20 % that the plan orders
+--                      correctly
 --   dry_175b_s, dry_175b_mib                    a dry run of GPT-3's sizes on eight H200 with 2 TB
 --   plan_175b_s, plan_175b_mib                  the same on dp 4 x pp 8 x tp 8, 32 of these machines, by kinds of
---                      stage: seconds of it all, and the most that one of its processes took
---   profiler_cost      what the record of events costs: event_ns, on and off of bench/profiler_cost.lua
+--                                               stage: the seconds of the whole plan, and the largest MiB of one of
+--                                               its processes
+--   profiler_cost      the cost of the record of events: event_ns, on and off of bench/profiler_cost.lua
 --   published          the largest models that others published, in billions, and ours on the same machine, with
 --                      the bytes that a rank holds (sums), and the tier that refuses one more layer (full_first)
--- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops give seconds an operation, or a
--- byte. No number is fitted to the settings. --light draws small settings, for a look at the bench itself.
+-- Seconds are predicted from a probe in the same run: a GPT-2 of fixed sizes, whose ops yield seconds per operation or
+-- per byte. No number is fitted to the settings. --light draws small settings, to test the bench itself.
 local argparse = require "argparse"
 local cjson = require "cjson"
 local C = require "ps.core.declared"
@@ -37,16 +38,17 @@ local trial = require "ps.planning.trial"
 local parser = argparse("bench/planner.lua", "Compares plans with training.")
 command_line.whole(parser:option("--seed", "of the settings", "1"), 0)
 command_line.whole(parser:option("--settings", "how many", "8"), 0)
-command_line.whole(parser:option("--rank-settings", "how many of pipelines, and of tensor parallelism", "1"), 0)
+command_line.whole(parser:option("--rank-settings", "number of settings with pipelines, and of settings with " ..
+  "tensor parallelism", "1"), 0)
 parser:flag("--light", "small settings")
-parser:flag("--no-published", "leave published models out")
+parser:flag("--no-published", "leave out the published models")
 local args = parser:parse()
 
 local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardware
 local STEPS, BELOW, APART = 10, 0.97, 1.2
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
--- The simulated device's memory is no budget of a setting: 1 GiB, which it has by itself, would be one.
+-- The simulated device gets more memory than its default of 1 GiB, so that its memory does not limit a setting.
 require("posix.stdlib").setenv("PS_SIM_MEMORY", "8GiB")
 
 local random = args.seed * 2654435761 % 2 ^ 31 + 1
@@ -55,7 +57,7 @@ local function draw(list)
   return list[1 + random % #list]
 end
 
--- The standard output and the standard error of a command.
+-- Runs a command. Returns its standard output and standard error.
 local function output(command)
   local errors = os.tmpname()
   local p = assert(io.popen(("%s 2>'%s'"):format(command, errors)))
@@ -68,7 +70,7 @@ local function output(command)
   return text, why
 end
 
--- Runs the case for real. Returns what it printed; nil and its error where it failed.
+-- Trains the case. Returns its output, or nil and its error if it failed.
 local function train(case)
   local text, why = output(("'%s' '%s' '%s'"):format(paths.exe, CASE, cjson.encode(case)))
   local ok, result = pcall(cjson.decode, text)
@@ -76,7 +78,7 @@ local function train(case)
   return nil, why
 end
 
--- Runs the case on its ranks, a thread each. Returns what each printed, from rank 0.
+-- Runs the case on its ranks, with one thread each. Returns the output of each rank, from rank 0 on.
 local function train_ranks(case)
   local text, why = output(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' '%s'"):format(
     paths.exe, paths.root, case.ranks, CASE, cjson.encode(case)))
@@ -104,7 +106,7 @@ local function draw_case()
   return case
 end
 
--- Seconds an operation (ops with operations) or a byte (other ops), by op, of what ranks recorded.
+-- The seconds per operation (ops with operations) or per byte (other ops), by op, from the records of ranks.
 local function units_of(ranks)
   local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
   for _, got in ipairs(ranks) do
@@ -118,7 +120,8 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- The same for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs share the machine.
+-- The same seconds for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs share the
+-- machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -129,7 +132,7 @@ local function probe(device, precision)
   return units_of { got }
 end
 
--- Seconds of ops by the mean of several probes.
+-- The seconds of ops, as the mean of several probes.
 local function predicted_seconds(ops, probes)
   local sum = 0
   for _, op in ipairs(ops) do
@@ -139,7 +142,7 @@ local function predicted_seconds(ops, probes)
   return sum
 end
 
--- One setting: errors of peak and time, and whether the least budget is right.
+-- Runs one setting. Returns the errors of peak and time, and whether the least budget is right.
 local function look_at(case)
   local row = { name = ("%s %s L%d C%d T%d B%d V%d%s"):format(case.device, case.precision, case.layers, case.width,
     case.positions, case.rows, case.vocab, case.recompute and " recompute" or "") }
@@ -151,7 +154,7 @@ local function look_at(case)
   local roomy, why = train(with(free, { steps = STEPS }))
   if not roomy then error(why, 0) end
   local probes = { before, probe(case.device, case.precision) }
-  local base = said.rss + assert(said.kept, "what products keep was not found out")
+  local base = said.rss + assert(said.kept, "the memory that products keep was not measured")
   local measured = case.device == "sim" and roomy.tiers[1].peak or roomy.rss - base
   row.base_mib = base / 2 ^ 20
   row.peak_error = said.tiers[1].peak / measured - 1
@@ -203,7 +206,7 @@ local function without_adam(ops)
   return rest, adam
 end
 
--- For stages: the simulated time of their schedule, whose messages overlap computation, plus Adam.
+-- For stages, the simulated time of their schedule, whose messages overlap computation, plus Adam.
 local function predicted_of_ranks(said, probes)
   if not said.cut then return predicted_seconds(said.ops, probes) end
   local by_stage, update = {}, 0
@@ -215,7 +218,8 @@ local function predicted_of_ranks(said, probes)
   return course.seconds(said.cut, by_stage, false, 0).makespan + update
 end
 
--- One setting of two ranks, a thread each: errors of the seconds, and of the peak of the engine's counter.
+-- Runs one setting on two ranks, with one thread each. Returns the errors of the seconds, and of the peak by the
+-- engine's counter.
 local function look_at_ranks(axis)
   local case = draw_ranks(axis)
   local row = { name = ("%s 2 %s L%d C%d T%d B%d V%d"):format(axis, case.precision, case.layers, case.width,
@@ -266,7 +270,8 @@ local function gib(nbytes) return nbytes / 2 ^ 30 end
 
 -- Bytes that a rank holds for the largest model: its state, and the peak of each tier, as sums.
 local function sums(result)
-  local parts = { ("%.1f GiB of state a rank (%.2f bytes a parameter of all ranks)"):format(gib(result.state_bytes),
+  local parts = { ("%.1f GiB of state per rank (%.2f bytes per parameter over all ranks)"):format(
+    gib(result.state_bytes),
     result.state_bytes * result.world / result.parameters) }
   for _, tier in ipairs(result.tiers) do
     parts[#parts + 1] = ("%s %.1f of %.1f GiB"):format(tier.name, gib(tier.peak), gib(tier.budget))
@@ -286,7 +291,7 @@ local function published(row)
   end
   local full, more = with_layers(blocks), with_layers(blocks + 1)
   if not full.fits then error(full.error.message, 0) end
-  if more.fits then error(("%d layers fit, and %d were said to be the most"):format(blocks + 1, blocks), 0) end
+  if more.fits then error(("%d layers fit, but the plan said at most %d"):format(blocks + 1, blocks), 0) end
   return { system = row.system, hardware = row.hardware, host_gb = row.host / 1e9, theirs_b = row.theirs_b,
     ours_b = full.parameters / 1e9, layers = blocks, width = row.width, sums = sums(full),
     full_first = more.error.tier }
@@ -333,11 +338,11 @@ local function main()
   dry, out.plan_175b_s, out.plan_175b_mib = mesh.result, round(mesh.seconds), round(mesh.mib)
   print(("175 B on dp 4 x pp 8 x tp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message,
     out.plan_175b_s, tostring(out.plan_175b_mib)))
-  -- In a process of its own, since plans fork: this one has no context of psluajit.
+  -- Runs in its own process, since plans fork and this process must not have a context of psluajit.
   local cost = process_lib.last_json(("'%s' '%s/bench/profiler_cost.lua'"):format(paths.exe, paths.root))
-  if not cost then error("bench/profiler_cost.lua gave no figures", 0) end
+  if not cost then error("bench/profiler_cost.lua printed no figures", 0) end
   out.profiler_cost = { event_ns = cost.event_ns, on = cost.on, off = cost.off }
-  print(("the record of events: %.1f ns an event, on %+.2f %% of a step, off %s"):format(cost.event_ns, 100 * cost.on,
+  print(("the record of events: %.1f ns per event, on %+.2f %% of a step, off %s"):format(cost.event_ns, 100 * cost.on,
     cost.off == cjson.null and "not counted" or ("%.4f %% of its instructions"):format(100 * cost.off)))
   for _, row in ipairs(args.no_published and {} or PUBLISHED) do
     local got = published(row)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Other processes: one whose output ends with a line of JSON, and one that answers commands. Of the latter a line of
--- the input is a command, a line "@" and JSON of the output the answer; all other lines are shown. So several programs
--- live side by side, and are measured in turn.
+-- Runs other processes: a process whose output ends with a line of JSON, and a process that answers commands. The
+-- latter gets a command per line of its input and answers by a line with "@" and JSON; all its other lines are
+-- printed. So several programs can run at the same time and be measured alternately.
 local cjson = require "cjson"
 
 local lib = {}
@@ -14,7 +14,7 @@ Process.__index = Process
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 
---- Runs a shell command. Gives the JSON of the last line of its output; nil: there is none.
+--- Runs a shell command. Returns the JSON in the last line of its output; nil: there is none.
 ---@param command string
 ---@return table?
 function lib.last_json(command)
@@ -58,7 +58,7 @@ function Process:answer()
   end
 end
 
---- Runs a command there and gives its answer.
+--- Sends a command to the process and returns its answer.
 ---@param command string
 ---@return table
 function Process:ask(command)
@@ -67,7 +67,7 @@ function Process:ask(command)
   return self:answer()
 end
 
---- Takes steps: a list of what each gave.
+--- Runs steps, and returns the list of their answers.
 ---@param n integer
 ---@return table[]
 function Process:steps(n)
@@ -76,7 +76,7 @@ function Process:steps(n)
   return list
 end
 
---- Ends it. By a word, since processes started later hold its input open.
+--- Ends the process by a command, since processes that were started later keep its input open.
 function Process:close()
   self.input:write("quit\n")
   self.input:close()

@@ -1,25 +1,25 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: what the record of events
--- (ps.profiler) costs. Ends with one JSON line:
---   event_ns   nanoseconds of an event, by a loop of calls of ps_module_enter and ps_module_leave, which read the clock
---              twice and put one event into a ring of the usual size: the least of --rounds rounds
---   op_ns      nanoseconds that the record adds to an op (its event, its operations and bytes, a look at the memory in
---              use), by a loop of one that adds one element to another: the least of the rounds with it, less the
---              least of those without
---   on         what the record adds to a step of the model of examples/train_char.lua, as a share: the median of
---              rounds that time --steps steps with it and as many without; each comes first in every other round
---   off        the same where it was not started, by instructions that callgrind counts in --count-steps steps of one
---              row, without LuaJIT's compiler: those of record.c, of record.h and of lines that call it or test the
---              time that it gave, over all. They are more than the record's own, since the module and the action
---              under way are noted there for errors of memory, too. null where it was not counted, and a line says why;
---              --count-steps 0 leaves it out
+-- psluajit bench/profiler_cost.lua [--rounds N] [--steps N] [--count-steps N]: measures the cost of the record of
+-- events (ps.profiler). Ends with one JSON line:
+--   event_ns   nanoseconds per event, by a loop of calls of ps_module_enter and ps_module_leave, which read the clock
+--              twice and add one event to a ring of the usual size: the smallest of --rounds rounds
+--   op_ns      nanoseconds that the record adds to an op (its event, its operations and bytes, and a reading of the
+--              memory in use), by a loop of an op that adds one element to another: the shortest round with the
+--              record, minus the shortest round without it
+--   on         the share that the record adds to a step of the model of examples/train_char.lua: the median of rounds
+--              that time --steps steps with it and as many without it; both alternate in running first
+--   off        the same if the record was not started, by instructions that callgrind counts in --count-steps steps of
+--              one row, without LuaJIT's compiler: those of record.c, of record.h and of lines that call it or test a
+--              time that it returned, over all instructions. They include more than the record, since these lines also
+--              note the module and the present action for errors about memory. null if it was not counted, and then a
+--              line says why; --count-steps 0 leaves it out
 --   instructions, of_record    of such a step
---   step_ms, events            of a step without the record; that the record has of one
+--   step_ms, events            milliseconds of a step without the record, and number of events of a step
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-local parser = argparse("bench/profiler_cost.lua", "What the record of events costs.")
-whole(parser:option("--rounds", "times that each is measured", "100"), 1)
+local parser = argparse("bench/profiler_cost.lua", "Measures the cost of the record of events.")
+whole(parser:option("--rounds", "number of measurements of each figure", "100"), 1)
 whole(parser:option("--steps", "steps of the model in a round, with the record and without", "4"), 1)
 whole(parser:option("--count-steps", "steps whose instructions are counted; 0: none", "2"), 0)
 parser:flag("--only-steps", "only train --count-steps steps, for a count of their instructions")
@@ -41,7 +41,7 @@ local function median(list)
   return (list[math.ceil(half)] + list[math.floor(half) + 1]) / 2
 end
 
--- Seconds of fn(n).
+-- The seconds of fn(n).
 local function seconds(fn, n)
   local began = ps.now()
   fn(n)
@@ -60,12 +60,12 @@ local function event_seconds()
   return least / EVENTS
 end
 
--- With the record and without, in one order and then in the other: seconds of both, by round.
+-- Measures with the record and without it, in alternating order. Returns the seconds of both by round.
 local function in_turn(fn, n)
   local on, off = {}, {}
   local function one(times, record)
     if record then ps.profiler.start { events = EVENTS } end
-    fn(1)                                    -- the ring was just cleared: caches have other bytes
+    fn(1)                                    -- the ring was just cleared, which filled the caches with other bytes
     times[#times + 1] = seconds(fn, n)
     ps.profiler.stop()
   end
@@ -100,11 +100,11 @@ local function trainer(rows)
   end
 end
 
--- The share of a step that the record adds, seconds of one without it, and events of one with it.
+-- The share that the record adds to a step, the seconds of a step without it, and the events of a step with it.
 local function step_cost(train)
   local on, off = in_turn(train, args.steps)
   for i = 1, #on do on[i] = on[i] / off[i] - 1 end
-  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record was of a first step and of these
+  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record covers a first step and these steps
   local events = tonumber(C.ps_record_count(dropped) + dropped[0]) / (args.steps + 1)
   return median(on), median(off) / args.steps, events
 end
@@ -123,7 +123,7 @@ local function of_record(file, text)
     or text:find "%f[%w_]began%f[^%w_]" ~= nil
 end
 
--- Instructions of a step, and of the record in it; nil and why.
+-- The instructions of a step, and the record's share of them; nil and the reason if they were not counted.
 local function counted()
   if args.count_steps == 0 then return nil, "left out" end
   local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,
@@ -143,12 +143,12 @@ local function main()
   train(WARM)
   local on, seconds_off, events = step_cost(train)
   out.on, out.step_ms, out.events = round(on), round(1e3 * seconds_off), round(events)
-  print(("an event %.1f ns, of an op %.1f ns; on: %+.2f %% of a step of %.3f ms with %.0f events"):format(out.event_ns,
+  print(("an event %.1f ns, per op %.1f ns; on: %+.2f %% of a step of %.3f ms with %.0f events"):format(out.event_ns,
     out.op_ns, 100 * out.on, out.step_ms, out.events))
   local all, sum = counted()
   if all then
     out.instructions, out.of_record, out.off = round(all), round(sum), round(sum / all)
-    print(("off: %.0f of %.4g instructions a step, %.4f %%"):format(sum, all, 100 * sum / all))
+    print(("off: %.0f of %.4g instructions per step, %.4f %%"):format(sum, all, 100 * sum / all))
   else
     out.off = cjson.null
     print("off: not counted: " .. sum)

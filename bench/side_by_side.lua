@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Runs commands that end with a JSON line one after another, several rounds, and prints medians and ratios to the
+-- Runs commands whose last line is JSON, one after another in several rounds, and prints medians and ratios to the
 -- first.
 --   psluajit bench/side_by_side.lua --key tokens_per_s --rounds 3 \
 --     'psluajit bench/train.lua' 'OMP_NUM_THREADS=2 python3 peer.py bench'
@@ -10,10 +10,10 @@ local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
-local parser = argparse("bench/side_by_side.lua", "Medians of several commands, side by side.")
+local parser = argparse("bench/side_by_side.lua", "Prints medians of several commands side by side.")
 parser:option("--key", "figure to compare"):args "*"
-whole(parser:option("--rounds", "times that each command runs", "3"), 1)
-number(parser:option("--timeout", "seconds a command may take", "300"), 0)
+whole(parser:option("--rounds", "number of runs of each command", "3"), 1)
+number(parser:option("--timeout", "the most seconds of a command", "300"), 0)
 parser:argument("commands", "shell commands"):args "+"
 local args = parser:parse()
 

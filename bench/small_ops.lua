@@ -1,23 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Microseconds of small ops, indexing and movement of elements, ours and PyTorch's, on one thread, as a table in
+-- Measures small ops, indexing and movement of elements in psluajit and PyTorch on one thread, and prints a table in
 -- Markdown:
 --   PYTHON=$(tools/oracle.sh python) psluajit bench/small_ops.lua [--only NAME] [--rounds 3]
--- Each side runs in a process of its own (bench/peers/small_ops_torch.py), in turn; a figure is the best of the rounds,
--- of calls that last some milliseconds together. Three sizes of each op.
+-- Both run alternately, each in its own process (bench/peers/small_ops_torch.py). A figure is the best of the rounds,
+-- each of which takes some milliseconds. Each op has three sizes.
 local cjson = require "cjson"
 local argparse = require "argparse"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
 
-local parser = argparse("bench/small_ops.lua", "Small ops and PyTorch, on one thread.")
-parser:flag("--own", "prints psluajit's figures as JSON, and runs no peer")
-parser:option("--only", "ops whose name contains this")
-command_line.whole(parser:option("--rounds", "times that each side runs", "3"), 1)
+local parser = argparse("bench/small_ops.lua", "Compares small ops with PyTorch on one thread.")
+parser:flag("--own", "print psluajit's figures as JSON, and run no peer")
+parser:option("--only", "only ops whose name contains this")
+command_line.whole(parser:option("--rounds", "number of runs of each side", "3"), 1)
 local args = parser:parse()
 
 local SIZES = { 16, 1024, 65536 }                           -- elements, about
 
--- name -> function of a number of elements that gives the call to measure. The peer has the same ones.
+-- name -> function of a number of elements that returns the call to measure. The peer has the same names.
 local function cases(ps)
   local F = ps.F
   local function square(n) return math.floor(math.sqrt(n)) end

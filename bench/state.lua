@@ -4,11 +4,11 @@
 --   bytes_per_parameter  of all chunks, bf16, by "<optimizer> <master> <how>"; how: inside (updates inside backward),
 --                        clip (one micro-batch, clipping), accumulate (two micro-batches)
 --   update_over_probe    by "<optimizer> <master>": bytes per second of the update over those of the engine's probe, a
---                        walk over four fp32 streams of which three are written in place, in turn; medians
+--                        walk over four fp32 streams, three of which are written in place; both alternate; medians
 --   same_bits            by optimizer: whether three steps have the same bits in plain memory, in chunks, under two
 --                        budgets and with a disk
 --   muon_over_products   by type: seconds of the update of GPT-2 124M's matrices over those of its products alone,
---                        symmetric ones counted half, at the rate of a whole product of the same shapes
+--                        with symmetric products counted half, at the rate of a whole product of the same shapes
 local ps = require "ps"
 local ffi = require "ffi"
 local argparse = require "argparse"
@@ -19,10 +19,10 @@ local whole = require("ps.core.command_line").whole
 local nn = ps.nn
 
 local parser = argparse("bench/state.lua", "Measures the state and the time of optimizers.")
-whole(parser:option("--params", "parameters of an update that is timed", "20e6"), 4096)
-whole(parser:option("--rounds", "rounds of update and probe in turn", "5"), 1)
+whole(parser:option("--params", "number of parameters of the timed update", "20e6"), 4096)
+whole(parser:option("--rounds", "rounds in which update and probe alternate", "5"), 1)
 parser:option("--disk", "a folder for the disk tier", "/tmp")
-parser:flag("--no-muon", "leave the time of Muon out")
+parser:flag("--no-muon", "do not time Muon")
 local args = parser:parse()
 
 local function median(list)

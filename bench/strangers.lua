@@ -1,25 +1,26 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What strangers at the port where ranks meet can do to a run.
+-- Tests whether connections of strangers to the port where ranks meet can disturb a run.
 --   psluajit bench/strangers.lua [--late S] [--rate N]
--- Two ranks on this machine train a tiny model twice, first alone; then rank 1 comes `late` seconds after rank 0 (60),
--- and all that time `rate` connections a second (100) reach the port, of six kinds in turn: one that says nothing, one
--- of random bytes, one of a rank of a larger world, one of rank 1, one that stops amid a message, and one that tells of
--- a fault, with escapes of a terminal. Prints one JSON line: the seconds in which rank 1 joined, whether losses have
--- the same bits, how many strangers came, and whether anything of theirs was shown.
+-- Two ranks on this machine train a tiny model twice, first alone. Then rank 1 starts `late` (60) seconds after rank
+-- 0, and meanwhile `rate` (100) connections per second reach the port, of six kinds in turn: one that sends nothing,
+-- one that sends random bytes, one that claims to be a rank of a larger world, one that claims to be rank 1, one that
+-- stops within a message, and one that reports a fault with terminal escapes. Prints one JSON line: the seconds until
+-- rank 1 joined, whether the losses have the same bits, the number of strangers, and whether any of their text was
+-- printed.
 local ffi = require "ffi"
 local paths = require "ps.paths"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 
 local parser = require "argparse"("bench/strangers.lua")
-number(parser:option("--late", "seconds that rank 1 is late", "60"), 0)
+number(parser:option("--late", "seconds by which rank 1 is late", "60"), 0)
 whole(parser:option("--rate", "strangers a second", "100"), 1)
-number(parser:option("--timeout", "of the ranks, in seconds", "600"), 0)
-whole(parser:option("--flood", "(for this script) the port to go to"), 1, 65535)
+number(parser:option("--timeout", "the timeout of the ranks in seconds", "600"), 0)
+whole(parser:option("--flood", "(for this script) the port to connect to"), 1, 65535)
 parser:flag("--train", "(for this script) be a rank")
 local options = parser:parse()
 
-local STEPS, KEPT = 5, 300                   -- connections that the strangers hold at a time
+local STEPS, KEPT = 5, 300                   -- connections that the strangers keep open at a time
 local MARK = "\27[31mstranger"
 
 -- -- a rank -----------------------------------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ end
 
 -- -- the strangers ----------------------------------------------------------------------------------------------------
 
--- Numbers of 32 bits in the order of bytes on the wire, followed by text.
+-- 32-bit numbers in network byte order, followed by text.
 local function message(numbers, text)
   local n = ffi.new("int32_t[?]", #numbers, numbers)
   return ffi.string(n, 4 * #numbers) .. (text or "")
@@ -61,7 +62,7 @@ end
 local STORE, PROOF = 0x31565350, 0x31485350  -- src/rendezvous/store_protocol.h, proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
--- The same after the words of a rank that knows the run's name but not its secret.
+-- The same message after the greeting of a rank that knows the run's name but not its secret.
 local function behind_proof(text)
   local name = os.getenv "PS_RUN_ID" or ""
   return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text
@@ -88,7 +89,7 @@ local function flood(port)
   local ranks = require "ps.launch.supervisor"
   local held, came, tried, refused = {}, 0, 0, 0
   local start = ranks.now()
-  while came == 0 or refused < options.rate do             -- until nobody has listened for a second
+  while came == 0 or refused < options.rate do             -- until no process has listened for a second
     if ranks.now() - start > options.late + 60 then break end
     for _ = 1, math.floor((ranks.now() - start) * options.rate) - tried do
       tried = tried + 1

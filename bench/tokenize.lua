@@ -1,18 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lines of text to lines of token ids, and back:
---   psluajit bench/tokenize.lua DIR_OR_FILE < text            the ids of each line (without its end), blanks between
---   psluajit bench/tokenize.lua DIR_OR_FILE --decode < ids    the text of each line of ids
--- Ids are those of tok:encode: with the special tokens that the model wants around a text, unless --no-special-tokens
--- says otherwise. --count takes all of the text at once and prints how many tokens it has; bench/tokenize_speed.lua
--- times that.
+-- Converts lines of text to lines of token ids, and back:
+--   psluajit bench/tokenize.lua DIR_OR_FILE < text            prints the ids of each line (without its end), separated
+--                                                             by blanks
+--   psluajit bench/tokenize.lua DIR_OR_FILE --decode < ids    prints the text of each line of ids
+-- Ids are those of tok:encode: with the special tokens that the model needs around a text, unless --no-special-tokens
+-- is given. --count encodes the whole text at once and prints the number of tokens, which bench/tokenize_speed.lua
+-- times.
 local ps = require "ps"
 local argparse = require "argparse"
 
-local parser = argparse("bench/tokenize.lua", "Lines of text to lines of token ids, and back.")
+local parser = argparse("bench/tokenize.lua", "Converts lines of text to lines of token ids, and back.")
 parser:argument("tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files")
 parser:flag("--decode", "ids to text")
-parser:flag("--no-special-tokens", "nothing around texts; with --decode without special tokens")
-parser:flag("--count", "the number of tokens of the whole text")
+parser:flag("--no-special-tokens", "no special tokens around texts; with --decode leave out special tokens")
+parser:flag("--count", "print the number of tokens of the whole text")
 local args = parser:parse()
 
 local ok, tok = pcall(ps.tokenizer.from_pretrained, args.tokenizer)
@@ -26,12 +27,12 @@ local function line_of(text)
   if not args.decode then return tok:encode_line(text, { add_special_tokens = not plain }) end
   local ids = {}
   for word in text:gmatch("%S+") do
-    ids[#ids + 1] = tonumber(word) or error(("'%s' is no token id"):format(word), 0)
+    ids[#ids + 1] = tonumber(word) or error(("'%s' is not a token id"):format(word), 0)
   end
   return tok:decode(ids, { skip_special_tokens = plain or false })
 end
 
--- Lines, without their ends, of what comes in, whose bytes may be any (io.lines stops at a zero).
+-- The lines of the input without their ends. They may contain any bytes (io.lines would stop at a zero byte).
 local function lines()
   local all, at = io.read "*a", 1
   return function()

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares the speed of GPT-2's tokenizer with tiktoken. Each run is a new process that reads the files first:
 --   psluajit bench/tokenize_speed.lua DIR --text corpus.txt --rounds 5
--- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. Texts: that of --text, random UTF-8, one letter, and
--- letters without blanks, 1 MiB each. Every round starts a process for each text and each program in turn; figures are
--- the best of the rounds, wall-clock seconds on one thread. The last line is one JSON object: NAME_s, NAME_tiktoken_s,
--- NAME_ratio (tiktoken's seconds over ours), and letter_rate, solid_rate: bytes per second of those two over those of
--- the text, each without the seconds of an empty text. The peer is bench/peers/tokenize_tiktoken.py with the Python of
--- PS_TORCH_PYTHON or python3, absent where it has no tiktoken.
+-- DIR has vocab.json or encoder.json, and merges.txt or vocab.bpe. Texts: that of --text, random UTF-8, one repeated
+-- letter, and letters without blanks, 1 MiB each. Every round starts a process for each text and each program in turn;
+-- figures are the best of the rounds, wall-clock seconds on one thread. The last line is one JSON object: NAME_s,
+-- NAME_tiktoken_s, NAME_ratio (tiktoken's seconds over ours), and letter_rate, solid_rate: bytes per second of these
+-- two texts over those of --text, each without the seconds of an empty text. The peer is
+-- bench/peers/tokenize_tiktoken.py with the Python of PS_TORCH_PYTHON or python3, absent if tiktoken is not installed.
 local ps = require "ps"
 local argparse = require "argparse"
 local cjson = require "cjson"
@@ -22,7 +22,7 @@ local args = parser:parse()
 
 local MIB = 2 ^ 20
 
--- Characters of 1 to 4 bytes, each length as often as the others.
+-- Characters of 1 to 4 bytes, with all lengths equally frequent.
 local function random_utf8()
   math.randomseed(1)
   local out, n = {}, 0
@@ -58,7 +58,7 @@ if not args.no_peers and os.execute(("'%s' -c 'import tiktoken' 2>/dev/null"):fo
   PROGRAMS[2] = { "_tiktoken", ("'%s' '%s/peers/tokenize_tiktoken.py' '%s'"):format(python, folder, args.tokenizer) }
 end
 
--- Seconds of a process, and the tokens that it counts.
+-- The seconds of a process, and the number of tokens that it prints.
 local function run(command, path)
   local began = ps.now()
   local p = assert(io.popen(("OMP_NUM_THREADS=1 %s < '%s'"):format(command, path)))

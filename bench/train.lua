@@ -12,23 +12,23 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-io.stdout:setvbuf "line"                                -- what is known counts, should this be ended
+io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
 local parser = argparse("bench/train.lua", "Measures training speed.")
 parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
 parser:option("--model", "preset of the family", "gpt2")
 parser:option("--dtype", "fp32, bf16 or fp16", "bf16")
 whole(parser:option("--batch", "rows", "4"), 1)
 whole(parser:option("--seq", "positions", "256"), 1)
-whole(parser:option("--steps", "steps, of which the first two are not counted", "6"), 3)
+whole(parser:option("--steps", "number of steps; the first two are not counted", "6"), 3)
 parser:option("--device", "device", "cpu")
 whole(parser:option("--gemm", "size of the square products that measure the peak (0: not measured)", "2048"), 0)
-parser:flag("--profile", "print where the kernels' time went, by op")
-parser:flag("--paired", "products between the steps, and mfu_paired; not with --profile, which would show them")
+parser:flag("--profile", "print the time of the kernels by op")
+parser:flag("--paired", "run products between the steps, for mfu_paired; not with --profile, which would include them")
 parser:flag("--recompute", "recompute blocks in backward")
 parser:flag("--keep", "keep outputs of norms and GELU for backward")
 local args = parser:parse()
 if args.paired and args.profile then parser:error("--paired and --profile exclude each other") end
-if args.paired and args.gemm == 0 then parser:error("--paired compares with products; --gemm 0 leaves them out") end
+if args.paired and args.gemm == 0 then parser:error("--paired needs products; remove --gemm 0") end
 
 local function median(list)
   table.sort(list)

@@ -3,9 +3,9 @@
 
     OMP_NUM_THREADS=2 python3 bench/peers/adam_torch.py --params 50000000 --passes 15
 
-The same tensors, types (fp32 throughout, but for deepspeed_bf16: bf16 parameters and gradients with fp32 state) and
-settings as the bench's own. Median seconds a step. A peer that is not installed or does not build is left out, with the
-reason on a line of its own.
+The tensors, types and settings are those of bench/adam.lua; all types are fp32, except that deepspeed_bf16 has bf16
+parameters and gradients with fp32 state. Prints the median seconds per step. A peer that is not installed or does not
+build is left out, with the reason on a line of its own.
 """
 import argparse
 import json
@@ -63,6 +63,6 @@ for name, make in [
 ]:
     try:
         result[name + "_gparams_per_s"] = args.params / seconds_a_step(make()) / 1e9
-    except Exception as error:  # any reason at all: the others still count
+    except Exception as error:  # whatever the reason: the other peers are still measured
         print(f"{name}: left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 print(json.dumps(result))

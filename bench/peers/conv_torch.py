@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's side of bench/conv.lua: a line of the input is a step, a line "@" and JSON of the output its seconds."""
+"""PyTorch's side of bench/conv.lua: each line of the input requests a step, and the answer is a line with "@" and its
+seconds as JSON."""
 import argparse
 import json
 import os

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch at its best on the card that bench/gpu_check.sh measures: one JSON object a line, as soon as it is known.
+"""Measures PyTorch with its best settings on the card that bench/gpu_check.sh measures. Prints one JSON object per
+line as soon as a figure is known.
 
     gpu_torch.py matmul | attention | copies [--small]
     gpu_torch.py train --model gpt2 --batch 16 --seq 1024 [--no-compile] [--offload]
 
 Training is bf16 by autocast with fp32 parameters, SDPA, fused AdamW, and a vocabulary of a multiple of 64; first with
 each block compiled on its own, which takes seconds, then with the model compiled as a whole, which can take minutes,
-and eager where neither worked. A batch that does not fit is halved. --offload keeps parameters, gradients and optimizer
+and eager if neither worked. A batch that does not fit is halved. --offload keeps parameters, gradients and optimizer
 state in host memory by FSDP2's CPU offload in a world of one."""
 import argparse
 import json
@@ -61,7 +62,7 @@ def attention(a):
             try:
                 with sdpa_kernel(backend):
                     attend(a, head, way)
-            except RuntimeError as problem:                    # not there, for this card or these sizes
+            except RuntimeError as problem:                    # not available for this card or these sizes
                 print("%s, heads of %d: %s" % (way, head, str(problem).splitlines()[0]), file=sys.stderr)
 
 
@@ -84,7 +85,7 @@ def attend(a, head, way):
 
 
 def copies(a):
-    """Pinned memory: the link, in each direction alone and in both at once."""
+    """Measures the link with pinned memory, in each direction alone and in both at once."""
     n = 2 ** (20 if a.small or a.device != "cuda" else 30)
     pin = a.device == "cuda"
     up, down = (torch.ones(n, dtype=torch.uint8, pin_memory=pin) for _ in range(2))
@@ -208,12 +209,12 @@ def make(a, device):
         with torch.device(device):
             return Llama(*LLAMAS[a.model], a.seq)
     layers, heads, c = PRESETS[a.model]
-    with torch.device(device):                             # made where that is quick
+    with torch.device(device):                             # created on the device where that is fast
         return GPT2(50304, a.seq, a.layers or layers, a.heads or heads, a.width or c)
 
 
 def steps(a, model, how, batch):
-    """Trains, and tells what a step took; of a long one after each step, as the time may end."""
+    """Trains, and prints the time of a step; if steps are long, after each step, since the run may be killed."""
     count = sum(p.numel() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, **{"foreach" if "foreach" in how else "fused": True})
     f = torch.compile(model, dynamic=False) if how == "whole" else model
@@ -221,7 +222,8 @@ def steps(a, model, how, batch):
         for block in model.h:
             block.compile(dynamic=False)
         model.head = torch.compile(model.head, dynamic=False)
-    x, y = (torch.randint(0, 256 if "tiny" in a.model else 32000 if "110m" in a.model else 50257, (batch, a.seq), device=a.device) for _ in range(2))
+    x, y = (torch.randint(0, 256 if "tiny" in a.model else 32000 if "110m" in a.model else 50257, (batch, a.seq),
+                          device=a.device) for _ in range(2))
     times, losses = [], []
     for step in range(a.steps):
         t = time.perf_counter()
@@ -244,7 +246,7 @@ def steps(a, model, how, batch):
 
 
 def attempt(a, how, batch):
-    """Whether that worked; a batch that does not fit is halved."""
+    """Returns whether training worked; a batch that does not fit is halved."""
     while batch:
         torch.manual_seed(0)
         if a.device == "cuda":
@@ -256,7 +258,7 @@ def attempt(a, how, batch):
             return True
         except torch.OutOfMemoryError:
             print("%s: a batch of %d does not fit" % (how, batch), flush=True)
-        except Exception as problem:                           # the other ways still count
+        except Exception as problem:                           # the other ways are still tried
             print("%s: %s: %s" % (how, type(problem).__name__, str(problem)[:2000]), flush=True)
             return False
         batch //= 2
@@ -285,7 +287,7 @@ def main():
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--steps", type=int, default=8)
     p.add_argument("--no-compile", dest="compile", action="store_false")
-    p.add_argument("--how", default="blocks,whole", help="what is compiled, in this order: blocks, whole, eager")
+    p.add_argument("--how", default="blocks,whole", help="ways to compile, in this order: blocks, whole, eager")
     p.add_argument("--offload", action="store_true")
     a = p.parse_args()
     dict(matmul=matmul, attention=attention, copies=copies, train=train)[a.part](a)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""The largest GPT-2-like model of which PyTorch finishes a training step on this machine's memory.
+"""Finds the largest GPT-2-like model of which PyTorch finishes a training step within this machine's memory.
 
     largest_torch.py [--autocast] [--width 2048] [--seq 128] [--from 8] [--step 2]
 
-Layers are added until a step no longer fits; each size runs in a process of its own whose address space is limited to
-what the machine has free, so that it fails with an error instead of being killed. PyTorch is at its leanest: recompute
-per block, fused or single-tensor AdamW, gradients freed as they are used up where the version can. The last line is one
-JSON object."""
+Layers are added until a step no longer fits; each size runs in its own process, whose address space is limited to the
+machine's free memory, so that it fails with an error instead of being killed. PyTorch uses as little memory as it can:
+recompute per block, fused or single-tensor AdamW, and gradients freed as they are used, if the version supports this.
+The last line is one JSON object."""
 import argparse
 import json
 import resource
@@ -68,7 +68,7 @@ def main():
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--from", dest="first", type=int, default=8)
     parser.add_argument("--step", type=int, default=2)
-    parser.add_argument("--only", type=int, help="layers: one size, in this process")
+    parser.add_argument("--only", type=int, help="number of layers: run only this size, in this process")
     args = parser.parse_args()
     if args.only:
         one_step(args.only, args.width, args.seq, args.autocast)
@@ -76,7 +76,7 @@ def main():
     best = None
     layers = args.first
     while True:
-        limit = available_bytes() + (2 << 30)       # libraries map more than they touch
+        limit = available_bytes() + (2 << 30)       # libraries map more memory than they use
         command = [sys.executable, __file__, "--only", str(layers), "--width", str(args.width), "--seq", str(args.seq)]
         child = subprocess.run(command + (["--autocast"] if args.autocast else []), capture_output=True, text=True,
                                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))

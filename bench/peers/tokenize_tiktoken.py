@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""tokenize_tiktoken.py DIR < text: how many tokens of GPT-2 the text has by tiktoken, loaded from the files in DIR."""
+"""tokenize_tiktoken.py DIR < text: prints the number of GPT-2 tokens in the text by tiktoken, loaded from the files in
+DIR."""
 import os
 import sys
 
