@@ -66,14 +66,14 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Ranks that share layers draw the same tokens. Tokens after a sample's length are not targets.
+-- Ranks that share layers draw the same tokens. Tokens after the end of a sample are not targets.
 ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()
 local length = ps.randint(LENGTH / 2, LENGTH + 1, { BATCH, 1 }, { dtype = "int32" })
 local input, mask = sent:narrow(1, 0, LENGTH):contiguous(), pos:lt(length)
 local targets = ps.where(mask, sent:narrow(1, 1, LENGTH), -100)
-ps.manual_seed(1234)                                              -- all ranks train with one seed
+ps.manual_seed(1234)                                              -- all ranks train with the same seed
 
 local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
 local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { weight_decay = 1e-2 })

@@ -4,8 +4,9 @@
 --   psluajit dpo.lua --model FOLDER --data pairs.jsonl --out adapter
 --
 -- A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of messages, or only
--- chosen and rejected, two conversations that begin alike. The reference is the model without its adapter; with
--- --cache FILE its log-probabilities are computed once. tools/chat.lua FOLDER --adapter OUT talks with the result.
+-- chosen and rejected, two conversations with the same beginning. The reference is the model without its adapter; with
+-- --cache FILE its log-probabilities are computed once. tools/chat.lua FOLDER --adapter OUT starts a conversation with
+-- the result.
 local ps = require "ps"
 local line = require "ps.command_line"
 

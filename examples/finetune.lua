@@ -88,7 +88,8 @@ local function prepared()
   local config = require("ps.pretrained.folder").config(folder)
   local most = config.max_position_embeddings or config.n_positions
   if args.seq and most and args.seq > most then
-    error(("--seq: %d tokens, and the model has %d positions: --seq %d or less"):format(args.seq, most, most), 0)
+    error(("--seq: %d tokens, but the model has only %d positions: pass --seq %d or less"):format(args.seq,
+      most, most), 0)
   end
   local rows, held_out = conversations(args.data, "--data"), args.eval and conversations(args.eval, "--eval")
   if not held_out then
@@ -97,7 +98,8 @@ local function prepared()
   end
   local per_batch = args.batch * ps.world_size()
   if #rows < per_batch then
-    error(("--batch: %d rows to train on are fewer than a batch of %d (%d on each of %d processes): --batch %d or less")
+    error(("--batch: %d rows to train on are fewer than a batch of %d (%d on each of %d processes): pass --batch " ..
+      "%d or less")
       :format(#rows, per_batch, args.batch, ps.world_size(), math.max(1, math.floor(#rows / ps.world_size()))), 0)
   end
   local rest = #held_out % per_batch
@@ -160,7 +162,7 @@ if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   line.leave(130)
 end
-ps.catch_interrupts()                                      -- train.run no longer does
+ps.catch_interrupts()                                      -- since train.run no longer does
 try(reply, "after")
 try(model.save_pretrained, model, args.merge and args.out .. "/adapter" or args.out)
 if ps.rank() == 0 then

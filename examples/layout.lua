@@ -1,10 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Shared code of the examples that define a model: options, the layout that --layout names, the training loop.
 --   plain      one process, in plain memory             chunks     one process, in chunks (docs/memory.md)
---   zero       two ranks, which share all state out     pipeline   two ranks, each with a stage of the model
+--   zero       two ranks, over which all state is sharded     pipeline   two ranks, each with a stage of the model
 --   tensor     two ranks, each with a part of each layer
--- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches, which are those of two
--- ranks with ZeRO, so that all layouts compute the same losses, even if the loss couples the rows of a micro-batch.
+-- The last three run under tools/launch.lua --nproc-per-node 2. Each step has two micro-batches, and with ZeRO each of
+-- the two ranks has one of them, so that all layouts compute the same losses, even if the loss couples the rows of a
+-- micro-batch.
 local ps = require "ps"
 local argparse = require "argparse"
 local whole = require("ps.command_line").whole
@@ -29,7 +30,7 @@ function layout.open(name, what, default)
   parser:option("--optimizer", "adamw or sgd", "adamw"):choices { "adamw", "sgd" }
   parser:option("--picture", "the picture's file", default.picture)
   parser:option("--save", "a folder for a checkpoint of the last step")
-  parser:option("--trace", "a file for the first weights and batches, by which another program can do the same")
+  parser:option("--trace", "a file for the first weights and batches, so that another program can repeat the training")
   local self = setmetatable({ args = parser:parse(), lr = default.lr }, layout)
   local how, ranks = self.args.layout, tonumber(os.getenv "WORLD_SIZE" or "1")
   if RANKS[how] ~= ranks then
@@ -57,7 +58,7 @@ function layout:initialize(model_func, example)
     tensor_parallel = how == "tensor" and { size = 2 } or nil } }
 end
 
---- Trains on batches by names, which all ranks draw alike. A data-parallel rank takes its own rows.
+--- Trains on named batches, which are drawn equally on all ranks. A data-parallel rank uses its own rows.
 ---@param batch fun(rows: integer): table
 function layout:train(batch)
   local args, model, rank, ranks = self.args, self.model, ps.mesh.rank "dp", ps.mesh.size "dp"

@@ -8,7 +8,7 @@ local ps = require "ps"
 local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
--- Values of points [n, 2] in the square from -1 to 1, whose quarters have waves of unlike lengths.
+-- Values of points [n, 2] in the square from -1 to 1, whose quarters have waves of different lengths.
 local function value(at)
   local x, y = at:narrow(1, 0, 1), at:narrow(1, 1, 1)
   return ps.where(x:gt(0), (9 * x):sin() * (3 * y):cos(), (3 * x + 9 * F.relu(y)):sin())
@@ -25,14 +25,15 @@ function Mixture:init(width, experts)
   self.norm, self.router, self.experts = nn.LayerNorm(width), nn.Linear(width, experts), nn.ModuleList()
   for _ = 1, experts do self.experts:append(Expert(width)) end
 end
--- x [n, width] plus the experts' results, the loss of unequal shares, and the expert of each row.
+-- Returns x [n, width] plus the experts' results, the loss for unequal shares, and the expert of each row.
 function Mixture:forward(x)
   local h, n, E = self.norm(x), x:size(0), self.experts.length
   local room = math.ceil(1.25 * n / E)
   local gates = F.softmax(self.router(h), -1)                                                     -- [n, E]
   local gate, expert = gates:max(-1)
   local chosen = ps.one_hot(expert, E):to "fp32"
-  local place = (chosen:cumsum(0) * chosen):sum(-1):long() - 1                                    -- among the expert's
+  -- position among the expert's rows
+  local place = (chosen:cumsum(0) * chosen):sum(-1):long() - 1
   local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- those beyond: none
   local y = 0
   for e, one in self.experts:each() do

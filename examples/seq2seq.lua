@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Trains an encoder and a decoder (Vaswani et al. 2017) to sort digits, and writes a picture: rows of drawn digits, and
--- below each the digits that the model writes. One table embeds the digits of both sides and is the head, too.
+-- below each the digits that the model writes. One table embeds the digits of both sides and is also the head.
 --   psluajit seq2seq.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 seq2seq.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"
@@ -8,9 +8,9 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
-local LENGTH, BEGIN = 8, 10                                  -- digits of a row; the word before the first one
+local LENGTH, BEGIN = 8, 10                                  -- digits of a row; the start token
 
--- Digits [n, LENGTH], the same in order, and these one place later, which the decoder reads.
+-- Digits [n, LENGTH], the sorted digits, and the sorted digits shifted by one place, which the decoder reads.
 local function batch(n)
   local from = ps.randint(0, 10, { n, LENGTH }, { dtype = "int64" })
   local to = from:sort(-1)
@@ -19,7 +19,7 @@ local function batch(n)
 end
 
 local Sorter = nn.class "Sorter"
-Sorter.tensor_parallel = { embed = "vocabulary" }            -- nn's layers know how ranks share them
+Sorter.tensor_parallel = { embed = "vocabulary" }            -- nn's layers define how ranks share them
 
 function Sorter:init(width, layers, heads)
   local options = { dim_feedforward = 2 * width, dropout = 0, batch_first = true, norm_first = true }
@@ -61,7 +61,8 @@ run:train(batch)
 
 local given, rows = batch(4), {}
 given.into = ps.full({ 4, LENGTH }, BEGIN, { dtype = "int64" })
-for place = 0, LENGTH - 1 do                                 -- the likeliest digit at each place, one after the other
+-- selects the likeliest digit at each place, one after the other
+for place = 0, LENGTH - 1 do
   given.to = run:output(given, "logits"):narrow(2, 0, 10):argmax(-1)
   if place < LENGTH - 1 then given.into:select(1, place + 1):copy_(given.to:select(1, place)) end
 end

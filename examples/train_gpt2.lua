@@ -160,7 +160,7 @@ local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
     if holds(path, text) then return path end
-    error(("%s has other tokens than %s gives now, and --resume needs the data that the run started with: give that "
+    error(("%s has other tokens than %s gives now, but --resume needs the data with which the run started: pass that "
       .. "data, or start a new run with another --out (no file was changed)"):format(path,
       args.data or settings.fortunes), 0)
   end
@@ -206,7 +206,7 @@ local function assemble(args, learn)
   local dtype = args.dtype
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = args.seq })                        -- more positions would stay untrained and spoil samples
+    n_positions = args.seq })                        -- further positions would stay untrained and spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
@@ -297,7 +297,7 @@ local function main()
   ps.data.windows(windows)                     -- fails now, not after an hour, if there is too little held-out text
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
-  print(("%s: %s parameters, %s, %d rows of %d tokens a batch, on %s"):format(args.model,
+  print(("%s: %s parameters, %s, %d rows of %d tokens per batch, on %s"):format(args.model,
     progress.count(run.model:num_parameters()), args.dtype, args.batch, args.seq, ps.device(args.device).description))
   if args.resume then print(("resumed from %s"):format(checkpoints.load(args.out, run).file)) end
   local every = args.eval_every or eval_every(args)

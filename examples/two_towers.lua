@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Trains two towers (Radford et al. 2021, "CLIP") that bring drawn numbers and their two digits to one space: the other
--- rows of a micro-batch are the negatives. Writes a picture: numbers, and the likeness of each to ten texts.
+-- Trains two towers (Radford et al. 2021, "CLIP") that map images of drawn numbers and their two digits to one space:
+-- the other rows of a micro-batch are the negatives. Writes a picture: numbers, and the similarity of each to ten
+-- texts.
 --   psluajit two_towers.lua --layout chunks                                    also plain
 --   psluajit launch.lua --nproc-per-node 2 two_towers.lua --layout pipeline    also zero, tensor (layout.lua)
 local ps = require "ps"

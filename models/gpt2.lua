@@ -86,7 +86,7 @@ function MLP:forward(h, x, cached)
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- The same in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so results
+-- The MLP in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so results
 -- differ slightly.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()

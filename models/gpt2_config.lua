@@ -9,7 +9,8 @@ return settings.new {
     vocab_size = 50257, n_positions = 1024, n_layer = 12, n_head = 12, n_embd = 768, layer_norm_epsilon = 1e-5,
     embd_pdrop = 0, attn_pdrop = 0, resid_pdrop = 0, activation_function = "gelu_new", initializer_range = 0.02,
     tie_word_embeddings = true, scale_attn_weights = true, scale_attn_by_inverse_layer_idx = false,
-    reorder_and_upcast_attn = false,                       -- changes the order of operations, not the result's formula
+    -- changes the order of operations, but not the formula of the result
+    reorder_and_upcast_attn = false,
   },
   file_defaults = { embd_pdrop = 0.1, attn_pdrop = 0.1, resid_pdrop = 0.1 },
   optional = { n_inner = "whole", pad_token_id = "whole", classifier_dropout = "number", hidden_dropout = "number" },
@@ -21,7 +22,7 @@ return settings.new {
     max_position_embeddings = "n_positions" },
   fixed = { model_type = { "gpt2", "another model" }, add_cross_attention = { false, "attention to an encoder" },
     is_encoder_decoder = { false, "a model with an encoder" }, is_causal = { true, "attention to later positions" } },
-  any_pad = true,                                          -- only compared with ids; no table has a row for it
+  any_pad = true,                                          -- only compared with ids; it needs no row in a table
   measures = {
     { "vocab_size", "wte.weight", 1 }, { "n_embd", "wte.weight", 2 }, { "n_positions", "wpe.weight", 1 },
     { "n_inner", "h.0.mlp.c_fc.weight", 2, default = function(c) return 4 * c.n_embd end },
