@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models and runs for the specs of the engine: a case says what is trained, a setting where its memory is. The same
+-- Models and runs for the specs of the engine: a case defines the training, and a setting its memory. The same
 -- case gives the same losses, parameters and optimizer state, bit for bit, under every setting. Loaded with dofile;
 -- both are plain tables, so that a case can be printed, and run in another process (M.child).
 local ps = require "ps"
@@ -16,7 +16,7 @@ local C, F = ps.C, ps.functional
 local M = {}
 
 -- -- numbers and text ----------------------------------------------------------------------------------------------
---- Random numbers of their own: the same on every machine, and nobody else draws from them.
+--- Random numbers of their own: the same on every machine, and used by no other code.
 ---@param seed integer
 ---@return {int: fun(low: integer, high: integer): integer, pick: fun(list: any[]), chance: fun(p: number): boolean}
 function M.random(seed)
@@ -50,7 +50,7 @@ function M.text(value)
 end
 
 -- -- models ----------------------------------------------------------------------------------------------------------
--- A multilayer perceptron [B, 16] -> [B, 8]; `case.model` says what is special about it.
+-- A multilayer perceptron [B, 16] -> [B, 8]; `case.model` has its special properties.
 local MLP = nn.class("TestMLP")
 
 function MLP:init(case)
@@ -77,7 +77,7 @@ function MLP:init(case)
   self:buffer("scale", ps.full({ 1 }, 0.5))
 end
 
--- Which layers run: all, or those that the step's number says.
+-- The layers that run: all, or those that the step's number selects.
 local function runs(self, i)
   if self.kind ~= "changing" or not self.training then return true end
   return (tonumber(ps.rng().step) * 5 + i * 3) % 4 ~= 0
@@ -146,15 +146,15 @@ local GROUPS = {
       nesterov = false }, {} },
 }
 
--- Speeds by which the split of Adam is planned: a link to use, one to spare, and between. Measured ones would make
--- budgets and moves depend on what else this machine does.
+-- Speeds for the plan of Adam's split: a fast link, a slow one, and one between. With measured speeds, budgets and
+-- moves would depend on the load of the machine.
 local RATES = {
   { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 },
   { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 },
   { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 },
 }
 
---- What ps.initialize takes, for a case under a setting.
+--- The arguments of ps.initialize for a case under a setting.
 ---@param case table
 ---@param setting table
 ---@return table
@@ -187,7 +187,8 @@ function M.bytes(t)
   return ffi.string(buffer, n)
 end
 
---- All that training changed: masters, parameters, moments, counts and what the scaler and the random numbers are at.
+--- Everything that training changes: masters, parameters, averages, counts, and the states of the scaler and of the
+--- random numbers.
 ---@param model ps.Engine
 ---@param optimizer ps.EngineOptimizer
 ---@return table<string, string>
@@ -216,7 +217,7 @@ local function look_at(model, case, batch, out)
   end
 end
 
---- Trains `case` on an engine that is open; out collects losses and norms as text.
+--- Trains `case` on an open engine; out collects losses and norms as text.
 ---@param case table
 ---@param data table
 ---@param model ps.Engine
@@ -240,7 +241,7 @@ function M.train(case, data, model, optimizer, out)
   end
 end
 
---- Compares the most that tiers held with their budgets.
+--- Compares the peaks of the tiers with their budgets.
 ---@param setting table for the error
 function M.check_tiers(setting)
   local info = ffi.new("ps_tier_info")
@@ -253,8 +254,8 @@ function M.check_tiers(setting)
   end
 end
 
--- Traces of the JIT hold what they were specialised to, and a recompute segment is forgotten when a scope begins.
---- Bytes in use on cpu and sim once all garbage is gone.
+-- The bytes in use on cpu and sim after all garbage is freed. (Traces of the JIT hold references to constants, and a
+-- recompute segment is released only when a scope begins.)
 ---@return integer cpu
 ---@return integer sim
 function M.used()
@@ -293,7 +294,7 @@ function M.run(case, setting)
   return result
 end
 
---- What differs between two results, or nil.
+--- The first difference between two results, or nil.
 ---@param a table
 ---@param b table
 ---@return string?
@@ -322,7 +323,7 @@ function M.case(seed)
   case.clip = r.chance(0.4) and r.pick { 0.05, 1, 100 } or nil
   case.optimizer, case.weight_decay = r.pick { "Adam", "AdamW" }, r.pick { 0, 0.1 }
   case.groups = r.pick { "none", "norms", "rates" }
-  if seed < 400 and seed % 6 == 5 then              -- the other seeds are what they were before there was SGD
+  if seed < 400 and seed % 6 == 5 then              -- the other seeds draw the same cases as before SGD was added
     case.optimizer, case.momentum, case.nesterov = "SGD", seed % 12 == 5 and 0.9 or nil, seed % 24 == 5 or nil
     if case.groups == "rates" then case.groups = "sgd_rates" end
   end
@@ -344,7 +345,7 @@ function M.case(seed)
   return case
 end
 
--- Bytes of a case's chunks, about: 10 to 18 a parameter, and what lies at their ends.
+-- About the bytes of a case's chunks: 10 to 18 per parameter, and the waste at their ends.
 local function state_bytes(case)
   local numel = 0
   local was = ps.set_default_device("meta")
@@ -353,7 +354,7 @@ local function state_bytes(case)
   return numel * (case.optimizer ~= "SGD" and 18 or (case.momentum or case.groups == "sgd_rates") and 14 or 10)
 end
 
---- A setting for a case: its budgets may be too small by a little.
+--- A setting for a case. Its budgets may be slightly too small.
 ---@param case table
 ---@param r table random numbers
 ---@param folder string for disk files
@@ -384,8 +385,8 @@ function M.setting(case, r, folder)
   return setting
 end
 
---- The same with budgets that are scarce together: the last tier has no room for all chunks, so some live on the first
---- one alone.
+--- The same with budgets that are scarce together: the last tier has no room for all chunks, so some are resident on
+--- the first one.
 ---@param case table
 ---@param r table random numbers
 ---@param folder string for disk files
@@ -403,7 +404,7 @@ function M.scarce(case, r, folder)
   return setting
 end
 
---- Makes the budget larger that an error says is too small; gives its text, or nil where it is another error.
+--- Raises the budget that an error says is too small. Returns the error's text, or nil if it is another error.
 ---@param problem any
 ---@param setting? table default: problem.setting
 ---@return string?
@@ -418,12 +419,12 @@ function M.grow(problem, setting)
   return text
 end
 
---- Raises a setting's budgets to about the least under which `run` succeeds: by what a refused step says that it lacks
---- on a tier, where the error has that number, else as M.grow does. Bytes in a spec would be right on one machine only:
---- what a matrix product takes for itself depends on the processor's instructions.
+--- Raises a setting's budgets to about the least under which `run` succeeds: by the number of missing bytes in the
+--- error of a refused step, if it has one, else like M.grow. Fixed numbers would be right on only one machine, since
+--- the work space of a matrix product depends on the processor's instructions.
 ---@param setting table its budgets grow here
 ---@param run fun() a step or more under the setting; leaves no engine open
----@param anyone? fun(yes: boolean): boolean of several ranks, which all call this: whether it is so on one of them
+---@param anyone? fun(yes: boolean): boolean for several ranks, which all call it: whether `yes` is true on any of them
 ---@return integer refused how often it was
 function M.fit(setting, run, anyone)
   anyone = anyone or function(yes) return yes end
@@ -443,11 +444,11 @@ function M.fit(setting, run, anyone)
   error("no budgets were found that fit: " .. M.text(setting), 0)
 end
 
---- Runs a case under a setting, with larger budgets where it says that they are too small.
+--- Runs a case under a setting, and raises budgets that are too small.
 ---@param case table
 ---@param setting table its budgets grow here
 ---@return table result
----@return string[] refusals what was said of the budgets
+---@return string[] refusals the errors about budgets
 function M.run_fitting(case, setting)
   local refusals = {}
   for _ = 1, 30 do
@@ -462,7 +463,8 @@ function M.run_fitting(case, setting)
   error("budgets that fit were not found: " .. refusals[#refusals], 0)
 end
 
---- For the specs of a file: one thread, for thousands of tiny steps, and a folder, which goes in the end.
+--- For the specs of a file: one thread, since there are thousands of tiny steps, and a folder, which is removed at the
+--- end.
 ---@param busted {setup: function, teardown: function}
 ---@param take fun(folder: string) gets it before the first spec
 function M.scratch(busted, take)
@@ -478,7 +480,7 @@ function M.scratch(busted, take)
   end)
 end
 
---- How many files and folders are in a folder.
+--- The number of files and folders in a folder.
 ---@param folder string
 ---@return integer
 function M.entries(folder)
@@ -487,14 +489,14 @@ function M.entries(folder)
   return n
 end
 
---- Ends the engine that is open, if any.
+--- Closes the open engine, if any.
 function M.close_engine()
   local open = engine_setup.current()
   if open then open:close() end
   assert(not open, "an engine was left open")
 end
 
---- A case that is small.
+--- A small case.
 ---@param changes? table
 ---@return table
 function M.small(changes)
@@ -504,7 +506,7 @@ function M.small(changes)
   return case
 end
 
---- Runs Lua text in another psluajit, M at hand as `L`: its output and exit code.
+--- Runs Lua text in another psluajit, in which `L` is M. Returns its output and exit code.
 ---@param script string
 ---@param environment? string
 ---@return string output

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Training scripts that do more than the usual loop: between forward, backward and step they read, write, evaluate,
--- fail, give steps up, save, and go on elsewhere. A plan, drawn by seed, says what happens in which step; the same plan
--- gives the same numbers over plain memory and over chunks, whatever the settings. Cases and settings are
+-- fail, abandon steps, save, and continue in another engine. A plan, drawn by seed, has the events of each step; the
+-- same plan gives the same numbers over plain memory and over chunks, whatever the settings. Cases and settings are
 -- chunks_lib.lua's.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
@@ -16,19 +16,19 @@ local FAILURE = "this forward was to fail"
 
 ---@class mix.Run
 ---@field case table
----@field settings table[] one for each life of the engine
+---@field settings table[] one for each engine of the run
 ---@field life integer
 ---@field step integer
 ---@field micro integer
----@field here table<string, boolean> what happens in this step
----@field file string where it saves, without an extension
----@field out string[] all that was seen
+---@field here table<string, boolean> the events of this step
+---@field file string path of saved files, without an extension
+---@field out string[] all observations
 
 local function say(run, ...) run.out[#run.out + 1] = table.concat({ ... }, " ") end
 
 local function number(t) return ("%.17g"):format(t:to("fp64"):sum():item()) end
 
--- A batch that depends on the step alone: the run's random numbers stay as they are.
+-- A batch that depends only on the step, and does not advance the run's random numbers.
 local function batch(run, which, times)
   local case, restore = run.case, random_state.keep()
   ps.manual_seed(case.seed * 1000 + run.step * 10 + which)
@@ -119,7 +119,7 @@ local function reopen(run)
   load(run)
 end
 
--- -- what happens -----------------------------------------------------------------------------------------------------
+-- -- events -----------------------------------------------------------------------------------------------------
 -- Some parameter of the model, by a number.
 local function some(run, n)
   local list = {}
@@ -168,8 +168,8 @@ local function through_file(run, state, load_into)
   load_into(ps.load(path, { lazy = run.step % 2 == 0 }))
 end
 
--- What may happen before a step, between forward and backward, between backward and step, and after: {name, chance,
--- function}; `whole`: not where backward has updated parameters already.
+-- Events before a step, between forward and backward, between backward and step, and after a step: {name, chance,
+-- function}; `whole`: only if backward has not updated parameters yet.
 local AT = {
   before = {
     { "collects", 0.2, function() collectgarbage() end },
@@ -243,7 +243,7 @@ local AT = {
     end },
   },
 }
--- And how its forwards go.
+-- Variants of its forwards.
 local WAYS = { { "larger", 0.15 }, { "twice", 0.12 }, { "two batches", 0.1 }, { "in eval mode", 0.12 },
   { "not by the engine", 0.08 }, { "weighed", 0.1 } }
 
@@ -292,8 +292,8 @@ local function train(run, plan)
   close(run)
 end
 
--- -- runs and what they are drawn from --------------------------------------------------------------------------------
---- What happens in each step of a case.
+-- -- runs, and how they are drawn --------------------------------------------------------------------------------
+--- The events in each step of a case.
 ---@param case table
 ---@param r table random numbers
 ---@return table<string, boolean>[]
@@ -308,7 +308,7 @@ function M.plan(case, r)
   return plan
 end
 
---- A case, its plan, and settings for the engine's lives, by seed.
+--- A case, its plan, and settings for the run's engines, by seed.
 ---@param seed integer
 ---@param folder string
 ---@return table case
@@ -330,11 +330,11 @@ function M.draw(seed, folder)
   return case, plan, settings
 end
 
---- Runs a case by a plan; the engine that a reopening makes has the next of the settings.
+--- Runs a case by a plan; each reopened engine uses the next of the settings.
 ---@param case table
 ---@param plan table
 ---@param settings table[]
----@param file string path of what it saves, without an extension
+---@param file string path of saved files, without an extension
 ---@return {out: string[], state: table<string, string>, resident: integer}
 function M.run(case, plan, settings, file)
   local run = { case = case, settings = settings, life = 1, out = {}, file = file, resident = 0 }
@@ -349,7 +349,7 @@ function M.run(case, plan, settings, file)
   error(problem, 0)
 end
 
---- The same, with larger budgets where it says that they are too small.
+--- The same, but raises budgets that are too small.
 function M.run_fitting(case, plan, settings, file)
   for _ = 1, 60 do
     local ok, result = pcall(M.run, case, plan, settings, file)

@@ -100,7 +100,7 @@ describe("attention by warpgroup products", function()
     ]])
   end)
 
-  it("is taken where it is the faster unless the environment says otherwise", function()
+  it("is used where it is faster, unless the environment says otherwise", function()
     if lacks() then return end
     if cuda.REAL then return pending("the emulator counts products; a GPU does not") end
     runs(false, COUNT .. RUN .. [[
@@ -151,7 +151,7 @@ describe("attention by warpgroup products", function()
     os.remove(name)
   end)
 
-  it("leaves masks, dropout, other heads and rows that are not aligned to other kernels", function()
+  it("leaves masks, dropout, other widths of heads and unaligned rows to other kernels", function()
     if lacks() then return end
     runs("wgmma", COUNT .. RUN .. [[
       local mask = ps.ones({ 1, 70 }, { device = "ref" }):gt(0)
@@ -184,8 +184,8 @@ describe("attention by warpgroup products", function()
     ]])
   end)
 
-  it("is asked for by a name, on the GPUs that have it", function()
-    if cuda.REAL then return pending("this is about what is missing, and everything is there") end
+  it("is selected by name, on the GPUs that support it", function()
+    if cuda.REAL then return pending("this test needs a missing part, and nothing is missing") end
     if lacks() then return end
     for setting, words in pairs { hopper = "PS_CUDA_ATTENTION is 'hopper'; it takes mma or wgmma; unset",
                                   wgmma = "is for compute capability 9.0, this device has 10.0; unset it" } do

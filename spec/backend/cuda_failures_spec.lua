@@ -2,7 +2,7 @@
 -- Failures of the CUDA runtime and of cuBLASLt: the device fails at any call, memory is refused, the library fails. The
 -- emulator fails the calls that the test selects (ps_emu_fail_calls), one after the other, each in a fork of one
 -- process. Every failure must be an error that names its cause. Later calls report the same error, values that can
--- still be read are right, and the process ends as it should. PS_FULL=1 tries every call instead of a sample.
+-- still be read are right, and the process ends normally. PS_FULL=1 tries every call instead of a sample.
 local lib = require "spec.cuda_lib"
 
 -- For scripts: walk(kind, count, work, look) forks once for each N = 0, 1, 2, ... In fork N, calls N to N + count - 1
@@ -27,7 +27,7 @@ local WALK = ([[
       local calls = tonumber(plugin.ps_emu_fail_calls(kind, -1, 0))
       local fine, wrong = pcall(look, ok, tostring(why))
       print(fine and "calls " .. calls or "WRONG: " .. tostring(wrong) .. " AFTER: " .. tostring(why))
-      os.exit(0, true)                                -- with everything that closing does
+      os.exit(0, true)                                -- including all work of closing
     end
     unistd.close(writer)
     local text = {}
@@ -78,13 +78,13 @@ local ENGINE = [[
 ]]
 
 local function comes_to_its_end(script)
-  if lib.REAL then return pending("a GPU is not made to fail") end
+  if lib.REAL then return pending("a real GPU cannot be made to fail") end
   if lib.lacks_kernels() then return pending(lib.lacks_kernels()) end
   local out, code = lib.child(WALK .. ENGINE .. script .. "\nprint 'fine'")
   assert.truthy(code == 0 and out:find("fine\n", 1, true), ("exit code %d: %s"):format(code, out))
 end
 
--- Checks what must be true after the device was given up: every error contains cause.
+-- Checks the conditions after the device was abandoned: every error contains cause.
 local GIVEN_UP = [[
   -- The values that parameters have after each step of `work`.
   local known, file = {}, os.tmpname()
@@ -131,14 +131,14 @@ local GIVEN_UP = [[
         assert(not good or (at and (not of or at == of)), name .. " has a value that it never had, or not then")
         of = at
       end
-      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host continues to work
+      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host keeps working
       model:close()
     end
   end
 ]]
 
 describe("when CUDA fails,", function()
-  it("opening the device says so, and may be tried again where memory was all that lacked", function()
+  it("opening the device reports it, and may be repeated if only memory was missing", function()
     comes_to_its_end [[
       local function open() return ps.device("cuda") end
       local function refused(again)
@@ -154,7 +154,7 @@ describe("when CUDA fails,", function()
     ]]
   end)
 
-  it("a step that moves chunks ends with the cause, and nothing is taken for what it is not", function()
+  it("a step that moves chunks fails with the cause, and no wrong value is used", function()
     comes_to_its_end(GIVEN_UP .. [[
       model, optimizer = engine()
       for _ = 1, 2 do step() end
@@ -208,8 +208,8 @@ describe("when CUDA fails on one of two ranks that train together,", function()
   setup(function() folder = ranks.folder() end)
   teardown(function() ranks.remove(folder) end)
 
-  it("both have the cause, or hear of the rank that ended, at once", function()
-    if lib.REAL then return pending("a GPU is not made to fail") end
+  it("both get the cause, or the error about the ended rank, at once", function()
+    if lib.REAL then return pending("a real GPU cannot be made to fail") end
     if ranks.no_gloo() or not ranks.emulated() then return pending(ranks.no_gloo() or ranks.NO_EMULATED) end
     local counts = lib.FULL and 40 or 2
     for case = 1, 2 * counts do
@@ -234,7 +234,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
           assert(cause or (rank == 0 and text:find("rank 1 %%(%%S+%%) ended")), text)
         end
         told(why)
-        ok, why = pcall(settle)                                      -- this also ends what is under way
+        ok, why = pcall(settle)                                      -- this also ends the work under way
         if not ok then told(tostring(why)) end
       ]]):format(kind, kind, kind, share), ranks.emulated())
       assert.truthy(os.time() - began < check.PROMPT_S, all[0].text)

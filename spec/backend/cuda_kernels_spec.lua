@@ -19,7 +19,7 @@ local function runs(script)
 end
 
 describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processor,"), function()
-  it("normalise rows of every width, aligned or not, and give their gradients", function()
+  it("normalise rows of every width, aligned or not, and compute their gradients", function()
     runs [[
       -- rows, width, with add, with w. With bf16 a thread has 8 columns: 13 and 20 are not multiples of it, 2056 and
       -- 4104 are large
@@ -60,7 +60,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
     ]]
   end)
 
-  it("sum up a vocabulary's losses in one look at each row, or in several", function()
+  it("sum the losses of a vocabulary in one pass over each row, or in several", function()
     runs [[
       -- positions, words, width: 300 bf16 words are not a multiple of 16 bytes, 304 are; 131 positions need two panels
       for _, case in ipairs { { 131, 300, 16 }, { 9, 304, 8 }, { 140, 1003, 8 }, { 7, 21, 8 }, { 40, 5000, 8 } } do
@@ -109,7 +109,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
     ]]
   end)
 
-  it("add up the gradients of rows of a table that few, many or all positions picked", function()
+  it("sum the gradients of table rows that few, many or all positions selected", function()
     runs [[
       -- positions, rows, columns, and the number of positions that select row 3: it is hot from 65 on, and sorted
       -- separately from 513 on
@@ -137,7 +137,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
     ]]
   end)
 
-  it("update with Adam to the cpu's bits whatever the types and addresses, and square likewise", function()
+  it("update with Adam and square with the cpu's bits for all types and addresses", function()
     runs [[
       for _, types in ipairs { { "fp32", "fp32" }, { "bf16", "bf16" }, { "fp16", "fp16" }, { "bf16", "fp32" },
                                { "fp32", "bf16" } } do

@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Stack frames and spills of the kernels of the real plug-in, as ptxas reported them to the build
--- (cmake/cuda_compile.cmake): kernels that a training step spends its time in keep everything in registers. Each kernel
--- is compiled for both sm_80 and sm_90; warpgroup products (attention_hopper.cu) for sm_90a alone. Skipped if no nvcc.
--- tools/prove_cuda/cubins.py compares registers, shared memory and constants of the plug-in with each card's limits.
+-- (cmake/cuda_compile.cmake): the kernels in which a training step spends its time keep everything in registers. Each
+-- kernel is compiled for both sm_80 and sm_90; warpgroup products (attention_hopper.cu) only for sm_90a. Skipped if
+-- there is no nvcc. tools/prove_cuda/cubins.py compares registers, shared memory and constants of the plug-in with
+-- each card's limits.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -61,7 +62,7 @@ local function architectures(all)
 end
 
 describe("machine code of the kernels of the device cuda", function()
-  it("keeps to registers and is there for sm_80 and sm_90", function()
+  it("stays in registers and exists for sm_80 and sm_90", function()
     if lfs.attributes(FOLDER .. "/norm.cu.o.resources", "mode") ~= "file" then
       return pending("this build has no plug-in libps_cuda.so")
     end

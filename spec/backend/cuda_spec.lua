@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The device cuda on machines without a GPU: what it says when something is missing, and its own kernels, compiled for
+-- The device cuda on machines without a GPU: its errors when something is missing, and its kernels, compiled for
 -- the processor (spec/emulate), against ref, in training and in chunks. bench/gpu_check.sh runs the same on a GPU.
--- PS_FULL=1 runs all types; fp16 differs from bf16 in its conversions only. PS_CUDA_REAL=1 tests the real plug-in on
+-- PS_FULL=1 runs all types; fp16 differs from bf16 only in its conversions. PS_CUDA_REAL=1 tests the real plug-in on
 -- this machine's GPU instead of the emulated one.
--- Everything runs in processes of its own: a process opens the device once, and looks for a driver by its environment.
+-- Each test runs in its own processes: a process opens the device once, and finds the driver by its environment.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local cuda = require "spec.cuda_lib"
@@ -11,14 +11,14 @@ local cuda = require "spec.cuda_lib"
 local BUILD, DRIVER, PLUGIN, REAL, FULL = cuda.BUILD, cuda.DRIVER, cuda.PLUGIN, cuda.REAL, cuda.FULL
 local HAS_DRIVER, child = cuda.HAS_DRIVER, cuda.child
 local it = it
-if REAL and not HAS_DRIVER then                -- all are listed, and none of them passes
+if REAL and not HAS_DRIVER then                -- all of them are listed, and each is excluded
   local listed = it
   it = function(name) listed(name, function() pending(cuda.lacks_kernels()) end) end
 end
 
 local function needs_emulated(kernels)
   if REAL and not kernels then
-    pending("this is about what is missing, and everything is there")
+    pending("this test needs a missing part, and nothing is missing")
     return true
   end
   local why = cuda.lacks_kernels()
@@ -35,7 +35,7 @@ local function says(env, ...)
   end
 end
 
-describe("the device cuda says what is missing:", function()
+describe("the device cuda names the missing part:", function()
   it("a driver", function()
     if HAS_DRIVER then return pending("this machine has a driver") end
     says({ LD_LIBRARY_PATH = false }, "no NVIDIA driver on this machine", "libcuda.so.1")
@@ -82,7 +82,7 @@ describe("the device cuda says what is missing:", function()
     says({ PS_EMULATE_MEMORY = tostring(300 * 2 ^ 20) }, "no memory: emulated on the processor has 300 MiB",
          "300 MiB are free and at least 512 MiB are needed")
   end)
-  it("and a configuration falls back on the cpu only when it says auto", function()
+  it("and a configuration falls back to the cpu only with auto", function()
     if HAS_DRIVER then return pending("this machine has a driver") end
     local out, code = child([[
       local nn = require "ps.nn"
@@ -102,7 +102,7 @@ describe("the device cuda says what is missing:", function()
   end)
 end)
 
-it("a GPU that cannot be used is noted when the configuration says auto", function()
+it("a GPU that cannot be used is noted if the configuration says auto", function()
   if needs_emulated() then return end
   for device, count in pairs { auto = 1, cpu = 0 } do
     local out, code = child(([[
@@ -130,7 +130,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     assert.truthy(code == 0 and out:find(" 0 failed, 0 skipped", 1, true), out)
   end)
 
-  it("are there for every op but updates by the host, and ops that move nothing or join ranks", function()
+  it("exist for every op except updates on the host and ops that move nothing or join ranks", function()
     runs [[
       local cuda, missing = ps.device("cuda") and 4, {}
       for code = 0, ps.C.PS_OP_COUNT - 1 do
@@ -147,7 +147,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]
   end)
 
-  it("attend with wide heads, over several tiles, with every combination of options", function()
+  it("compute attention with wide heads, over several tiles, with every combination of options", function()
     runs [[
       local ops = ps.ops
       for _, case in ipairs { { 128, 70, 130, 1, 0, false }, { 96, 65, 65, 1, 0.2, true }, { 72, 130, 66, 0, 0, true },
@@ -179,7 +179,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]
   end)
 
-  it("put a GELU, its gradient and sums for biases into products, and give ref's gradients", function()
+  it("compute a GELU, its gradient and sums for biases within products, with ref's gradients", function()
     runs [[
       -- rows, features, hidden features (cuBLASLt needs multiples of 8, its stand-in does not accept 23), biases,
       -- out_in
@@ -213,10 +213,10 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]
   end)
 
-  it("draw the tokens that the cpu draws, and say which logit is none", function()
+  it("draw the same tokens as the cpu, and name a logit that is NaN", function()
     runs [[
       local V = 1000
-      local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many of them are equal
+      local logits = (ps.randn({ 3, V }, { device = "cpu" }) * 3):round()             -- many of the logits are equal
       for _, dtype in ipairs { "fp32", "bf16", "fp64" } do
         for number, how in ipairs { { 1, 1, 0 }, { 0.5, 0.8, 0 }, { 2, 1, 40 }, { 0.7, 0.3, 200 }, { 0, 1, 0 },
                                    { 3, 0.9, 500, 0.3 } } do
@@ -241,7 +241,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]]
   end)
 
-  it("name an index that is out of range, at the next look, and go on", function()
+  it("report an index out of range at the next check, and continue", function()
     runs [[
       local w = ps.ones({ 5, 4 }, { device = "cuda" })
       local y = ps.ops.embedding(w, ps.tensor({ 1, 7, 2 }, "int64"):to("cuda"))
@@ -262,8 +262,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]], { PS_CUDA_SYNC = "1" })
   end)
 
-  it("poison the device when one fails, naming the op", function()
-    if REAL then return pending("a GPU is not made to fail") end
+  it("stop the device when one fails, and name the op", function()
+    if REAL then return pending("a real GPU cannot be made to fail") end
     runs([[
       local a = ps.ones({ 4 }, { device = "cuda" })
       local ok, err = pcall(function() return (a + a):to("cpu") end)     -- the host gets the error when it waits
@@ -279,7 +279,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]], { PS_EMULATE_FAIL = "2" })
   end)
 
-  it("refuse memory that is not there as other devices do", function()
+  it("refuse requests for too much memory, like other devices", function()
     runs([[
       local much = os.getenv("PS_CUDA_REAL") and 4096 or 1
       local ok, err = pcall(ps.zeros, { 300 * much, 1024, 1024 }, { device = "cuda" })
@@ -289,7 +289,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
     ]], { PS_EMULATE_MEMORY = tostring(2 ^ 30) })
   end)
 
-  it("train to the golden values, and in chunks to the same bits", function()
+  it("train to the golden values, and in chunks with the same bits", function()
     runs(([[
       local golden, file = require "bench.golden_lib", %q
       for dtype, bound in pairs { fp32 = 2e-6, bf16 = %s } do
@@ -328,8 +328,8 @@ local COUNTS = ([[
   end
 ]]):format(PLUGIN)
 
-describe("a training step on cuda, once the first has been,", function()
-  it("makes the host wait for nothing but a norm that decides about the update, and takes no memory", function()
+describe("a training step on cuda after the first one", function()
+  it("makes the host wait only for a norm that decides about the update, and allocates no memory", function()
     if REAL then return pending("the emulator counts; a GPU does not") end
     runs(COUNTS .. [[
       local gpt2, optim = require "models.gpt2", require "ps.optim"
@@ -385,7 +385,7 @@ describe("a training step on cuda, once the first has been,", function()
     ]])
   end)
 
-  it("sends activations to the host and back beside it: no copy goes through memory that is not pinned", function()
+  it("sends activations to the host and back during the computation, all through pinned memory", function()
     if REAL then return pending("the emulator counts; a GPU does not") end
     runs(COUNTS .. [[
       local F, ROWS, WIDTH = ps.F, 365, 48
@@ -425,7 +425,7 @@ describe("a training step on cuda, once the first has been,", function()
     ]])
   end)
 
-  it("leaves host memory that a part of is pinned, into which large tensors are copied all the same", function()
+  it("can copy large tensors into host memory of which a part is pinned", function()
     runs [[
       local F, w = ps.F, ps.randn({ 48, 48 }, { device = "cuda" }):requires_grad(true)
       local function block(t) return F.gelu(F.linear(t, w), "tanh") + t end
@@ -440,7 +440,7 @@ describe("a training step on cuda, once the first has been,", function()
     ]]
   end)
 
-  it("moves chunks through pinned memory, and takes none for it", function()
+  it("moves chunks through pinned memory, and allocates none for that", function()
     if REAL then return pending("the emulator counts; a GPU does not") end
     runs(COUNTS .. [[
       local gpt2 = require "models.gpt2"

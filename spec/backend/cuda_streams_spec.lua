@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Events order what the device cuda queues on its streams, wherever an order is needed. The emulator either does
--- nothing until the host waits, and then only the work that the wait needs ("late"), or mixes pieces of other streams
--- in at random ("mixed=SEED"). Moves must not change any bit. PS_FULL=1 tries more seeds. On a GPU (PS_CUDA_REAL=1) the
--- same scripts run once. docs/cuda.md lists the orders that are proved in this way.
+-- Events order the work that the device cuda queues on its streams wherever an order is needed. The emulator either
+-- does nothing until the host waits, and then only the work that the wait needs ("late"), or mixes pieces of other
+-- streams in at random ("mixed=SEED"). Moves must not change any bit. PS_FULL=1 tries more seeds. On a GPU
+-- (PS_CUDA_REAL=1) the same scripts run once. docs/cuda.md lists the orders that are proved in this way.
 local lib = require "spec.cuda_lib"
 
 local MODES = { "late", "mixed=1" }
@@ -11,7 +11,7 @@ if lib.FULL then
 end
 if lib.REAL then MODES = { "as they are" } end
 
---- A script that must reach its end in whatever order the work runs.
+--- A script that must reach its end, whatever the order of the work.
 local function always(name, script, env)
   for _, mode in ipairs(MODES) do
     it(("%s: %s"):format(mode, name), function()
@@ -24,7 +24,7 @@ local function always(name, script, env)
   end
 end
 
--- For scripts: the losses and parameters after steps on batches that are the same each time.
+-- For scripts: the losses and parameters after steps on equal batches.
 local TRAIN = [[
   local gpt2, bytes = require "models.gpt2", require("spec.check_lib").bytes
   local function train(config, steps, micros)
@@ -142,7 +142,7 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
         config = { device = "cuda", memory = { device = "1MiB", host = "1MiB" },
           rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 } } }:close()
     end
-    make_room()                                            -- the device's rates are known from now on
+    make_room()                                            -- from here on the device's rates are known
     step(3650, ps.offload_activations)
     local want = step(1001, function(fn, ...) return fn(...) end)
     assert(step(1001, ps.offload_activations, make_room) == want)

@@ -1,7 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a script experiences when it uses the device cuda. Tensors print as on any device, models and batches move there
--- by name, and an error about a tensor on the wrong device says what to write. Scripts run in processes of their own,
--- as in cuda_spec.
+-- The device cuda in scripts. Tensors print as on any device, models and batches move there by name, and an error
+-- about a tensor on the wrong device says how to correct it. Scripts run in processes of their own, as in cuda_spec.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local cuda = require "spec.cuda_lib"
@@ -38,7 +37,7 @@ describe("on the device cuda", function()
     ]]
   end)
 
-  it("it may be opened first while an engine of the cpu is open", function()
+  it("it may be opened for the first time while an engine of the cpu is open", function()
     runs [[
       local model, optimizer = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(8, 8) end,
         config = { device = "cpu", plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } } }
@@ -58,7 +57,7 @@ describe("on the device cuda", function()
     ]]
   end)
 
-  it("a profile has when kernels and copies ran, by the device's clock, and waits for nothing in between", function()
+  it("a profile has the times of kernels and copies by the device's clock, and adds no waits", function()
     if cuda.REAL then return pending "needs the emulated streams" end
     runs([[
       local ffi, C, json = require "ffi", ps.C, require "cjson"
@@ -105,7 +104,7 @@ describe("on the device cuda", function()
     ]], { PS_EMULATE_STREAMS = "late" })
   end)
 
-  it("copies of chunks are in a profile as long as they take, not as long as they wait", function()
+  it("a profile has the durations of copies of chunks without their waits", function()
     if cuda.REAL then return pending "needs the emulated streams" end
     runs([[
       local gpt2 = require "models.gpt2"
@@ -144,7 +143,7 @@ describe("on the device cuda", function()
     ]], { PS_EMULATE_STREAMS = "late" })
   end)
 
-  it("a model goes by module:to(name), and learns from a loader's batches there", function()
+  it("a model moves by module:to(name), and learns from a loader's batches there", function()
     local name = os.tmpname()
     local f = assert(io.open(name, "wb"))
     f:write(("a text to learn from. "):rep(40))
@@ -176,7 +175,7 @@ describe("on the device cuda", function()
         local ids = ps.randint(1, 256, { 3, 9 }, { dtype = "int32" })
         local batch = { input_ids = ids:to(device), attention_mask = seen:to(device),
           labels = ps.where(seen:eq(1), ids, ps.full({ 1 }, -100, { dtype = "int32" })):to(device) }
-        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 that count, and 1 that fills the tile
+        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 needed rows, and 1 that fills the tile
         local loss = bert(batch).loss
         loss:backward()
         return loss:item(), bert.bert.embeddings.word_embeddings.weight:grad():to "cpu"
@@ -188,7 +187,7 @@ describe("on the device cuda", function()
     os.remove(name)
   end)
 
-  it("states are taken over from the cpu, and back", function()
+  it("states can be moved from the cpu to cuda and back", function()
     runs [[
       local gpt2 = require "models.gpt2"
       local here, there = gpt2.new("tiny"), gpt2.new("tiny", { device = "cuda" })
@@ -225,7 +224,7 @@ describe("on the device cuda", function()
     ]]
   end)
 
-  it("what lies elsewhere, or is called otherwise, is told with what to write", function()
+  it("errors about tensors on other devices and unknown names say what to write", function()
     runs [[
       local function says(fn, text)
         local ok, err = pcall(fn)
@@ -245,8 +244,8 @@ describe("on the device cuda", function()
     ]]
   end)
 
-  it("memory that earlier tensors keep from going back is told apart from what is in use", function()
-    if cuda.REAL then return pending("how much memory is asked for at once is the emulator's") end
+  it("errors distinguish memory that cannot be returned from memory in use", function()
+    if cuda.REAL then return pending("the emulator decides how much memory is requested at once") end
     runs [[
       local large = ps.empty({ 700 * 2 ^ 18 }, { device = "cuda" })
       local kept = ps.empty({ 16 }, { device = "cuda" })
@@ -271,7 +270,7 @@ describe("on the device cuda", function()
     if out then assert.truthy(out:find("cuda op fill_\ncuda op matmul\ncuda op exp\n", 1, true), out) end
   end)
 
-  it("examples train, and go on from a checkpoint of the cpu", function()
+  it("examples train, and continue from a checkpoint of the cpu", function()
     local why = cuda.lacks_kernels()
     if why then return pending(why) end
     local folder = os.tmpname()

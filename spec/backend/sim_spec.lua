@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The device sim, a pretend accelerator. Copies move tensors to it and back. The op table runs on it with the cpu's
--- bits, training has the cpu's losses and parameters bit for bit, and its memory ends at the set limit.
+-- The device sim, a simulated accelerator. Copies move tensors to it and back. The op table runs on it with the cpu's
+-- bits, training has the cpu's losses and parameters bit for bit, and its memory has the set limit.
 local ps = require "ps"
 local ffi = require "ffi"
 local gpt2 = require "models.gpt2"
@@ -13,7 +13,7 @@ local fails, bytes, run = check.fails, check.bytes, check.run
 before_each(function() ps.manual_seed(1) end)
 
 describe("sim", function()
-  it("is a device among the others, and keeps their numbers", function()
+  it("is a device like others, and does not change their numbers", function()
     local names = {}
     for i, device in ipairs(ps.devices()) do names[i] = device.name end
     assert.same({ "cpu", "ref", "meta", "sim" }, names)
@@ -21,7 +21,7 @@ describe("sim", function()
     fails(function() ps.zeros({ 1 }, { device = "gpu" }) end, "no device called 'gpu'", "cpu, ref, meta, sim")
   end)
 
-  it("has tensors that go there and come back", function()
+  it("has tensors that can be copied to it and back", function()
     for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint8", "bool" } do
       local t = ps.tensor({ { 1, 0, 1 }, { 0, 1, 1 } }, dtype)
       for _, host in ipairs { "cpu", "ref" } do
@@ -44,7 +44,7 @@ describe("sim", function()
     fails(function() ps.zeros({ 2 }, { device = "meta" }):to("sim") end, "device meta holds no data")
   end)
 
-  it("takes values from Lua and gives them back through copies", function()
+  it("takes values from Lua and returns them through copies", function()
     local t = ps.tensor({ { 1, 2 }, { 3, 4.5 } }, { device = "sim" })
     assert.equal("sim", t:device())
     assert.same({ { 1, 2 }, { 3, 4.5 } }, t:tolist())
@@ -73,7 +73,7 @@ describe("sim", function()
   end)
 end)
 
-describe("an op on sim gives the cpu's bits:", function()
+describe("an op on sim has the cpu's bits:", function()
   for _, name in ipairs(H.names) do
     if not (H.has_flag(name, "MOVE") or H.has_flag(name, "RANKS")) then
       it(name, function()
@@ -126,7 +126,7 @@ local function train(device, dtype, recompute)
   return losses, params
 end
 
-describe("training on sim gives the cpu's losses and parameters bit for bit", function()
+describe("training on sim has the cpu's losses and parameters, bit for bit", function()
   for _, dtype in ipairs { "fp32", "bf16" } do
     for _, recompute in ipairs { false, true } do
       it(dtype .. (recompute and " with recompute" or ""), function()
@@ -141,7 +141,7 @@ describe("training on sim gives the cpu's losses and parameters bit for bit", fu
 end)
 
 describe("sim's memory", function()
-  it("is as large as PS_SIM_MEMORY says, and running out of it names the numbers", function()
+  it("has the size of PS_SIM_MEMORY, and the error of running out of it has the numbers", function()
     local text = run("PS_SIM_MEMORY=8MiB", [[
       local ps = require "ps"
       local on_sim = { device = "sim" }
@@ -158,14 +158,14 @@ describe("sim's memory", function()
       .. "recompute, or set PS_SIM_MEMORY higher\nsim\tsim\n", text, 1, true)
   end)
 
-  it("and its rates are refused when they make no sense", function()
+  it("and its rates are refused if they are invalid", function()
     assert.matches("PS_SIM_MEMORY is 'plenty'; it must be a number of bytes such as 1000000, 64MiB or 1.5GiB",
       run("PS_SIM_MEMORY=plenty", "require 'ps'"), 1, true)
     assert.matches("PS_SIM_BANDWIDTH is '-3'", run("PS_SIM_BANDWIDTH=-3", "require 'ps'"), 1, true)
     assert.matches("PS_SIM_LATENCY is '1ms'", run("PS_SIM_LATENCY=1ms", "require 'ps'"), 1, true)
   end)
 
-  it("costs no thread until something is copied", function()
+  it("starts no thread until something is copied", function()
     local text = run("", [[
       local ps, lfs = require "ps", require "lfs"
       local function threads()

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The machine code of the vector kernels that training spends its time in, as objdump shows it: loops work in
--- registers. Vectors wider than the machine's are moved through the stack by GCC, which costs more than their
--- arithmetic. Loops over single numbers become vectors only where a pragma asks for it, since the build is at -O2. The
--- plain build need not do this.
+-- The machine code, by objdump, of the vector kernels in which training spends its time: loops work in registers.
+-- Vectors wider than the machine's are moved through the stack by GCC, which costs more than their arithmetic. Loops
+-- over single numbers become vectors only where a pragma asks for it, since the build uses -O2. The plain build is
+-- exempt.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 
@@ -92,7 +92,7 @@ local function obstacle()
 end
 
 describe("machine code of the vector kernels", function()
-  it("keeps to registers in its loops", function()
+  it("stays in registers in its loops", function()
     local why = obstacle()
     if why then return pending(why) end
     local wrong, seen = {}, {}
@@ -117,7 +117,7 @@ describe("machine code of the vector kernels", function()
     assert.equal("", table.concat(wrong, "\n"))
   end)
 
-  it("has vectors where a row becomes one number", function()
+  it("has vectors in reductions of rows", function()
     local why = obstacle()
     if why then return pending(why) end
     local wrong = {}
@@ -142,7 +142,7 @@ describe("machine code of the vector kernels", function()
   end)
 
   -- If a probe's loop did more than it counts, the rate would be too low.
-  it("reads and writes memory in the bandwidth probe's loops as often as the probe counts", function()
+  it("accesses memory in the bandwidth probe's loops as often as the probe counts", function()
     local why = obstacle()
     if why then return pending(why) end
     local path = BUILD .. "/CMakeFiles/ps_engine.dir/src/backend/cpu/probe.c.o"

@@ -34,7 +34,7 @@ local function model_entries(preset, dtype)
   return list
 end
 
--- Everything that must hold of a layout of `entries`.
+-- Checks all properties of a layout of `entries`.
 local function check(entries, made, options)
   local seen, numel, used, by_group = {}, 0, 0, {}
   for _, chunk in ipairs(made.chunks) do
@@ -80,7 +80,7 @@ describe("packing", function()
       local options = { uniform = random(0, 1) == 1, lookback = ({ nil, 0, 2 })[random(1, 3)] }
       local made = pack.pack(entries, random(1024, 200000), options)
       local home = check(entries, made, options)
-      if not options.uniform then                       -- next fit: tensors that are not alone stand in order
+      if not options.uniform then                       -- next fit: tensors that share a chunk are in order
         local newest = {}
         for i in ipairs(entries) do
           local chunk = home[i]
@@ -93,7 +93,7 @@ describe("packing", function()
     end
   end)
 
-  it("gives all but the last chunk one size when asked", function()
+  it("gives all chunks except the last one size if requested", function()
     local entries = {}
     for i = 1, 10 do entries[i] = { numel = 3000, dtype = "fp32", trains = true } end
     local made = pack.pack(entries, 8192, { uniform = true })
@@ -102,7 +102,7 @@ describe("packing", function()
     assert.same({ 8192, 8192, 8192, 8192, 6144 }, sizes)
   end)
 
-  it("gives a large tensor its own chunk and goes on with the open one", function()
+  it("gives a large tensor its own chunk and continues with the open one", function()
     local function entry(numel) return { numel = numel, dtype = "bf16", trains = true } end
     local made = pack.pack({ entry(100), entry(5000), entry(100), entry(9000), entry(0) }, 1024)
     assert.equal(2048, made.chunk_size)
@@ -127,7 +127,7 @@ describe("packing", function()
     assert.equal(0, #pack.search({}).chosen.layout.chunks)
   end)
 
-  it("names what is wrong", function()
+  it("names the invalid argument", function()
     local function refused(words, ...)
       local ok, err = pcall(...)
       assert.is_false(ok)
@@ -147,7 +147,7 @@ describe("packing", function()
 end)
 
 describe("the search of the chunk size", function()
-  it("keeps GPT-2's state at 14.1 bytes a parameter or less, whatever the limit", function()
+  it("keeps GPT-2's state at 14.1 bytes per parameter or less, whatever the limit", function()
     for _, preset in ipairs { "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl" } do
       local entries = model_entries(preset)
       for _, capacity in ipairs { 0, 1.25 * GIB, 6 * GIB } do
@@ -181,7 +181,7 @@ describe("the search of the chunk size", function()
     end
   end)
 
-  it("says why nothing works", function()
+  it("reports why no size is feasible", function()
     local chosen = pack.search(model_entries("gpt2-xl"), { capacity = GIB }).chosen
     assert.is_false(chosen.feasible)
     assert.matches("transformer.wte.weight with its state needs 1.05 GiB, more than the budget of 1.00 GiB", chosen.why,
@@ -287,13 +287,13 @@ return { build = function(options) assert(options.device == "meta") return Net(o
 
   it("refuses what it does not understand", function()
     local out, code = run "--host 6x"
-    assert.matches("'6x' is no number of bytes", out, 1, true)
+    assert.matches("'6x' is not a number of bytes", out, 1, true)
     assert.is_true(code ~= 0)
     out, code = run "--model gpt5"
     assert.matches("no preset 'gpt5' (there are char, gpt2,", out, 1, true)
     assert.equal(1, code)
     assert.matches("cannot open nothing.lua", (run "--model nothing.lua"), 1, true)
     assert.matches("at least 1024", (run "--sizes 100"), 1, true)
-    assert.matches("nothing for chunks", (run "--host 1GiB --other 2GiB"), 1, true)
+    assert.matches("no memory for chunks", (run "--host 1GiB --other 2GiB"), 1, true)
   end)
 end)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The engine when things go wrong: budgets that are too small, disks that are full, failing or short, memory that
--- cannot be had. Each is an error that says what and where, nothing leaks, no file stays, and training that was
--- interrupted before an update goes on with the bits it would have had. Errors of scripts: engine_misuse_spec.lua.
+-- Faults in the engine: budgets that are too small, disks that are full, failing or interrupted, memory that cannot be
+-- allocated. Each is an error that names what and where, nothing leaks, no file stays, and training that was
+-- interrupted before an update continues with the same bits. Errors of scripts: engine_misuse_spec.lua.
 local ps = require "ps"
 local paths = require "ps.paths"
 local gpt2 = require "models.gpt2"
@@ -17,7 +17,7 @@ local small = L.small
 
 local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
 
--- A setting in which a small case moves all the time.
+-- A setting in which a small case moves chunks all the time.
 local function tight(changes)
   local setting = { eviction = "plan", chunk_size = 1024, overlap = false, prefetch = true,
     memory = { host = 120 * KIB, disk = disk() } }
@@ -25,10 +25,11 @@ local function tight(changes)
   return setting
 end
 
--- The smallest host budget, about, under which the case trains; how many smaller ones were refused.
+-- Returns about the smallest host budget under which the case trains, and the number of smaller ones that were
+-- refused.
 local function fit(case, setting)
   local refused = L.fit(setting, function() L.run(case, setting) end)
-  setting.memory.host = setting.memory.host + 8 * KIB      -- a step that is repeated may find a page or two more in use
+  setting.memory.host = setting.memory.host + 8 * KIB      -- a repeated step may find one or two more pages in use
   return refused
 end
 
@@ -74,7 +75,7 @@ describe("budgets that are too small", function()
     fails({ "tier device", "raise memory.device" }, function() gpt({ device = 150 * KIB }, { device = "sim" }) end)
   end)
 
-  it("are refused before a plan is printed that cannot be kept", function()
+  it("are refused before an infeasible plan is printed", function()
     local p = assert(io.popen(("'%s' - 2>&1 <<'END'\n%s\nEND\n"):format(paths.exe, [[
       local ps = require "ps"
       local model = ps.initialize { model_func = function() return require("models.gpt2").new "tiny" end,
@@ -88,7 +89,7 @@ describe("budgets that are too small", function()
     assert.is_nil(said:find("plan:", 1, true), said)
   end)
 
-  it("are refused before the step changes anything, and a larger budget then does", function()
+  it("are refused before the step changes anything, and a larger budget then works", function()
     local case = small()
     local setting = tight()
     assert.truthy(fit(case, setting) > 0)
@@ -105,7 +106,7 @@ describe("budgets that are too small", function()
     fails({ "memory.disk" }, function() gpt({ host = MIB, disk = { path = folder, limit = 2 ^ 55 } }) end)
   end)
 
-  it("never leave a run that cannot be closed and begun again", function()
+  it("never leave a run that cannot be closed and restarted", function()
     local case = small()
     local plain = L.run(case, { memory = "plain" })
     local refused = 0
@@ -160,8 +161,8 @@ local function state_after(run)
   return { out = {}, state = state }
 end
 
--- Walks a fault over all places `arm(nth)` knows until one is not reached. An error before the update must leave the
--- step repeatable with the same bits; `again`: how often an error of before may still come out.
+-- Tries a fault at each place n of `arm(n)` until a place is not reached. After an error before the update the step
+-- must be repeatable with the same bits; `again`: how often an earlier error may still be reported.
 local function walk(case, setting, arm, reached, names, options)
   local want = state_after(interrupted(case, setting))
   local counts = { survived = 0, initialize = 0, forward = 0, backward = 0, step = 0 }
@@ -223,7 +224,7 @@ describe("a failing disk", function()
     local chosen = {}
     for key, value in pairs(setting) do chosen[key] = value end
     for key, value in pairs(changes) do chosen[key] = value end
-    -- A transfer that was failed shows in the error; where errors are mended (short transfers) in nothing.
+    -- A failed transfer is named in the error; an interrupted one, which is continued, has no effect.
     local last = 0
     return walk(small(), chosen, function(nth)
       last = nth
@@ -238,7 +239,7 @@ describe("a failing disk", function()
     local counts = walk_io({}, EIO, "disk tier in " .. folder:gsub("%p", "%%%0"))
     assert.truthy(counts.initialize + counts.forward + counts.backward > 3, L.text(counts))
   end)
-  it("is one with plain threads, and without read-ahead", function()
+  it("is also an error with plain threads, and without read-ahead", function()
     walk_io({ prefetch = false }, EIO)
     local out, code = L.child(([[
       local ps = require "ps"
@@ -258,7 +259,7 @@ describe("a failing disk", function()
     assert.equal(0, code, out)
     assert.equal("true\n", out)
   end)
-  it("that is short on transfers gives the same bits", function()
+  it("that interrupts transfers gives the same bits", function()
     local counts = walk_io({}, 0)
     assert.equal(0, counts.forward + counts.backward + counts.step)
     assert.truthy(counts.survived >= 40)
@@ -273,10 +274,10 @@ describe("a failing disk", function()
   end)
 end)
 
-describe("memory that cannot be had", function()
+describe("memory that cannot be allocated", function()
   local function reached() return C.ps_test_fail_alloc_left() < 0 end
 
-  -- The walk over requests: reached() must be asked before they are switched off again.
+  -- The walk over requests: reached() must be called before failures are switched off again.
   local function walk_alloc(case, setting, count, stride)
     local hit
     local off = C.ps_test_fail_alloc
@@ -312,7 +313,7 @@ describe("memory that cannot be had", function()
     end)
   end
 
-  it("is a clean error on a device apart", function()
+  it("is a clean error on a device that is not the host", function()
     local case = small { precision = "fp32", dropout = 0 }
     local setting = tight { device = "sim", overlap = true }
     setting.memory = { device = 200 * KIB, host = 300 * KIB, disk = disk() }

@@ -10,14 +10,15 @@ local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 
 local CASES = check_lib.lower_set and 32 or 96
 local PER_CASE = 3
--- Several micro-batches a step in budgets that hardly hold them: {seed, settings}. Planned steps were refused half way.
+-- Several micro-batches per step in budgets that hardly hold them: {seed, settings}. These planned steps used to be
+-- refused half way.
 local TIGHT = { { 1008, 4 }, { 1096, 2 }, { 1289, 1 }, { 1376, 6 } }
 local ONLY = tonumber(os.getenv("PS_CHUNKS_SEED") or "")
 
 local folder
 
--- Where its first step was planned, a step is not refused half way. (With recompute many small tensors are about during
--- backward until Lua's collector comes: pages of 4 KiB that they keep are more than a plan of 600 KiB leaves for that.)
+-- If its first step was planned, a step must not be refused half way. (With recompute, many small tensors live during
+-- backward until Lua's collector runs: their pages of 4 KiB need more than a plan of 600 KiB leaves.)
 local function check_refusals(case, refusals)
   if case.recompute or case.model == "asking" or case.model == "changing" then return end
   for _, text in ipairs(refusals) do
@@ -70,8 +71,8 @@ describe("chunks", function()
   for _, tight in ipairs(TIGHT) do
     it("are refused before a step or not at all: seed " .. tight[1], function() same_under_settings(unpack(tight)) end)
   end
-  -- Budgets that grow from far too small: the first that is taken is the least that a plan calls enough.
-  it("are refused before a step or not at all, where budgets are as small as a plan allows", function()
+  -- Budgets that grow from far too small: the first accepted one is the least that a plan accepts.
+  it("are refused before a step or not at all, in the smallest budgets that a plan allows", function()
     local refused = 0
     for seed = 401, 408 do
       local case = L.case(seed)
@@ -90,7 +91,7 @@ describe("chunks", function()
 
   it("moved in a good share of these runs", function() assert.truthy(moved > CASES * PER_CASE / 3, moved) end)
 
-  it("give them when every pin moves chunks and what they leave is overwritten", function()
+  it("give the same bits if every pin moves chunks and the memory that they leave is overwritten", function()
     local first, last = 101, check_lib.lower_set and 108 or 124
     local out, code = L.child(([[
       local bad, moved = 0, 0
@@ -113,7 +114,7 @@ describe("chunks", function()
     assert.equal("0 bad\ttrue\n", out)
   end)
 
-  it("give them on a device with little memory of its own, and with plain threads for the disk", function()
+  it("give the same bits on a device with little memory, and with plain threads for the disk", function()
     local out, code = L.child(([[
       for seed = 201, 208 do
         local case = L.case(seed)
@@ -150,8 +151,8 @@ describe("chunks", function()
     end
   end)
 
-  -- Activations are the most that others take, and Adam, whose chunks are the largest set, runs when they are gone.
-  it("get the room that other tensors leave at an op's moment, where they need it, under every policy", function()
+  -- Activations are most of the other tensors, and Adam, whose chunks are the largest set, runs after they are freed.
+  it("get the room that other tensors leave at an op's moment if they need it, under every policy", function()
     local case = named("large", { rows = { 64 }, clip = 1 })
     local plain = L.run(case, { memory = "plain" })
     local setting = { chunk_size = 1024, overlap = false,
@@ -179,7 +180,7 @@ describe("chunks", function()
     return faults
   end
 
-  it("leave other tensors their memory where taking it makes no room", function()
+  it("leave other tensors their memory if taking it would not make room", function()
     local why = check_lib.sanitized()
     if why then return pending(why) end
     local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -198,7 +199,7 @@ describe("chunks", function()
     assert.truthy(a_step < pages, ("%.0f faults a step, %.0f pages of other tensors"):format(a_step, pages))
   end)
 
-  it("skip steps that overflow, and change nothing then", function()
+  it("skip steps that overflow, without any change", function()
     for _, device in ipairs { "cpu", "sim" } do
       local case = named("gpt2", { precision = "fp16", loss_scale = 0, scale_power = 40, steps = 1 })
       ps.manual_seed(case.seed)
@@ -222,7 +223,7 @@ describe("chunks", function()
     end
   end)
 
-  -- Two micro-batches against one batch of both: targets that do not count are spread unevenly.
+  -- Two micro-batches against one batch of both: ignored targets are distributed unevenly.
   it("weigh micro-batches by their targets", function()
     local function train(accumulate, memory)
       ps.manual_seed(3)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Smaller chunks for steps that do not fit: cutting a layout (layout/split.lua), and an engine that lays its model out
--- anew between two steps. Losses, parameters and moments are those of plain memory, bit for bit.
+-- Smaller chunks for steps that do not fit: cutting a layout (layout/split.lua), and an engine that lays out its model
+-- again between two steps. Losses, parameters and averages are those of plain memory, bit for bit.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local pack = require "ps.engine.layout.pack"
@@ -15,7 +15,7 @@ local folder
 L.scratch({ setup = setup, teardown = teardown }, function(path) folder = path end)
 
 describe("chunk_split.cut", function()
-  it("keeps every tensor, in order, with its owner, and what is small enough", function()
+  it("keeps every tensor, in order, with its owner, and chunks that are small enough", function()
     local r = L.random(3)
     for _ = 1, 60 do
       local entries, numel = {}, {}
@@ -81,8 +81,8 @@ describe("a step that does not fit", function()
     return result, sizes
   end
 
-  -- The least budgets in which the case trains: in chunks of the size that the search takes in plenty, and in smaller
-  -- ones where those do not fit. Their difference is what the engine can make up for.
+  -- The least budgets in which the case trains: with chunks of the size that the search chooses in large budgets, and
+  -- with smaller chunks if those do not fit. The engine can compensate for the difference.
   local function least(case, setting)
     local _, sizes = run(case, setting)
     local function fit(chunk_size)
@@ -128,7 +128,7 @@ describe("a step that does not fit", function()
     end)
   end
 
-  it("goes on from loaded moments", function()
+  it("continues from loaded averages", function()
     local function train(memory, from, first, last)
       L.used()
       local model, optimizer = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
@@ -155,7 +155,7 @@ describe("a step that does not fit", function()
     assert.equal(want, got)
   end)
 
-  it("is refused where smaller chunks do not help, or were ruled out", function()
+  it("is refused if smaller chunks do not help or are excluded", function()
     local function step(config)
       L.used()
       local rows = config.rows or 60
@@ -176,7 +176,7 @@ describe("a step that does not fit", function()
     text, size = step { host = 300, rows = 90 }
     assert.truthy(text:find("smaller chunks do not help: there is room for no chunk at all", 1, true), text)
     assert.equal(20480, size)
-    -- Room beside other tensors for some chunks, but not for the 126 KiB of the largest parameter's set.
+    -- Room next to other tensors for some chunks, but not for the 126 KiB of the largest parameter's set.
     local large = { host = 400, rows = 110, model = "large" }
     local _, _, short = step(large)
     assert.same({ "OP_CHUNKS", "host" }, { short.sub, short.tier })
@@ -185,8 +185,8 @@ describe("a step that does not fit", function()
     assert.truthy(text:find("with its optimizer state needs 126.0 KiB", 1, true), text)
   end)
 
-  -- One failure is survived, since the engine collects and tries again; two in a row get through.
-  it("goes on, or is refused and the engine closed, where memory runs out while chunks are made anew", function()
+  -- The engine survives one failure, since it collects and tries again; two failures in a row are errors.
+  it("continues, or is refused and the engine closed, if memory runs out while chunks are made again", function()
     local closed, went_on, was = 0, 0, rechunk.split
     for n = 0, 600, os.getenv "PS_FULL" and 1 or 75 do
       local model = ps.initialize { quiet = true, model_func = L.model_func { model = "deep" },
@@ -231,7 +231,8 @@ describe("a step that does not fit", function()
       end
       local KIB, refused = 1024, 0
       for _, device in ipairs { "cpu", "sim" } do
-        local want, least = nil, 700 * KIB               -- least: a beginning, then what the stage before took
+        -- least: first an initial budget, then that of the previous stage
+        local want, least = nil, 700 * KIB
         for stage = 0, 3 do
           for _, tight in ipairs(want and { true } or { false, true }) do
             local short = tight and rank == stage % 2
@@ -282,7 +283,7 @@ describe("a step that does not fit", function()
     ]])
   end)
 
-  it("is cut on several ranks as often as it takes, at every stage", function()
+  it("is cut on several ranks as often as necessary, at every stage", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, lib.LOSSES .. [[
       local finer, split = require "ps.engine.layout.rechunk", require "ps.engine.layout.split"

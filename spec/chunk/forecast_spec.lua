@@ -1,11 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The plan's "other tensors" against what a step then holds beside its chunks: no less, and little more. What kernels
--- take for themselves while they run is counted by the dry run: with a large vocabulary that is most of it (lm_loss).
+-- The plan's "other tensors" compared with the memory that a step holds in addition to its chunks: never less, and
+-- little more. The dry run also counts the work space of kernels, which is most of it with a large vocabulary
+-- (lm_loss).
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 
--- Trains two steps; what the plan said of the tier that computes, and what it then held besides chunks at most.
+-- Trains two steps. Returns the plan's forecast for the tier that computes, and the most bytes that it held in
+-- addition to chunks.
 local function peaks(options, config, rows)
   ps.collect()
   ps.manual_seed(3)
@@ -35,7 +37,7 @@ local function peaks(options, config, rows)
   return said, held
 end
 
-describe("what a plan says of other tensors", function()
+describe("the forecast of other tensors in a plan", function()
   local BIG = { vocab_size = 6000 }
   for name, case in pairs {
     ["fp32"] = { {}, {} }, ["bf16"] = { {}, { bf16 = { enabled = true } } },
@@ -43,8 +45,8 @@ describe("what a plan says of other tensors", function()
     ["a large vocabulary in fp16"] = { BIG, { fp16 = { enabled = true } } },
     ["recompute"] = { { vocab_size = 6000, recompute = true }, { bf16 = { enabled = true } } },
   } do
-    it("is what a step holds: " .. name, function()
-      case[2].memory = { host = "60MiB" }                  -- of which the plan leaves 120 KiB
+    it("is the memory that a step holds: " .. name, function()
+      case[2].memory = { host = "60MiB" }                  -- of which the plan may not use 120 KiB
       local said, held = peaks(case[1], case[2], 8)
       assert.truthy(said >= held, ("%d said, %d held"):format(said, held))
       assert.truthy(said <= held * 1.01 + 2 ^ 18, ("%d said, %d held"):format(said, held))

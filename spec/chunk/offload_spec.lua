@@ -14,7 +14,7 @@ local function memory(device)
   return { used = tonumber(info.used), peak = tonumber(info.peak) }
 end
 
--- Each segment of an abandoned graph is forgotten when a scope begins, and its inputs go at the next collection.
+-- Each segment of an abandoned graph is released when a scope begins, and its inputs are freed at the next collection.
 local function collect()
   for _ = 1, 10 do
     collectgarbage()
@@ -26,7 +26,7 @@ before_each(function() ps.manual_seed(1) end)
 
 -- -- moves ----------------------------------------------------------------------------------------------------------
 describe("a move between devices", function()
-  it("gives its gradient the way back", function()
+  it("returns its gradient", function()
     for _, pair in ipairs { { "cpu", "sim" }, { "sim", "cpu" }, { "cpu", "ref" }, { "ref", "sim" } } do
       local here, there = pair[1], pair[2]
       local values = ps.randn { 5, 7 }
@@ -58,7 +58,7 @@ describe("a move between devices", function()
     assert.same({ "cpu", "cpu" }, { x:grad():device(), w:grad():device() })
   end)
 
-  it("is not recorded without gradients, nor for integers and values that are looked at", function()
+  it("is not recorded without gradients, nor for integers and values that are read", function()
     local x = ps.randn({ 4 }, { device = "sim", requires_grad = true })
     assert.falsy(ps.no_grad(function() return x:to("cpu") end):needs_grad())
     assert.falsy(ps.tensor({ 1, 2 }, "int32"):to("sim"):needs_grad())
@@ -68,7 +68,7 @@ describe("a move between devices", function()
     assert.same({ 2, 2, 2, 2 }, x:grad():tolist())
   end)
 
-  it("keeps what a recompute segment is: the same bits", function()
+  it("has the same bits within a recompute segment", function()
     local x, w = ps.randn({ 6, 8 }, { requires_grad = true }), ps.randn({ 8, 8 }, { requires_grad = true })
     local function part(t) return F.gelu(F.linear(t:to("sim"), w:to("sim"))):to("cpu") end
     part(part(x)):sum():backward()
@@ -99,7 +99,7 @@ describe("activations on the host", function()
   end
   local function plain(fn, ...) return fn(...) end
 
-  -- Loss and gradients of a forward under `mode`, with `call` for each block; and the memory it took.
+  -- Loss and gradients of a forward under `mode`, with `call` for each block; and the memory that it used.
   local function run(mode, call)
     ps.manual_seed(3)
     collect()
@@ -121,7 +121,7 @@ describe("activations on the host", function()
     return list, peak, waiting
   end
 
-  it("give the same bits and take less of the device", function()
+  it("give the same bits and need less of the device", function()
     for _, call in ipairs { function(fn, ...) return ps.scope(fn, ...) end, ps.recompute } do
       local want, much, none = run(plain, call)
       local got, less, waiting = run(ps.offload_activations, call)
@@ -132,7 +132,7 @@ describe("activations on the host", function()
     end
   end)
 
-  it("come back when the forward still uses them, and then stay", function()
+  it("return if the forward still uses them, and then stay", function()
     local function twice(mode)
       local first = x * 1.5
       local loss = mode(function()
@@ -169,7 +169,7 @@ describe("activations on the host", function()
     fails(function() y:sum():backward() end, "changed in place")
   end)
 
-  it("go with a graph that nobody walks", function()
+  it("are freed with a graph without a backward", function()
     collect()
     local before, host = memory("sim").used, memory("cpu").used
     local loss = ps.offload_activations(ps.scope, layers, ps.recompute)
@@ -180,7 +180,7 @@ describe("activations on the host", function()
     assert.equal(host, memory("cpu").used)
   end)
 
-  it("stay on the device where the host has no room", function()
+  it("stay on the device if the host has no room", function()
     local want = run(plain, ps.recompute)
     ps.check(C.ps_memory_set_limit(ps.ctx, 0, memory("cpu").used + 200 * 1024))
     local ok, got, _, waiting = pcall(run, ps.offload_activations, ps.recompute)
@@ -190,7 +190,7 @@ describe("activations on the host", function()
     assert(waiting <= 200 * 1024)
   end)
 
-  it("are told to be too much for the device when they come back", function()
+  it("are an error if the device has no room for their return", function()
     local loss = ps.offload_activations(ps.scope, layers, ps.recompute)
     ps.check(C.ps_memory_set_limit(ps.ctx, ps.device_index("sim"), memory("sim").used))
     local ok, err = pcall(loss.backward, loss)
@@ -221,7 +221,7 @@ describe("activations on the host", function()
     end
   end) end
 
-  it("change nothing on the cpu, and the switch is put back after an error", function()
+  it("change nothing on the cpu, and the switch is reset after an error", function()
     local w = ps.randn({ 64, 64 }, { requires_grad = true })
     local t = ps.randn { 512, 64 }
     ps.offload_activations(function() return ps.recompute(F.linear, t, w):sum() end):backward()

@@ -31,7 +31,7 @@ describe("budgets that hold the state only together", function()
           error(("%s\ncase    %s\nsetting %s"):format(problem, L.text(case), L.text(setting)), 0)
         end
         if result.resident > 0 then stayed = stayed + 1 end
-        -- In less than that, what kernels take for themselves is more than plans allow for it.
+        -- With less than that, the work space of kernels exceeds what plans reserve for it.
         local roomy = (setting.memory.device or setting.memory.host) >= 512 * KIB
         if roomy and not case.recompute and case.model ~= "asking" and case.model ~= "changing" then
           for _, text in ipairs(refusals) do
@@ -44,7 +44,7 @@ describe("budgets that hold the state only together", function()
       end
     end)
   end
-  it("had chunks that stayed in a good share of these runs", function() assert.truthy(stayed > SEEDS / 3, stayed) end)
+  it("had resident chunks in many of these runs", function() assert.truthy(stayed > SEEDS / 3, stayed) end)
 end)
 
 describe("a model that neither the device nor the host holds", function()
@@ -62,7 +62,7 @@ describe("a model that neither the device nor the host holds", function()
     return ps.initialize { model_func = make, config = config, quiet = true }
   end
 
-  -- Steps number first .. last: the losses as bytes.
+  -- Runs steps first .. last. Returns the losses as bytes.
   local function steps(model, optimizer, first, last)
     local losses = {}
     for step = first, last do
@@ -92,7 +92,7 @@ describe("a model that neither the device nor the host holds", function()
     ps.collect()
   end)
 
-  --- Trains six steps; the forecast of a step, and chunks fetched without a plan in the last two.
+  --- Trains six steps. Returns the forecast of a step, and the chunks fetched without a plan in the last two.
   local function train(memory, changes)
     local model, optimizer = open(memory, changes)
     local seen = {}
@@ -128,7 +128,7 @@ describe("a model that neither the device nor the host holds", function()
     assert.truthy(seen.forecast.resident > 0.2 * s)
   end)
 
-  it("saves, evaluates and goes on from a checkpoint within the same budgets", function()
+  it("saves, evaluates and continues from a checkpoint within the same budgets", function()
     local memory = { device = 0.75 * plain.state + MIB, host = 0.5 * plain.state + 512 * KIB }
     local path = folder .. "/saved.safetensors"
     local model, optimizer = open(memory)
@@ -150,7 +150,7 @@ describe("a model that neither the device nor the host holds", function()
     model:close()
   end)
 
-  it("is refused before the step where they are too small together, or too little may stay", function()
+  it("is refused before the step if the budgets together are too small, or too few chunks may stay", function()
     local s = plain.state
     local function refused(memory, changes, ...)
       local model, optimizer = open(memory, changes)

@@ -34,7 +34,7 @@ describe("a model far too large for its budgets", function()
 
   before_each(function() ps.collect() end)
 
-  it("is told with its whole state, what the tiers hold, and what to change", function()
+  it("is refused with the bytes of its state, those that the tiers can hold, and what to change", function()
     local problem = refused({ host = 20000 }, nil, nil, "the model does not fit", readable.bytes(numel * 16),
       ("%d parameters, 16 bytes"):format(numel), "memory.host 19.5 KiB", "raise memory.host",
       "set memory.disk = { path = FOLDER }", "train in bf16", "smaller model", "wanted on tier host")
@@ -44,7 +44,7 @@ describe("a model far too large for its budgets", function()
     refused({ host = 20000 }, { bf16 = { enabled = true }, gradient_accumulation_steps = 2 }, nil, "18 bytes")
   end)
 
-  it("is not told to raise a budget that is not what lacks", function()
+  it("does not lead to advice about a budget that is large enough", function()
     local text = check_lib.run("OMP_NUM_THREADS=1", [[
       local ps, ffi = require "ps", require "ffi"
       ffi.cdef "int setrlimit(int, const uint64_t *);"
@@ -59,20 +59,20 @@ describe("a model far too large for its budgets", function()
     assert.is_nil(text:find("raise memory.host,", 1, true), text)
   end)
 
-  it("is told on a device and host apart", function()
+  it("is refused with the numbers of device and host separately", function()
     refused({ device = 20000, host = 24000 }, { device = "sim" }, nil, "the model does not fit",
       readable.bytes(numel * 16), "memory.device 19.5 KiB and memory.host 23.4 KiB",
         "raise memory.device or memory.host")
   end)
 
-  it("that one tensor alone has no room for is told so, with the rest", function()
+  it("with a tensor that fits nowhere is refused with that tensor and the rest", function()
     local problem = refused({ host = 12000, disk = { path = "/tmp", limit = 2 ^ 22 } }, nil, nil,
       "20.0 KiB wanted on tier host", "The model has " .. readable.bytes(numel * 16),
       "memory.host 11.7 KiB and memory.disk.limit 4.0 MiB")
     assert.is_nil(tostring(problem):find("the model does not fit", 1, true))
   end)
 
-  it("is counted where its parameters are frozen", function()
+  it("is counted if its parameters are frozen", function()
     refused({ host = 20000 }, { bf16 = { enabled = true } }, function()
       local module = model_func()
       for i = 0, LAYERS - 2 do module[i].weight:requires_grad(false) end
@@ -80,7 +80,7 @@ describe("a model far too large for its budgets", function()
     end, readable.bytes(WIDTH * WIDTH * (14 + 2 * (LAYERS - 1))))
   end)
 
-  it("keeps the error where it cannot be counted, and errors of other kinds", function()
+  it("keeps the original error if it cannot be counted, and errors of other kinds", function()
     local calls = 0
     local problem = refused({ host = 20000 }, nil, function()
       calls = calls + 1
@@ -96,7 +96,7 @@ describe("a model far too large for its budgets", function()
     end, "mine")
   end)
 
-  it("counts what an engine then takes, and a share of it where processes share it out", function()
+  it("counts the bytes that an engine needs, and each process's share if state is sharded", function()
     local cfg = config { host = "100MiB" }
     for _, more in ipairs { {}, { bf16 = { enabled = true } },
       { bf16 = { enabled = true }, gradient_accumulation_steps = 2 } } do

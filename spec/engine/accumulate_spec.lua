@@ -45,7 +45,7 @@ describe("gradient_accumulation_steps", function()
     end
   end)
 
-  it("of more are refused by name, given or derived", function()
+  it("above that are refused by name, given or derived", function()
     for _, n in ipairs { MOST + 1, 1e6, 2 ^ 31, 2 ^ 53 + 2, 1e308 } do
       fails({ "gradient_accumulation_steps is", "from 1 to 4096" }, function()
         engine { gradient_accumulation_steps = n }
@@ -56,7 +56,7 @@ describe("gradient_accumulation_steps", function()
     end)
   end)
 
-  it("take no more of a budget the more there are: what Lua has not collected is counted of a few", function()
+  it("need no more of a budget with a larger number: Lua's garbage is counted only for a few", function()
     local function other(n)
       local _, forecast = begin { gradient_accumulation_steps = n,
         memory = { host = "8MiB", disk = { path = folder } } }
@@ -71,7 +71,7 @@ local function has(text, ...)
 end
 
 describe("ps.train.run", function()
-  it("takes 1 to 4096 batches a step", function()
+  it("takes 1 to 4096 batches per step", function()
     local model = gpt2.new "tiny"
     for _, n in ipairs { 0, -1, MOST + 1, 1e18 } do
       fails({ "accumulate is", "1 to 4096 batches" }, function()
@@ -81,7 +81,7 @@ describe("ps.train.run", function()
     end
   end)
 
-  it("says after a signal that the step is finished first, and saves it", function()
+  it("reports after a signal that the step is finished first, and saves it", function()
     local said = check.run("OMP_NUM_THREADS=1", [[
       local ps, gpt2 = require "ps", require "models.gpt2"
       local model, batches = gpt2.new "tiny", 0

@@ -50,7 +50,7 @@ local function train(optimizer)
 end
 
 describe("ps.initialize(model, config)", function()
-  it("takes a table or a path in second place, for a module and for a function", function()
+  it("takes a table or a path as the second argument, for a module and for a function", function()
     local params = { type = "AdamW", params = { lr = 1e-2 } }
     local path = os.tmpname()
     local f = assert(io.open(path, "wb"))
@@ -72,7 +72,7 @@ describe("ps.initialize(model, config)", function()
 end)
 
 describe("ps.init_distributed", function()
-  it("may say what is a key of the configuration, as BMTrain has it", function()
+  it("may have keys of the configuration as options, as in BMTrain", function()
     local group = ps.init_distributed { num_micro_batches = 3, quiet = true }
     finally(function() group:close() end)
     local optimizer = open { model_func = tiny, config = config() }
@@ -93,7 +93,7 @@ describe("ps.init_distributed", function()
   end)
 end)
 
-describe("an optimizer that is given to ps.initialize", function()
+describe("an optimizer that is passed to ps.initialize", function()
   local function groups(module)
     local list = optim.groups(module, 0.1)
     list[2].lr = 3e-3
@@ -104,7 +104,7 @@ describe("an optimizer that is given to ps.initialize", function()
     local kind = i == 2 and "SGD" or "AdamW"
     local own = i == 2 and "momentum" or "betas"
     local value = i == 2 and 0.8 or { 0.8, 0.9 }
-    it("trains as the configuration that says the same: " .. kind, function()
+    it("trains like the configuration with the same settings: " .. kind, function()
       settings.plan_print, settings.gradient_clipping = false, nil
       local module = tiny()
       local decays = {}
@@ -127,7 +127,7 @@ describe("an optimizer that is given to ps.initialize", function()
     end)
   end
 
-  it("is refused where it is in use, of another kind, or says something else than the configuration", function()
+  it("is refused if it is in use, of another kind, or contradicts the configuration", function()
     local module = nn.Linear(3, 3)
     local used = optim.AdamW(module, { lr = 1e-2 })
     module(ps.ones { 1, 3 }):sum():backward()
@@ -159,7 +159,7 @@ describe("an optimizer that is given to ps.initialize", function()
   end)
 end)
 
-describe("an optimizer that ps.initialize was not given", function()
+describe("an optimizer that was not passed to ps.initialize", function()
   for _, settings in ipairs { { memory = "plain" }, {}, { bf16 = { enabled = true } },
     { memory = "plain", bf16 = { enabled = true } } } do
     it("over the model's parameters fails at step(), by name", function()

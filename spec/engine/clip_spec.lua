@@ -125,7 +125,7 @@ for _, size in ipairs { 1, 2 } do
   describe(("nn.clip_grad_norm of an engine, ranks: %d"):format(size), function()
     if size > 1 and lib.no_gloo() then return pending(lib.no_gloo()) end
 
-    it("is PyTorch's on every layout: of all parameters, of some, and only measuring", function()
+    it("equals PyTorch's on every layout: for all parameters, for some, and when it only measures", function()
       lib.check(folder, size, BEGIN .. LAYOUTS .. [[
         local of = { { "all", function(model) return model:parameters(), 0.1 end },
           { "b", function(model) return model.module.b:parameters(), 0.1 end },
@@ -152,7 +152,7 @@ for _, size in ipairs { 1, 2 } do
       ]])
     end)
 
-    it("clips each parameter once a step, and measures what was clipped", function()
+    it("clips each parameter once per step, and measures clipped gradients", function()
       lib.check(folder, size, BEGIN .. LAYOUTS .. [[
         each(function(name, config, off)
           local model, optimizer = open(config)
@@ -176,7 +176,7 @@ for _, size in ipairs { 1, 2 } do
       ]])
     end)
 
-    it("and p:grad() and zero_grad say so where backward has updated the parameters", function()
+    it("and p:grad() and zero_grad are errors if backward has updated the parameters", function()
       lib.check(folder, size, BEGIN .. [[
         for _, stage in ipairs { 0, 3 } do
           local model, optimizer, config = open { overlap_optimizer = true, zero_optimization = { stage = stage } }
@@ -247,7 +247,7 @@ describe("gradients of an engine", function()
     ]])
   end)
 
-  it("that are not finite skip a step of fp16, and are an error where they are clipped", function()
+  it("that are not finite skip a step of fp16, and are an error when they are clipped", function()
     lib.check(folder, 1, BEGIN .. [[
       for _, memory in ipairs { "chunk", "plain" } do
         local bad = X:clone()
@@ -277,7 +277,7 @@ end)
 describe("nn.clip_grad_norm of several processes", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("is refused where ranks clip otherwise", function()
+  it("is refused if ranks clip differently", function()
     lib.check(folder, 2, BEGIN .. [[
       local model, optimizer, config = open {}
       backward(model, optimizer, config)

@@ -34,14 +34,14 @@ local function counted(model, optimizer)
 end
 
 describe("a step in chunks", function()
-  it("collects Lua's garbage once at most, when it is planned already", function()
+  it("collects Lua's garbage at most once if it is already planned", function()
     local model, optimizer = engine()
     local list = counted(model, optimizer)
     for i = 4, #list do assert.is_true(list[i] <= 1, ("step %d collects %d times"):format(i, list[i])) end
     model:close()
   end)
 
-  it("frees what recompute keeps for functions, too", function()
+  it("also frees the memory that recompute keeps for functions", function()
     local model, optimizer = engine(true)
     counted(model, optimizer)
     collectgarbage()
@@ -54,7 +54,7 @@ describe("a step in chunks", function()
     model:close()
   end)
 
-  it("lets a configuration's schema go, and reads it again for the next one", function()
+  it("frees a configuration's schema, and loads it again for the next one", function()
     engine():close()
     jit.flush()                              -- traces are not counted: they do not belong to a configuration
     collectgarbage()

@@ -37,7 +37,7 @@ end
 
 describe("backward and step of an engine", function()
   for _, memory in ipairs { "chunk", "plain" } do
-    it("are asked for by name where the script forgot one: memory " .. memory, function()
+    it("are named in the error if the script forgot one: memory " .. memory, function()
       local _, optimizer = open(M, { memory = memory })
       local before = model:state_dict().w:clone()
       fails(function() optimizer:step() end, "engine_backward_spec.lua", "no backward since the last step",
@@ -66,7 +66,7 @@ describe("backward and step of an engine", function()
     end
   end)
 
-  it("leave a loss alone that reaches no parameter of it", function()
+  it("do not affect a loss that reaches no parameter of the engine", function()
     local other = ps.ones({ 3 }):requires_grad(true)
     open(M, {})
     other:square():sum():backward()
@@ -75,14 +75,14 @@ describe("backward and step of an engine", function()
     assert.same({ 4, 4, 4 }, other:grad():tolist())
   end)
 
-  it("give a script's own leaf its gradient, that of a dry run before it left out", function()
+  it("give a script's own leaf its gradient, without that of a preceding dry run", function()
     local x = ps.ones({ 1, N }):requires_grad(true)
     open(M, {})
     model:backward(model(x):sum())
     assert.same({ rows }, x:grad():tolist())
   end)
 
-  it("are refused through recompute, too", function()
+  it("are also refused inside recompute", function()
     local Again = nn.class "Again"
     function Again:init() self:param("w", values()) end
     function Again:forward(x) return ps.recompute(function(t) return t:matmul(self.w) end, x) end
@@ -95,7 +95,7 @@ describe("backward and step of an engine", function()
 end)
 
 describe("overlap_optimizer = true", function()
-  -- The notes of an engine with more settings.
+  -- The notes of an engine with further settings.
   local function notes(config)
     local made = require("ps.nn.handle").of(open(M, config))
     local list = {}
@@ -105,7 +105,7 @@ describe("overlap_optimizer = true", function()
     return table.concat(list, "\n")
   end
 
-  it("says why backward updates nothing", function()
+  it("gives the reason why backward updates nothing", function()
     for words, config in pairs {
       ["gradient_clipping needs the norm of all gradients first"] = { gradient_clipping = 1 },
       ["all gradients are first checked for overflow"] = { fp16 = { enabled = true } },

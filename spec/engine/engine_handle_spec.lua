@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The model that ps.initialize returns: its own names, and the module's names, which are all others.
+-- The model that ps.initialize returns: its own names; all other names belong to the module.
 local ps = require "ps"
 local handle = require "ps.nn.handle"
 local Engine = require("ps.engine").Engine
@@ -47,9 +47,9 @@ local function names_of(engine)
   return names
 end
 
-describe("a name of the engine's own", function()
+describe("a name of the engine", function()
   for _, memory in ipairs(MEMORY) do
-    it("is the module's for scripts, in " .. memory .. " memory: fields, methods and assignments", function()
+    it("belongs to the module in scripts, in " .. memory .. " memory: fields, methods and assignments", function()
       open(memory, One())
       local names = names_of(handle.of(model))
       assert.truthy(names.steps and names.device and names.note and names.take and names.quiet and names.micro)
@@ -69,7 +69,7 @@ describe("a name of the engine's own", function()
     end)
   end
 
-  it("does not reach the engine as a method of the module", function()
+  it("does not reach the engine if it is a method of the module", function()
     open("chunk", One())
     local names = names_of(handle.of(model))
     model:close()
@@ -87,7 +87,7 @@ describe("a name of the engine's own", function()
     assert.same({ -1, -1 }, trained())
   end)
 
-  it("that nn.Module has, too, is nn.Module's: apply", function()
+  it("that nn.Module also has belongs to nn.Module: apply", function()
     open("chunk", nn.Sequential(nn.Linear(2, 2), nn.GELU()))
     local seen = 0
     model:apply(function() seen = seen + 1 end)
@@ -96,7 +96,7 @@ describe("a name of the engine's own", function()
 end)
 
 describe("settings that the engine reads", function()
-  it("are its configuration's and the call's, not fields of the module", function()
+  it("come from its configuration and the call, not from fields of the module", function()
     local made = One()
     made.param_groups, made.quiet, made.accumulate, made.own_loss = { { lr = 5 } }, true, 7, function() end
     local lines = {}
@@ -114,7 +114,7 @@ describe("settings that the engine reads", function()
 end)
 
 describe("a model of ps.initialize", function()
-  it("is given back by methods of the module that return the module", function()
+  it("is returned by methods of the module that return the module", function()
     local Chained = nn.class("Chained", One)
     function Chained:load_weights() return self, "more" end
     function Chained:other() return 1, self end
@@ -128,7 +128,7 @@ describe("a model of ps.initialize", function()
     assert.truthy(rawequal(model.module, model.module:load_weights()))
   end)
 
-  it("goes on training after from_parallelized and load_weights, with the folder's values", function()
+  it("continues training after from_parallelized and load_weights, with the folder's values", function()
     local folder = os.tmpname()
     os.remove(folder)
     local gpt2 = require "models.gpt2"
@@ -151,14 +151,14 @@ describe("a model of ps.initialize", function()
     os.execute("rm -rf " .. folder)
   end)
 
-  it("refuses assignments to its own names, and says where the module's are", function()
+  it("refuses assignments to its own names, and says how to reach the module's", function()
     open("chunk", One())
     for _, name in ipairs { "module", "backward", "close", "micro_batches", "state_dict" } do
       fails(function() model[name] = 1 end, "model." .. name .. " belongs to the engine", "model.module." .. name)
     end
   end)
 
-  it("finds what a script changes later", function()
+  it("sees later changes of the script", function()
     open("chunk", One())
     model.count = 1
     assert.same({ 1, 1 }, { model.count, model.module.count })
@@ -171,13 +171,13 @@ describe("a model of ps.initialize", function()
     assert.is_nil(model.generate)
   end)
 
-  it("names a method that was called on something else", function()
+  it("names a method that was called on another value", function()
     open("chunk", One())
     fails(function() model.backward(ps.ones { 1 }) end, "backward is a method of a model that ps.initialize made")
     fails(function() model.close() end, "model:close(...)")
   end)
 
-  it("is described by help as what its module's functions are", function()
+  it("is described by help with its module's functions", function()
     open("chunk", require("models.gpt2").new "tiny")
     assert.truthy(require("ps.prompt.help").of(ps).text(model.num_parameters):find("parameters", 1, true))
     assert.falsy(require("ps.prompt.help").of(ps).text(model.generate):find("no description", 1, true))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- An engine under scripts that go wrong: errors in the user's code, calls in the wrong order, wrong arguments. Each is
--- an error that says what and where, nothing leaks, no file stays, and training that was interrupted before an update
--- goes on with the bits it would have had.
+-- An engine in faulty scripts: errors in the user's code, calls in the wrong order, wrong arguments. Each is an error
+-- that names what and where, nothing leaks, no file stays, and training that was interrupted before an update
+-- continues with the same bits.
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -137,7 +137,7 @@ describe("wrong use", function()
   setup(function() x, y = ps.randn { 4, 16 }, ps.randint(0, 8, { 4 }, { dtype = "int32" }) end)
   teardown(function() x, y = nil, nil end)
 
-  it("of a second engine is refused, and of a closed one, whether or not another is open", function()
+  it("of a second engine is refused, and use of a closed one, whether or not another is open", function()
     local model, optimizer = open()
     local other
     fails({ "another engine is open", "model:close()" }, open)
@@ -177,7 +177,7 @@ describe("wrong use", function()
   end)
 
   for _, memory in ipairs { "plain", "chunks" } do
-    it("of loss:backward() is refused before it counts in a step: " .. memory, function()
+    it("of loss:backward() is refused before it affects a step: " .. memory, function()
       local model, optimizer = open { memory = memory == "plain" and "plain" or nil }
       local function by_loss()
         model(x, y):backward()
@@ -197,7 +197,7 @@ describe("wrong use", function()
     end)
   end
 
-  it("of tensors without elements is as without an engine", function()
+  it("of tensors without elements works as without an engine", function()
     local model = open {}
     assert.same({ 0, 16 }, ps.zeros({ 0, 16 }):fill_(2):shape())
     assert.equal(0, ps.randint(0, 9, { 0, 16 }, { dtype = "int32" }):numel())
@@ -226,7 +226,7 @@ describe("wrong use", function()
     model:close()
   end)
 
-  it("of a parameter whose place a gradient has taken is refused", function()
+  it("of a parameter whose memory a gradient has taken is refused", function()
     local model, optimizer = open { bf16 = { enabled = true }, overlap_optimizer = false }
     local weight = model.module.first.weight
     local before = L.bytes(weight)
@@ -258,7 +258,7 @@ describe("wrong use", function()
     model:close()
   end)
 
-  it("of a rate that is none is refused before anything changes", function()
+  it("of an invalid rate is refused before anything changes", function()
     for _, settings in ipairs { { memory = "plain" }, { overlap_optimizer = true }, { overlap_optimizer = false } } do
       local model, optimizer = open(settings)
       local before = L.state(model, optimizer)
@@ -281,7 +281,7 @@ describe("wrong use", function()
     end
   end)
 
-  it("of arguments and configurations is refused, and no engine is left", function()
+  it("of invalid arguments and configurations is refused, and no engine is left", function()
     for words, fn in pairs {
       ["'modl'"] = function() ps.initialize { modl = 1 } end,
       ["already exists"] = function() ps.initialize(gpt2.new "tiny") end,
@@ -444,7 +444,7 @@ describe("a step that fails in the middle of its update", function()
     end)
   end
 
-  it("cannot be given up once backward has updated", function()
+  it("cannot be abandoned after backward has updated", function()
     fitted(function()
       local model, optimizer, _, loss = open(true)
       model:backward(loss())
@@ -457,7 +457,7 @@ describe("a step that fails in the middle of its update", function()
     end)
   end)
 
-  it("is torn where a load gives it up once backward has updated, until both halves are loaded", function()
+  it("leaves a torn model if a load abandons it after backward has updated, until both halves are loaded", function()
     fitted(function()
       local model, optimizer, _, loss = open(true)
       local halves = { model = {}, optimizer = optimizer:state_dict() }
@@ -476,9 +476,9 @@ describe("a step that fails in the middle of its update", function()
   end)
 end)
 
-describe("what is assigned to an engine", function()
+describe("an assignment to an engine's field", function()
   for _, memory in ipairs { "plain", { host = MIB } } do
-    it("goes to its module, with memory = " .. tostring(type(memory) == "table" and "chunks" or memory), function()
+    it("assigns to its module, with memory = " .. tostring(type(memory) == "table" and "chunks" or memory), function()
       local Scaled = nn.class("Scaled", nn.Sequential)
       function Scaled:forward(x) return nn.Sequential.forward(self, x) * self.factor end
       local function open(factor)
@@ -555,14 +555,14 @@ describe("parameters that an engine does not train", function()
       fails({ "0.weight is not a parameter of the engine" }, step)
       model:close()
       open()
-      local frozen = nn.Parameter(ps.zeros { 4 })          -- parameters that do not train need not meet this
+      local frozen = nn.Parameter(ps.zeros { 4 })          -- parameters that do not train are exempt
       frozen:requires_grad(false)
       model[1].bias = frozen
       step()
       model:close()
     end)
 
-    it("are not thawed in silence, with memory = " .. (type(memory) == "table" and "chunks" or memory), function()
+    it("are not unfrozen silently, with memory = " .. (type(memory) == "table" and "chunks" or memory), function()
       local model, optimizer = ps.initialize { quiet = true, model_func = function()
         local made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         made[0].weight:requires_grad(false)

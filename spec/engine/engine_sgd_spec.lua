@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- SGD of an engine: PyTorch's formula worked out by hand, what is kept of a parameter, states in both forms, and what
--- is refused. chunks_spec and shards_spec compare it with plain memory and with one rank, and the oracle compares it
+-- SGD of an engine: PyTorch's formula computed by hand, the state of a parameter, saved states in both forms, and
+-- refusals. chunks_spec and shards_spec compare it with plain memory and with one rank, and the oracle compares it
 -- with PyTorch.
 local ps = require "ps"
 local nn = require "ps.nn"
@@ -69,7 +69,7 @@ describe("SGD of an engine", function()
     end)
   end
 
-  it("keeps one buffer of a parameter, or none, and no chunks of Adam", function()
+  it("keeps one buffer per parameter, or none, and no chunks of Adam", function()
     for _, case in ipairs { { nil, "grad param" }, { 0.9, "grad momentum_buffer param" } } do
       open { momentum = case[1] }
       local kinds = {}
@@ -81,7 +81,7 @@ describe("SGD of an engine", function()
     assert.equal(3, #chunks.chunks())
   end)
 
-  it("goes on from a state in both forms, and from PyTorch's, which counts no steps", function()
+  it("continues from a state in both forms, and from PyTorch's, which counts no steps", function()
     local params = { lr = 0.1, momentum = 0.9, dampening = 0.3, weight_decay = 0.2 }
     local function after(change)
       local optimizer = open(params)
@@ -113,7 +113,7 @@ describe("SGD of an engine", function()
     fails(function() optimizer:load_state_dict(saved) end, "momentum is 0.9", "made without")
   end)
 
-  it("refuses settings of another kind, and a momentum for which there are no buffers", function()
+  it("refuses settings of other optimizers, and a momentum for which there are no buffers", function()
     local optimizer = open { lr = 0.1 }
     optimizer.groups[1].momentum = 0.9
     fails(function() step(optimizer, 1) end, "SGD, group 0: momentum is 0.9", "no buffers")

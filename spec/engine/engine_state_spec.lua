@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- State of an engine, out and in: checkpoints that go on bit for bit in any other memory, both forms of the optimizer's
--- state, PyTorch's files in both directions (where a Python with torch is found: PS_TORCH_PYTHON, else python3), values
--- written to parameters from outside, and budgets that hold all the while.
+-- Saving and loading the state of an engine: checkpoints that continue bit for bit in any other memory, both forms of
+-- the optimizer's state, PyTorch's files in both directions (if a Python with torch is found: PS_TORCH_PYTHON, else
+-- python3), values written to parameters from outside, and budgets that always hold.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local lfs = require "lfs"
@@ -154,7 +154,7 @@ local TYPES = {
 
 describe("a checkpoint of an engine", function()
   for name, precision in pairs(TYPES) do
-    it("goes on bit for bit in any other memory: " .. name, function()
+    it("continues bit for bit in any other memory: " .. name, function()
       local function whole()
         local model, optimizer = engine(in_memory(precision, 1))
         local losses = steps(model, optimizer, 1, 8)
@@ -191,7 +191,7 @@ describe("a checkpoint of an engine", function()
     end)
   end
 
-  it("goes on with ps.optim, and takes what ps.optim saved", function()
+  it("continues with ps.optim, and loads states of ps.optim", function()
     local config = { bf16 = { enabled = true }, gradient_clipping = 0 }
     local function by_hand()
       collectgarbage()
@@ -245,7 +245,7 @@ describe("a checkpoint of an engine", function()
     assert.same(want, hand_steps(hand, hand_opt, 4, 6))
   end)
 
-  it("holds the data position", function()
+  it("contains the data position", function()
     local out = assert(io.open(path "text.txt", "wb"))
     for i = 1, 400 do out:write(("line %d of a text\n"):format(i * i)) end
     out:close()
@@ -276,7 +276,7 @@ describe("a checkpoint of an engine", function()
     assert.same(want, train(model, optimizer, data, 3))
   end)
 
-  it("is taken between steps between steps", function()
+  it("is saved only between steps", function()
     for i = 1, 2 do
       local model, optimizer = engine(in_memory(TYPES.bf16, i))
       step(model, optimizer, 1)
@@ -299,7 +299,7 @@ describe("the optimizer's state", function()
     { lr = 5e-4 } }
 
   for i in ipairs(MEMORY) do
-    it("goes through .pt files whole and lazily, in both forms, memory " .. i, function()
+    it("can be saved to .pt files and loaded, whole and lazily, in both forms, memory " .. i, function()
       local config = in_memory(TYPES.bf16, i, ROOM)
       local model, optimizer = engine(config, { param_groups = GROUPS })
       steps(model, optimizer, 1, 2)
@@ -338,7 +338,7 @@ describe("the optimizer's state", function()
     end)
   end
 
-  it("is refused where it does not fit, and then nothing has changed", function()
+  it("is refused if it does not fit, and then nothing has changed", function()
     local model, optimizer = engine({})
     steps(model, optimizer, 1, 2)
     local before = end_state(model, optimizer)
@@ -367,7 +367,7 @@ describe("values from outside", function()
   end
 
   for i in ipairs(MEMORY) do
-    it("reach masters in full and parameters rounded, memory " .. i, function()
+    it("are loaded exactly into masters and rounded into parameters, memory " .. i, function()
       local source = weights()
       local want = digests(source:state_dict())
       source:save_pretrained(path "hf")
@@ -494,7 +494,7 @@ torch.save({n: p.detach() for n, p in by_name.items()}, sys.argv[3] + "/model.pt
 torch.save(opt.state_dict(), sys.argv[3] + "/opt.pt")
 ]=]
 
-  it("takes a model and an optimizer, and gives them back", function()
+  it("loads a model and an optimizer, and saves them", function()
     if not python then
       pending("no Python with torch (PS_TORCH_PYTHON names one)")
       return

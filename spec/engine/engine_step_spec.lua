@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A step has one owner: its actions come in the order of its table, each call out of turn is refused by name, what a
--- script may do besides changes no bit, and no other file can write what is known of a step.
+-- A step has one owner: its actions follow the order of its table, each call out of turn is refused by name, other
+-- valid calls of a script change no bit, and no other file can write a step's state.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = ps.nn
@@ -42,7 +42,7 @@ describe("the calls of a step", function()
     step = ffi.gc(out[0], C.ps_step_free)
   end)
 
-  it("begin: not within a step, and with a table that makes sense", function()
+  it("begin: not within a step, and with a valid table", function()
     assert.matches("has no backward", said(begin({ F, U }), C.PS_EINVAL))
     assert.matches("after the norm", said(begin({ F, B, N, F, B, U }), C.PS_EINVAL))
     assert.matches("of kind 9", said(begin({ F, B, 9 }), C.PS_EINVAL))
@@ -50,7 +50,7 @@ describe("the calls of a step", function()
     assert.matches("a step is under way", said(begin { F, B, U }))
   end)
 
-  it("next: what is due, or what may come in its place", function()
+  it("next: the action that is due, or a valid replacement", function()
     assert.matches("forward came, and no step is under way", said(C.ps_step_next(step, F, nil)))
     assert.equal(0, begin({ F, B, F, B, N, U }, { 0, 0, 1, 1 }))
     assert.matches("expects the forward of micro%-batch 1 .* update .* came", said(C.ps_step_next(step, U, nil)))
@@ -70,7 +70,7 @@ describe("the calls of a step", function()
     assert.matches("expects its end, and reduce came", said(C.ps_step_next(step, R, nil)))
   end)
 
-  it("next: one action at a time; updates in a backward: of the last one, without a norm", function()
+  it("next: one action at a time; updates in a backward: only in the last one, without a norm", function()
     local how = ffi.new("ps_action_how", { overlap = 1 })
     assert.equal(0, begin({ F, B, F, B, U }, { 0, 0, 1, 1 }))
     assert.equal(0, C.ps_step_next(step, F, nil))
@@ -82,7 +82,7 @@ describe("the calls of a step", function()
     assert.matches("updates cannot overlap", said(C.ps_step_next(step, B, how), C.PS_EINVAL))
   end)
 
-  it("done and end: of what was begun, and not before all is done", function()
+  it("done and end: only of begun actions, and not before all are done", function()
     local id = ffi.new "int32_t[1]"
     assert.matches("no action", said(C.ps_step_done(step)))
     assert.matches("no step is under way", said(C.ps_step_end(step, id)))
@@ -104,7 +104,7 @@ describe("the calls of a step", function()
     assert.matches("an update is not due", said(C.ps_engine_update(ctx)))
   end)
 
-  it("a forward that is given up takes no random numbers, nor does a step", function()
+  it("an abandoned forward uses no random numbers, nor does an abandoned step", function()
     local rng = ps.rng()
     local op = rng.op
     assert.equal(0, begin { F, B, U })
@@ -218,7 +218,7 @@ local LEGAL = {
 
 describe("a script's steps", function()
   for name, config in pairs(CASES) do
-    it("have the same bits whatever comes between: " .. name, function()
+    it("have the same bits whatever happens in between: " .. name, function()
       local plain = train(config, {})
       for what, besides in pairs(LEGAL) do assert(train(config, besides) == plain, what) end
     end)
@@ -273,7 +273,7 @@ local function used(collect)
   return tonumber(info.used)
 end
 
-it("a model in plain memory that compiled code holds goes with its bytes when it is closed", function()
+it("the bytes of a model in plain memory that compiled code references are freed when it is closed", function()
   local before = used()
   local function run()
     open({ memory = "plain" }, 1)
@@ -289,7 +289,7 @@ it("a model in plain memory that compiled code holds goes with its bytes when it
   assert.equal(before, used())
 end)
 
-it("a model in plain memory that nobody holds goes with its bytes, closed or not", function()
+it("the bytes of an unreferenced model in plain memory are freed, whether it is closed or not", function()
   local function run()
     local optimizer = open({ memory = "plain", bf16 = { enabled = true } }, 1)
     model:backward(model(x[1], y[1]))
@@ -305,7 +305,7 @@ end)
 describe("an update that fails", function()
   for name, config in pairs { chunks = CASES["in chunks"], clipped = CASES["in chunks, bf16, clipped"],
     sim = CASES["in chunks, over a small tier"], plain = CASES["in plain memory"] } do
-    it("is ended by a second call, with the same factor on gradients: " .. name, function()
+    it("is completed by a second call, with the same factor on gradients: " .. name, function()
       local function run(nth)
         local optimizer = open(config, 1)
         model:backward(model(x[1], y[1]))
@@ -341,7 +341,7 @@ describe("an update that fails", function()
 end)
 
 describe("gradients with chunks of their own", function()
-  it("have no contents behind their update: none of their bytes moves to the next step", function()
+  it("have no contents after their update: none of their bytes moves to the next step", function()
     local disk = os.tmpname()
     os.remove(disk)
     assert(require("lfs").mkdir(disk))

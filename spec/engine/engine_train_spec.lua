@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- train.run with an engine, the lines it prints about its steps, and loops over a loader: the same numbers as a loop
--- written out, a checkpoint that outlives an error, and settings that contradict each other refused.
+-- train.run with an engine, the lines that it prints about its steps, and loops over a loader: the numbers of a loop
+-- written by hand, a checkpoint that survives an error, and contradictory settings, which are refused.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local lfs = require "lfs"
@@ -78,7 +78,7 @@ end)
 teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
 
 describe("a loader", function()
-  it("gives an epoch's batches as tables that an engine takes", function()
+  it("returns an epoch's batches as tables that an engine accepts", function()
     local data = loader { last = 100, shuffle = false }
     local plain, n = {}, 0
     for x, y in data:epoch() do plain[#plain + 1] = { x:tolist(), y:tolist() } end
@@ -100,7 +100,7 @@ describe("a loader", function()
     assert.equal(model(batch):item(), model(batch, none):item())
   end)
 
-  it("tells at the prompt what it reads, and where it is", function()
+  it("prints at the prompt what it reads, and its position", function()
     local data = loader { last = 100, shuffle = false }
     data:next()
     local text = tostring(data)
@@ -118,7 +118,7 @@ describe("train.run", function()
       bf16 = { enabled = true } },
     fp16 = { fp16 = { enabled = true, initial_scale_power = 19, hysteresis = 1 } },
   } do
-    it("trains an engine as a loop written out does: " .. name, function()
+    it("trains an engine like a loop written by hand: " .. name, function()
       local optimizer, want = initialize(config), {}
       local data = loader()
       for i = 1, 4 do
@@ -156,7 +156,7 @@ describe("train.run", function()
     for i = 1, 3 do assert.equal(whole.history[3 + i].loss, rest.history[i].loss) end
   end)
 
-  it("leaves the last checkpoint, and no file, when it ends in an error", function()
+  it("leaves the last checkpoint, and no temporary file, when it ends in an error", function()
     local disk = path "tier"
     lfs.mkdir(disk)
     local config = tight({ chunk_size = 4096 }, disk)
@@ -193,7 +193,7 @@ describe("train.run", function()
     for name in lfs.dir(disk) do assert.truthy(name == "." or name == "..", name) end
   end)
 
-  it("refuses what the engine's configuration settles", function()
+  it("refuses settings that belong to the engine's configuration", function()
     local optimizer = initialize()
     local function with(options)
       options.model, options.optimizer, options.loader = model, optimizer, loader()
@@ -222,7 +222,7 @@ describe("an engine's lines", function()
     end)
   end
 
-  it("come every steps_per_print steps, and not at all without it", function()
+  it("are printed every steps_per_print steps, and not at all without it", function()
     for _, config in ipairs { {}, { steps_per_print = 0 }, { steps_per_print = 0, wall_clock_breakdown = true } } do
       assert.equal("", run(config))
       assert.is_nil(inner(model).report)
@@ -234,7 +234,7 @@ describe("an engine's lines", function()
     end
   end)
 
-  it("tell rate, norm, loss scale, skipped steps, times and bytes moved", function()
+  it("have rate, norm, loss scale, skipped steps, times and bytes moved", function()
     local text = run { steps_per_print = 4, wall_clock_breakdown = true, gradient_clipping = 1,
       gradient_accumulation_steps = 2, fp16 = { enabled = true, initial_scale_power = 19, hysteresis = 1 } }
     assert.truthy(text:find("gradient norm", 1, true), text)
@@ -246,7 +246,7 @@ describe("an engine's lines", function()
     assert.equal(10, inner(model).report.every)
   end)
 
-  it("change nothing about the numbers", function()
+  it("do not change the numbers", function()
     local function losses(config)
       local optimizer = initialize(config)
       local all
@@ -260,14 +260,14 @@ describe("an engine's lines", function()
 end)
 
 describe("a plan", function()
-  it("is printed again only where it tells something new", function()
+  it("is printed again only if it has something new", function()
     local out = check.run("", [[
       local ps = require "ps"
       local model, optimizer = ps.initialize { model_func = function()
           return require("models.gpt2").new("tiny", { n_positions = 64 })
         end,
         config = { optimizer = { type = "AdamW" } } }
-      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- number of tokens of a row, as padding leaves
+      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- number of tokens of a row without padding
                                                                        -- them
         local x = ps.randint(0, 256, { 2, n }, { dtype = "int32" })
         model:backward(model(x, x))
@@ -288,12 +288,12 @@ describe("notes on a configuration", function()
       ps.initialize { model_func = function() return ps.nn.Linear(4, 4) end, config = config }:close()
     end
   ]]
-  it("come once, however many engines read it", function()
+  it("are printed once, however many engines read it", function()
     local out = check.run("", 'local ps = require "ps"\n' .. SCRIPT)
     assert.equal(1, select(2, out:gsub("dump_state: ignored", "")), out)
   end)
 
-  it("come from the first rank alone", function()
+  it("are printed only by the first rank", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local place = ranks_lib.folder()
     local all = ranks_lib.check(place, 2, SCRIPT)

@@ -7,7 +7,7 @@ local check = require "spec.check_lib"
 local folder = paths.root .. "/spec/golden/"
 
 -- Bounds: every loss 2e-6 relative, first gradients and final parameters 1e-5, in fp32. In bf16 the weights themselves
--- are rounded to 8 bits, so only the losses are looked at.
+-- are rounded to 8 bits, so only the losses are compared.
 local CASES = {
   { device = "cpu", dtype = "fp32", loss = 2e-6, tensors = 1e-5 },
   { device = "ref", dtype = "fp32", loss = 2e-6, tensors = 1e-5 },
@@ -36,7 +36,7 @@ local function words(case)
 end
 
 describe("the comparison with golden values", function()
-  it("sees a number that is none, wherever it is", function()
+  it("detects a NaN anywhere", function()
     local ps = require "ps"
     local good = ps.arange(1, 33, 1, { dtype = "fp32" }):reshape(4, 8)
     local want = { t = { l2 = good:norm():item(), first8 = { 1, 2, 3, 4, 5, 6, 7, 8 } } }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Where Adam runs when the optimizer's state does not fit the device: the split follows the rates it is planned by,
--- keeps to the settings that bound it and to the budgets, and changes no bit.
+-- The placement of Adam if the optimizer's state does not fit the device: the split follows the given rates, respects
+-- the settings that limit it and the budgets, and changes no bit.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local ffi = require "ffi"
@@ -77,7 +77,8 @@ local function split(model)
   return seen
 end
 
-local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }       -- a link that is worth
+-- a link that is fast enough
+local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }
                                                                                                 -- using
 local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }        -- a link that is not
 local EVEN = { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 }
@@ -88,7 +89,7 @@ local BF16 = { bf16 = { enabled = true } }
 before_each(function() ps.manual_seed(1) end)
 
 describe("the split of updates", function()
-  it("follows the rates: state passes through the device where the link is fast, stays where it is slow", function()
+  it("follows the rates: state moves to the device if the link is fast, and stays if it is slow", function()
     local _, fast = train(with(TIGHT, BF16, { rates = FAST }), split)
     local _, slow = train(with(TIGHT, BF16, { rates = SLOW }), split)
     local _, even = train(with(TIGHT, BF16, { rates = EVEN }), split)
@@ -100,7 +101,7 @@ describe("the split of updates", function()
     assert(fast.within and slow.within and even.within)
   end)
 
-  it("is told with its reasons", function()
+  it("is printed with its reasons", function()
     local forecasts = require "ps.engine.plan.forecast"
     local function text(model) return table.concat(forecasts.lines(inner(model), inner(model).plan.forecast), "\n") end
     local _, said = train(with(TIGHT, BF16, { rates = EVEN }), text)
@@ -111,7 +112,7 @@ describe("the split of updates", function()
       .. "once %(from the configuration%)", said)
   end)
 
-  it("keeps to the settings that bound it", function()
+  it("respects the settings that limit it", function()
     local function count(more)
       local _, seen = train(with(TIGHT, BF16, { rates = FAST }, more), split)
       assert(seen.within)
@@ -128,7 +129,7 @@ describe("the split of updates", function()
     assert.equal(all.units, all.count)                   -- they fit
   end)
 
-  it("gives plain memory's bits, within the budgets", function()
+  it("has plain memory's bits, within the budgets", function()
     local disk = { path = os.getenv("TMPDIR") or "/tmp", limit = "16MiB" }
     local variants = {
       { { device = 600 * 1024 }, {} },
@@ -191,7 +192,7 @@ model:close()
 ]]
 
 describe("ranks", function()
-  it("split their own units, by rates that are the same for all, and keep their numbers", function()
+  it("split their own units, by equal rates, and keep their numbers", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local folder = ranks_lib.folder()
     local ok, err = pcall(function()
@@ -224,7 +225,7 @@ describe("ranks", function()
 end)
 
 describe("rates", function()
-  it("are measured once a process and device", function()
+  it("are measured once per process and device", function()
     local r = ps.device_rates "sim"
     for _, key in ipairs { "host_adam", "device_adam", "up", "down" } do
       assert(r[key] > 1e3 and r[key] < 1e15, key .. " " .. r[key])
@@ -236,7 +237,7 @@ describe("rates", function()
     fails(function() ps.device_rates "cpu" end, "an accelerator and host memory")
   end)
 
-  it("fill in what the configuration leaves out, and leave the memory as it was", function()
+  it("complete the configuration, and leave the memory unchanged", function()
     local measured, before = ps.device_rates "sim", ps.memory_available "sim"
     local out = ffi.new("ps_rates")
     ps.check(C.ps_rates_measure(ps.ctx, ps.device_index "sim", ps.device_index "cpu", 2 ^ 20, out))
@@ -250,7 +251,7 @@ describe("rates", function()
     assert.matches("partly from the configuration", seen[4])
   end)
 
-  it("are refused where they are none", function()
+  it("are refused if they are invalid", function()
     fails(function() train(with(TIGHT, { rates = { up = 0 } })) end, "rates.up")
     fails(function() train(with(TIGHT, { rates = { host_adam = -1 } })) end, "rates.host_adam")
     fails(function() train(with(TIGHT, { rates = { at_once = 2 } })) end, "rates.at_once")
@@ -259,11 +260,11 @@ describe("rates", function()
 end)
 
 describe("a table of embeddings", function()
-  local function big() return Net { rows = 4096 } end      -- 1 MiB in fp32; lookups bring 4 KiB
+  local function big() return Net { rows = 4096 } end      -- 1 MiB in fp32; lookups copy 4 KiB
   local function where(model) return model.module.tokens.weight:device() end
   local AUTO = { device = "sim", use_cpu_embedding = "auto", rates = SLOW }
 
-  it("stays on the device where all of it fits, and goes to the host where it would move", function()
+  it("stays on the device if all of it fits, and is placed on the host if it would move", function()
     local want = train({ memory = "plain" }, nil, big)
     local got, at = train(with(AUTO, { memory = { device = "64MiB" } }), where, big)
     assert.equal("sim", at)
@@ -273,8 +274,8 @@ describe("a table of embeddings", function()
     assert.same(want, got)
   end)
 
-  it("stays where as much would be sent across as it has", function()
-    local function small() return Net { rows = 256 } end   -- 64 KiB; lookups bring 128 KiB
+  it("stays if lookups would copy as many bytes as the table has", function()
+    local function small() return Net { rows = 256 } end   -- 64 KiB; lookups copy 128 KiB
     local _, at = train(with(AUTO, { memory = { device = 3000 * 1024 } }), where, small, { 16, 32 })
     assert.equal("sim", at)
   end)

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Idioms of training loops (idioms_lib.lua) on five layouts: in one process without and with chunks, and on two ranks
--- with ZeRO 3, a pipeline and tensor parallelism. Each does what its guide says, or fails and names the right call.
+-- with ZeRO 3, a pipeline and tensor parallelism. Each does what its guide says, or is an error that names the right
+-- call.
 local lib = require "spec.ranks_lib"
 local idioms = require "spec.idioms_lib"
 local foreign = require "ps.core.foreign"
 
--- Lines "layout | guide: name | what is wrong". All names must be there, and nothing may be wrong.
+-- Lines "layout | guide: name | what is wrong". All names must be present, and no fault listed.
 local function check(layout, text)
   local n = 0
   for name, wrong in text:gmatch("\n?" .. layout .. " | ([^\n]-) | ([^\n]*)") do
@@ -39,7 +40,7 @@ describe("idioms of training loops", function()
     end)
   end
 
-  it("have names that are each there once", function()
+  it("have unique names", function()
     local seen = {}
     for _, idiom in ipairs(idioms.IDIOMS) do
       local whole = idiom.guide .. ": " .. idiom.name
@@ -88,7 +89,7 @@ describe("names that psluajit does not have", function()
     end)
   end
 
-  it("are a module's own where it has them", function()
+  it("belong to a module that has them", function()
     local net = ps.nn.Linear(2, 2)
     net.step = 3
     local model = ps.initialize { quiet = true, model_func = function() return net end,

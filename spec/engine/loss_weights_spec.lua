@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The weights of losses in averages over micro-batches, ranks and evaluation batches: the weights of their targets, by
--- the ops of the losses. Norms and losses are PyTorch's of the uncut batch.
+-- The weights of losses in averages over micro-batches, ranks and evaluation batches: the weights of their targets,
+-- from the ops of the losses. Norms and losses equal PyTorch's for the whole batch.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -111,7 +111,7 @@ for _, size in ipairs { 1, 2 } do
   describe(("the weights of losses, ranks: %d"):format(size), function()
     if size > 1 and lib.no_gloo() then return pending(lib.no_gloo()) end
 
-    it("are what the targets count, whatever is ignored and however classes weigh", function()
+    it("are the sums of the targets' weights, with ignored targets and weights of classes", function()
       lib.check(folder, size, BEGIN .. [[
         for _, name in ipairs(NAMES) do
           local case = CASES[name]
@@ -129,7 +129,7 @@ for _, size in ipairs { 1, 2 } do
       ]])
     end)
 
-    it("are 1 of sums and of other ops, a given weight wins, and unlike ones are refused", function()
+    it("are 1 for sums and for other ops; a given weight takes precedence, and different ones are refused", function()
       lib.check(folder, size, BEGIN .. [[
         local function sum(m, x, y) return F.cross_entropy(m.a(x), y, { reduction = "sum" }) end
         local function plain(m, x) return (m.a(x) ^ 2):mean() end
@@ -205,7 +205,7 @@ local STAGES = [[
 describe("the weights of losses of a model in stages", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("are told to all ranks by the last stage", function()
+  it("are sent to all ranks by the last stage", function()
     lib.check(folder, 2, BEGIN .. STAGES .. [[
       for _, name in ipairs { "ignore_index -1", "class weights", "a factor, and a sum of two" } do
         local case = CASES[name]
@@ -217,10 +217,10 @@ describe("the weights of losses of a model in stages", function()
   end)
 end)
 
-describe("the weights of losses of words that ranks share out", function()
+describe("the weights of losses of vocabularies that are cut among ranks", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("are those of one rank, with classes' weights and smoothed labels, too", function()
+  it("are those of one rank, also with weights of classes and label smoothing", function()
     lib.check(folder, 2, BEGIN .. [[
       local T = nn.class "T"
       T.tensor_parallel = { a = "head" }
@@ -278,7 +278,7 @@ describe("the weights of losses of words that ranks share out", function()
 end)
 
 describe("the weights of labels that a model packs", function()
-  it("are counted on the host, where the script has the labels", function()
+  it("are counted on the host if the script has the labels there", function()
     local ps = require "ps"
     local devices = require "ps.core.devices"
     local bert = require "models.bert"
@@ -317,7 +317,7 @@ describe("the weights of labels that a model packs", function()
 end)
 
 describe("ps.train.evaluate", function()
-  it("gives the mean over all targets, however the rows are cut into batches", function()
+  it("returns the mean over all targets, however the rows are divided into batches", function()
     lib.check(folder, 1, BEGIN .. [[
       local function batches(y, sizes, named)
         local i, at = 0, 0
@@ -357,7 +357,7 @@ describe("ps.train.evaluate", function()
     ]])
   end)
 
-  it("and ps.train.run weigh losses alike", function()
+  it("and ps.train.run weight losses equally", function()
     lib.check(folder, 1, BEGIN .. [[
       local case = CASES["ignore_index -1"]
       open(1, case[1]):close()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loops over micro-batches: their bits are those of the loop written by hand, their gradient is that of the whole batch
--- (against values worked out by hand), their dropout that of the uncut batch; and loops that go wrong.
+-- Loops over micro-batches: their bits are those of a loop written by hand, their gradient is that of the whole batch
+-- (compared with values computed by hand), their dropout that of the whole batch; and errors in loops.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
@@ -49,7 +49,7 @@ local function batch(number, rows, masked)
   return x, y
 end
 
--- The first row and the number of rows of each of `count` micro-batches, as torch.tensor_split has them.
+-- The first row and the number of rows of each of `count` micro-batches, as in torch.tensor_split.
 local function parts_of(rows, count)
   local list, first = {}, 0
   for i = 1, count do
@@ -157,7 +157,7 @@ describe("a loop over micro-batches", function()
     end)
   end
 
-  it("is of rows where the configuration has no count, and of fewer where a batch is short", function()
+  it("iterates over rows if the configuration has no count, and over fewer if a batch is short", function()
     local function turns(config, rows)
       local optimizer = open(tiny, config)
       local n = 0
@@ -215,7 +215,7 @@ describe("a loop over micro-batches", function()
     fails(function() model:micro_batches(x, x, { gathr = true }) end, "did you mean 'gather'?")
   end)
 
-  it("weighs a loss that was made from out.loss as its micro-batch", function()
+  it("weights a loss that was made from out.loss like its micro-batch", function()
     for _, memory in ipairs { "chunk", "plain" } do
       open(Logits, { memory = memory, gradient_accumulation_steps = 2 })
       local x, y = ps.zeros({ 2, 3 }, { dtype = "int64" }), classes { { 0, -100, -100 }, { 1, 1, 1 } }
@@ -232,7 +232,7 @@ describe("a loop over micro-batches", function()
     end
   end)
 
-  it("takes an own loss of what the model gave and the batch", function()
+  it("accepts a loss computed from the model's output and the batch", function()
     local Net = nn.class "Net"
     function Net:init() self.layer = nn.Linear(4, 3) end
     function Net:forward(x, y)
@@ -265,7 +265,7 @@ describe("a loop over micro-batches", function()
     fails(function() model(x, y) end, "loss(out, batch) must return a tensor of one element")
   end)
 
-  it("is of forwards alone without gradients, whatever the mode", function()
+  it("has only forwards without gradients, in any mode", function()
     local optimizer = open(tiny, { gradient_accumulation_steps = 3 })
     local before = state(optimizer)
     local x, y = batch(1, 6)
@@ -289,7 +289,7 @@ describe("a loop over micro-batches", function()
     assert.is_false(optimizer:step().skipped)
   end)
 
-  it("has one turn for what model(batch) gives of a batch by names", function()
+  it("has one iteration for the result of model(batch) with a named batch", function()
     local function run(way)
       local optimizer = open(tiny, { gradient_accumulation_steps = 2 })
       for step = 1, 4 do
@@ -312,11 +312,11 @@ describe("dropout in micro-batches", function()
   function Drop:init() self.drop, self.scale = nn.Dropout(0.5), nn.Linear(1, 1) end
   function Drop:forward(x) return { mask = self.drop(self.drop(x)), loss = self.scale(x:narrow(1, 0, 1)):mean() } end
 
-  it("is that of the uncut batch", function()
+  it("is that of the whole batch", function()
     local function run(count, rows)
       local optimizer = open(Drop, { gradient_accumulation_steps = count })
       local seen = {}
-      for _ = 1, 2 do                                           -- two batches of one step's number
+      for _ = 1, 2 do                                           -- two batches of the same step
         ps.rng().sample = 40
         for out in model:micro_batches(ps.ones { rows, 8 }) do
           seen[#seen + 1] = table.concat(out.mask:reshape(-1):tolist(), " ")
@@ -333,7 +333,7 @@ describe("dropout in micro-batches", function()
     for _, count in ipairs { 2, 3, 7 } do assert.equal(whole, run(count, 7)) end
   end)
 
-  it("of a model leaves its loss and gradients what they are, whatever the cut", function()
+  it("of a model does not change its loss and gradients, for any division", function()
     local function run(count)
       local optimizer, sum = open(dropping, { gradient_accumulation_steps = count, optimizer = { type = "AdamW",
         params = { lr = 1e-2, eps = 1e-2 } } }), 0
@@ -356,7 +356,7 @@ describe("dropout in micro-batches", function()
   end)
 end)
 
-describe("a loop over micro-batches that goes wrong", function()
+describe("a faulty loop over micro-batches", function()
   local optimizer, x, y
 
   before_each(function()
@@ -431,7 +431,7 @@ describe("a loop over micro-batches that goes wrong", function()
     goes_on()
   end)
 
-  it("may be asked on behind its end, and be left when the model is closed", function()
+  it("may be called after its end, and be left when the model is closed", function()
     local turns = model:micro_batches(x, y)
     for out in turns do out.loss:backward() end
     assert.is_nil(turns())
@@ -456,7 +456,7 @@ describe("a loop over micro-batches that goes wrong", function()
     goes_on()
   end)
 
-  it("leaves a loss alone that is not the model's", function()
+  it("does not affect a loss that is not the model's", function()
     local other = ps.ones({ 3 }):requires_grad(true)
     for out in model:micro_batches(x, y) do
       other:square():sum():backward()
@@ -468,7 +468,7 @@ describe("a loop over micro-batches that goes wrong", function()
 end)
 
 describe("loops of several ranks", function()
-  it("have as many micro-batches on each, and the gradient of all rows", function()
+  it("have the same number of micro-batches on each, and the gradient of all rows", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local folder = ranks.folder()
     local ok, problem = pcall(ranks.check, folder, 2, [[

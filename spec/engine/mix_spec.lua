@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Scripts that do more than the usual loop (spec/mix_lib.lua), drawn by seed, over plain memory and over chunks, with
--- the same numbers; and the defects that were found in this way, each in its own test. PS_MIX_SEED=n runs only one
+-- the same numbers; and a test for each defect that was found in this way. PS_MIX_SEED=n runs only one
 -- seed.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
@@ -39,15 +39,15 @@ describe("scripts that do more than the usual loop", function()
     assert.equal(0, L.entries(folder))
   end
   if ONLY then
-    it("get plain memory's numbers: seed " .. ONLY, function() same(ONLY) end)
+    it("have plain memory's numbers: seed " .. ONLY, function() same(ONLY) end)
     return
   end
   for first = 1, SEEDS, 6 do
-    it(("get plain memory's numbers: seeds %d to %d"):format(first, first + 5), function()
+    it(("have plain memory's numbers: seeds %d to %d"):format(first, first + 5), function()
       for seed = first, first + 5 do same(seed) end
     end)
   end
-  it("had chunks that live on the first tier alone in some of these runs", function() assert.truthy(stayed > 0) end)
+  it("had resident chunks in some of these runs", function() assert.truthy(stayed > 0) end)
 end)
 
 describe("a step", function()
@@ -78,7 +78,7 @@ describe("a step", function()
     return want
   end
 
-  -- y with few targets that count.
+  -- y with few targets that are not ignored.
   local function few() return ps.cat({ y:narrow(0, 0, 1), ps.full({ 3 }, -100, { dtype = "int32" }) }, 0) end
 
   local function tokens(count)
@@ -90,7 +90,7 @@ describe("a step", function()
 
   local GPT = { model = "gpt2", accumulate = 2, dropout = 0, n_layer = 1, n_embd = 16, vocab = 65 }
 
-  it("weighs a micro-batch by its own targets, in whatever mode it runs and whatever is evaluated", function()
+  it("weights a micro-batch by its own targets, in any mode and with evaluations in between", function()
     local function script(evaluates, trains)
       return function(model, optimizer, out)
         for micro = 1, 2 do
@@ -117,7 +117,7 @@ describe("a step", function()
     assert.is_nil(L.difference(want, same(case, script(false, false))))
   end)
 
-  it("in evaluation mode trains from values written before it, and its state can be read behind backward", function()
+  it("in evaluation mode trains from values written before it, and its state can be read after backward", function()
     local function script(model, optimizer, out)
       ps.no_grad(function() model.module.first.weight:mul_(0.5) end)
       model:eval()
@@ -130,7 +130,7 @@ describe("a step", function()
     same(L.small(), script)
   end)
 
-  it("takes no random numbers for a forward that failed or led to nothing", function()
+  it("uses no random numbers for a forward that failed or was not used", function()
     local function usual(model, optimizer)
       model:backward(model(x, y))
       optimizer:step()
@@ -149,7 +149,7 @@ describe("a step", function()
     same(L.small { dropout = 0.5 }, failing, usual)
   end)
 
-  it("may go back through what was recorded before it was planned", function()
+  it("may run backward through tensors recorded before it was planned", function()
     same(L.small { dropout = 0 }, function(model, optimizer)
       local device = inner(model).device_name
       local loss = model.module(x:to(device), y:to(device))
@@ -168,7 +168,7 @@ describe("a step", function()
     end)
   end)
 
-  it("can be run dry like another more often than traces are kept", function()
+  it("can repeat dry runs more often than traces are kept", function()
     local model = ps.initialize(L.request(L.small(), CHUNKS))
     local first = assert(forecasts.dry_run(inner(model), { x, y, n = 2 }))
     for _ = 1, 40 do assert.truthy(forecasts.dry_run(inner(model), { x, y, n = 2 }, first) ~= first) end
@@ -179,7 +179,7 @@ end)
 describe("state on a device", function()
   after_each(L.close_engine)
 
-  it("takes tensors of the host: buffers, frozen parameters, moments, a model without an engine", function()
+  it("accepts tensors of the host: buffers, frozen parameters, averages, a model without an engine", function()
     for _, memory in ipairs { "plain", { device = 400 * KIB, host = 400 * KIB } } do
       for _, precision in ipairs { "fp32", "bf16" } do
         ps.manual_seed(3)
@@ -211,7 +211,7 @@ end)
 describe("ranks", function()
   if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
 
-  it("reduce in one order, whatever garbage each has", function()
+  it("reduce in the same order, whatever garbage each has", function()
     ranks_lib.check(folder, 2, [[
       local gpt2 = require "models.gpt2"
       collectgarbage "stop"
@@ -237,7 +237,7 @@ describe("ranks", function()
     ]])
   end)
 
-  it("may use parameters more often in a step than in the one before", function()
+  it("may use parameters more often in a step than in the previous one", function()
     ranks_lib.check(folder, 2, [[
       local Two = nn.class("Two")
       function Two:init()

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Engines that keep on the host what the configuration says (activation_checkpointing.cpu_checkpointing,
--- use_cpu_embedding), or do not keep it (recompute): the losses and parameters are those of plain memory, bit for bit.
+-- Engines that keep activations or embeddings on the host (activation_checkpointing.cpu_checkpointing,
+-- use_cpu_embedding) or do not keep activations (recompute): the losses and parameters are those of plain memory, bit
+-- for bit.
 local ps = require "ps"
 local engine_of = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -87,8 +88,8 @@ local function with(a, b)
   return all
 end
 
-describe("an embedding whose table lies on another device than its indices", function()
-  it("looks up there and brings back what it found", function()
+describe("an embedding whose table is on another device than its indices", function()
+  it("looks up there and copies the vectors back", function()
     local here, there = nn.Embedding(50, 8), nn.Embedding(50, 8)
     there:load_state_dict(here:state_dict())
     local index = ps.randint(0, 50, { 3, 4 }, { dtype = "int32" })
@@ -102,7 +103,7 @@ describe("an embedding whose table lies on another device than its indices", fun
   end)
 end)
 
-describe("use_cpu_embedding gives plain memory's bits:", function()
+describe("use_cpu_embedding has plain memory's bits:", function()
   local function places(model)
     local module = model.module
     return { module.tokens.weight:device(), module.places.weight:device(), module.out.weight:device() }
@@ -119,7 +120,7 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
     end)
   end
 
-  it("where tables are frozen, small, tied, or Adam runs on the device", function()
+  it("if tables are frozen, small or tied, or Adam runs on the device", function()
     local function frozen() return Net { frozen = true } end
     local function tied() return Net { tied = true } end
     local want = train(frozen, { memory = "plain" })
@@ -149,7 +150,7 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
     assert.same(train(make, { memory = "plain" }), got)
   end)
 
-  it("where it means nothing, and says so", function()
+  it("where it has no effect, with a note", function()
     local _, said = train(net, { use_cpu_embedding = true }, notes)
     assert(said:find("use_cpu_embedding has no effect: the cpu computes", 1, true), said)
     _, said = train(net, { device = "sim", memory = "plain", use_cpu_embedding = true }, notes)
@@ -159,7 +160,7 @@ describe("use_cpu_embedding gives plain memory's bits:", function()
   end)
 end)
 
-describe("cpu_checkpointing gives plain memory's bits:", function()
+describe("cpu_checkpointing has plain memory's bits:", function()
   local AWAY = { activation_checkpointing = { cpu_checkpointing = true } }
   local function wide() return Net { width = 64, layers = 4 } end
   local BATCH = { 4, 32 }                               -- the stream: 32 KiB in fp32, 16 KiB in bf16
@@ -186,7 +187,7 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
     end)
   end
 
-  it("inside a budget that the step does not fit without, with chunks moving", function()
+  it("in a budget that is too small without it, with chunks moving", function()
     local function deep() return Net { width = 64, layers = 8 } end
     local batch = { 8, 32 }
     local base = { device = "sim", use_cpu_embedding = false, chunk_size = 16384 }
@@ -207,14 +208,14 @@ describe("cpu_checkpointing gives plain memory's bits:", function()
     assert(fetched[1] > 0 and fetched[2] > 0, "nothing moved")
   end)
 
-  it("where it means nothing, and says so", function()
+  it("where it has no effect, with a note", function()
     local _, said = train(net, AWAY, notes)
     assert(said:find("cpu_checkpointing has no effect: the cpu computes", 1, true), said)
   end)
 end)
 
 describe("recompute", function()
-  it("gives plain memory's bits", function()
+  it("has plain memory's bits", function()
     for _, variant in ipairs(VARIANTS) do
       local want = train(net, with(variant[2], { memory = "plain" }))
       assert.same(want, (train(net, with(variant[2], { recompute = true, chunk_size = 4096 }))))
@@ -222,7 +223,7 @@ describe("recompute", function()
     end
   end)
 
-  it("ends with its model, although that holds an output whose backward never came", function()
+  it("is freed with its model, although the model holds an output without a backward", function()
     local Keeps = nn.class "Keeps"
     function Keeps:init() self.a, self.b = nn.Linear(96, 96), nn.Linear(96, 96) end
     function Keeps:forward(x)
@@ -248,7 +249,7 @@ describe("recompute", function()
     assert.equal(before, ps.memory("cpu").used)
   end)
 
-  it("of a larger model before does not count in a plan", function()
+  it("of an earlier, larger model does not affect a plan", function()
     local function others(layers, fits)
       local model = ps.initialize { quiet = true,
         model_func = function() return gpt2.new("tiny", { n_layer = layers }) end,
@@ -265,7 +266,7 @@ describe("recompute", function()
     assert.equal(alone, others(4, true))
   end)
 
-  it("runs again where it has run, however tight", function()
+  it("runs again in the same budgets, however tight", function()
     local ran = 0
     for layers = 11, 17 do
       local model, optimizer = ps.initialize { quiet = true,
@@ -287,7 +288,7 @@ describe("recompute", function()
     assert.truthy(ran > 0 and ran < 7, ran)
   end)
 
-  it("takes the elements of lists for blocks, and calls them again in either mode", function()
+  it("treats the elements of lists as blocks, and recomputes them in either mode", function()
     local calls = 0
     local Counted = nn.class("Counted")
     function Counted:init() self.layer = nn.Linear(4, 4) end
@@ -315,7 +316,7 @@ describe("recompute", function()
     assert.equal(0, nn.Linear(4, 4):recompute_blocks())
   end)
 
-  it("says when there is no block, and when a block cannot be one", function()
+  it("reports that there is no block, or that a block is invalid", function()
     local Flat = nn.class("Flat")
     function Flat:init() self.w = nn.Linear(1, 1) end
     function Flat:forward(x, _) return self.w(x:float():reshape(-1, 1)):square():mean() end

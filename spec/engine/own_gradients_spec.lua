@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Functions with a backward of the script's own, and hooks, in engines of every layout (own_gradients_lib.lua): losses
--- are those of ops in one process, and hooks see the gradient of each micro-batch's own loss.
+-- Functions whose backward the script defines, and hooks, in engines of every layout (own_gradients_lib.lua): losses
+-- are those of ops in one process, and hooks get the gradient of each micro-batch's own loss.
 local ps = require "ps"
 local own = require "spec.own_gradients_lib"
 local lib = require "spec.ranks_lib"
@@ -29,7 +29,7 @@ describe("functions and hooks in one process", function()
     own.run({ fp16 = { enabled = true, initial_scale_power = 10 } }, with { bound = 0.01 })
   end)
 
-  it("may read values: the step is planned once it has run, and the engine says so", function()
+  it("may read values: the step is planned after it has run, and the engine prints that", function()
     own.run({}, with { reads = true })
     local Reads = ps.autograd.Function { name = "Reads", forward = function(_, x) return x * 1 end,
       backward = function(_, dy) return dy * (dy:sum():item() > -1e9 and 1 or 0) end }
@@ -86,11 +86,11 @@ describe("functions and hooks on ranks:", function()
     end
   end
 
-  it("tensor parallelism: of layers that ranks share out, too", function()
+  it("tensor parallelism: also in layers that are cut among ranks", function()
     assert.equal(8, run(2, "{ tensor_parallel = { size = 2 } }", "{ shares = true, double = true, hook = true }"))
   end)
 
-  it("a function that fails on one rank of a pipeline ends the step on all, and names itself", function()
+  it("a function that fails on one rank of a pipeline ends the step on all, and is named", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local out = lib.run(folder, 2, lib.begin(folder) .. [[
       local gpt2 = require "models.gpt2"
@@ -136,7 +136,7 @@ describe("an engine", function()
     return h * 1
   end, backward = function(ctx, dh) return dh * 2 + ctx:saved_tensors() * 0 end }
 
-  it("goes on after a function or a hook that fails", function()
+  it("continues after a function or a hook that fails", function()
     for _, config in ipairs { {}, { memory = "plain" } } do
       local want
       for _, fault in ipairs { false, "function", "hook" } do
@@ -166,7 +166,7 @@ describe("an engine", function()
     end
   end)
 
-  it("refuses retain_graph by name, and lets ps.autograd.grad look at a step under way", function()
+  it("refuses retain_graph by name, and allows ps.autograd.grad during a step", function()
     local model, optimizer = make()
     local want
     for look = 0, 1 do

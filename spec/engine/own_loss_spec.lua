@@ -30,7 +30,7 @@ local function of_itself(out, batch) return F.mse_loss(out.logits, batch[1]:narr
 local x, y = ps.ones { 2, 4 }, ps.tensor({ 0, 2 }, "int64")
 
 for _, memory in ipairs { "chunks", "plain" } do
-  describe("a loss of one's own, memory: " .. memory, function()
+  describe("the script's own loss, memory: " .. memory, function()
     local kind = memory == "plain" and "plain" or nil
 
     it("is not called by an evaluation without targets", function()
@@ -52,7 +52,7 @@ for _, memory in ipairs { "chunks", "plain" } do
       assert.equal(ps.no_grad(F.cross_entropy, with.logits, y):item(), with.loss:item())
     end)
 
-    it("that needs no targets is computed when an evaluation asks for it", function()
+    it("that needs no targets is computed when an evaluation reads it", function()
       open(kind, of_itself)
       local out = ps.no_grad(model, x)
       assert.equal(0, calls)

@@ -27,7 +27,7 @@ local MODEL = [[
     model:backward(F.cross_entropy(model(x:to(model:parameters()[1]:dtype())):to "fp32", y))
     optimizer:step()
   end
-  -- The values of the whole model as any rank reads them.
+  -- The values of the whole model, which any rank can read.
   local function values(model)
     local list = {}
     for _, p in ipairs(model:parameters()) do list[#list + 1] = p:to("fp32"):reshape(-1):tolist() end
@@ -55,7 +55,7 @@ describe("the state of a rank", function()
   for _, size in ipairs { 2, 3 } do
     for _, case in ipairs { { 3, false }, { 3, true }, { 2, true }, { 1, false } } do
       local stage, bf16 = case[1], case[2]
-      it(("is loaded where it came from: ZeRO %d, %s, %d ranks, one of which owns all"):format(stage,
+      it(("is loaded on its own rank: ZeRO %d, %s, %d ranks, one of which owns all"):format(stage,
         bf16 and "bf16" or "fp32", size), function()
         if ranks.no_gloo() then return pending(ranks.no_gloo()) end
         ranks.check(folder, size, MODEL .. ([[
@@ -101,7 +101,7 @@ describe("the state of a rank", function()
       end)
     end
 
-    it(("is taken by the optimizer, printed and named on each of %d ranks"):format(size), function()
+    it(("is loaded by the optimizer, printed and named on each of %d ranks"):format(size), function()
       if ranks.no_gloo() then return pending(ranks.no_gloo()) end
       ranks.check(folder, size, MODEL .. [[
         local model, optimizer = make { zero_optimization = { stage = 3 } }
@@ -167,7 +167,7 @@ describe("ps.save of a rank's own state", function()
 
   for name, layout in pairs { ["ZeRO 3"] = "zero_optimization = { stage = 3 }",
     ["a pipeline"] = "pipeline = { stages = 2 }" } do
-    it("says that rank 0 alone writes a part: " .. name, function()
+    it("reports that only rank 0 writes a part: " .. name, function()
       if ranks.no_gloo() then return pending(ranks.no_gloo()) end
       for _, saved in ipairs { "model:state_dict()", "{ step = 3, model = model:state_dict() }" } do
         local said = ranks.check(folder, 2, GPT2 .. ([[
@@ -191,7 +191,7 @@ describe("ps.save of a rank's own state", function()
     end)
   end
 
-  it("is silent of whole states, and where each rank has a file with its number", function()
+  it("prints nothing for whole states, or if each rank has a file with its number", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local said = ranks.check(folder, 2, GPT2 .. [[
       local model = open { zero_optimization = { stage = 3 } }

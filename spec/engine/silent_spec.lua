@@ -42,7 +42,7 @@ describe("a loss that is not finite", function()
     end
   ]]
 
-  it("is named once, with the step", function()
+  it("is reported once, with the step", function()
     for _, memory in ipairs { "chunk", "plain" } do
       local text = printed(LOOP:format(memory, ""))
       assert.equal(1, count(text, "the loss of step 3 is nan"), text)
@@ -50,13 +50,13 @@ describe("a loss that is not finite", function()
     end
   end)
 
-  it("is the loss scaler's matter in fp16", function()
+  it("is handled by the loss scaler in fp16", function()
     assert.equal(0, count(printed(LOOP:format("chunk", "fp16 = { enabled = true },")), "the loss of step"))
   end)
 end)
 
 describe("a layer that is replaced after its optimizer was made", function()
-  it("is named at the next step", function()
+  it("is reported at the next step", function()
     local text = printed [[
       local net = Net()
       local optimizer = ps.optim.AdamW(net, { lr = 0.1 })

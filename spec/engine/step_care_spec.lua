@@ -21,8 +21,8 @@ local function open(config, made)
   model, optimizer = ps.initialize { quiet = true, model_func = function() return made or One() end, config = cfg }
 end
 
-describe("a learning rate that comes between backward and step()", function()
-  it("is refused by set_lr where backward has updated parameters, and holds from the next step after it", function()
+describe("a learning rate that is set between backward and step()", function()
+  it("is refused by set_lr if backward has updated parameters, and otherwise is valid from the next step", function()
     open {}
     model:backward(model(ps.ones { 2 }))
     fails(function() optimizer:set_lr(2) end, "set_lr was called between backward and optimizer:step()", "after step()")
@@ -33,7 +33,7 @@ describe("a learning rate that comes between backward and step()", function()
     assert.same({ -2, -2 }, model:state_dict().w:tolist())           -- 1 - 1 - 2
   end)
 
-  it("holds for this step where backward updates nothing", function()
+  it("is valid for this step if backward updates nothing", function()
     open { overlap_optimizer = false }
     model:backward(model(ps.ones { 2 }))
     optimizer:set_lr(2)
@@ -41,7 +41,7 @@ describe("a learning rate that comes between backward and step()", function()
     assert.same({ -1, -1 }, model:state_dict().w:tolist())
   end)
 
-  it("is taken back at the end of a pause, which says so, and the run goes on", function()
+  it("is undone at the end of a pause with a message, and the run continues", function()
     open {}
     model:backward(model(ps.ones { 2 }))
     optimizer.groups[1].lr = 5
@@ -69,7 +69,7 @@ describe("a loss scale", function()
   end
   local T, N = true, false
 
-  it("that is fixed and too high is told of once, with the remedy", function()
+  it("that is fixed and too high is reported once, with the remedy", function()
     local new = require("ps.optim.loss_scaler").new
     local lines = said(new { loss_scale = 2 ^ 40 }, { T, T, T, T, T, T, T, N, T, T, T, T, T })
     assert.equal(1, #lines)
@@ -83,7 +83,7 @@ describe("a loss scale", function()
     assert.truthy(lines[1]:find("which is the smallest", 1, true))
   end)
 
-  it("is told of by an engine's run", function()
+  it("is reported by an engine's run", function()
     local out = check.run("", [[local ps = require "ps"
       local model, optimizer = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(2, 2) end,
         config = { plan_print = false, fp16 = { enabled = true, loss_scale = 2 ^ 40 } } }
@@ -119,7 +119,7 @@ describe("another optimizer over an engine's parameters", function()
   end
 end)
 
-describe("ps.train.run with a loader of one's own", function()
+describe("ps.train.run with the script's own loader", function()
   local function source(x)
     return { next = function() return x end }
   end
@@ -131,7 +131,7 @@ describe("ps.train.run with a loader of one's own", function()
     return seen
   end
 
-  it("needs next alone, and counts tokens or rows", function()
+  it("needs only next, and counts tokens or rows", function()
     open {}
     local ids = ps.ones({ 3, 8 }, { dtype = "int64" })
     assert.same({ 24, 48 }, tokens_of(ids))
@@ -142,7 +142,7 @@ describe("ps.train.run with a loader of one's own", function()
     assert.same({ 50, 100 }, tokens_of(nil, loader))
   end)
 
-  it("names what it lacks before the first step", function()
+  it("names a missing method before the first step", function()
     open {}
     local options = { model = model, optimizer = optimizer, steps = 2, quiet = true, loader = {},
       loss = function(m) return m(ps.ones { 2 }) end }

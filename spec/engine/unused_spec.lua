@@ -70,7 +70,7 @@ for _, memory in ipairs { "chunks", "plain" } do
       return more
     end
 
-    it("names what got no gradient, once", function()
+    it("names the parameters without a gradient, once", function()
       local optimizer = open({ scale = true }, with())
       assert.equal("", said())
       step(optimizer)
@@ -82,7 +82,7 @@ for _, memory in ipairs { "chunks", "plain" } do
       assert.equal(text, said())
     end)
 
-    it("names a parameter alone, and a module that was called in vain", function()
+    it("names a single parameter, and a module whose result was not used", function()
       step(open(ALL, with()))
       assert.truthy(said():find("1 of 9 trained parameters: pair.bias. ", 1, true), said())
       model:close()
@@ -90,7 +90,7 @@ for _, memory in ipairs { "chunks", "plain" } do
       assert.truthy(said():find(": pair (Linear, 2 parameters). ", 1, true), said())
     end)
 
-    it("passes over frozen ones, and says nothing where all have gradients", function()
+    it("skips frozen ones, and prints nothing if all have gradients", function()
       step(open({ scale = true, blocks = true }, with { freezes = "pair" }))
       assert.equal("", said())
     end)
@@ -104,7 +104,7 @@ for _, memory in ipairs { "chunks", "plain" } do
       for _ = 1, 2 do step(optimizer) end
     end)
 
-    it("goes by this run's gradients behind a state that was loaded", function()
+    it("uses this run's gradients after a state was loaded", function()
       local optimizer = open({ scale = true, blocks = true }, with { freezes = "pair" })
       for _ = 1, 3 do step(optimizer) end
       local state = optimizer:state_dict()
@@ -120,7 +120,7 @@ for _, memory in ipairs { "chunks", "plain" } do
 end
 
 describe("a step that is skipped", function()
-  it("says nothing; the next one does", function()
+  it("prints nothing; the next one does", function()
     local optimizer = open({ scale = true }, { fp16 = { enabled = true, initial_scale_power = 4 } })
     local x = ps.ones({ 2, 4 }, { dtype = "fp16" })
     model:backward(model(x) * math.huge)
@@ -134,7 +134,7 @@ describe("a step that is skipped", function()
 end)
 
 describe("ps.train.run with ps.optim", function()
-  it("writes the line, too", function()
+  it("also prints the line", function()
     local text = check.run("", [[
       local ps = require "ps"
       local nn = ps.nn
@@ -159,7 +159,7 @@ describe("several ranks", function()
   setup(function() folder = ranks_lib.folder() end)
   teardown(function() ranks_lib.remove(folder) end)
 
-  it("have one line for all, whoever owns the state", function()
+  it("print one line for all, whoever owns the state", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[
       local Net = nn.class "Net"

@@ -22,7 +22,7 @@ function Net:init(width) self.block = Block(width) end
 function Net:forward(x) return self.block(x) end
 
 describe("ps.memory { at = 'peak' }", function()
-  it("lists what was largest when most was in use, with line, op and module, and not what came later", function()
+  it("lists the largest tensors at the peak, with line, op and module, and no later ones", function()
     collectgarbage()
     collectgarbage()
     ps.reset_peak_memory()
@@ -82,7 +82,7 @@ describe("an error of memory", function()
     assert.truthy(problem.msg:find(HERE .. at, 1, true), problem.msg)
   end)
 
-  it("names modules when a forward in chunks finds no room, also of work space", function()
+  it("names modules if a forward in chunks finds no room, also for work space", function()
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return Net(64) end,
       config = { optimizer = { type = "AdamW" }, memory = { host = "2MiB" }, chunk_size = 16384 } }
     local ok, problem = pcall(function()

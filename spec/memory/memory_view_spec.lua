@@ -5,7 +5,7 @@ local view = require "ps.memory.view"
 
 local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
 
--- `n` chunks of each kind of a GPT-2, on tiers and in states of all sorts.
+-- `n` chunks of each kind of a GPT-2, on various tiers and in various states.
 local function chunks_of(n, kinds)
   local list = {}
   for k = 1, kinds or #KINDS do
@@ -27,7 +27,7 @@ end
 describe("ps.chunks of one chunk or tensor", function()
   local fails = require("spec.check_lib").fails
 
-  it("gives the chunk with all its tensors", function()
+  it("shows the chunk with all its tensors", function()
     local chunk = view.chunks(chunks_of(3), 4)
     assert.equal(4, chunk.id)
     local text = tostring(chunk)
@@ -41,7 +41,7 @@ describe("ps.chunks of one chunk or tensor", function()
     fails(function() view.chunks({}, 0) end, "no engine with chunks is open")
   end)
 
-  it("gives the chunks that hold a tensor, one of each kind", function()
+  it("returns the chunks that hold a tensor, one of each kind", function()
     local name = "transformer.h.1.attn.c_attn.weight"
     local list = view.chunks(chunks_of(3), name)
     assert.equal(5, #list)
@@ -49,7 +49,7 @@ describe("ps.chunks of one chunk or tensor", function()
     fails(function() view.chunks(chunks_of(3), "transformer.h.1.attn.c_attn.weigth") end, "did you mean '" .. name)
   end)
 
-  it("takes names as tables show them: without their first parts, and of modules", function()
+  it("accepts names as tables show them: without their first parts, and of modules", function()
     local function ids(name)
       local list = {}
       for i, chunk in ipairs(view.chunks(chunks_of(3), name)) do list[i] = chunk.id end
@@ -75,7 +75,7 @@ local function lines_of(value)
 end
 
 describe("ps.chunks()", function()
-  it("prints a row a chunk, totals, and stays a list", function()
+  it("prints a row per chunk and totals, and stays a list", function()
     local v = view.chunks(chunks_of(3, 2))
     local lines = lines_of(v)
     assert.same({
@@ -96,7 +96,7 @@ describe("ps.chunks()", function()
     assert.equal(48 * 2 ^ 20, v[4].nbytes)
   end)
 
-  it("shortens long lists, unless all are asked for", function()
+  it("shortens long lists, unless all rows are requested", function()
     local list = chunks_of(30)
     local lines = lines_of(view.chunks(list))
     assert.truthy(#lines <= 40)
@@ -125,7 +125,7 @@ describe("ps.chunks()", function()
     refused("no option 'kinds'", { kinds = "param" })
   end)
 
-  it("takes chunks without contents, names or uses, and very long names", function()
+  it("supports chunks without contents, names or uses, and very long names", function()
     local long = ("very_long_name_without_any_dot_"):rep(8)
     local v = view.chunks { { id = 0, kind = "param", index = 0, nbytes = 0, used_nbytes = 0, tiers = {},
       state = "FREE", pins = 0, tensors = {} }, { id = 123456, kind = "param_fp32", index = 1, nbytes = 2 ^ 40,
@@ -138,7 +138,7 @@ describe("ps.chunks()", function()
     for line in text:gmatch("[^\n]+") do assert.truthy(#line <= 125) end
   end)
 
-  it("shows names in full where there is room", function()
+  it("shows full names if there is room", function()
     local v = view.chunks { { id = 0, kind = "grad", index = 0, nbytes = 4096, used_nbytes = 4096,
       tiers = { host = true }, state = "HOLD", pins = 0, tensors = { "h.0.attn.weight", "x", "h.2.ln_1.bias" } } }
     assert.matches("h.0.attn.weight .. h.2.ln_1.bias (3)", tostring(v), 1, true)
@@ -169,7 +169,7 @@ describe("ps.memory()", function()
     assert.equal("disk", m.tiers[2].name)
   end)
 
-  it("prints bytes that people read", function()
+  it("prints bytes in readable units", function()
     assert.same({ "0 B", "1023 B", "1.0 KiB", "24.0 MiB", "1.00 GiB", "1.00 TiB", "2048.00 TiB" }, {
       readable.bytes(0), readable.bytes(1023), readable.bytes(1024), readable.bytes(24 * 2 ^ 20),
         readable.bytes(2 ^ 30 - 1),
