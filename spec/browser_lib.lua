@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Drives a headless Chromium by its DevTools protocol, which it speaks on two pipes (--remote-debugging-pipe): real
+-- Drives a headless Chromium by its DevTools protocol, over two pipes (--remote-debugging-pipe): real
 -- mouse and keys, the requests that a page makes, and the errors of its scripts.
 local json = require "cjson"
 local poll = require "posix.poll"
@@ -19,7 +19,7 @@ local LIMIT_MS = 30000
 local Browser = {}
 Browser.__index = Browser
 
---- The browser's program; nil if there is none.
+--- The path of the browser; nil if there is none.
 ---@return string?
 function lib.program()
   for _, name in ipairs { "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome" } do
@@ -61,7 +61,7 @@ local function note(self, message)
   end
 end
 
---- Calls a method of the protocol, and gives its result.
+--- Calls a method of the protocol, and returns its result.
 ---@param method string
 ---@param params? table
 ---@return table
@@ -90,8 +90,7 @@ function Browser:value(expression)
   return result.result.value
 end
 
---- Moves the mouse to a place in an element, in pixels from its corner, and presses and releases a button there if
---- asked.
+--- Moves the mouse to a place in an element, in pixels from its corner, and clicks there if requested.
 ---@param id string
 ---@param x number
 ---@param y number
@@ -132,7 +131,7 @@ function Browser:key(key, code, times)
   end
 end
 
---- Goes to an address, and waits until the page is there.
+--- Opens an address, and waits until the page has loaded.
 ---@param address string
 function Browser:open(address)
   self.asked, self.refused, self.errors, self.loaded = {}, {}, {}, false
@@ -140,7 +139,7 @@ function Browser:open(address)
   while not self.loaded do note(self, receive(self)) end
 end
 
---- The addresses that requests of the page went to.
+--- The addresses that the page requested.
 ---@return string[]
 function Browser:requests()
   local list = {}

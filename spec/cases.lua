@@ -1,41 +1,42 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The case table of ops: every row of ops.def has one here (spec/tensor/ops_spec.lua fails otherwise). It drives the
--- comparison of backends, odd and strided shapes, types, and the gradients by finite differences.
+-- The case table of ops: every row of ops.def has a case here (otherwise spec/tensor/ops_spec.lua fails). It drives
+-- the comparison of backends, odd and strided shapes, types, and gradients by finite differences.
 --
 -- A case: { "op", sets..., fields }. A set is a list of inputs with `attrs`, the op's attributes in ops.def's order (a
--- list with n, or a function of the type's name that gives one), and perhaps:
---   grads = false   no gradients of this set (it is too large for finite differences, or not smooth)
---   large = true    is cut over threads: run with one and with all of them, for equal bits; fewer layouts
---   prepare(ins)    fills in inputs that follow from others; all are contiguous tensors on ref
---   spread(ins, u)  for results whose terms cancel, so that they may be off by much of themselves: for each output a
---                   tensor of the standard deviation, in units of u, that it has when every stored value is off by
---                   up to u of itself; seven of these are allowed beside tol
+-- list with n, or a function of the type's name that returns one), and optionally:
+--   grads = false   no gradients are checked for this set (it is too large for finite differences, or not smooth)
+--   large = true    the op is divided among threads: it runs with one thread and with all of them, and must have equal
+--                   bits; fewer layouts
+--   prepare(ins)    computes inputs that depend on others; all are contiguous tensors on ref
+--   spread(ins, u)  for results whose terms cancel, so that their relative error may be large: for each output a
+--                   tensor with the output's standard deviation, in units of u, if every stored value has a relative
+--                   error of up to u; seven standard deviations are allowed in addition to tol
 --   spread_of_gradients(dy, ins, u)  the same for the gradients of the inputs
 -- An input: F(shape, low, high) float of the type under test, I(shape, low, high) index, B(shape) bool, NONE absent,
--- R({ B, T }, length) int32 whose rows are runs of equal numbers, of about this length, some of zeros.
--- F(shape, low, high, "fp32") has that type whatever is under test, except that gradients are checked in fp64: then all
--- float inputs are fp64, so the op's shape rule has to take them (a table of fp32 cosines, say, in fp64 as well).
+-- R({ B, T }, length) int32, whose rows are runs of equal numbers of about this length; some runs are zeros. F(shape,
+-- low, high, "fp32") has this type whatever type is tested, except that gradients are checked in fp64: then all float
+-- inputs are fp64, so the op's shape rule must accept them (for instance a table of cosines in fp64 instead of fp32).
 -- Fields of a case:
 --   types   the types to run, default fp32 bf16 fp16;  ints = true adds int32, int64, uint8 and bool, compared exactly
---   wrt     the inputs with gradients, default all F (without `dtype`) when the op has a gradient rule
+--   wrt     the inputs with gradients, default all F (without `dtype`) if the op has a gradient rule
 --   exact   equal bits are promised between backends
 --   tol, gtol  { fp32 =, bf16 =, fp16 = } instead of the usual bounds, of outputs and of gradients
---   floor   an absolute difference that is always allowed: where the result is a small difference of large numbers;
---   gfloor  { fp32 =, bf16 = }, the same for gradients, where the rule computes with a rounded output
---   edges   the op is also run on infinities, NaN, zeros, large and small values ("finite": only finite ones)
---   layouts = false: contiguous inputs only
+--   floor   an absolute difference that is always allowed, for results that are small differences of large numbers;
+--   gfloor  { fp32 =, bf16 = }, the same for gradients, if the rule computes with a rounded output
+--   edges   the op also runs on infinities, NaN, zeros, large and small values ("finite": only finite ones)
+--   layouts = false: only contiguous inputs
 local NONE = { absent = true }
 
 local function F(shape, low, high, dtype) return { shape = shape, low = low or -2, high = high or 2, dtype = dtype } end
 local function I(shape, low, high) return { shape = shape, low = low, high = high, index = true } end
 local function B(shape) return { shape = shape, bool = true } end
 local function R(shape, length) return { shape = shape, runs = length } end
---- The very tensor of an earlier input.
+--- The same tensor as an earlier input.
 local function SAME(i) return { same = i } end
 
 local function args(...) return { n = select("#", ...), ... } end
 
--- Vector widths are 4, 8, 16 elements or their multiples: these are all between or beyond them.
+-- Vector widths are 4, 8, 16 elements or their multiples: these sizes are all between or beyond them.
 local SHAPES = { { 5, 7 }, {}, { 1 }, { 7 }, { 33 }, { 65 }, { 130 }, { 3, 5, 33 }, { 2, 0, 3 }, { 130, 1, 33 } }
 local PAIRS = {
   { { 5, 7 }, { 5, 7 } }, { { 4, 1, 5 }, { 3, 1 } }, { {}, {} }, { { 33 }, { 33 } }, { { 65 }, {} },
@@ -43,10 +44,10 @@ local PAIRS = {
   { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
 }
 
--- Enough elements for the loops to go parallel.
+-- Enough elements for parallel loops.
 local LARGE = { 131, 257 }
 
---- Makes the first two inputs whole numbers, of which many are equal, as far as they are floats.
+--- Rounds the first two inputs, if they are floats, to whole numbers, many of which are equal.
 local function whole(ins)
   for i = 1, 2 do if ins[i]:is_float() then ins[i] = ins[i]:round() end end
 end
@@ -94,7 +95,8 @@ case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = a
 -- -- copies and types -----------------------------------------------------------------------------------------------
 unary("contiguous", nil, nil, nil, { exact = true, ints = true })
 do
-  local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }     -- to each type; see also ops_spec
+  -- conversions to each type; see also ops_spec
+  local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }
   for code = 0, 7 do row[#row + 1] = { F({ 3, 33 }, -300, 300), attrs = args(code) } end
   case(row)
   case { "cast", { F { 5, 7 }, attrs = args(3) }, types = { "fp32" } }          -- the gradient is cast back
@@ -154,13 +156,14 @@ unary("ceil", -5, 5, nil, { exact = true, edges = true })
 unary("round", -5, 5, nil, { exact = true, edges = true })
 unary("sin", -20, 20)
 unary("cos", -20, 20)
-unary("erf", -4, 4, nil, { edges = true, gtol = { bf16 = 16 * 2 ^ -8 + 0.02 } })     -- exp(-x^2), x^2 is rounded
+-- of exp(-x^2), since x^2 is rounded
+unary("erf", -4, 4, nil, { edges = true, gtol = { bf16 = 16 * 2 ^ -8 + 0.02 } })
 -- Their gradients are small differences of an output near 1 and 1.
 unary("tanh", -4, 4, nil, { edges = true, gfloor = { fp32 = 4e-7, bf16 = 0.02 } })
 unary("sigmoid", -8, 8, nil, { edges = true, gfloor = { fp32 = 4e-7, bf16 = 0.02 } })
 unary("relu", nil, nil, nil, { exact = true, edges = true })
 unary("silu", -8, 8, nil, { edges = "finite", floor = 1e-35 })
--- x / 2 times a number near 1 less 1, which is off by 6e-8.
+-- x / 2 times (a number near 1, minus 1), which has an error of 6e-8.
 unary("gelu", -5, 5, args(0), { edges = "finite", floor = 3e-7 })
 unary("gelu", -5, 5, args(1), { edges = "finite", floor = 3e-7 })
 for tanh = 0, 1 do
@@ -184,7 +187,7 @@ unary("logical_not", -1, 1, nil, { exact = true, ints = true, edges = true })
 
 -- -- reductions: dims is a bit set ----------------------------------------------------------------------------------
 do
-  --- shape, dims, and whether it is too large for finite differences
+  --- shape, dims, and whether the shape is too large for finite differences
   local shapes = {
     { { 5, 7 }, 0 }, { { 3, 4, 5 }, 2 }, { { 3, 4, 5 }, 5 }, { { 3, 4, 5 }, 1 }, { { 33 }, 1 }, { {}, 0 },
     { { 7, 130 }, 1, true }, { { 7, 130 }, 2, true }, { { 65, 33 }, 0, true }, { { 130, 65 }, 1, true },
@@ -198,7 +201,8 @@ do
           large = s[1] == LARGE }
       end
     end
-    for k = 2, #row do                               -- a sum of many goes away from 0 and back, in 16 or more lanes
+    -- a sum of many terms moves away from 0 and back, in 16 or more lanes
+    for k = 2, #row do
       local set = row[k]
       if set.attrs[1] == 0 and (name == "sum" or name == "mean") then
         set.spread = function(ins)
@@ -229,7 +233,8 @@ case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }
 case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } },
        { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
 do
-  local row = { "grad_store", wrt = {} }                              -- to each float type; see also test_cpu_norm.c
+  -- conversions to each float type; see also test_cpu_norm.c
+  local row = { "grad_store", wrt = {} }
   for code = 0, 2 do
     for _, shape in ipairs { { 5, 7 }, { 130 }, {}, { 2, 0, 3 } } do
       row[#row + 1] = { F(shape), attrs = args(code) }
@@ -256,7 +261,7 @@ for out_in = 0, 1 do
          { F { 130, 7 }, F(w(7, 1)), F { 1 }, NONE, attrs = a, grads = false },
          { F { 2, 5, 33 }, F(w(33, 7)), F({ 7 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
          { F { 0, 33 }, F(w(33, 7)), F { 7 }, NONE, attrs = a, grads = false } }
-  -- few rows, a large matrix: of sizes that pieces of it do and do not divide
+  -- few rows and a large matrix, whose sizes are and are not multiples of a piece
   case { "linear", { F { 1, 1, 200 }, F(w(200, 333)), NONE, NONE, attrs = a, grads = false },
          { F { 3, 131 }, F(w(131, 1100)), F { 1100 }, F { 3, 1100 }, attrs = a, grads = false },
          { F { 4, 1, 601 }, F(w(601, 111)), F({ 111 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
@@ -311,7 +316,7 @@ case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3,
 local ROWS = { { 5, 7 }, { 1 }, { 2, 3, 4 }, { 3, 33 }, { 2, 65 }, { 7, 130 }, { 0, 3 } }
 for _, name in ipairs { "softmax", "log_softmax" } do
   local row = { name, gfloor = { bf16 = 0.02 } }
-  -- dy less a mean of dy, times a weight that is off by what the exponent of up to 16 was rounded by.
+  -- dy minus a mean of dy, times a weight that has the rounding error of an exponent of up to 16.
   local function spread(dy, ins, u)
     local weights, exponent = ins[1]:double():softmax(-1), u < 2 ^ -20 and 16 / 2 or 1
     local size = dy:abs()
@@ -342,7 +347,8 @@ do
     end
   end
   forward[#forward + 1] = { F({ 3, 6 }, -5, 5), I({ 3 }, 0, 1), attrs = args(0, 1) }        -- no target counts
-  -- hits: whole logits, several of which are the largest; rows of several blocks, and longer than what kernels keep
+  -- hits: whole-number logits, several of which are the largest; rows of several blocks, and rows longer than a kernel
+  -- keeps
   for reduction, s in ipairs { { 40, 7 }, { 40, 130 }, { 9, 5000 }, { 3, 70000 }, { 33, 256 } } do
     forward[#forward + 1] = { F(s, -2, 2), I({ s[1] }, 0, math.min(s[2], 9)), grads = false, prepare = whole,
                               attrs = args(reduction == 2 and 1 or -100, reduction % 3, 1) }
@@ -387,7 +393,7 @@ case { "flat_index", { I({ 3, 4 }, 0, 5), attrs = args({ 5 }, { 0 }) },
        { I({ 3, 1 }, -2, 2), I({ 4 }, 0, 7), attrs = args({ 2, 7 }, { 0, 1 }) },
        { I({}, 0, 9), I({ 2, 3 }, -3, 3), I({ 3 }, 0, 1), attrs = args({ 9, 3, 1 }, { 0, 2, 3 }) },
        { I({ 33 }, -65, 65), attrs = args({ 65 }, { 0 }) }, exact = true }
--- An index that ends with dim names whole parts.
+-- An index with no dimension after dim selects whole parts.
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
        { F { 5, 4 }, I({ 7 }, 0, 5), attrs = args(0) }, { F { 2, 5, 3, 2 }, I({ 2, 4 }, 0, 5), attrs = args(1) },
        { F { 3, 65, 2 }, I({ 2, 7, 1 }, 0, 65), attrs = args(1), grads = false },
@@ -398,7 +404,7 @@ case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(
        { F { 2, 5, 3 }, I({ 2, 9 }, 0, 5), F { 2, 9, 3 }, attrs = args(1) },
        { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1), grads = false }, ints = true }
 do
-  -- Several elements of src go to one place in each set.
+  -- In each set, several elements of src are written to the same place.
   local function sets(name, gradients, ...)
     return { name, { F { 5, 4 }, I({ 8, 4 }, 0, 5), F { 8, 4 }, attrs = args(0, ...), grads = gradients },
       { F { 5, 4 }, I({ 3, 6 }, 0, 4), F { 3, 6 }, attrs = args(1, ...), grads = gradients },
@@ -454,15 +460,16 @@ do
   end
   LN[#LN + 1] = { F { 5, 7 }, F { 7 }, NONE, attrs = args() }
   LN.tol, RMS.tol = { fp32 = 2e-5 }, { fp32 = 2e-5 }
-  LNB.floor, RMSB.floor = 2e-5, 2e-5      -- with C = 1 the gradient is 0 but for roundings, times rstd = 316
-  -- Far from 0, where numbers are 8e-6 apart: a mean off by that is divided by a deviation above 0.2 and times 2.
+  LNB.floor, RMSB.floor = 2e-5, 2e-5      -- with C = 1 the gradient is 0, except for rounding errors times rstd = 316
+  -- Far from 0, where numbers are 8e-6 apart: an error of this size in the mean is divided by a deviation above 0.2
+  -- and multiplied by 2.
   case { "layer_norm", { F({ 5, 7 }, 99, 101), F { 7 }, F { 7 }, attrs = args(), grads = false },
          tol = { fp32 = 2e-5 }, floor = 8e-5 }
   for _, row in ipairs { LN, LNB, RMS, RMSB } do case(row) end
 end
 
 do
-  --- mean and variance as the forward gives them: [C], or [N, groups].
+  --- mean and variance as the forward returns them: [C], or [N, groups].
   local function moments(x, groups)
     local N, C = x:size(0), x:size(1)
     local d = groups > 0 and x:double():reshape(N, groups, -1) or x:double():transpose(0, 1):reshape(C, -1)
@@ -597,7 +604,8 @@ do
 end
 
 -- -- attention and dropout ------------------------------------------------------------------------------------------
-for _, attrs in ipairs { args(0.3, 11, 2, 3, 4), args(0.3, 11, 2, 3, 4, 37, 10),        -- a part, in mid-sample
+-- a part that begins within a sample
+for _, attrs in ipairs { args(0.3, 11, 2, 3, 4), args(0.3, 11, 2, 3, 4, 37, 10),
                          args(0.3, 11, 2, 3, 4, 8, 12) } do
   local row = { "dropout", tol = { fp32 = 2e-7 } }
   for i, shape in ipairs(SHAPES) do row[i + 1] = { F(shape), NONE, attrs = attrs, grads = i <= 2 } end
@@ -635,7 +643,7 @@ do
     end
     return sees and ps.where(sees, s, -1 / 0) or s
   end
-  --- [B, G, S, D] with each head as often as queries share it, and the way back by sums.
+  --- [B, G, S, D] with each head repeated for the queries that share it, and the reverse by sums.
   local function each(x, H)
     local G, S, D = x:size(1), x:size(2), x:size(3)
     return x:reshape(-1, G, 1, S, D):expand(x:size(0), G, H / G, S, D):reshape(-1, H, S, D)
@@ -646,9 +654,9 @@ do
     local s = seen(ins[2]:double():matmul(k:transpose(2, 3)) * a[1], ins[5], a)
     return ps.ops.attention(ins[2], ins[3], ins[4], ins[5], unpack(a, 1, a.n)), s:exp():sum(-1):log():float()
   end
-  --- How far dq, dk and dv are off when what a kernel stores is off by u: the weights w, dw = dy v^T, y and with it
-  --- delta = dy . y, and ds = w (dw - delta), of which dq = scale ds k, dk = scale ds^T q and dv = w^T dy are sums. In
-  --- fp32 sums of n products count too, as sqrt(n) roundings.
+  --- The errors of dq, dk and dv if the values that a kernel stores have a relative error of u: the weights w, dw = dy
+  --- v^T, y and with it delta = dy . y, and ds = w (dw - delta), of which dq = scale ds k, dk = scale ds^T q and dv =
+  --- w^T dy are sums. In fp32, sums of n products also contribute, as sqrt(n) roundings.
   local function deviations(dy, q, k, v, mask, a, u)
     local G, H = k:size(1), q:size(1)
     dy, q, k, v = dy:double(), q:double(), each(k:double(), H), each(v:double(), H)
@@ -670,7 +678,7 @@ do
     local dv = t(square(w * keep) * of_w):matmul(square(dy))
     return { dq:sqrt() * scale, shared(dk):sqrt() * scale, shared(dv):sqrt() }
   end
-  --- H: heads, or { heads, heads of keys }; mask: true for one of bytes [B, S], or one of 4 dimensions.
+  --- H: heads, or { heads, heads of keys }; mask: true for a mask of bytes [B, S], or a mask of 4 dimensions.
   local function add(B_, H, T, S, D, mask, a, grads)
     local G = type(H) == "table" and H[2] or H
     H = type(H) == "table" and H[1] or H
@@ -694,7 +702,7 @@ do
   add(1, 2, 33, 33, 8, true, plain)
   add(2, 1, 65, 65, 64, false, causal)
   add(1, 1, 130, 130, 33, true, drop)
-  add(1, 2, 1, 65, 32, false, causal)            -- a token against a cache
+  add(1, 2, 1, 65, 32, false, causal)            -- one token with a cache
   local function windowed(n, p) return args(0.4, 1, p or 0, 9, 3, 5, 2, n) end
   add(2, { 4, 2 }, 3, 3, 4, false, causal, true)
   add(1, { 6, 1 }, 3, 5, 4, true, plain, true)
@@ -710,7 +718,7 @@ do
   add(2, 2, 70, 130, 8, F({ 2, 1, 70, 130 }, -1, 1), drop, false)
   add(2, { 2, 1 }, 33, 33, 8, F({ 1, 2, 1, 33 }, -1, 1), windowed(5), false)
   add(2, 2, 70, 70, 16, B { 2, 1, 70, 70 }, plain, false)
-  add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of more
+  add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of a larger number
   add(1, 2, 5, 6, 4, B { 1, 2, 1, 6 }, causal, false)
   add(2, 2, 5, 5, 4, 2, causal, true)
   add(2, { 4, 2 }, 6, 6, 3, 3, plain, true)
@@ -894,7 +902,7 @@ do
   case { "remainder_join", with_low({ F { 5, 7 }, SAME(1) }, { 5, 7 }),
          with_low({ F { 131, 257 }, SAME(1) }, { 131, 257 }), types = { "bf16" }, exact = true, layouts = false }
 end
--- A block of the emulated device takes a second for a row of 5000.
+-- Small, since a block of the emulated device needs a second for a row of 5000.
 local LONG_ROWS = os.getenv "PS_TEST_DEVICE" == "cuda" and 4 or 40
 case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) },
        { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) }, { F({ 130 }, -5, 5), attrs = args(0) },
@@ -1005,7 +1013,8 @@ do
            { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, F { 5, 3 }, w(4, 3), NONE, NONE, attrs = attrs(2, 0) },
            { F { 33, 23 }, w(65, 23), F { 33, 65 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) }, alive = group }
   end
-  -- The losses of a vocabulary: of 30 words from 5 on, in 33 columns, and what two ranks tell of them; of all words.
+  -- The losses of a vocabulary: of the 30 words from 5 on, in 33 columns, with the statistics of two ranks; and of all
+  -- words.
   local function share(N) return F({ 3, N }, 0.5, 1.5, "fp32") end
   local function mass(V) return F({ V }, 0, 1, "fp32") end
   local function others(N, kinds)
@@ -1074,7 +1083,7 @@ do
   end
   mlp[#mlp + 1] = { F { 131, 96 }, F { 96, 200 }, F { 200 }, F { 200, 65 }, F { 65 }, F { 131, 65 }, attrs = args(0),
                     grads = false, large = true }
-  -- The first output is rounded twice, and the second sums its rows up.
+  -- The first output is rounded twice, and the second is the sum of its rows.
   local function spread_of(a)
     return function(ins)
       local dy, w1, h = ins[1]:double(), ins[2]:double(), ins[3]:double()

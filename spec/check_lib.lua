@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What many specs ask: whether a call fails with the right words, whether tensors have the same bytes or these values,
--- and what a program of its own says.
+-- Checks for many specs: whether a call fails with the right words, whether tensors have the same bytes or given
+-- values, and the output of a program.
 local ps = require "ps"
 local ffi = require "ffi"
 local paths = require "ps.paths"
@@ -11,7 +11,7 @@ local lib = {}
 --- no instruction set can change are left out then. `make test-isa` has all of them.
 lib.lower_set = os.getenv "PS_CPU_ISA" ~= nil and os.getenv "PS_TEST_ISA" ~= "all"
 
---- Calls fn, which must fail with an error that has all these parts; gives the error.
+--- Calls fn, which must fail with an error that contains all these parts. Returns the error.
 ---@param fn function
 ---@param ... string
 ---@return any err
@@ -25,7 +25,7 @@ function lib.fails(fn, ...)
   return err
 end
 
---- Calls fn, which must fail with a message that holds all these words; gives the error.
+--- Calls fn, which must fail with a message that contains all these words. Returns the error.
 ---@param words string[]
 ---@param fn function
 ---@return any err
@@ -40,7 +40,7 @@ function lib.fails_saying(words, fn)
   return problem
 end
 
---- As fails_saying, and the error is the engine's, of this code.
+--- Like fails_saying; the error must also be the engine's, with this code.
 ---@param code string "EINVAL", ...
 ---@param words string[]
 ---@param fn function
@@ -50,7 +50,7 @@ function lib.fails_as(code, words, fn)
   if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
 end
 
---- The larger of two numbers, NaN where one is: LuaJIT's math.max forgets a NaN that is its first argument, and so do
+--- The larger of two numbers, or NaN if one is NaN. LuaJIT's math.max loses a NaN in its first argument, and so would
 --- running maxima of differences.
 ---@param a number
 ---@param b number
@@ -60,7 +60,7 @@ function lib.larger(a, b)
   return a > b and a or b
 end
 
---- Whether a tensor has these values, as tolist() gives them, and this type.
+--- Whether a tensor has these values, in the form of tolist(), and this type.
 ---@param expected any
 ---@param t ps.Tensor
 ---@param dtype? string default: any
@@ -99,7 +99,7 @@ function lib.write(path, text)
   f:close()
 end
 
---- A file's bytes; nil where it cannot be read.
+--- A file's bytes; nil if it cannot be read.
 ---@param path string
 ---@return string?
 function lib.read(path)
@@ -128,8 +128,8 @@ function lib.write_strided(path, values, shape, stride)
   C.ps_ptw_free(w)
 end
 
---- Why memory, page faults and time say nothing here: the program is a build with a sanitizer, whose own memory and
---- time are a multiple of the program's. Nil in other builds.
+--- The reason why memory, page faults and time cannot be checked here: this is a build with a sanitizer, which needs a
+--- multiple of the program's memory and time. Nil in other builds.
 ---@return string?
 function lib.sanitized()
   local maps = io.open "/proc/self/maps"
@@ -141,11 +141,11 @@ function lib.sanitized()
     name == "a" and "AddressSanitizer" or "ThreadSanitizer")
 end
 
---- Seconds for what takes milliseconds on a machine that does nothing else. Calls that a spec sees end by something
---- else than their time-out have one of FAR_S, so that the two cannot be mixed up, however busy the machine is.
+--- Seconds for calls that take milliseconds on an idle machine. If a spec expects a call to end before its time-out,
+--- the time-out is FAR_S, so that the two cannot be confused, however busy the machine is.
 lib.PROMPT_S, lib.FAR_S = 100, 1000
 
---- What a program prints, both streams, run by psluajit with settings in its environment.
+--- Runs a program by psluajit with variables in its environment. Returns its output, both streams.
 ---@param settings string as NAME=value
 ---@param code string
 ---@return string

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For specs of checkpoints of one process: a folder for each test, a small run to save, files, and what was said.
+-- For specs of checkpoints of one process: a folder for each test, a small run to save, files, and messages.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
@@ -49,7 +49,7 @@ function lib.names(of)
   return table.concat(list, " ")
 end
 
---- Runs a script as a process of its own: output, exit code.
+--- Runs a script in its own process. Returns its output and exit code.
 function lib.child(script, before)
   lib.write(lib.path("child.lua"), script)
   local out, code = check.shell(("%s OMP_NUM_THREADS=1 timeout 300 '%s' '%s' '%s'"):format(before or "",
@@ -91,7 +91,7 @@ function lib.fails(fn, ...)
   return tostring(problem)
 end
 
---- Calls fn with standard error in a file; gives its result and the text.
+--- Calls fn with standard error in a file. Returns its result and the text.
 function lib.said(fn)
   local stderr, file = io.stderr, assert(io.tmpfile())
   io.stderr = file -- luacheck: ignore 122
@@ -104,7 +104,7 @@ function lib.said(fn)
   return result, text
 end
 
---- Saves steps 1 to n; gives the values after each.
+--- Saves steps 1 to n. Returns the values after each.
 function lib.saved(run, n, options)
   local after = {}
   for number = 1, n do

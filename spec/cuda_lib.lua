@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What specs of the device cuda share: which plug-in and driver there are, and programs that run with them.
--- PS_CUDA_REAL=1 takes the real plug-in on this machine's GPU instead of the emulated one, PS_FULL=1 all types.
+-- Shared by specs of the device cuda: the available plug-in and driver, and programs that run with them.
+-- PS_CUDA_REAL=1 selects the real plug-in on this machine's GPU instead of the emulated one, PS_FULL=1 all types.
 local ffi = require "ffi"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
@@ -14,8 +14,8 @@ local lib = { BUILD = BUILD, DRIVER = DRIVER, PLUGIN = PLUGIN, REAL = REAL, FULL
     and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file",
   HAS_DRIVER = pcall(ffi.load, "libcuda.so.1") }
 
---- Runs a script (text) or a spec (a list of arguments) in a fresh psluajit with the pretended driver: its output, both
---- streams, and its exit code.
+--- Runs a script (text) or a spec (a list of arguments) in a new psluajit with the emulated driver. Returns its
+--- output, both streams, and its exit code.
 ---@param what string|string[]
 ---@param env? table<string, string|boolean> variables; false: not set; PATH_TO_DRIVER = false: without that driver
 function lib.child(what, env)
@@ -45,7 +45,7 @@ function lib.child(what, env)
   return out, code
 end
 
---- Why kernels cannot be run here, or nil.
+--- The reason why kernels cannot run here, or nil.
 ---@return string?
 function lib.lacks_kernels()
   if REAL then return not lib.HAS_DRIVER and "there is no NVIDIA driver on this machine" or nil end

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A small model whose parameters ranks along tp share out (ps.tensor.shard), for specs of files. It has parameters cut
--- by columns in blocks, by rows, with padding, and one that is whole on all ranks. The values are those of one process.
+-- A small model whose parameters are divided among ranks along tp (ps.tensor.shard), for specs of files. It has
+-- parameters cut by columns in blocks, by rows, with padding, and one that is whole on all ranks. The values are those
+-- of one process.
 local lib = {}
 
---- Behind a script's own `local ps = require "ps"`: make(index, count) gives { model, optimizer } of one rank along tp;
---- of one process where count is 1. train(made, index, count) does two steps of AdamW with gradients that are slices of
---- one process's. hash(t) is a tensor's bytes as a number.
+--- Code that follows a script's `local ps = require "ps"`. make(index, count) returns { model, optimizer } of one rank
+--- along tp, or of one process if count is 1. train(made, index, count) performs two steps of AdamW with gradients
+--- that are slices of one process's. hash(t) is a tensor's bytes as a number.
 lib.MODEL = [[
   local ffi, C = ps.ffi, ps.C
   local shard, nn, PretrainedModel = require "ps.tensor.shard", ps.nn, require "ps.pretrained.model"
@@ -55,7 +56,7 @@ lib.MODEL = [[
   end
 ]]
 
---- Fields of MODEL, for the spec's own process.
+--- The fields of MODEL, for the spec's own process.
 function lib.here()
   return assert(loadstring("local ps = require 'ps'\n" .. lib.MODEL
     .. "return { make = make, train = train, own = own, desc_of = desc_of, WHOLE = WHOLE }"))()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GGUF files byte by byte, for specs: a writer of its own, which makes wrong files, too.
+-- Writes GGUF files byte by byte for specs, also invalid ones.
 local bit = require "bit"
 local ffi = require "ffi"
 
@@ -10,7 +10,7 @@ function lib.u32(n) return string.char(n % 256, math.floor(n / 256) % 256, math.
 function lib.u64(n) return lib.u32(n % 2 ^ 32) .. lib.u32(math.floor(n / 2 ^ 32)) end
 function lib.str(s) return lib.u64(#s) .. s end
 function lib.f32(x) return ffi.string(ffi.new("float[1]", x), 4) end
-function lib.f16(x)                                          -- of small whole numbers and halves of them
+function lib.f16(x)                                          -- fp16 bits of small whole numbers and their halves
   if x == 0 then return "\0\0" end
   local sign, m, e = x < 0 and 0x8000 or 0, math.frexp(math.abs(x))
   local bits = sign + (e + 14) * 1024 + (m * 2 - 1) * 1024

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Idioms of BMTrain's guide (idioms_lib.lua): its listings, in ps.bmt, against the same model without an engine. ps.bmt
--- has no plain memory, so that the layouts plain and chunks are the same here.
+-- Idioms of BMTrain's guide (idioms_lib.lua): its listings in ps.bmt, compared with the same model without an engine.
+-- ps.bmt has no plain memory, so the layouts plain and chunks are the same here.
 local ps = require "ps"
 local bmt = require "ps.bmt"
 local nn = ps.nn
 
--- How bmt.init_distributed makes a layout.
+-- The options of bmt.init_distributed for each layout.
 local LAYOUTS = { plain = {}, chunks = {}, zero3 = { zero_level = 3 }, pipeline = { pipe_size = 2 },
   tensor = { tp_size = 2 } }
 local WIDTH, RATE = 48, 0.1
@@ -42,7 +42,7 @@ end
 
 local function same(x) return x end
 
--- Losses of steps of Adam without ps.bmt.
+-- The losses of steps of Adam without ps.bmt.
 local function reference(n)
   local losses = {}
   local model = module_class(nn.Module, nn.Parameter, block_class(nn.Module, nn.Parameter), nn.ModuleList, same,
@@ -61,7 +61,7 @@ end
 return function(rows_of)
   local row = rows_of "BMTrain"
 
-  -- Runs fn between bmt.init_distributed and bmt.close, which close the group of ranks that the rows before had.
+  -- Runs fn between bmt.init_distributed and bmt.close, which close the group of ranks of the previous rows.
   local number = 0
   local function session(e, fn)
     local world = ps.mesh.group "world"
@@ -76,7 +76,7 @@ return function(rows_of)
     if not ok then error(problem, 0) end
   end
 
-  -- Trains a model for three steps, whose losses are the reference's.
+  -- Trains a model for three steps. The losses must equal the reference's.
   local function trains(e, model)
     local losses = reference(3)
     local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = RATE })

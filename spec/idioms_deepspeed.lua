@@ -17,7 +17,7 @@ local function deepspeed(row, lib)
     e:pass()
     e.model:step()
   end, "optimizer:step()")
-  -- What others have as methods of the engine; what the error names.
+  -- Methods of DeepSpeed's engine, and the name in the error.
   local METHODS = {
     { "save_checkpoint(dir, tag)", "save_checkpoint", "ps.checkpoints.save(folder" },
     { "load_checkpoint(dir, tag)", "load_checkpoint", "ps.checkpoints.load(folder" },
@@ -81,7 +81,7 @@ local function deepspeed(row, lib)
     for n = 1, 2 do e.near(e:after(n - 1).grad_norm, norms[n], "the norm") end
   end)
   row("\"scheduler\": {\"type\": \"WarmupLR\"}  # stepped by the engine", function(e)
-    local rates = { 0, 0.25, 0.5, 0.5 }                     -- linear over 2 steps, one step behind as there
+    local rates = { 0, 0.25, 0.5, 0.5 }                     -- linear over 2 steps, one step late as in DeepSpeed
     local schedule = { type = "WarmupLR", params = { warmup_min_lr = 0, warmup_max_lr = 0.5, warmup_num_steps = 2,
       warmup_type = "linear" } }
     e:make { scheduler = schedule }
@@ -136,7 +136,7 @@ local function deepspeed(row, lib)
   end)
   row("engine.module, engine.optimizer", function(e)
     e:make()
-    assert(ps.nn.is_module(e.model.module) and e.model.optimizer == nil)      -- ps.initialize gives it beside the model
+    assert(ps.nn.is_module(e.model.module) and e.model.optimizer == nil)      -- ps.initialize returns it with the model
   end)
   row("deepspeed.checkpointing.checkpoint(fn, x)", function() ps.checkpointing.checkpoint(print) end, "ps.recompute")
   row("checkpoint(block, x)  # as ps.recompute in forward, model:recompute_blocks()", function(e)
@@ -167,7 +167,7 @@ local function patrickstar(row)
     ps.save(e.model:state_dict(), e:path(("model-%s-%d.pt"):format(e.layout, ps.rank())))
     ps.synchronize()
     local whole = {}
-    -- Ranks of tensor parallelism have parts of one tensor under one name, of which the last would win.
+    -- Ranks of tensor parallelism have parts of one tensor under one name; the last one would replace the others.
     local parts = e.layout == "tensor"
     if parts then
       local other = ps.load(e:path(("model-%s-%d.pt"):format(e.layout, 1 - ps.rank())))

@@ -9,7 +9,7 @@ local function own_loss(e, x, labels)
   return e.model_func() { input_ids = x, labels = labels or x }.loss:item()
 end
 
--- Forward and backward of a batch by names on the layout; the loss of all rows.
+-- Runs forward and backward of a named batch on the layout. Returns the loss of all rows.
 local function pass(e, batch)
   local sum, n = 0, 0
   if e.layout == "pipeline" then

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Lines of training loops from the guides of PyTorch, Hugging Face, DeepSpeed, PatrickStar, BMTrain and OSLO, in Lua,
--- for idioms_spec.lua. Each runs on every layout, in one process (or set of ranks) per layout. It does what the guide
--- says, by value against a module and an optimizer without an engine, or fails with an error that names the right call.
--- The rows are in idioms_*.lua, a file for each guide or part of it.
+-- for idioms_spec.lua. Each runs on every layout, in one process (or set of ranks) per layout. Each must have the
+-- values of a module and an optimizer without an engine, or be an error that names the right call. The rows are in
+-- idioms_*.lua, a file for each guide or part of it.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 
@@ -53,15 +53,15 @@ local function model_func(more)
   return gpt2.new(options)
 end
 
--- A batch of all ranks: inputs and targets [4, 8], of which every target counts.
+-- A batch of all ranks: inputs and targets [4, 8], without ignored targets.
 local function whole_batch()
   ps.manual_seed(2)
   local ids = ps.randint(0, 32, { 4, 9 }, { dtype = "int64" })
   return ids:narrow(1, 0, 8):contiguous(), ids:narrow(1, 1, 8):contiguous()
 end
 
--- Losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. how: before(model, optimizer, step) is
--- called between backward and step; made(model) first.
+-- The losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. how: before(model, optimizer,
+-- step) is called between backward and step; made(model) first.
 local function reference(n, how)
   how = how or {}
   local model, losses = model_func(how.options), {}
@@ -130,7 +130,7 @@ function Case.near(got, want, what, bound)
   error(("%s is %.7g, not %.7g"):format(what or "the value", got, want), 2)
 end
 
---- Holds a loss to that before step n of the reference.
+--- Compares a loss with that before step n of the reference.
 function Case:holds(loss, n, want)
   want = want or self.losses[n]
   local got = type(loss) == "number" and loss or self:loss_of(loss)
@@ -139,8 +139,8 @@ function Case:holds(loss, n, want)
   end
 end
 
---- Calls fn in the first turn of a loop over micro-batches, before backward or after it; ends the step, then raises the
---- error of that call. An error that came out of the loop would end the ranks' group.
+--- Calls fn in the first iteration of a loop over micro-batches, before backward or after it; ends the step, then
+--- raises the error of that call. An error that leaves the loop would end the ranks' group.
 ---@param fn fun(loss: ps.Tensor)
 ---@param after? boolean
 function Case:in_loop(fn, after)
@@ -154,7 +154,7 @@ function Case:in_loop(fn, after)
   if not ok then error(problem, 0) end
 end
 
---- Forward and backward of a step, as the layout has them.
+--- Runs forward and backward of a step in the layout's way.
 ---@return number loss of all rows
 function Case:pass(x, y)
   x, y = x or self.x, y or self.y
@@ -171,7 +171,7 @@ function Case:pass(x, y)
   return sum / n
 end
 
---- A loss without gradients, of all rows.
+--- The loss of all rows, without gradients.
 function Case:look(x, y)
   x, y = x or self.x, y or self.y
   return ps.no_grad(function()
@@ -182,14 +182,14 @@ function Case:look(x, y)
   end)
 end
 
---- A step of the case, after n of them: its loss is the reference's.
----@return table info what optimizer:step() gives
+--- Runs a step of the case after n steps. The loss must equal the reference's.
+---@return table info the result of optimizer:step()
 function Case:after(n, want)
   self:holds(self:pass(), n + 1, want)
   return self.optimizer:step()
 end
 
---- A path that all ranks share.
+--- A path that is the same on all ranks.
 function Case:path(name) return ("%s/%s"):format(self.folder, name) end
 
 --- A path of this rank.
@@ -207,10 +207,10 @@ local function new_case(layout, losses, folder)
 end
 
 -- -- runs -----------------------------------------------------------------------------------------------------------
--- What a pipeline says of model(x, y) outside of a loop.
+-- The error of a pipeline for model(x, y) outside of a loop.
 lib.LOOP = { pipeline = "in model:micro_batches(x, y) do" }
 
--- Runs a case; "" or what is wrong.
+-- Runs a case. Returns "" or the fault.
 local function outcome(idiom, layout, losses, folder)
   local e = new_case(layout, losses, folder)
   local ok, problem = pcall(idiom.run, e)
@@ -222,12 +222,12 @@ local function outcome(idiom, layout, losses, folder)
   return problem:find(words, 1, true) and "" or ("the error lacks '%s': %s"):format(words, problem)
 end
 
---- Runs all idioms on a layout; prints a line each, "layout | guide: name | what is wrong", of rank 0.
+--- Runs all idioms on a layout. Rank 0 prints a line for each: "layout | guide: name | fault".
 ---@param layout string
 ---@param folder string for files
----@param only? string a part of a guide or name
+---@param only? string a part of a guide's name or of an idiom's name
 function lib.run(layout, folder, only)
-  io.stdout:setvbuf "line"                                 -- the lines of what is said on standard error stay apart
+  io.stdout:setvbuf "line"                                 -- the lines on standard error stay separate
   local losses, rank = reference(5), ps.rank()             -- BMTrain's rows close the group
   for _, idiom in ipairs(lib.IDIOMS) do
     local whole = idiom.guide .. ": " .. idiom.name

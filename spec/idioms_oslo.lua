@@ -2,13 +2,13 @@
 -- Idioms of OSLO's tutorial (idioms_lib.lua).
 local ps = require "ps"
 
--- OSLO's words for the layouts that it has.
+-- OSLO's configuration for its layouts.
 local PARALLEL = { pipeline = { model_parallelism = { enable = true, pipeline_parallel_size = 2 } },
   tensor = { model_parallelism = { enable = true, tensor_parallel_size = 2 } } }
 
 return function(rows_of)
   local row = rows_of "OSLO"
-  -- The configuration of the layout, in OSLO's words where it has them.
+  -- The configuration of the layout, in OSLO's form if OSLO has the layout.
   local function config_of(e)
     local config = { plan_print = false, optimizer = { type = "SGD", params = { lr = 0.5 } } }
     for key, value in pairs(PARALLEL[e.layout] or e.config) do config[key] = value end

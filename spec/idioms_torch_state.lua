@@ -3,7 +3,7 @@
 local ps = require "ps"
 local nn = ps.nn
 
--- A row's value of a parameter of a layout, as the whole tensor's sum; nil where another rank has it.
+-- The value of a layout's parameter in a row: the sum of the whole tensor; nil if another rank has it.
 local function count(list)
   local n = 0
   for _ in pairs(list) do n = n + 1 end
@@ -323,7 +323,7 @@ end
 
 -- -- data and random numbers ----------------------------------------------------------------------------------------
 local function data(row)
-  -- A loader of 13 rows of 8 tokens each; with it the sums of rows of an epoch, in order.
+  -- Returns a loader of 13 rows of 8 tokens each, and the sums of an epoch's rows, in order.
   local function loader(e, more)
     local path = e:own_path "tokens.bin"
     local ids = {}
@@ -364,13 +364,13 @@ local function data(row)
     local all = loader(e, { shuffle = true, batch = 1 })
     local one, two = firsts(all), firsts(all)
     assert(table.concat(one, " ") ~= table.concat(two, " "))
-    for _, list in ipairs { one, two } do                    -- windows begin at another token in each epoch
+    for _, list in ipairs { one, two } do                    -- windows begin at a different token in each epoch
       assert(#list == 12)
       table.sort(list)
       for i = 2, 12 do assert(list[i] - list[i - 1] == 1) end
     end
   end)
-  -- Rows of an epoch of texts, as their number of batches and their sorted first bytes.
+  -- The rows of an epoch of texts: the number of batches and the sorted first bytes.
   local function of_texts(more)
     local options = { texts = { "one", "two", "three", "four", "five" }, tokenizer = ps.tokenizer.bytes(), batch = 2,
       seq = 8, rank = 0, world_size = 1 }
@@ -442,7 +442,8 @@ local function data(row)
     local path = e:own_path "train.bin"
     ps.data.write_tokens(path, ids)
     local want
-    do                                                       -- rows of a shard end with the next row's first token
+    -- the rows of a shard end with the first token of the next row
+    do
       local model = e.model_func()
       local x, y = ps.data.loader({ file = path, batch = 4, seq = 8, shuffle = false, rank = 0, world_size = 1 }):next()
       want = model(x, y):item()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What the specs of ops share: tensors for the sets of the case table, other layouts of the same values, running an op
+-- Shared by the specs of ops: tensors for the sets of the case table, other layouts of the same values, running an op
 -- by name, and the comparison of results. Loaded with dofile.
 local ps = require "ps"
 local ffi = require "ffi"
@@ -15,7 +15,7 @@ end
 local function has_flag(name, flag) return ("|" .. info[name].flags .. "|"):find("|" .. flag .. "|", 1, true) ~= nil end
 
 local IS_FLOAT = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
--- One rounding of the output may fall either way: one unit in the last place of bf16 and fp16.
+-- The final rounding of the output may go either way: one unit in the last place of bf16 and fp16.
 local TOL = { fp32 = 1e-5, bf16 = 2 ^ -7, fp16 = 2 ^ -10, fp64 = 1e-9 }
 -- denormals
 local TINY = { fp32 = 1e-37, bf16 = 1e-37, fp16 = 6e-8, fp64 = 0, int32 = 0, int64 = 0, uint8 = 0, bool = 0 }
@@ -29,7 +29,7 @@ local function make(spec, dtype)
   if spec.bool then
     local t = ps.empty(spec.shape, { device = "ref" })
     return ops.uniform_(t, 0, 1, seed):gt(0.3)
-  elseif spec.runs then                                           -- every fourth one is of zeros
+  elseif spec.runs then                                           -- every fourth run is of zeros
     local t = ops.uniform_(ps.empty(spec.shape, { device = "ref" }), 0, 1, seed)
     local run = t:lt(1 / spec.runs):float():cumsum(1) + 1
     return (run * run:ne((run / 4):floor() * 4):float()):to("int32")
@@ -46,7 +46,7 @@ local function make(spec, dtype)
   return ops.randint_(t, dtype == "uint8" and 0 or -20, 21, seed)
 end
 
---- The inputs of a set as tensors on ref; absent ones are nil. n: how many.
+--- The inputs of a set as tensors on ref; absent ones are nil. n: their number.
 local function make_inputs(set, dtype)
   seed = set.seed
   local ins, n = {}, #set
@@ -58,7 +58,7 @@ local function make_inputs(set, dtype)
   return ins, n
 end
 
---- Copies of tensors on a device; what was one tensor stays one.
+--- Copies of tensors on a device; a tensor that occurs twice stays one tensor.
 local function copies(ins, n, device)
   local out = {}
   for i = 1, n do
@@ -73,7 +73,7 @@ local function copies(ins, n, device)
 end
 
 local LAYOUTS = { "transposed", "every second", "rows apart", "offset" }
---- The same values with other strides; nil when the shape has no such layout.
+--- The same values with other strides; nil if the shape has no such layout.
 local function lay_out(t, how)
   local shape = t:shape()
   local n = #shape
@@ -107,7 +107,7 @@ local function attrs_of(set, dtype)
   return a or { n = 0 }
 end
 
---- Runs a case's op. Gives the outputs; of ops that write in place all of their inputs.
+--- Runs a case's op. Returns the outputs; for ops that write in place, all of their inputs.
 local function run(name, set, ins, n, dtype)
   local a = attrs_of(set, dtype)
   local out
@@ -134,9 +134,9 @@ local function describe_set(name, dtype, set, ins, n, more)
   return ("%s(%s) in %s%s"):format(name, table.concat(parts, ", "), dtype, more and ", " .. more or "")
 end
 
---- Every |got - want| is within tol of the larger of |want| and the root mean square of all (or is the same infinity or
---- NaN); tol 0: equal. `floor` is an absolute difference that is always allowed; `room` is one for each element, a
---- tensor.
+--- Checks that every |got - want| is at most tol times the larger of |want| and the root mean square of all (or that
+--- both are the same infinity or NaN); tol 0: equal. `floor` is an absolute difference that is always allowed; `room`
+--- is one for each element, a tensor.
 local function compare(what, got, want, tol, floor, room)
   floor = floor or 0
   local rooms = room and read(room)
@@ -163,8 +163,8 @@ local function compare(what, got, want, tol, floor, room)
   end
 end
 
--- A set's numbers come from its op's name and its place among that op's sets, so that a case added elsewhere in the
--- table leaves them alone. PS_OP_SEED=n draws others: no bound may depend on the draw.
+-- A set's numbers depend on its op's name and its place among that op's sets, so that cases added elsewhere in the
+-- table do not change them. PS_OP_SEED=n draws others: no bound may depend on the draw.
 local DRAW = tonumber(os.getenv "PS_OP_SEED") or 0
 
 local function seed_of(name, number)
@@ -173,10 +173,11 @@ local function seed_of(name, number)
   return hash * 1000 + number * 100
 end
 
--- What a case's spread allows: seven standard deviations, which errors that are sums of many roundings do not reach.
+-- The allowance of a case's spread: seven standard deviations, which sums of many rounding errors do not reach.
 local UNIT = { fp32 = 2 ^ -24, bf16 = 2 ^ -8, fp16 = 2 ^ -11 }
 
---- For each output (or gradient) a tensor of the room that its elements have beside tol; none without `spread`.
+--- For each output (or gradient) a tensor with the allowance of its elements in addition to tol; none without
+--- `spread`.
 local function rooms(spread, dtype, ...)
   if not spread or not UNIT[dtype] then return {} end
   local n = select("#", ...)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * What the tests of src/io share: checks that print what failed, a folder that is made at the start and must be
- * empty at the end. Each test program includes it once. */
+ * Shared by the tests of src/io: checks that print failures, and a folder that is made at the start and must be empty
+ * at the end. Each test program includes it once. */
 #ifndef PS_SPEC_IO_CHECK_H
 #define PS_SPEC_IO_CHECK_H
 #include "check.h"

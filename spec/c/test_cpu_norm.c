@@ -78,7 +78,7 @@ static float noise(void)                             /* in [-2, 2), in steps tha
 }
 static const ps_view none = { .ndim = -1 };
 
-/* Two dimensions, or one when cols is 0; the data starts off any alignment beyond an element's. */
+/* Two dimensions, or one if cols is 0; the data is aligned only to an element. */
 static ps_view make(int dtype, int64_t rows, int64_t cols)
 {
     int64_t numel = rows * (cols ? cols : 1), size = ps_dtype_bytes(dtype);
@@ -252,7 +252,7 @@ static void test_norms(void)
     COMPARE(&t, 0);
     CHECK(isfinite(get(&y, 39)) && isnan(get(&y, 40)) && isnan(get(&y, 79)) && isfinite(get(&y, 80)));
 }
-/* Numbers of n rows, in no order. */
+/* The numbers of n rows in random order. */
 static ps_view row_numbers(int64_t n)
 {
     ps_view v = make(PS_I64, n, 0);
@@ -320,7 +320,7 @@ static void test_cross_entropy(int dtype, int64_t rows, int64_t V, int reduction
     writes(&u, &dx);
     COMPARE(&u, 0);
 }
-/* One row to its gradient against double arithmetic; `shape` makes rows that are hard in some way. */
+/* Compares the gradient of one row with double arithmetic; `shape` selects a difficult kind of row. */
 static void test_loss_row(int dtype, int64_t V, int shape)
 {
     used = 0;

@@ -423,7 +423,7 @@ static void test_slow(int threads)
     CHECK(rc == 1 && polls > 0);
 
     ps_test_slow_io(1);
-    /* Closed while jobs are in the kernel, in line, and waiting for other jobs. */
+    /* Closes the disk while jobs are in the kernel, in the queue, and waiting for other jobs. */
     ps_disk_job *after = NULL;
     for (int i = 0; i < 200; i++) {
         int64_t offset = i * (int64_t)(MIB / 4), nbytes = MIB / 4 - (int64_t)draw(9) * BLOCK;

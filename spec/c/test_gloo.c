@@ -29,10 +29,10 @@ static void *hang_up(void *arg)
     return NULL;
 }
 
-/* Ranks 0 and 3 have an exchange under way, whose bytes take a while, when another communicator of the same connections
- * hangs up in another thread of rank 0, which takes a while, too. The exchange ends, as a failure unless the machine is
- * slow. From then on its memory belongs to the caller, although the connection may still be open: nothing is written to
- * it, and its contents are not sent. */
+/* Ranks 0 and 3 have a slow exchange under way. Meanwhile another communicator of the same connections hangs up in
+ * another thread of rank 0, which is also slow. The exchange ends, as a failure unless the machine is slow. From
+ * then on its memory belongs to the caller, although the connection may still be open: Gloo neither writes to the
+ * memory nor sends its contents. */
 static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_comm *c = g->comm;
@@ -54,7 +54,7 @@ static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
         while (atomic_load(&begun) < m->size) usleep(50);
         pthread_create(&thread, NULL, hang_up, beside->comm);
         while (!ps_watch_over(c->watch)) usleep(50);
-        usleep(1000);                      /* by now the connections are closing */
+        usleep(1000);                      /* by now the connections are being closed */
         c->table->finish(c, PS_COMM_DATA);
         memset(out, 'x', N);
         memset(in, 'x', N);

@@ -347,7 +347,8 @@ static void test_st_bad_headers(void)
         CHECK(!st && !strncmp(ps_error_message(), "F.st: ", 6));
         ps_st_close(st);
     }
-    /* Odd but right: spaces, any order, trailing padding, types we lack, empty tensors between others, escapes. */
+    /* Unusual but valid files: spaces, any order, trailing padding, types that we lack, empty tensors between
+     * others, escapes. */
     const char *good = "{ \"b\" : {\"shape\":[ 2 ,2], \"data_offsets\" : [8,12],\"dtype\":\"I8\"}\n,"
         "\"\\uD83D\\uDE42\\/\\u00e9\":{\"dtype\":\"U16\",\"shape\":[4],\"data_offsets\":[0,8]},"
         T("e", "F32", "[0,3]", "[8,8]") "," T("f4", "F4", "[2]", "[12,13]") "}   ";
@@ -481,7 +482,7 @@ static void test_folder_moves(void)
     CHECK(rmdir(from) == 0);            /* the temporary file was removed, too */
 }
 
-/* A file never has the number of stdin, stdout or stderr, even where these are closed. */
+/* A file never has the number of stdin, stdout or stderr, even if these are closed. */
 static void test_stdio_closed(void)
 {
     ps_tempfile f;
@@ -518,7 +519,7 @@ static void test_swap(void)
     CHECK(ps_file_swap_folder(b, a) == 0 && rmdir(a) == 0);
 }
 
-/* A full disk: in a child with a 64 KiB file system of its own. Skipped where that is not allowed. Exits 0, 1 or 77. */
+/* A full disk, in a child with its own 64 KiB file system. Skipped if that is not allowed. Exits 0, 1 or 77. */
 static int full_disk_child(void)
 {
     static char big[100000];
@@ -596,7 +597,7 @@ static void test_process(void)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGINT);
     status = signalled_child(2, SIGTERM);
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGTERM);
-    status = signalled_child(3, SIGHUP);                      /* a lost terminal says so more than once */
+    status = signalled_child(3, SIGHUP);                      /* a lost terminal sends the signal more than once */
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 1);
     struct sigaction action;
     signal(SIGHUP, SIG_IGN);                                  /* nohup */

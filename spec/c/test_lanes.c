@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Vectors of the plain build (simd.h, four lanes) against the C library's scalars, bit by bit: the fused multiply-add
- * that is made of fp64, and half types by integer arithmetic. */
+ * Vectors of the plain build (simd.h, four lanes) against the C library's scalars, bit by bit: the fused multiply-add,
+ * which is computed in fp64, and half types by integer arithmetic. */
 #define PS_ANY_LANES
 #define PS_ISA plain
 #include "backend/cpu/simd.h"
@@ -12,7 +12,7 @@ static uint32_t draw(void)
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (uint32_t)(state >> 32);
 }
-/* Any bits; or exponents near 1, where sums cancel and ties are met; or few bits set. */
+/* Random bits; or exponents near 1, for which sums cancel and ties occur; or few bits set. */
 static float number(int way)
 {
     uint32_t u = draw();
@@ -36,7 +36,7 @@ static void test_fma(void)
             a[k] = drawn ? number(way) : edge[n % EDGES];
             b[k] = drawn ? number(way) : edge[n / EDGES % EDGES];
             c[k] = drawn ? number(way) : edge[n / EDGES / EDGES];
-            if (drawn && n % 5 == 0) c[k] = -(a[k] * b[k]);              /* the product's rounding is left */
+            if (drawn && n % 5 == 0) c[k] = -(a[k] * b[k]);              /* only the product's rounding remains */
         }
         vf y = vf_fma(a, b, c);
         for (int k = 0; k < VL; k++) {

@@ -26,7 +26,7 @@ static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
     return p;
 }
 
-/* As a kernel does after everything for which the device waits. */
+/* Like a kernel that runs after everything for which the device waits. */
 static bool write_to(ps_tensor *t, double value)
 {
     return device_wait(t->ctx->devices[t->device_]) == 0 && touch(t, true, value);

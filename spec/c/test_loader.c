@@ -134,7 +134,7 @@ static ps_loader_config config(int shuffle, int ahead, uint64_t seed)
                                .ahead = ahead };
 }
 
-/* Records `calls` results of next; a row is rc, x, y. */
+/* Records `calls` results of next; a row has rc, x and y. */
 enum { ROW = 1 + 2 * BATCH * SEQ };
 static int record(ps_loader *l, int calls, int32_t *rows)
 {
@@ -185,7 +185,7 @@ static void test_loader_resume(void)
         ps_loader_position at;
         ps_loader_config c = config(shuffle, 1, 7);
         if (!OK(ps_loader_new(SHARDS, shards, &c, &l)) || !OK(record(l, CALLS, *all))) return;
-        for (int ahead = 1; ahead <= 16; ahead += 5) {      /* the number of prepared batches changes nothing */
+        for (int ahead = 1; ahead <= 16; ahead += 5) {      /* the number of prepared batches has no effect */
             c.ahead = ahead;
             if (!OK(ps_loader_new(SHARDS, shards, &c, &other))) continue;
             OK(record(other, CALLS, *some));
@@ -232,7 +232,8 @@ static void test_loader_sizes(void)
     }
 }
 
-/* Ranks together give the batches of one process, from any position on, and end their epochs with it. */
+/* The ranks together return the batches of one process, from any position on, and end their epochs at the same
+ * place. */
 static void test_loader_ranks(int shuffle)
 {
     enum { CALLS = 20, SIZE = 4 };          /* global batch 4 * 3: an epoch of 8 batches */
@@ -341,7 +342,7 @@ static void test_loader_concurrent(void)
     CHECK(!memcmp(rows[0], rows[1], sizeof rows[0]));
 }
 
-/* The ring is full and is then discarded, again and again; and loaders end, with their thread, at any point. */
+/* The ring is filled and discarded repeatedly; loaders and their threads end at any point. */
 static void test_loader_stress(void)
 {
     int32_t rows[2 * ROW], first[ROW];

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The executor of pipelines, with threads as ranks and a channel in memory: every schedule gives the gradients of the
- * uncut model bit for bit, and by the virtual clock the simulator's course; a message that is late or another one. Each
+ * uncut model bit for bit, and the simulator's times by the virtual clock; also messages that are late or wrong. Each
  * rank has an engine and a step; the executor performs backwards, weight gradients and reductions by itself. */
 #include <pthread.h>
 #include "check.h"

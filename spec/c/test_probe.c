@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * The bandwidth probe: its arguments, and a rate on every instruction set that this machine has.
- * spec/backend/spills_spec.lua counts the loads and stores of its loops; how fast they are depends on the machine and
- * on what else it does. */
+ * spec/backend/spills_spec.lua counts the loads and stores of its loops; their speed depends on the machine and its
+ * load, so it is not tested. */
 #include <math.h>
 #include "backend/cpu/cpu.h"
 #include "check.h"

@@ -468,7 +468,7 @@ static double attention_loss(void)
     return dot(a_y, a_dy, AB * AT * AH * AD);
 }
 
-/* Written from the formula alone, element by element. */
+/* Written only from the formula, element by element. */
 static void naive_attention(double *y, double *lse)
 {
     for (int b = 0; b < AB; b++)

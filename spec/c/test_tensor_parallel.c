@@ -123,7 +123,8 @@ static double norm_of(const layout *of, int step, int micros, int vstages)
     return sum;
 }
 
-/* -- parameters, one a unit ---------------------------------------------------------------------------------------- */
+/* -- parameters, one per unit
+ * ---------------------------------------------------------------------------------------- */
 static int32_t chunk_of(process *p, int kind, int i, int dtype, bool here)
 {
     int32_t chunk = -1;
@@ -141,7 +142,7 @@ static int32_t part_of(process *p, int owner, int stripe, int dtype, int32_t chu
 }
 
 static int owner_of(const process *p, int i) { return i % p->of.dp; }
-static int stripe_of(const process *p, int i)             /* of one virtual stage each, numbered as they come */
+static int stripe_of(const process *p, int i)             /* each of one virtual stage, numbered in order */
 {
     int a_stage = p->n_leaves / VSTAGES;
     return i / a_stage * a_stage + i % a_stage / p->of.dp;

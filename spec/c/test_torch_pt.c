@@ -79,7 +79,7 @@ static ps_pt_value get(const ps_pt *pt, int value)
     return v;
 }
 
-/* Every range of a tensor is that of the whole; whole: its bytes. */
+/* Checks that every range of a tensor equals that part of the whole; whole: the tensor's bytes. */
 static void check_ranges(ps_pt *pt, const ps_pt_tensor *t, const uint8_t *whole)
 {
     uint8_t part[64];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * ZeRO under several virtual stages: ranks (here threads) that train the same parameters, of two virtual stages. Every
- * stage of ZeRO and every table of a step gives the same bits, and one process with all micro-batches the same numbers
- * but for the order of sums. */
+ * stage of ZeRO and every table of a step gives the same bits, and one process with all micro-batches gives the same
+ * numbers up to the order of sums. */
 #include "check.h"
 #include <math.h>
 #include <pthread.h>
@@ -18,7 +18,7 @@ typedef struct result { double norm[STEPS], w[PARAMS][N]; } result;
 
 typedef struct process {
     int rank, size, stage, n;      /* size 1: all micro-batches, without ZeRO */
-    bool once;                     /* gradients are reduced once a step */
+    bool once;                     /* gradients are reduced once per step */
     const ps_action *table;
     ps_ctx *ctx;
     ps_step *step;
@@ -92,7 +92,8 @@ static void act(process *p, const ps_action *a, ps_tensor *(*loss)[RANKS * MICRO
     WELL(ps_step_done(p->step));
 }
 
-/* -- parameters, one a unit ---------------------------------------------------------------------------------------- */
+/* -- parameters, one per unit
+ * ---------------------------------------------------------------------------------------- */
 static int32_t chunk_of(process *p, int kind, int i, bool here)
 {
     int32_t chunk = -1;

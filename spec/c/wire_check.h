@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * For C tests of what goes between devices: a wire (backend/wire.h) between ranks that are threads of the test. Their
+ * For C tests of transfers between devices: a wire (backend/wire.h) between ranks that are threads of the test. Their
  * device is sim, and a thread of each connection moves the bytes, so that ThreadSanitizer sees which thread accesses
  * memory at which time. A rank's exchanges, sums and copies on a connection are performed in their order, and an
- * exchange when all its ranks have reached it. Kernels of sim have ended when they return. So the thread that runs them
- * waits (device_wait) before it uses memory that an event orders. */
+ * exchange when all its ranks have reached it. Kernels of sim have ended when they return. So the thread that runs
+ * them waits (device_wait) before it uses memory that an event orders. */
 #ifndef PS_SPEC_WIRE_CHECK_H
 #define PS_SPEC_WIRE_CHECK_H
 #include "ranks_check.h"
@@ -21,7 +21,7 @@ typedef struct work {
                                             * over */
 } work;
 
-/* What connects some ranks' devices. */
+/* A connection between the devices of some ranks. */
 typedef struct hub {
     char id[PS_WIRE_ID_NBYTES];
     int size, number, n_open;

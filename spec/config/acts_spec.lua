@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The schema says of each honoured key which file acts on it (`acts`). That file reads the key, seen in engines that
--- train: of one process here, and of ranks that cut a model.
+-- The schema names for each honoured key the file that acts on it (`acts`). This spec observes that the file reads the
+-- key in training engines: of one process, and of ranks that cut a model.
 local ps = require "ps"
 local paths = require "ps.paths"
 local nn = require "ps.nn"
@@ -59,7 +59,7 @@ local function train(settings, class)
   assert(ok, problem)
 end
 
--- Calls visit(name, row) for every honoured key. The name of a schedule's parameter has the schedule.
+-- Calls visit(name, row) for every honoured key. The name of a schedule's parameter includes the schedule.
 local function each_honoured(visit)
   for _, section in ipairs(schema.sections) do
     for _, row in ipairs(section[3]) do

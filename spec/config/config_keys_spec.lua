@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- docs/config.md lists every DeepSpeed key as honoured, ignored or refused, and says what the schema does.
+-- docs/config.md lists every DeepSpeed key as honoured, ignored or refused, in agreement with the schema.
 local paths = require "ps.paths"
 local config = require "ps.config"
 local schema = require "ps.config.schema"
@@ -113,7 +113,7 @@ describe("the schema", function()
     end)
   end)
 
-  -- {a = {b = value}} of a path, with the other keys that the section needs: a schedule has steps for its warm-up.
+  -- {a = {b = value}} for a path, with the other keys that the section needs: a schedule needs steps for its warm-up.
   local function written(row, section, value)
     local out = { [row.key] = value }
     if section.of then
@@ -141,7 +141,7 @@ describe("the schema", function()
     end)
   end)
 
-  it("takes every default as if it had been written", function()
+  it("accepts every default as if it had been written", function()
     each_row(function(row, section)
       if row.default ~= nil and not row.path:match("^memory%.") then config.read(written(row, section, row.default)) end
     end)

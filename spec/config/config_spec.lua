@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Configurations: files others wrote, every kind of error, and the list of keys in docs/config.md.
+-- Configurations: files for other programs, every kind of error, and the list of keys in docs/config.md.
 local paths = require "ps.paths"
 local config = require "ps.config"
 local nearest = require "ps.core.nearest"
@@ -8,7 +8,7 @@ local json = require "ps.config.json"
 local GIB = 1024 ^ 3
 local examples = paths.root .. "/spec/config/"
 
--- The message config.read fails with.
+-- The message with which config.read fails.
 local function failure(given, options)
   local ok, message = pcall(config.read, given, options)
   assert(not ok, "this should have been refused")
@@ -42,7 +42,7 @@ local function nested(path, value)
 end
 
 describe("config files", function()
-  it("take DeepSpeed's stage 3 with offload to nvme", function()
+  it("accept DeepSpeed's stage 3 with offload to nvme", function()
     local cfg, notes = config.read(examples .. "zero3_nvme.json", { available = { host = 10 * GIB, device = GIB } })
     assert.equal("AdamW", cfg.optimizer.type)
     assert.same({ 0.8, 0.999 }, cfg.optimizer.params.betas)
@@ -62,7 +62,7 @@ describe("config files", function()
     end
   end)
 
-  it("take Hugging Face's with \"auto\"", function()
+  it("accept Hugging Face's with \"auto\"", function()
     has(failure(examples .. "hf_auto.json"), "scheduler.params.total_num_steps",
       "ps.initialize { auto = { total_num_steps = ... } }")
     local cfg, notes = config.read(examples .. "hf_auto.json", { auto = { total_num_steps = 100, lr = 5e-5,
@@ -83,7 +83,7 @@ describe("config files", function()
       cfg.train_micro_batch_size_per_gpu or 0, cfg.gradient_accumulation_steps }
   end
 
-  it("take stages, parts of layers and micro-batches as DeepSpeed, OSLO and BMTrain spell them", function()
+  it("accept stages, parts of layers and micro-batches in the spelling of DeepSpeed, OSLO and BMTrain", function()
     local function pipe(stages) return { pipeline = { stages = stages } } end
     assert.same({ 4, 1, 0, 0, 1 }, sizes(pipe(4)))
     assert.same({ 1, 1, 0, 0, 1 }, sizes(pipe "auto"))
@@ -104,7 +104,7 @@ describe("config files", function()
     with_file(".json", '{"seed": / 3}', function(path) has(failure(path), "1:10: '/' is not a JSON value") end)
   end)
 
-  it("count the rows of the processes that have other ones", function()
+  it("count the rows of processes with different rows", function()
     local cut = { pipeline = { stages = 2 }, tensor_parallel = { size = 2 } }
     local function rows(more)
       for key, value in pairs(cut) do more[key] = value end
@@ -125,7 +125,7 @@ describe("config files", function()
       "2 data-parallel processes")
   end)
 
-  it("refuse sizes that disagree, or are none", function()
+  it("refuse sizes that disagree or are invalid", function()
     has(failure { pipeline = { stages = 2 }, model_parallelism = { pipeline_parallel_size = 4 } },
       "pipeline.stages and model_parallelism.pipeline_parallel_size are both given (2 and 4)", "keep one")
     has(failure { tensor_parallel = { autotp_size = 4, tp = { tp_size = 2 } } }, "autotp_size", "tp.tp_size",
@@ -161,7 +161,7 @@ describe("config files", function()
     assert.is_true(cfg.prefetch)
   end)
 
-  it("take PatrickStar's later spellings", function()
+  it("accept PatrickStar's later spellings", function()
     local cfg = config.read { fp16 = { loss_scale = "dynamic", init_scale = 1024 }, chunk_size = 10,
       client = { memtracer = { overall_cpu_mem_ratio = 0.5 } } }
     assert.same({ "fp16", 1024, 0, true, 10, 0.5 }, { cfg.precision, cfg.fp16.initial_scale, cfg.fp16.loss_scale,
@@ -180,7 +180,7 @@ describe("config files", function()
     has(failure(7), "a number was given")
   end)
 
-  it("in Lua see no globals, and are left as they are", function()
+  it("in Lua have no globals, and are not changed", function()
     with_file(".lua", "return { seed = 3 }", function(path) assert.equal(3, config.read(path).seed) end)
     with_file(".lua", "os.exit(3)", function(path) has(failure(path), path, "without globals") end)
     with_file(".lua", "return 3", function(path) has(failure(path), path, "returns a number") end)
@@ -248,7 +248,7 @@ describe("config errors", function()
     end
   end)
 
-  it("find what an unknown key was meant to be", function()
+  it("suggest the key that an unknown one was meant to be", function()
     for _, case in ipairs {
       { "stage", "'stage' belongs in zero_optimization" }, { "optimiser", "did you mean 'optimizer'" },
       { "optimizer.lr", "'lr' belongs in optimizer.params" }, { "optimizer.params.betta", "did you mean 'betas'" },
@@ -299,7 +299,7 @@ describe("config errors", function()
     end
   end)
 
-  it("refuse what would change the result, and take it while it is off", function()
+  it("refuse settings that would change the result, and accept them if they are off", function()
     for _, case in ipairs {
       { "amp.enabled", true }, { "torch_autocast.enabled", true }, { "progressive_layer_drop.enabled", true },
       { "curriculum_learning.enabled", true }, { "data_efficiency.enabled", true },
@@ -328,7 +328,7 @@ describe("config errors", function()
 end)
 
 describe("config values", function()
-  it("are complete without any file", function()
+  it("are complete without a file", function()
     local cfg, notes = config.read {}
     assert.same({}, notes)
     assert.same({ "Adam", 1e-3, 0 }, { cfg.optimizer.type, cfg.optimizer.params.lr, cfg.optimizer.params.weight_decay })
@@ -368,7 +368,7 @@ describe("config values", function()
     has(failure { train_batch_size = 2, train_micro_batch_size_per_gpu = 4 }, "gradient_accumulation_steps 0")
   end)
 
-  it("take whole numbers as far as a double counts, and say how far", function()
+  it("accept whole numbers that a double holds exactly, and name the limit", function()
     local MOST = 2 ^ 53 - 1
     for _, key in ipairs { "seed", "train_batch_size", "train_micro_batch_size_per_gpu",
       "chunk_size", "steps_per_print" } do
@@ -387,7 +387,7 @@ describe("config values", function()
     config.read { zero_optimization = { stage3_model_persistence_threshold = 2 ^ 63 } }      -- DeepSpeed's default
   end)
 
-  it("take what they gave, changed or not", function()
+  it("accept their own result, changed or not", function()
     local there = { available = { device = 1000, host = 10000 } }
     for _, given in ipairs { {}, examples .. "zero3_nvme.json", examples .. "patrickstar.lua",
       { memory = "plain" }, { optimizer = { type = "AdamW" }, fp16 = { init_scale = 3 }, train_batch_size = 8 },
@@ -411,7 +411,7 @@ describe("config values", function()
     has(failure(cfg), 'optimizer.params.lr is "fast"')
   end)
 
-  it("take values for \"auto\" by names that keys have", function()
+  it("accept values for \"auto\" by the names of keys", function()
     local given = { optimizer = { params = { lr = "auto" } } }
     has(failure(given, { auto = { learning_rat = 1 } }), 'auto has "learning_rat", which is not a key')
     has(failure(given, { auto = { lrr = 1 } }), "did you mean 'lr'?")
@@ -430,14 +430,14 @@ describe("config values", function()
     end)
   end)
 
-  it("say what a vocabulary costs that is no multiple of 8", function()
+  it("report the cost of a vocabulary that is not a multiple of 8", function()
     local _, notes = config.read { vocabulary_size = 50257 }
     has(notes[1], "vocabulary_size is 50257", "50264 rows")
     _, notes = config.read { vocabulary_size = 50264 }
     assert.same({}, notes)
   end)
 
-  it("hold what \"none\" asks for against what forbids it", function()
+  it("refuse settings that contradict \"none\"", function()
     local none = { device = "none" }
     local function offload(more)
       more.zero_optimization, more.device = { offload_optimizer = none }, more.device or "sim"
@@ -453,7 +453,7 @@ describe("config values", function()
     end
   end)
 
-  it("note what means nothing in plain memory, or where the cpu computes", function()
+  it("note settings without effect in plain memory, or if the cpu computes", function()
     local given = { eviction = "lru", prefetch = false, rates = { up = 1 }, overlap_optimizer = true,
       optimizer = { params = { use_hybrid_adam = true } }, mem_tracer = { margin_use_ratio = 0.5 } }
     given.memory = "plain"
@@ -483,14 +483,14 @@ describe("config values", function()
     end
   end)
 
-  it("say how a schedule is written elsewhere", function()
+  it("name the spelling of a schedule in other programs", function()
     local _, notes = config.read { scheduler = { type = "warmuplr", params = {} } }
     has(notes[1], 'scheduler.type: "warmuplr" is read as "WarmupLR"')
     _, notes = config.read { scheduler = { type = "WarmupLR", params = {} } }
     assert.same({}, notes)
   end)
 
-  it("say which Adam is meant", function()
+  it("name the kind of Adam", function()
     local function kind(name, params) return config.read { optimizer = { type = name, params = params } } end
     local cfg, notes = kind("Adam", { weight_decay = 0.1 })
     assert.equal("Adam", cfg.optimizer.type)

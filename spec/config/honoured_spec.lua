@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Every configuration key that docs/config.md calls honoured does something: an engine that is given the key does what
--- an engine that has the default does not. Each key has a case here; a key without one fails.
+-- Every configuration key that docs/config.md calls honoured has an effect: an engine with the key behaves differently
+-- from an engine with the default. Each key has a case here; a key without a case fails.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -29,7 +29,7 @@ function Net:forward(x)
   return F.cross_entropy(self.out(h):reshape(-1, 256), x:reshape(-1))
 end
 
--- Settings laid over others; a table replaces a table's entries one by one.
+-- Merges settings over others; a table replaces the entries of a table one by one.
 local function over(base, more)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -46,8 +46,8 @@ local function nested(path, value)
   return value
 end
 
--- Opens an engine with these settings, calls see(model, optimizer) and closes it; what see gives, or the error's text.
--- What is printed meanwhile is in `printed`, in place of see's result where `see` is that.
+-- Opens an engine with these settings, calls see(model, optimizer) and closes it. Returns the result of see, or the
+-- error's text. The output meanwhile is collected in `printed`, which replaces the result if `see` is `printed`.
 local printed = {}
 local function run(settings, see, width)
   ps.manual_seed(7)
@@ -81,7 +81,7 @@ local function train(model, optimizer, steps)
   end
 end
 
--- -- what is looked at ----------------------------------------------------------------------------------------------
+-- -- observations ----------------------------------------------------------------------------------------------
 local see = {}
 
 --- All values after some steps, as bytes.
@@ -95,7 +95,7 @@ end
 --- Bytes of all chunks.
 function see.state_bytes(model) return tonumber(inner(model).built.state_bytes) end
 
---- Whether a step ends that gives no gradient to a layer.
+--- Whether a step that gives no gradient to a layer can end.
 function see.forgotten(model, optimizer)
   model:backward((model.module.out.weight * 2):sum())
   return (pcall(optimizer.step, optimizer))
@@ -130,7 +130,7 @@ function see.rates(model, optimizer)
   return all
 end
 
---- The loss scales of steps of which some (x) overflow.
+--- The loss scales of steps, some of which (x) overflow.
 function see.scales(model, optimizer)
   local all = {}
   for step in ("..x.xx...x...xx"):gmatch(".") do
@@ -175,7 +175,7 @@ function see.moved(model, optimizer)
   return list
 end
 
---- What had come up to the device at each layer of a forward pass, less what had at the first.
+--- The bytes copied to the device before each layer of a forward pass, minus those before the first layer.
 function see.ahead(model, optimizer)
   train(model, optimizer, 2)
   local up = {}
@@ -191,7 +191,7 @@ function see.ahead(model, optimizer)
   return { unpack(up, 1, 4) }
 end
 
---- Where Adam runs, and what that is predicted to take.
+--- The placement of Adam, and its predicted time.
 function see.split(model, optimizer)
   train(model, optimizer, 1)
   local split = inner(model).plan.adam_split
@@ -210,7 +210,7 @@ function see.files()
   return n
 end
 
---- Monitors' files in the spec's folder after two steps.
+--- The monitors' files in the spec's folder after two steps.
 function see.monitored(model, optimizer)
   train(model, optimizer, 2)
   local list = {}
@@ -234,7 +234,7 @@ local SGD = { optimizer = { type = "SGD" } }
 local MOMENTUM = over(SGD, { optimizer = { params = { momentum = 0.9 } } })
 local FP16 = { fp16 = { enabled = true, initial_scale_power = 8, hysteresis = 1, loss_scale_window = 3 } }
 
--- On the cpu, with a disk: half of the state is there.
+-- On the cpu, with a disk that holds half of the state.
 local function disk(more)
   return over({ chunk_size = 4096, memory = { host = 700 * KIB, disk = { path = folder } } }, more or {})
 end
@@ -254,10 +254,10 @@ local function see_recompute(model, optimizer)
   return calls
 end
 
--- -- the cases: path, value, what is seen, the settings around it -----------------------------------------------------
--- { value, see, base = settings (or a function that gives them), other = another value where there has to be one,
---   width = of the model, differs = fun(given, otherwise) in place of "they are not the same",
---   refused = a pattern of the error it is }
+-- -- the cases: path, value, observation, the settings around it -----------------------------------------------------
+-- { value, see, base = settings (or a function that gives them), other = a value to compare with instead of the
+-- default, width = the model's, differs = fun(given, otherwise) instead of "not equal", refused = a pattern of the
+-- error }
 local CASES = {
   train_batch_size = { 4, see.updates, base = { train_micro_batch_size_per_gpu = 2 } },
   train_micro_batch_size_per_gpu = { 2, see.updates, base = { train_batch_size = 4 } },
@@ -266,7 +266,7 @@ local CASES = {
   wall_clock_breakdown = { true, see.printed, differs = function(given)
     local seconds, speed = given:match("^step 10: .* (%S+) s per step %(forward [%d.e-]+, backward [%d.e-]+, "
       .. "step [%d.e-]+%), (%S+) TFLOP/s\n$")
-    -- products of 16 rows, in four layers of 64 x 64 and one of 64 x 256: of forward, and two of backward
+    -- products of 16 rows, in four layers of 64 x 64 and one of 64 x 256: one in forward, and two in backward
     local flops = seconds * speed * 1e12 / (3 * 2 * 16 * (4 * 64 * 64 + 64 * 256))
     assert.truthy(math.abs(flops - 1) < 0.01, given)                  -- both have three digits
   end },
@@ -418,7 +418,7 @@ do
   CASES["flops_profiler.enabled"] = { true, see.printed, differs = function(given, otherwise)
     assert.equal("", otherwise)
     assert.equal(1, select(2, given:gsub("flops_profiler: step ", "")))
-    -- a product of forward and two of backward, of 16 rows, in four layers of 64 x 64 and one of 64 x 256
+    -- a product in forward and two in backward, of 16 rows, in four layers of 64 x 64 and one of 64 x 256
     local flops = 3 * 2 * 16 * (4 * 64 * 64 + 64 * 256)
     assert.truthy(given:find(("most operations (the model) %.4g GFLOP"):format(flops * 1e-9), 1, true), given)
     assert.truthy(given:find(("most operations h %.4g GFLOP\n"):format(flops * 0.5e-9), 1, true)
@@ -458,7 +458,7 @@ for _, key in ipairs { "host_adam", "device_adam", "up", "down", "at_once" } do
     base = over(TIGHT, {}) }
 end
 
--- Schedules: what each key changes in the rates of twelve steps.
+-- Schedules: the effect of each key on the rates of twelve steps.
 local SCHEDULES = {
   WarmupLR = { base = { warmup_num_steps = 5, warmup_max_lr = 0.1 }, warmup_min_lr = 0.01, warmup_max_lr = 0.2,
     warmup_num_steps = 8, warmup_type = "linear",
@@ -504,9 +504,9 @@ local MORE = {
   end } },
 }
 
--- Keys that say something to several processes only: tried below, those of pipelines in
--- spec/parallel/pipeline_spec.lua, those of tensor parallelism in spec/parallel/tensor_parallel_ranks_spec.lua and
--- comms_logger's in spec/profile/profiler_ranks_spec.lua.
+-- Keys that matter only to several processes: tested below, those of pipelines in spec/parallel/pipeline_spec.lua,
+-- those of tensor parallelism in spec/parallel/tensor_parallel_ranks_spec.lua and comms_logger's in
+-- spec/profile/profiler_ranks_spec.lua.
 local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.reshard_after_forward"] = true,
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
   ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
@@ -556,14 +556,14 @@ describe("a configuration key that is called honoured", function()
     it(("does something: %s = %s"):format(more[1], tostring(more[2][1])), function() differs(more[1], more[2]) end)
   end
 
-  it("is one: every case is of a key", function()
+  it("exists: every case belongs to a key", function()
     local known = {}
     each_honoured(function(name) known[name] = true end)
     for name in pairs(CASES) do assert.truthy(known[name], name) end
     for name in pairs(OF_RANKS) do assert.truthy(known[name], name) end
   end)
 
-  it("does something among several processes: zero_optimization's, compare_ranks_every", function()
+  it("has an effect with several processes: zero_optimization's, compare_ranks_every", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[
       local function bytes_held(stage)
@@ -578,8 +578,9 @@ describe("a configuration key that is called honoured", function()
       end
       local one, three = bytes_held(), bytes_held(3)
       if one > 1.6 * three then print "shared" end
-      -- Two stripes of two layers, each layer a chunk. Two micro-batches gather them in the order 0 1 0 1 0, since each
-      -- pass begins with the stripe that the one before ended with; else once. Each adds both up.
+      -- Two stripes of two layers, each layer a chunk. Two micro-batches gather them in the order 0 1 0 1 0, since
+      -- each pass begins with the last stripe of the previous pass; otherwise each is gathered once. Each micro-batch
+      -- sums both.
       local function sent(reshard)
         local model, optimizer = ps.initialize { quiet = true, config = { chunk_size = 16512, plan_print = false,
           gradient_accumulation_steps = 2, compare_ranks_every = 0,
@@ -595,7 +596,8 @@ describe("a configuration key that is called honoured", function()
         end
         local chunks = (group:bytes_sent() - before) / ps.chunks()[1].nbytes
         model:close()
-        return ("%.2f"):format(chunks)                       -- the agreement before a step has some bytes, too
+        -- the comparison of ranks before a step also sends some bytes
+        return ("%.2f"):format(chunks)
       end
       if ("%s %s %s"):format(sent "always", sent(), sent "never") == "9.00 9.00 6.00" then print "stays" end
       local function drifts(every)
@@ -617,10 +619,10 @@ describe("a configuration key that is called honoured", function()
   end)
 end)
 
-describe("numbers that no computation can hold", function()
+describe("numbers that no computation can represent", function()
   it("are refused, by key, or train to finite values", function()
     each_honoured(function(name, row)
-      if name == "train_batch_size" then return end            -- refused as the micro-batch that follows from it
+      if name == "train_batch_size" then return end            -- refused as the micro-batch size that follows from it
       for _, value in ipairs(row.type.least and { 1e308, 2 ^ 53 - 1 } or { 1e308 }) do
         local kind = name:match(" of (.*)")
         local settings = nested(row.path, value)
@@ -651,7 +653,7 @@ describe("another spelling of a key", function()
   for _, section in ipairs(schema.sections) do
     for _, row in ipairs(section[3]) do
       if row.status == "alias" then
-        it("is read as that key: " .. row.path, function()
+        it("has the same effect as that key: " .. row.path, function()
           local function read(path) return config.read(nested(path, SPELT[row.path]), { later = true }) end
           assert.same(read(row.words), read(row.path))
           assert.not_same(config.read {}, read(row.path))
@@ -678,7 +680,7 @@ describe("ps.initialize", function()
     return seen
   end
 
-  it("takes values for \"auto\" and a table that was checked before", function()
+  it("accepts values for \"auto\" and a table that was checked before", function()
     local seen = open(HF, AUTO)
     assert.same({ 0.25, 3, "bf16" }, { seen[1], seen[2], seen[3] })
     local again = open(seen[5])
@@ -707,7 +709,7 @@ describe("train_micro_batch_size_per_gpu", function()
 
   for _, settings in ipairs { { train_micro_batch_size_per_gpu = 2 }, { train_batch_size = 4,
     gradient_accumulation_steps = 2 }, { train_micro_batch_size_per_gpu = 2, memory = "plain" } } do
-    it("holds batches of a training step to it, and no others", function()
+    it("is checked for batches of a training step, and for no others", function()
       local model, optimizer = ps.initialize { model_func = function() return Named(8) end, quiet = true,
         config = over({ plan_print = false }, settings) }
       local function try(x)
@@ -739,7 +741,7 @@ describe("offload_optimizer.device", function()
   end
   local NONE = { zero_optimization = { offload_optimizer = { device = "none" } } }
 
-  -- Tiers on which chunks of optimizer state are after a step, and the share of updates on the device.
+  -- The tiers with chunks of optimizer state after a step, and the share of updates on the device.
   local function state_at(model, optimizer)
     train(model, optimizer, 2)
     local on = {}
@@ -750,13 +752,13 @@ describe("offload_optimizer.device", function()
       units = inner(model).built.units }
   end
 
-  it("cpu keeps the state on the host, and its updates", function()
+  it("cpu keeps the state and its updates on the host", function()
     local seen = run(offload { memory = { device = "64MiB", host = "64MiB" },
       zero_optimization = { offload_optimizer = { device = "cpu" } } }, state_at)
     assert.same({ device = false, host = true, count = 0, units = seen.units }, seen)
   end)
 
-  it("none keeps both on the device, beyond what the margin would", function()
+  it("none keeps both on the device, even beyond the margin", function()
     local little = { memory = { device = "64MiB", host = "64MiB" },
       client = { mem_tracer = { margin_use_ratio = 0.001 } } }
     local free = run(offload(little), state_at)
@@ -767,7 +769,7 @@ describe("offload_optimizer.device", function()
     assert.equal(run(offload(little), see.values)["out.bias"], run(offload(over(little, NONE)), see.values)["out.bias"])
   end)
 
-  it("none is an error where the state does not fit, on every device", function()
+  it("none is an error if the state does not fit, on every device", function()
     local tight = { memory = { device = 400 * KIB, host = "64MiB" } }
     assert.equal(4, run(offload(tight), see.updates))
     local said = run(offload(over(tight, NONE)), see.updates)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The border between C and Lua: every declared function is there, and no other; every struct has C's layout, a half of
--- another build is refused, and calls across it are compiled by the JIT.
+-- The border between C and Lua: exactly the declared functions exist, every struct has C's layout, Lua files of
+-- another build are refused, and the JIT compiles calls across the border.
 local ffi = require "ffi"
 local check = require "spec.check_lib"
 local lfs = require "lfs"
@@ -9,7 +9,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local C = ps.C
 
---- Runs a script in a fresh psluajit: its output (both streams) and exit code.
+--- Runs a script in a new psluajit. Returns its output (both streams) and exit code.
 ---@param script string
 local function child(script)
   local name = os.tmpname()
@@ -22,7 +22,7 @@ local function child(script)
 end
 
 describe("the declarations", function()
-  it("name functions that the program has", function()
+  it("name functions that exist in the program", function()
     local text, count, missing = cdef.text:gsub("%b{}", "{}"), 0, {}
     for name in text:gmatch("[%s%*](ps_[%w_]+)%s*%(") do
       count = count + 1
@@ -32,7 +32,7 @@ describe("the declarations", function()
     assert.truthy(count > 90, count)
   end)
 
-  it("lay structs out as C does", function()
+  it("lay out structs like C", function()
     local name_out, compared, i = ffi.new("const char *[1]"), {}, 0
     while true do
       local size = tonumber(C.ps_abi_size(i, name_out))
@@ -52,12 +52,12 @@ describe("the declarations", function()
     assert.equal(2 * plain, i)
   end)
 
-  it("hold no number that Lua would lose", function()
+  it("have no number that Lua would round", function()
     assert.equal(ps.op_info[C.PS_OP_COUNT - 1].name, "sample")
     for op = 0, C.PS_OP_COUNT - 1 do assert.truthy(C["PS_OP_" .. ps.op_info[op].name] == op) end
   end)
 
-  it("are refused when the engine was built from others", function()
+  it("are refused if the engine was built from other declarations", function()
     local out, code = child [[
       local cdef = require "ps.cdef"
       package.loaded["ps.cdef"] = { text = cdef.text, hash = "0123456789abcdef" }
@@ -70,7 +70,7 @@ describe("the declarations", function()
 end)
 
 describe("the symbols", function()
-  --- Names in the dynamic symbol table of a file, and what `nm` says they are (T: code, U: wanted from elsewhere ...).
+  --- Names in the dynamic symbol table of a file, and their kinds by `nm` (T: code, U: undefined ...).
   ---@param file string
   local function symbols(file)
     local kinds, p = {}, assert(io.popen(("nm -D '%s'"):format(file)))
@@ -80,10 +80,11 @@ describe("the symbols", function()
   end
   local DECLARED = {}
   for name in cdef.text:gsub("%b{}", "{}"):gmatch("[%s%*](ps_[%w_]+)%s*%(") do DECLARED[name] = true end
-  -- Names with a leading underscore are the compiler's (start-up code, templates of C++'s library); @ marks libc's.
+  -- Names with a leading underscore belong to the compiler (start-up code, templates of C++'s library); @ marks
+  -- libc's.
   local function is_own(name) return not name:find("^_") and not name:find "@" and name ~= "data_start" end
 
-  it("of the program are those of ps.h and no others", function()
+  it("of the program are exactly those of ps.h", function()
     if os.execute("command -v nm >/dev/null 2>&1") ~= 0 then return pending("nm is not installed") end
     local others, n = {}, 0
     for name, kind in pairs(symbols(paths.exe)) do
@@ -96,7 +97,7 @@ describe("the symbols", function()
     assert.truthy(n > 200, n)
   end)
 
-  it("of a plug-in are its one door, and it takes none from the program", function()
+  it("of a plug-in are its single entry point, and it uses none of the program", function()
     if os.execute("command -v nm >/dev/null 2>&1") ~= 0 then return pending("nm is not installed") end
     local folder, found = paths.exe:match("^(.*)/[^/]*$"), 0
     for _, plugin in ipairs { "libps_cuda.so", "libps_cuda_emulated.so" } do
@@ -116,7 +117,7 @@ describe("the symbols", function()
 end)
 
 describe("the bandwidth probe", function()
-  it("measures what it can and says what it cannot", function()
+  it("compiles what it can and names what it cannot", function()
     local rate = ffi.new("double[1]")
     for _, streams in ipairs { { 4, 3, 1 }, { 2, 1, 0 }, { 1, 1, 1 }, { 3, 5, 0 }, { 4, 0, 0 }, { 3, 0, 0 } } do
       rate[0] = 0
@@ -134,8 +135,8 @@ describe("the bandwidth probe", function()
 end)
 
 describe("calls across the border", function()
-  -- What the JIT says while a loop of `body` runs, in a process of its own: how many traces close a loop, and why
-  -- others were given up.
+  -- The JIT's report while a loop of `body` runs in its own process: the number of traces that close a loop, and the
+  -- reasons why others were aborted.
   local function traces(body)
     local out, code = child(([[
       local ps = require "ps"

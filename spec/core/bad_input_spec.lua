@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Wrong shapes, types, ids, settings: each is a Lua error that names the op and the shapes and says what to do, never a
+-- Wrong shapes, types, ids and settings: each is a Lua error that names the op, the shapes and the remedy, and never a
 -- crash. Files and training: bad_files_spec.lua.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local check_lib = require "spec.check_lib"
 local fails, fails_with = check_lib.fails_saying, check_lib.fails_as
 
-describe("ops given wrong tensors", function()
+describe("ops with wrong tensors", function()
   local a, b
 
   setup(function() a, b = ps.ones { 2, 3 }, ps.ones { 4, 5 } end)
@@ -65,7 +65,7 @@ describe("ops given wrong tensors", function()
     fails_with("EINVAL", { "addressed" }, function() return ps.empty { 2 ^ 40, 2 ^ 20 } end)
   end)
 
-  it("say what gradients need", function()
+  it("name the requirements of gradients", function()
     local w = ps.ones({ 2, 3 }, { requires_grad = true })
     fails_with("EINVAL", { "depends on nothing that requires a gradient" }, function() a:sum():backward() end)
     fails_with("EINVAL", { "backward", "[2, 3]", "needs a gradient" }, function() (w * 2):backward() end)
@@ -81,14 +81,14 @@ describe("ops given wrong tensors", function()
     w:set_grad(nil)
   end)
 
-  it("say when a scope took the bytes", function()
+  it("report that a scope freed the bytes", function()
     local kept
     ps.scope(function() kept = ps.ones { 200, 200 } end)
     fails_with("ESTALE", { "[200, 200]", ":keep()", "ps.scope" }, function() return kept + 1 end)
     fails_with("ESTALE", { "[200, 200]" }, function() return kept:tolist() end)
   end)
 
-  it("take nonsense of any kind", function()
+  it("survive arbitrary invalid arguments", function()
     local tensors = { a, b, ps.zeros {}, ps.zeros { 0 }, ps.zeros { 3, 0 }, ps.ones({ 2, 3 }):t(), ps.ones { 6 },
       ps.randn { 2, 2, 3 }, ps.tensor({ -1, 7, 1 }, "int64"), ps.tensor({ { 0, 1, 1 }, { 1, 0, 9 } }, "int32"),
       ps.tensor({ true, false, true }), ps.ones({ 2, 3 }, { dtype = "bf16" }), ps.ones({ 3 }, { dtype = "fp64" }),
@@ -113,7 +113,7 @@ describe("ops given wrong tensors", function()
     local ran, refused = 0, 0
     for _, info in pairs(ps.op_info) do
       local n_in = info.ins:find("*", 1, true) and 1 or select(2, info.ins:gsub("%S+", ""))
-      local params = debug.getinfo(ps.ops[info.name], "u").nparams - 1          -- the last one is what it refuses
+      local params = debug.getinfo(ps.ops[info.name], "u").nparams - 1          -- the op refuses the last one
       for _ = 1, 150 do
         local args = {}
         for i = 1, params do
@@ -135,8 +135,8 @@ describe("ops given wrong tensors", function()
   end)
 end)
 
-describe("models and optimizers set up wrongly", function()
-  it("say what does not fit", function()
+describe("models and optimizers with wrong settings", function()
+  it("name the value that does not fit", function()
     fails({ "no preset 'gpt3'", "gpt2-xl" }, function() gpt2.new "gpt3" end)
     fails({ "n_head = 3", "n_embd = 32" }, function() gpt2.new("tiny", { n_head = 3 }) end)
     fails({ "no option 'layers'" }, function() gpt2.new("tiny", { layers = 3 }) end)
@@ -171,7 +171,7 @@ describe("seeds", function()
     fails({ "takes a whole number, not 0.5" }, function() ps.manual_seed(0.5) end)
   end)
 
-  it("are numbers that 64 bits hold: no two of them give the same stream", function()
+  it("are numbers of 64 bits, each with a different stream", function()
     local seeds = { -1, -2, 2 ^ 60, 2 ^ 70, 0 / 0, math.huge }
     for _, seed in ipairs(seeds) do
       fails({ "bad_input_spec.lua", "from 0 to 2^53" }, function() ps.manual_seed(seed) end)
@@ -186,7 +186,7 @@ describe("seeds", function()
 end)
 
 describe("groups of parameters of an engine", function()
-  it("say which key, or type, is not one", function()
+  it("name the unknown key or type", function()
     local function groups(list)
       return function()
         ps.initialize { config = {}, quiet = true, param_groups = list, model_func = function()
@@ -213,7 +213,7 @@ describe("lists", function()
   setup(function() x = ps.arange(0, 6, 1, { dtype = "fp32" }):reshape(2, 3) end)
   teardown(function() x = nil end)
 
-  it("have no names: an option in a shape, or a dimension by name, is not passed over", function()
+  it("have no names: an option in a shape, or a dimension by name, is refused", function()
     fails({ "bad_input_spec.lua", "ps.zeros: the shape has 'dtype' among its values", "a separate table after it" },
       function() local _ = ps.zeros { 2, 2, dtype = "bf16" } end)
     fails({ "ps.randn: the shape has 'dtype'" }, function() return ps.randn { 2, dtype = "bf16" } end)
@@ -235,7 +235,7 @@ describe("lists", function()
   end)
 end)
 
-describe("bounds that run the other way", function()
+describe("bounds in reverse order", function()
   it("are errors, as in PyTorch", function()
     fails({ "bad_input_spec.lua", "ps.arange: from 0 to 5 the step -1 has the wrong sign" },
       function() ps.arange(0, 5, -1) end)
@@ -254,7 +254,7 @@ describe("bounds that run the other way", function()
 end)
 
 describe("to", function()
-  it("takes one argument: what follows a device is not passed over", function()
+  it("takes one argument: an argument after a device is refused", function()
     local x, model = ps.ones { 2 }, ps.nn.Linear(1, 1)
     for _, call in ipairs { function() x:to("cpu", "bf16") end, function() model:to("cpu", "bf16") end } do
       fails({ "bad_input_spec.lua", ":to takes a type, a device, or { dtype = , device = }, and no" }, call)
@@ -263,8 +263,8 @@ describe("to", function()
   end)
 end)
 
-describe("yes and no of reductions", function()
-  it("are booleans: 0 would count as yes", function()
+describe("flags of reductions", function()
+  it("are booleans: 0 would count as true", function()
     local x = ps.ones { 2, 3 }
     for _, name in ipairs { "sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin" } do
       fails({ "bad_input_spec.lua", "keepdim is a number; it must be a boolean" }, function()
@@ -283,7 +283,7 @@ describe("yes and no of reductions", function()
 end)
 
 describe("ps.tensor", function()
-  it("is bool where all values are booleans; among numbers true is 1, as in PyTorch", function()
+  it("is bool if all values are booleans; among numbers true is 1, as in PyTorch", function()
     assert.equal("bool", ps.tensor({ true, false }):dtype())
     local mixed = ps.tensor { 2.5, true, false }
     assert.equal("fp32", mixed:dtype())
@@ -293,7 +293,7 @@ describe("ps.tensor", function()
 end)
 
 describe("the default type", function()
-  it("is one of floats", function()
+  it("requires floats", function()
     for _, name in ipairs { "int32", "int64", "uint8", "bool" } do
       fails({ "bad_input_spec.lua", "ps.set_default_dtype: " .. name .. " is not a floating-point type" },
         function() ps.set_default_dtype(name) end)
@@ -304,7 +304,7 @@ describe("the default type", function()
 end)
 
 describe("settings of optimizers", function()
-  it("are in the range in which the algorithm means something", function()
+  it("are in the valid range of the algorithm", function()
     local p = ps.ones({ 2 }, { requires_grad = true })
     local function refused(make, setting, value, expected)
       fails({ "bad_input_spec.lua", setting .. " is ", "expected " .. expected }, function()
@@ -350,7 +350,7 @@ describe("settings of optimizers", function()
 end)
 
 describe("generate", function()
-  it("takes ids that are whole, and a number of tokens that is a count", function()
+  it("requires whole ids and a valid number of tokens", function()
     local model = gpt2.new "tiny"
     fails({ "generate: a token id is 1.5", "whole number" }, function() model:generate({ 1.5 }, 1) end)
     fails({ "generate: a token id is a string" }, function() model:generate({ "a" }, 1) end)
@@ -360,7 +360,7 @@ describe("generate", function()
 end)
 
 describe("ps.train.run", function()
-  it("takes steps that are counts, and a loader with next", function()
+  it("requires valid numbers of steps, and a loader with next", function()
     local model = ps.nn.Linear(2, 2)
     local parts = { model = model, optimizer = ps.optim.SGD(model, { lr = 1 }), loader = {}, steps = 1 }
     fails({ "bad_input_spec.lua", "ps.train.run: loader.next takes a function, not nil" }, function()

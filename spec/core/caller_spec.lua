@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Errors of a script's mistakes begin with the script's position or with none, never with one in psluajit's own files
--- (lua/ps/core/caller.lua). What is tried: wrong arguments of all public parts, each as a line of a script.
+-- (lua/ps/core/caller.lua). The spec tries wrong arguments of all public parts, each as a line of a script.
 local ps = require "ps"
 local caller = require "ps.core.caller"
 local check_lib = require "spec.check_lib"
@@ -8,7 +8,7 @@ local paths = require "ps.paths"
 local lfs = require "lfs"
 local wrong = require "spec.wrong_calls"
 
--- A line as a script of its own: what its error says.
+-- Runs a line as a script. Returns its error.
 local function try(line, names)
   local fn = assert(loadstring("local ps, gpt2, x, F, nn, optim, sched, TEXT = ...\n" .. line, "@wrong.lua"))
   local ok, problem = xpcall(function() return fn(unpack(names, 1, 8)) end, function(problem) return problem end)
@@ -23,7 +23,7 @@ local function misplaced(text)
 end
 
 describe("a traceback", function()
-  it("has no C function whose caller Lua left out", function()
+  it("has no C function whose caller Lua omits", function()
     local own = "\t" .. paths.root .. "/lua/ps/batch.lua:3: in function 'f'\n"
     assert.equal("x\nstack traceback:\n\ta.lua:1: in main chunk\n\t[C]: at 0x1", caller.trace(
       "x\nstack traceback:\n" .. own .. "\t[C]: in function 'pcall'\n\t...\n" .. own
@@ -57,7 +57,7 @@ describe("errors of a script's mistakes", function()
     assert.truthy(count > 200)
   end)
 
-  it("name the call and the argument where Lua itself would fail, hang or round a number", function()
+  it("name the call and the argument if Lua itself would fail, hang or round a number", function()
     for row in wrong.named:gmatch("[^\n]+") do
       local line, words = row:match("^(.-) | (.*)$")
       local said = try(line, names)
@@ -68,7 +68,7 @@ describe("errors of a script's mistakes", function()
     end
   end)
 
-  it("do so where a configuration is wrong", function()
+  it("do so for wrong configurations", function()
     for settings in wrong.settings:gmatch("[^\n]+") do
       local said = try("ps.initialize { model_func = function() return nn.Linear(3, 4) end, quiet = true, "
         .. settings .. " }", names)
@@ -76,13 +76,13 @@ describe("errors of a script's mistakes", function()
     end
   end)
 
-  it("name the line that called, however deep they were found", function()
+  it("name the calling line, at any depth", function()
     local said = try("local function mine()\n  local l = ps.nn.Linear(3, 4, { dtype = 'nope' })\n  return l\n"
       .. "end\nlocal y = mine()\nreturn y", names)
     assert.equal("wrong.lua:3: no such type: nope (there are fp32, bf16, fp16, fp64, int32, int64, uint8, bool)", said)
   end)
 
-  it("keep the position of what a script raises itself", function()
+  it("keep the position of errors that a script raises", function()
     assert.equal("wrong.lua:3: mine", try("ps.scope(function()\n  error('mine')\nend)", names))
     assert.equal("mine", try("ps.no_grad(function() error('mine', 0) end)", names))
   end)
@@ -97,7 +97,7 @@ describe("errors of a script's mistakes", function()
     assert.equal("mine.lua:3: x", caller.at("mine.lua:3: x"))
   end)
 
-  it("are moved where Lua itself raised them in psluajit's files", function()
+  it("are moved to the script if Lua itself raised them in psluajit's files", function()
     for _, file in ipairs { paths.root .. "/lua/ps/tensor.lua", paths.root .. "/models/gpt2.lua",
       "...a/long/name/lua/ps/tensor.lua" } do
       local said = caller.at(file .. ":12: attempt to index a nil value")
@@ -105,7 +105,7 @@ describe("errors of a script's mistakes", function()
     end
   end)
 
-  it("are moved in a program and at the prompt, which show the way there on demand", function()
+  it("are moved in a program and at the prompt, which show the traceback on demand", function()
     local script = "local ps = require 'ps'\nps.data.windows { shards = { 3 }, batch = 1, seq = 2 }\n"
     local said = check_lib.run("", script)
     assert.matches("lua_%w+:2: a shard must be a path", said)
@@ -121,7 +121,7 @@ describe("errors of a script's mistakes", function()
     assert.matches("> stdin:1: attempt to call method 'apply'", said, 1, true)
   end)
 
-  it("do not change what works", function()
+  it("do not affect valid calls", function()
     assert.truthy(lfs.attributes(text))
     assert.same({ 2 }, ps.tensor({ 1, 2 }):shape())
     assert.equal(3, ps.add(ps.tensor(1), 2):item())

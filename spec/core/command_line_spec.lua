@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers on the command lines of examples, tools and benches: one checked way for all of them, and what it says.
+-- Numbers on the command lines of examples, tools and benches: one check for all of them, and its errors.
 local lfs = require "lfs"
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
@@ -16,7 +16,7 @@ describe("a number of a command line", function()
   local function whole(least, most) return function(option) return command_line.whole(option, least, most) end end
   local function number(least, most) return function(option) return command_line.number(option, least, most) end end
 
-  it("is taken in decimal", function()
+  it("is read in decimal", function()
     for text, want in pairs { ["480"] = 480, ["5e3"] = 5000, ["1.5e1"] = 15, ["2."] = 2,
       ["9007199254740992"] = 2 ^ 53 } do
       assert.same({ true, { n = want } }, { parse(whole(0), text) })
@@ -27,7 +27,7 @@ describe("a number of a command line", function()
     assert.same({ true, { n = 1 } }, { parse(number(0, 1), "1") })
   end)
 
-  it("that is none, or out of range, is refused with the option's name and what it takes", function()
+  it("that is invalid or out of range is refused with the option's name and its valid values", function()
     for _, text in ipairs { "2.5", "0", "1e308", "1e300", "nan", "inf", "0x10", "abc", "", " 5", "1e",
       "9007199254740994" } do
       local ok, problem = parse(whole(1), text)
@@ -43,7 +43,7 @@ describe("a number of a command line", function()
   end)
 end)
 
--- What a program says to a command line, and its exit code.
+-- The output of a program for a command line, and its exit code.
 local function says(line)
   return check.shell(("cd '%s' && timeout 300 '%s' %s"):format(paths.root, paths.exe, line))
 end
@@ -59,7 +59,7 @@ describe("programs", function()
     ["bench/train.lua"] = { "--steps 0" },
   }
   for program, lines in pairs(CASES) do
-    it("refuse numbers that are no counts before they begin: " .. program:match("^%S+"), function()
+    it("refuse invalid counts before they begin: " .. program:match("^%S+"), function()
       for _, line in ipairs(lines) do
         local text, code = says(program .. " " .. line)
         assert(code ~= 0 and text:find(line .. ": it takes a ", 1, true), text)
@@ -68,7 +68,7 @@ describe("programs", function()
     end)
   end
 
-  it("all read their numbers so", function()
+  it("all read their numbers in this way", function()
     for _, folder in ipairs { "examples", "tools", "bench" } do
       for name in lfs.dir(paths.root .. "/" .. folder) do
         if name:match("%.lua$") then

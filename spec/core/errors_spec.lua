@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What an error says to programs: the fields of ps.Error beside its text.
+-- Errors for programs: the fields of ps.Error in addition to its text.
 local ps = require "ps"
 local paths = require "ps.paths"
 local ranks_lib = require "spec.ranks_lib"
@@ -13,7 +13,7 @@ local function failure(fn)
 end
 
 describe("an error's fields", function()
-  it("are the bytes that were wanted, left and lacking where memory runs out", function()
+  it("are the requested, remaining and missing bytes if memory runs out", function()
     collectgarbage()
     ps.set_memory_limit(ps.memory().used + 2 ^ 20)
     finally(function() ps.set_memory_limit(0) end)
@@ -23,7 +23,7 @@ describe("an error's fields", function()
     assert.equal(err.wanted - err.left, err.lacking)
   end)
 
-  it("name the tier that has no room, and which of its kind the error is", function()
+  it("name the full tier, and the kind of the error", function()
     local model = ps.initialize { quiet = true, config = { plan_print = false, memory = { host = 2 ^ 20 } },
       model_func = function() return ps.nn.Linear(64, 64) end }
     finally(function() model:close() end)
@@ -32,7 +32,7 @@ describe("an error's fields", function()
     assert.truthy(err.lacking > 0 and err.lacking == err.wanted - err.left)
   end)
 
-  it("are absent where they mean nothing, also behind an error that had them", function()
+  it("are absent if they have no meaning, also after an error that had them", function()
     local err = failure(function() return ps.ones { 2 } + ps.ones { 3 } end)
     for _, key in ipairs { "sub", "tier", "wanted", "left", "lacking", "rank", "stripe", "other_rank",
       "other_stripe" } do
@@ -40,7 +40,7 @@ describe("an error's fields", function()
     end
   end)
 
-  it("tell a machine without the device from one whose device cannot be used", function()
+  it("distinguish a machine without the device from one whose device cannot be used", function()
     local script = os.tmpname()
     local f = assert(io.open(script, "wb"))
     f:write 'local ok, err = pcall(require("ps").device, "cuda") print(ok or err.name, not ok and err.sub)'
@@ -59,7 +59,7 @@ describe("an error's fields", function()
     if useless then assert.truthy(not useless:find("NO_DEVICE", 1, true), useless) end
   end)
 
-  it("name the rank that is to blame", function()
+  it("name the rank at fault", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local folder = ranks_lib.folder()
     local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Public functions, methods and modules refuse an argument behind their last one: every one of them is called so. What
--- takes any number of arguments is listed here, and looks at them itself.
+-- Public functions, methods and modules refuse an argument after their last one: each of them is called in this way.
+-- Functions that take any number of arguments are listed here, and check them themselves.
 local ps = require "ps"
 local exact = require "ps.core.exact"
 local annotations = require "ps.prompt.annotations"
@@ -8,7 +8,7 @@ local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
 local nn, F = ps.nn, ps.F
 
--- Functions whose arguments are as many as a script wants, or that hand all of them on.
+-- Functions that take any number of arguments, or pass all of them on.
 local MANY = {}
 for name in ([[
     t:expand t:permute t:reshape t:tile t:to t:view
@@ -20,7 +20,7 @@ for name in ([[
     sched.constant
     ]]):gmatch "%S+" do MANY[name] = true end
 
--- Leads to another function, which looks.
+-- Functions that call another function, which checks.
 local LEADS = {}
 for name in pairs(annotations.own()) do LEADS["ps." .. name] = true end
 for name in pairs(require("ps.tensor").methods()) do LEADS["ps." .. name] = true end
@@ -51,7 +51,7 @@ local function walk(prefix, t, seen)
   return n
 end
 
-describe("an argument too many is an error", function()
+describe("a surplus argument is an error", function()
   it("of methods of tensors", function()
     local methods = {}
     for name in pairs(require("ps.tensor").methods()) do methods[name] = ps.zeros({ 1 })[name] end
@@ -67,7 +67,7 @@ describe("an argument too many is an error", function()
     assert(n > 150, n)
   end)
 
-  it("of functions that lead to others", function()
+  it("of functions that call others", function()
     for name, fn in pairs(annotations.own()) do
       local info = debug.getinfo(exact.inner(fn), "u")
       if not info.isvararg then one_too_many("ps." .. name, ps[name], info.nparams) end
@@ -133,7 +133,7 @@ describe("an argument too many is an error", function()
     model:close()
   end)
 
-  it("of models of folders, and names the inputs", function()
+  it("of models from folders, with the names of the inputs", function()
     local gpt2 = require("models.gpt2").new { n_layer = 1, n_embd = 8, n_head = 2, vocab_size = 16, n_positions = 8 }
     local x = ps.zeros({ 1, 4 }, { dtype = "int64" })
     fails(function() gpt2(x, x, x) end, "GPT2LMHeadModel(idx, targets) has no third argument; it was given a tensor",
@@ -144,7 +144,7 @@ end)
 describe("arguments of PyTorch's", function()
   local a, b, m = ps.tensor { 5, 7 }, ps.tensor { 2, 2 }, ps.tensor { { 1, 9 }, { 5, 2 }, { 3, 4 } }
   -- Values of PyTorch 2.15.
-  it("that have its meaning", function()
+  it("that have the same meaning", function()
     is({ 9, 11 }, a:add(b, 2))
     is({ 9, 11 }, a:add(b, { alpha = 2 }))
     is({ 1, 3 }, ps.sub(a, b, 2))
@@ -162,7 +162,7 @@ describe("arguments of PyTorch's", function()
     -- the product is not rounded to the half type
     is({ 1 + 2 ^ -7 }, ps.tensor({ 1 }, "bf16"):add(ps.tensor({ 1.0078125 }, "bf16"), 2 ^ -7 / 1.0078125), "bf16")
   end)
-  it("that have none here", function()
+  it("that have no meaning here", function()
     fails(function() a:div(b, "floor") end, "div has no rounding_mode", "floor()")
     fails(function() a:div(b, { rounding_mode = "trunc" }) end, "div has no rounding_mode")
     fails(function() a:round(2) end, "decimals", "10 ^ n")

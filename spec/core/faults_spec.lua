@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Fails the Nth request for memory, for N = 0, 1, 2, ... until the work succeeds. Each failure must be a clean ENOMEM:
--- nothing leaks, nothing is half done, the engine works on and gives the same bits. The engine's Lua half collects and
--- tries once more when memory runs out, so a single failure is often survived (then the results must be the same ones);
--- two failures in a row, or all from the Nth on, get through.
+-- nothing leaks, nothing is half done, and the engine continues with the same bits. If memory runs out, the engine's
+-- Lua part collects garbage and tries once more, so it often survives a single failure (then the results must be the
+-- same); two failures in a row, or all from the Nth on, become errors.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local lfs = require "lfs"
 local check = require "spec.check_lib"
 local C, ctx = ps.C, ps.ctx
 
-jit.off()                                                  -- traces hold what they were specialised to
+jit.off()                                                  -- compiled traces hold references to tensors
 
 local MODES = { { "one failure", 1 }, { "two failures in a row", 2 }, { "nothing but failures", 2 ^ 50 } }
 
---- Runs fn while `count` requests fail from number `nth` on: ok, error, and whether any failed.
+--- Runs fn while `count` requests fail from number `nth` on. Returns ok, the error, and whether any request failed.
 local function with_failures(nth, count, fn)
   C.ps_test_fail_alloc(nth, count)
   local ok, problem = pcall(fn)
@@ -29,8 +29,9 @@ local function assert_no_memory(problem, nth)
   assert.truthy(#problem.msg > 0 and problem.where:match("^src/[%w_/]+%.c:%d+$"))
 end
 
--- An abandoned recompute segment is forgotten when the next scope begins, the one before it after another collection. A
--- collection is most of a round's time: the rest are for what is not back at the number that is expected.
+-- An abandoned recompute segment is released when the next scope begins, and the one before it after another
+-- collection. Collections take most of the time, so further ones run only if the number of bytes is not the expected
+-- one.
 local function memory_used(expected)
   for _ = 1, 3 do
     collectgarbage()
@@ -45,11 +46,11 @@ end
 local COUNTED = 8
 
 --- Walks over all requests that `case.work(state)` makes. case: setup() -> state, work(state), check(state, ok, nth),
---- which is called with failures off, and verify() after what was made is gone.
+--- which is called with failures off, and verify(), after all objects are freed.
 local function walk(count, case)
   local survived, failed = 0, 0
-  local depth = tonumber(C.ps_scope_depth(ctx))            -- loops that other specs left may have left theirs open
-  local before = memory_used()                             -- a round that leaves another number behind fails
+  local depth = tonumber(C.ps_scope_depth(ctx))            -- loops that other specs left may have open scopes
+  local before = memory_used()                             -- a round that ends with another number fails
   for nth = 0, 20000 do
     local state = case.setup()
     local ok, problem, hit = with_failures(nth, count, function() case.work(state) end)
@@ -121,7 +122,8 @@ describe("a training step without memory", function()
     return {
       setup = setup,
       work = function(made) made.loss = step(made) end,
-      -- The optimizer's step happened wholly or not at all: the next step gives the loss of that number.
+      -- The optimizer's step happened completely or not at all: the next step has the loss of the corresponding
+      -- number.
       check = function(made, ok, nth)
         if made.loss then assert.equal(losses[1], made.loss) end
         if ok then assert.equal(1, made.optimizer.steps) end
@@ -255,7 +257,7 @@ describe("files without memory", function()
     for _, mode in ipairs(MODES) do walk(mode[2], case) end
   end
 
-  it("are saved and read, or stay as they were", function()
+  it("are saved and read, or are unchanged", function()
     local path = folder .. "/t.safetensors"
     local function tensors(value)
       local list = { step = ps.full({}, value, { dtype = "int64" }) }
@@ -291,7 +293,7 @@ describe("files without memory", function()
     os.remove(path)
   end)
 
-  it("are checkpoints that stay whole", function()
+  it("are checkpoints that stay intact", function()
     local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
     ps.manual_seed(1)
     local model = gpt2.new "tiny"
@@ -347,7 +349,7 @@ describe("files without memory", function()
     walk_all {
       setup = function() return {} end,
       work = function(state)
-        ps.scope(function()                                -- a loader's turn leaves a scope open
+        ps.scope(function()                                -- an iteration of a loader leaves a scope open
           local loader = ps.data.loader { shards = { path, path }, batch = 4, seq = 32, vocab = 256, seed = 3 }
           state.x = loader:next()
           state.position = loader:position()

@@ -1,18 +1,18 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A function that can be called without arguments answers, or has a verb's name. What answers changes nothing.
+-- A function that can be called without arguments is a getter, or its name is a verb. Getters change nothing.
 local ps = require "ps"
 local annotations = require "ps.prompt.annotations"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
 
--- Functions without a needed argument whose names say that they do something.
+-- Functions without a required argument whose names say that they do something.
 local VERBS = {}
 for name in ([[ backward release keep zero_ normal_ uniform_ bernoulli_ requires_grad_ train eval zero_grad
   recompute_blocks step skip close micro_batches generate to load_weights barrier forward save_pretrained
   save_parallelized apply
 ]]):gmatch "%S+" do VERBS[name] = true end
 
--- Names of the functions that a call without arguments is meant for.
+-- Names of functions that are meant to be called without arguments.
 local function answering(functions)
   local names = {}
   for name, fn in pairs(functions) do
@@ -68,7 +68,7 @@ describe("without an argument", function()
       for name, value in pairs(model:state_dict()) do list[name] = value:tolist() end
       return list
     end
-    -- PyTorch's names for module:to(...): a module is converted in its place, where a tensor gives another.
+    -- PyTorch's names for module:to(...): they convert a module in place, but return another tensor for a tensor.
     local converts = { half = true, bfloat16 = true, float = true, double = true, cpu = true, cuda = true }
     local before, walked = facts(), 0
     for _, of in ipairs { { model, require("ps.engine").Engine.methods }, { model.module, nn.Module },
@@ -88,7 +88,7 @@ describe("without an argument", function()
 end)
 
 describe("requires_grad", function()
-  it("answers as PyTorch's attribute, of leaves and of what was computed", function()
+  it("returns the value of PyTorch's attribute, for leaves and for computed tensors", function()
     local w = nn.Parameter(ps.ones { 2 })
     assert.is_true(w:requires_grad())
     assert.is_false(ps.ones({ 2 }):requires_grad())
@@ -99,7 +99,7 @@ describe("requires_grad", function()
     assert.is_false(w:requires_grad_(false):requires_grad())
   end)
 
-  it("leaves frozen parameters frozen where a script asks", function()
+  it("leaves frozen parameters frozen if a script reads it", function()
     local model = nn.Linear(4, 4)
     for _, p in ipairs(model:parameters()) do p:requires_grad(false) end
     for _, p in ipairs(model:parameters()) do assert.is_false(p:requires_grad()) end

@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.hooks: who hears of what, until when, and that nobody who is gone still listens.
+-- ps.hooks: which listeners get which events, until when, and that removed listeners get none.
 local ps = require "ps"
 local hooks = require "ps.core.hooks"
 local fails = require("spec.check_lib").fails
 
 describe("a hook", function()
-  it("tells its listeners in the order of coming, and asks until one answers", function()
+  it("calls its listeners in the order of registration, or until one answers", function()
     local heard = {}
     local function listener(name, answer)
       return hooks.on("step", function(x)
@@ -23,7 +23,7 @@ describe("a hook", function()
     assert.equal(5, #heard)
   end)
 
-  it("may lose a listener while it tells, and the others hear all the same", function()
+  it("may lose a listener during a call, and the others are still called", function()
     local heard, off = {}, nil
     off = hooks.on("step", function()
       heard[#heard + 1] = "first"
@@ -36,7 +36,7 @@ describe("a hook", function()
     assert.same({ "first", "second", "second" }, heard)
   end)
 
-  it("has a name that is known", function()
+  it("must have a known name", function()
     assert.is_false(pcall(hooks.on, "stepp", print))
   end)
 end)
@@ -44,7 +44,7 @@ end)
 describe("an engine", function()
   local config = { plan_print = false, bf16 = { enabled = true }, memory = { host = 2 ^ 22 } }
 
-  it("that cannot be made hears of no parameter made later", function()
+  it("that cannot be made gets no events of later parameters", function()
     fails(function()
       ps.initialize { quiet = true, config = config, model_func = function() error("no model", 0) end }
     end, "no model")
@@ -52,7 +52,7 @@ describe("an engine", function()
     assert.equal(-1, ps.C.ps_engine_tensor_chunk(ps.ctx, p))
   end)
 
-  it("that is closed takes no values that are loaded", function()
+  it("that is closed gets no loaded values", function()
     local model = ps.initialize { quiet = true, config = config, model_func = function() return ps.nn.Linear(4, 4) end }
     local module = model.module
     assert.truthy(hooks.ask("load", module.weight))

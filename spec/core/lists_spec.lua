@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Lists of modules under Lua's own functions: what a script does with them is right, or an error says what to write.
+-- Lists of modules under Lua's own functions: a script's use of them works, or an error says what to write.
 local ps = require "ps"
 local nn = ps.nn
 local check = require "spec.check_lib"
@@ -25,7 +25,7 @@ for name, make in pairs { ModuleList = function(...) return nn.ModuleList { ... 
       list = make(a, b, c)
     end)
 
-    it("goes through ipairs, pairs and each from 0", function()
+    it("works with ipairs, pairs and each, from 0", function()
       for _, iterate in ipairs { ipairs, pairs, list.each } do
         assert.equal("0=Linear 1=ReLU 2=Linear", seen(iterate, list))
       end
@@ -39,7 +39,7 @@ for name, make in pairs { ModuleList = function(...) return nn.ModuleList { ... 
       assert.equal(c, list[-1])
     end)
 
-    it("takes and gives modules", function()
+    it("inserts and removes modules", function()
       local d, e = nn.Tanh(), nn.SiLU()
       table.insert(list, d)
       table.insert(list, 0, e)
@@ -59,7 +59,7 @@ for name, make in pairs { ModuleList = function(...) return nn.ModuleList { ... 
     it("registers what is assigned to a place", function()
       list[0] = nn.Linear(2, 2, { bias = false })
       list[-1] = nn.Linear(2, 5)
-      list[3] = nn.Linear(5, 1)                                     -- one behind the last
+      list[3] = nn.Linear(5, 1)                                     -- one after the last
       assert.equal(4, list:size())
       local names = {}
       for parameter in list:named_parameters() do names[#names + 1] = parameter end
@@ -74,7 +74,7 @@ for name, make in pairs { ModuleList = function(...) return nn.ModuleList { ... 
 end
 
 describe("what makes a list", function()
-  it("is one Lua list, and other calls are refused with the right one", function()
+  it("takes one Lua list, and other calls are refused with the right call", function()
     local a, b = three()
     fails(function() nn.ModuleList(a, b) end, "nn.ModuleList { a, b }")
     fails(function() nn.ModuleList(a) end, "nn.ModuleList { a, b }")
@@ -91,7 +91,7 @@ describe("what makes a list", function()
     assert.same({ b, a }, { unpack(nn.Sequential(b, a)) })
   end)
 
-  it("is no plain table in a field, of which nothing would train", function()
+  it("must not be a plain table in a field, which would not be trained", function()
     local Net = nn.class "Net"
     function Net:init(how)
       self.head = nn.Linear(2, 2)
@@ -125,7 +125,7 @@ describe("what makes a list", function()
 end)
 
 describe("Lua's functions on lists", function()
-  it("do with other values what they did", function()
+  it("are unchanged for other values", function()
     assert.same({ 1, 2, 3 }, { unpack { 1, 2, 3 } })
     assert.same({ 2, nil, 4 }, { unpack({ 1, 2, nil, 4 }, 2, 4) })
     local t = { 1, 3 }
@@ -141,7 +141,7 @@ describe("Lua's functions on lists", function()
     end
   end)
 
-  it("know lists of modules from a script's first line on", function()
+  it("support lists of modules from a script's first line on", function()
     local out = check.run("", [[local ipairs, unpack = ipairs, unpack
       local nn = require("ps").nn
       local list = nn.ModuleList { nn.ReLU(), nn.Tanh() }
@@ -152,7 +152,7 @@ describe("Lua's functions on lists", function()
 end)
 
 describe("a model of ps.initialize whose module is a list", function()
-  it("is the list to Lua's functions", function()
+  it("works as the list in Lua's functions", function()
     local a, b = three()
     local model = ps.initialize { quiet = true, config = { plan_print = false },
       model_func = function() return nn.Sequential(a, b) end }

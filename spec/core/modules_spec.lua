@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Modules by name: the public ones, each alone in a process of its own, and those that C and the library look up.
+-- Modules by name: the public ones, each alone in its own process, and those that C and the library look up.
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local lfs = require "lfs"
 
--- The names that scripts may require. The others are the library's own, and move without notice.
+-- The names that scripts may require. All others are internal, and may change without notice.
 local PUBLIC = { "ps", "ps.batch", "ps.bmt", "ps.caller", "ps.chat", "ps.checkpoints", "ps.comm", "ps.command_line",
   "ps.config", "ps.data", "ps.dist", "ps.dist.env", "ps.engine", "ps.evaluate",
   "ps.inspect", "ps.lora", "ps.mesh", "ps.nn",
@@ -27,7 +27,7 @@ describe("a public module", function()
     end)
   end
 
-  it("is what each file in lua/ps itself leads on from", function()
+  it("lists exactly the files in lua/ps itself", function()
     local public, missing, n = {}, {}, 0
     for _, name in ipairs(PUBLIC) do public[name] = true end
     for file in lfs.dir(paths.root .. "/lua/ps") do
@@ -41,7 +41,7 @@ describe("a public module", function()
     assert.truthy(n > 8, n)
   end)
 
-  it("is what models, examples and guides require", function()
+  it("is used by models, examples and guides", function()
     local public, others = { ["ps.paths"] = true }, {}
     for _, name in ipairs(PUBLIC) do public[name] = true end
     local list = assert(io.popen(("cd '%s' && grep -rhoE 'require[ (]*\"ps[a-z_.]*\"' models docs README.md"):format(
@@ -56,7 +56,7 @@ describe("a public module", function()
 end)
 
 describe("a module that is looked up by name", function()
-  it("is there, of those that the program calls", function()
+  it("exists, if the program calls it", function()
     local n = 0
     for name in check.read(paths.root .. "/src/modules.h"):gmatch '#define MODULE_%u+ "([%w_.]+)"' do
       n = n + 1
@@ -65,7 +65,7 @@ describe("a module that is looked up by name", function()
     assert.truthy(n >= 8, n)
   end)
 
-  it("is there, of those in package.loaded", function()
+  it("exists, if it is read from package.loaded", function()
     local n = 0
     local list = assert(io.popen(("cd '%s' && grep -rhoE 'package[.]loaded[[]\"ps[a-z_.]*\"' lua"):format(paths.root)))
     for line in list:lines() do

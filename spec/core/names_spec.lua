@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Names that do not exist: of ps, ps.F, ps.nn and tensors. The error names the nearest name, or where the name is, or
--- the way round what is left out.
+-- Names that do not exist: of ps, ps.F, ps.nn and tensors. The error has the nearest name, the place of the name, or
+-- the replacement of an omitted function.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 
 describe("a name that does not exist", function()
   local x = ps.zeros { 2, 2 }
-  -- What is read or called, and parts of the error.
+  -- The expression, and parts of its error.
   local CASES = {
     { function() return ps.matmull end, "ps.matmull does not exist", "did you mean ps.matmul?" },
     { function() return ps.optm end, "did you mean ps.optim?" },
@@ -28,9 +28,9 @@ describe("a name that does not exist", function()
     { function() return x:cuda() end, 'write t:to("cuda")' },
   }
   for i, case in ipairs(CASES) do
-    it(("is an error that helps: %d, %s"):format(i, case[2]), function() fails(case[1], unpack(case, 2)) end)
+    it(("is an error with advice: %d, %s"):format(i, case[2]), function() fails(case[1], unpack(case, 2)) end)
   end
-  it("and is like no other says only that", function()
+  it("without a similar name is an error that says only that", function()
     local problem = fails(function() return ps.qqqqqqqq end, "ps.qqqqqqqq does not exist")
     assert.is_nil(tostring(problem):find("did you mean", 1, true))
     assert.is_nil(rawget(ps, "qqqqqqqq"))

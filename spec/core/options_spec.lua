@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Options that a function does not know are errors that name the nearest (caller.options): every function that takes
--- options is called with one that it lacks, and the sources are read for functions that do not check theirs.
+-- Unknown options are errors that name the nearest option (caller.options). Every function that takes options is
+-- called with an unknown one, and the sources are searched for functions that do not check their options.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local paths = require "ps.paths"
@@ -28,8 +28,8 @@ local function tokenizer()
   return tok
 end
 
--- What is called as caller.options says, an option it lacks, the one that was meant (false: none is near), the call.
--- A name may stand for several in the source ("sched." .. name); `source` is how that line has it.
+-- The name of the function for caller.options, an unknown option, the intended one (false: none is similar), the call.
+-- One line of the source may have several names ("sched." .. name); `source` is the expression in that line.
 local CALLS = {
   { "F.linear", "residul", "residual", function(o) F.linear(x, ps.ones { 4, 3 }, nil, o) end },
   { "topk", "larges", "largest", function(o) x:topk(1, o) end },
@@ -394,7 +394,8 @@ for _, call in ipairs {
   CALLS[#CALLS + 1] = call
 end
 
--- Functions with a parameter called `options` that are not a script's to call: they get what another function checked.
+-- Functions with a parameter called `options` that scripts do not call: they get options that another function has
+-- checked.
 local INNER = {
   ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
   ["lua/ps/parallel/tensor/layers.lua"] = "region_of",
@@ -449,7 +450,7 @@ local function sources()
   return list
 end
 
-describe("an option that a function does not know", function()
+describe("an unknown option of a function", function()
   after_each(function()
     local open = require("ps.engine.setup").current()
     if open then open:close() end
@@ -465,7 +466,7 @@ describe("an option that a function does not know", function()
     end)
   end
 
-  it("has a line above for every function that takes options", function()
+  it("has a row above for every function that takes options", function()
     local known, missing = {}, {}
     for _, call in ipairs(CALLS) do known[call.source or '"' .. call[1] .. '"'] = true end
     for path, text in pairs(sources()) do
@@ -496,7 +497,7 @@ describe("a function that takes options", function()
     assert.same({}, unchecked)
   end)
 
-  it("says what an option is and should be", function()
+  it("names the value of an option and its valid values", function()
     fails(function() nn.Linear(2, 3, { bias = 3 }) end, "nn.Linear: bias is a number, not a boolean")
     fails(function() nn.Linear(2, 3, { "fp32" }) end, "nn.Linear: options are named")
     fails(function() nn.Linear(2, 3, "fp32") end, "nn.Linear takes a table of options, not a string")
@@ -508,7 +509,7 @@ describe("a function that takes options", function()
     fails(function() F.cross_entropy(x, ps.tensor({ 1, 1 }, "int64"), { reduction = "men" }) end, "mean 'mean'?")
   end)
 
-  it("says how a shape is given", function()
+  it("says how to pass a shape", function()
     fails(function() ps.randn(2, 3) end, "ps.randn takes a shape as one list: ps.randn({ 2, 3 })")
     fails(function() ps.zeros(2, 3, 4, { dtype = "fp32" }) end, "ps.zeros({ 2, 3, 4 })")
     fails(function() ps.full(2, 3, 4) end, "ps.full({ 2, 3 }, 4)")
@@ -520,7 +521,7 @@ describe("schedules", function()
   local KEYS = require("ps.config.schema").root.sub.scheduler.sub.params.variants
 
   for name, keys in pairs(KEYS) do
-    it("take the configuration's keys: " .. name, function()
+    it("accept the configuration's keys: " .. name, function()
       local wrong = { optimizer = adam() }
       for _, row in ipairs(keys.rows) do wrong[row.key] = row.type.text:match("number") and 3 or row.default end
       wrong.warmup_typ = "log"
@@ -532,13 +533,13 @@ describe("schedules", function()
 end)
 
 describe("nn.Linear", function()
-  it("takes the deviation of its weight's start", function()
+  it("accepts the standard deviation of its initial weight", function()
     ps.manual_seed(1)
     local layer = nn.Linear(256, 512, { std = 0.02 })
     local n = layer.weight:numel()
     local mean = layer.weight:mean():item()
     local std = math.sqrt(((layer.weight - mean) ^ 2):sum():item() / n)
-    -- a sample's deviation strays by std / sqrt(2 n), its mean by std / sqrt(n): five of each
+    -- the deviation of a sample varies by std / sqrt(2 n), its mean by std / sqrt(n): five of each are allowed
     assert.truthy(math.abs(std - 0.02) < 5 * 0.02 / math.sqrt(2 * n), std)
     assert.truthy(math.abs(mean) < 5 * 0.02 / math.sqrt(n), mean)
     assert.equal(0, layer.bias:abs():sum():item())

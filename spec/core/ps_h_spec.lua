@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- src/ps.h: each function that can fail tells its errors.
+-- src/ps.h documents the errors of each function that can fail.
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
@@ -13,8 +13,8 @@ for name in ([[ps_device_count ps_collect_due ps_tensor_alive ps_tensor_is_conti
   NEVER[name] = true
 end
 
---- The functions of a header that return int, with the text that tells of each: the comment above it, or above the
---- functions in front of it without an empty line between, and the one behind it.
+--- The functions of a header that return int, with the comment of each: the comment above it, or above the adjacent
+--- functions before it, and the comment after it.
 ---@param text string
 ---@return table<string, string>
 local function told(text)
@@ -38,7 +38,7 @@ local function told(text)
 end
 
 describe("src/ps.h", function()
-  it("tells the errors of each function that can fail", function()
+  it("documents the errors of each function that can fail", function()
     local text = check.read(paths.root .. "/src/ps.h"):match("@cdef %*/(.-)/%* @endcdef")
     local missing, n = {}, 0
     for name, words in pairs(told(text)) do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a script can reach is in docs/api.md and in help: functions of ps and its tables, methods of all objects that
--- these give, and the classes of tables that annotations name.
+-- Everything that a script can reach is in docs/api.md and in help: functions of ps and its tables, methods of all
+-- objects that these return, and the classes of tables that annotations name.
 local ps = require "ps"
 local annotations = require "ps.prompt.annotations"
 local bert = require "models.bert"
@@ -13,7 +13,7 @@ local ranks_lib = require "spec.ranks_lib"
 
 local text = check.read(paths.root .. "/docs/api.md")
 
--- What a model tells the engine (docs/models.md), and parts of classes: methods that scripts do not call.
+-- Methods that scripts do not call: those by which a model informs the engine (docs/models.md), and parts of classes.
 local OWN = {}
 for name in ([[
     model.begin model.extra_repr model.init model.new model.batch_of model.costs model.head_modules model.parts
@@ -39,7 +39,8 @@ local function methods(object)
         take(class)
         local above = getmetatable(class)
         class = above and rawget(above, "__index")
-        if type(class) == "function" then class = nil end    -- Module, which names the right call for others' names
+        -- Module, which names the right call for names of other libraries
+        if type(class) == "function" then class = nil end
       end
     end
     local index = rawget(at, "__index")
@@ -65,7 +66,7 @@ describe("docs/api.md and help", function()
   setup(function() folder = ranks_lib.folder() end)
   teardown(function() ranks_lib.remove(folder) end)
 
-  it("have every method of what scripts get", function()
+  it("have every method of the objects that scripts get", function()
     ps.data.write_tokens(folder .. "/t.bin", { 1, 2, 3, 4, 5 })
     ps.safetensors.save(folder .. "/a.safetensors", { a = ps.ones { 2 } })
     local p = ps.nn.Parameter(ps.zeros { 1 })
@@ -91,7 +92,7 @@ describe("docs/api.md and help", function()
       end
     end
     for _, name in ipairs { "ps.Engine", "ps.Config", "ps.nn.Region", "ps.Rates", "ps.Tensor" } do
-      undescribed[name] = nil                               -- objects of which scripts use methods alone
+      undescribed[name] = nil                               -- objects of which scripts only use methods
     end
     assert.same({}, undescribed)
     for _, name in ipairs { "ps.TrainOptions", "ps.CheckpointParts", "TrainOptions" } do
@@ -100,7 +101,7 @@ describe("docs/api.md and help", function()
     end
   end)
 
-  it("explain methods of models, found by the model, its name and an engine", function()
+  it("explain methods of models, by the model, its name and an engine", function()
     local model = gpt2.new "tiny"
     for _, name in ipairs { "generate", "save_pretrained", "save_parallelized", "from_parallelized", "load_weights" } do
       assert.truthy(text:find("**`model:" .. name .. "(", 1, true), name)
@@ -117,13 +118,13 @@ describe("docs/api.md and help", function()
     engine:close()
   end)
 
-  it("say a text once of a function with several names", function()
+  it("print a text once for a function with several names", function()
     local said = help.text(ps.initialize)
     assert.equal(1, select(2, said:gsub("Makes an engine", "")))
     assert.truthy(said:find("ps.initialize_engine is the same as ps.initialize", 1, true), said)
   end)
 
-  it("call functions as Lua can", function()
+  it("show calls in valid Lua", function()
     assert.truthy(text:find('**`profiler["end"]()`**', 1, true))
     assert.is_nil(text:find("profiler.end(", 1, true))
     for call in text:gmatch "%*%*`([%w_.:]+)%(" do

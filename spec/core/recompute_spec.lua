@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What backward computes again: recompute segments (ps.recompute) against the plain run bit for bit, what users are
--- told when they go wrong, and cheap outputs that the tape does not keep.
+-- Recomputation in backward: recompute segments (ps.recompute) compared with the plain run bit for bit, their errors,
+-- and cheap outputs that the tape does not keep.
 local ps = require "ps"
 local F, ops = ps.F, ps.ops
 
@@ -146,7 +146,7 @@ describe("ps.recompute gives the bits of the plain run", function()
     same_bits(leaves, function() twice(plain) end, function() twice(ps.recompute) end)
   end)
 
-  it("for tensors large enough to be dropped by scopes", function()
+  it("for tensors that are large enough to be freed by scopes", function()
     x, w1, w2 = random { 256, 24 }, random { 512, 24 }, random { 24, 512 }
     b1 = random { 512 }
     leaves = { x, w1, b1, w2, g }
@@ -156,7 +156,7 @@ describe("ps.recompute gives the bits of the plain run", function()
     end)
   end)
 
-  it("with other arguments than tensors", function()
+  it("with arguments other than tensors", function()
     compare(function(call)
       return call(function(t, n, name, nothing, u)
         assert(n == 2 and name == "gelu" and nothing == nil)
@@ -167,7 +167,7 @@ describe("ps.recompute gives the bits of the plain run", function()
 end)
 
 describe("the old name ps.checkpoint", function()
-  it("is an error that tells both new ones", function()
+  it("is an error that names both new ones", function()
     local script = "recompute_spec.lua:"
     fails(function() ps.checkpoint(function() end, 1) end, script, "ps.recompute(fn, ...)", "ps.checkpoints")
     fails(function() require "ps.checkpoint" end, script, "ps.recompute(fn, ...)", "ps.checkpoints")
@@ -212,7 +212,7 @@ describe("a recompute segment", function()
     assert.same({ code = 5 }, err)
   end)
 
-  it("that fails inside another leaves both behind", function()
+  it("that fails inside another leaves both", function()
     local fail = false
     local y = ps.recompute(function(t)
       return ps.recompute(function(u)
@@ -245,7 +245,7 @@ describe("a recompute segment", function()
     fails(function() y:backward() end, "a recompute segment", "changed in place")
   end)
 
-  it("whose outputs go unused is forgotten", function()
+  it("whose outputs are not used is released", function()
     local function grow()
       for _ = 1, 50 do ps.recompute(function(t) return t * 2 end, x) end
       collectgarbage()
@@ -263,8 +263,9 @@ describe("a recompute segment", function()
     assert.is_nil(kept.fn)
   end)
 
-  -- Whether a model goes that holds an output of its own last forward, once a backward of that has failed and nobody
-  -- else holds the model. `last(h)` makes the output of that of two segments; fails(model) has the backward fail.
+  -- Whether a model that holds an output of its own last forward is freed after a backward of that output has failed
+  -- and nothing else references the model. `last(h)` makes the output from that of two segments; fails(model) makes
+  -- the backward fail.
   local function goes(last, fail)
     ps.collect_all()
     local before, seen = ps.memory("cpu").used, setmetatable({}, { __mode = "v" })
@@ -287,14 +288,14 @@ describe("a recompute segment", function()
     assert.equal(before, ps.memory("cpu").used)
   end
 
-  it("is forgotten when it fails, with those behind it, although its model holds an output", function()
+  it("is released when it fails, with those after it, although its model holds an output", function()
     goes(function(y) return y end, function(model)
       model.fails = true
       fails(function() model.output:sum():backward() end, "was to fail")
     end)
   end)
 
-  it("that the walk had not come to when another failed can still be passed", function()
+  it("that the walk had not reached when another failed can still be processed", function()
     local h = ps.recompute(function(t) return t * 3 end, x)
     local fail = false
     local y = ps.recompute(function(t)
@@ -307,14 +308,14 @@ describe("a recompute segment", function()
     assert.same({ 3, 3, 3, 3, 3, 3 }, x:grad():tolist()[1])
   end)
 
-  it("is forgotten when backward fails ahead of it, although its model holds an output", function()
+  it("is released when backward fails before it, although its model holds an output", function()
     goes(function(y) return y:exp() end, function(model)
       ps.no_grad(function() model.output:mul_(2) end)
       fails(function() model.output:sum():backward() end, "backward of exp", "changed in place")
     end)
   end)
 
-  it("goes at once with all before it when no backward comes", function()
+  it("is freed at once, with all before it, if there is no backward", function()
     local start = random { 64, 64 }
     ps.collect()
     local before = ps.memory("cpu").used
@@ -338,7 +339,7 @@ end)
 describe("an object whose state a segment needs", function()
   local scope = require "ps.core.scope"
 
-  it("has the state of the segment's forward whenever it runs again, and its own behind it", function()
+  it("has the state of the segment's forward while it is recomputed, and its own state afterwards", function()
     local object, seen = { now = 0 }, {}
     function object:state() return { now = self.now } end
     function object:restore(state) self.now = state.now end
@@ -359,7 +360,7 @@ describe("an object whose state a segment needs", function()
     assert.same({ 6, 6, 6 }, x:grad():tolist())
   end)
 
-  it("has its own behind a segment that failed", function()
+  it("has its own state after a segment that failed", function()
     local object = { now = 1, state = function(self) return { now = self.now } end,
       restore = function(self, state) self.now = state.now end }
     scope.carry_state(object)
@@ -374,7 +375,7 @@ describe("an object whose state a segment needs", function()
   end)
 end)
 
-describe("outputs that are computed again rather than kept", function()
+describe("outputs that are recomputed instead of kept", function()
   local ROWS, C = 1024, 320                              -- fp32: 1.25 MiB
   local x, w, b, v
   before_each(function()
@@ -418,7 +419,7 @@ describe("outputs that are computed again rather than kept", function()
     assert(used(false) < ROWS * C * 2)
   end)
 
-  it("are kept when someone wrote into them", function()
+  it("are kept if they were written to", function()
     local y = ps.no_grad(function() return F.gelu(x) end)
     local h = F.gelu(x)
     ps.no_grad(function() h:mul_(2) end)
@@ -427,7 +428,7 @@ describe("outputs that are computed again rather than kept", function()
     assert((v:grad()[0] - want):abs():amax():item() <= 1e-5 * want:abs():amax():item())
   end)
 
-  it("say so when their inputs were changed, or backward has passed", function()
+  it("report that their inputs were changed, or that backward has passed", function()
     local h = F.gelu(x)
     local y, z = F.linear(h, v):sum(), F.linear(h, v):sum()
     y:backward()

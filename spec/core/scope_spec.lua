@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Scopes: what survives their end and what does not, in ps.scope, module calls and training steps; that memory comes
--- back without the collector's help; and what the use of a dropped tensor is told.
+-- Scopes: which tensors survive their end in ps.scope, module calls and training steps; memory is freed without the
+-- collector; and the error of using a freed tensor.
 local ps = require "ps"
 local paths = require "ps.paths"
 local nn, F, C = ps.nn, ps.F, ps.C
@@ -17,7 +17,7 @@ local function depth() return tonumber(C.ps_scope_depth(ps.ctx)) end
 local fails = require("spec.check_lib").fails
 
 describe("ps.scope", function()
-  it("drops the bytes of what was made inside, at once", function()
+  it("frees the bytes of inner tensors at once", function()
     local before, made = used(), {}
     ps.scope(function()
       for i = 1, 10 do made[i] = ps.ones(BIG) end
@@ -28,7 +28,7 @@ describe("ps.scope", function()
     assert.same(BIG, made[1]:shape())
   end)
 
-  it("keeps what is returned, in nested tables too", function()
+  it("keeps returned tensors, also in nested tables", function()
     local before = used()
     local a, list, n, none, e = ps.scope(function(arg)
       local x = ps.ones(BIG) * arg
@@ -44,7 +44,7 @@ describe("ps.scope", function()
     assert.equal(before, used())
   end)
 
-  it("hands results to the scope outside, which drops them in turn", function()
+  it("passes results to the outer scope, which frees them in turn", function()
     local before, inner, outer = used(), nil, nil
     ps.scope(function()
       outer = ps.ones(BIG)
@@ -60,12 +60,12 @@ describe("ps.scope", function()
   end)
 
   -- 64 MiB each: one more than were in use before is due.
-  it("collects garbage for what waits for it, and not for what a backward makes and frees", function()
+  it("collects garbage for tensors that wait for it, and not for tensors that a backward makes and frees", function()
     local function collected(fn)
       local weak = setmetatable({ {} }, { __mode = "v" })
       collectgarbage "stop"
       local ok, problem = pcall(fn)
-      local _ = ps.zeros { 1 } + 1                           -- an op looks whether a collection is due
+      local _ = ps.zeros { 1 } + 1                           -- an op checks whether a collection is due
       local running = collectgarbage "isrunning"
       collectgarbage "restart"
       assert.truthy(ok, problem)
@@ -88,7 +88,7 @@ describe("ps.scope", function()
     assert.is_true(collected(function() for _ = 1, 8 do ps.empty { 2 ^ 24 } end end))
   end)
 
-  it("collects no garbage for tensors without data, which take no memory", function()
+  it("collects no garbage for tensors without data, which need no memory", function()
     ps.collect_all()
     collectgarbage "stop"
     local weak, left = setmetatable({}, { __mode = "v" }), 0
@@ -100,12 +100,12 @@ describe("ps.scope", function()
     assert.equal(10, left)
   end)
 
-  it("lets small tensors and kept ones live", function()
+  it("keeps small tensors and those marked by keep", function()
     local before, small, kept, view = used(), nil, nil, nil
     ps.scope(function()
       small = ps.ones { 128, 127 }
       kept = ps.ones(BIG):keep()
-      view = (ps.ones(BIG) * 4)[3]:keep()                  -- keeps all of the bytes that it sees
+      view = (ps.ones(BIG) * 4)[3]:keep()                  -- keeps all the bytes that it shares
     end)
     assert.same({ 1, 1, 4 }, { small[0][0]:item(), kept[0][0]:item(), view[0]:item() })
     ps.scope(function() assert.equal(NBYTES / 4, kept:sum():item()) end)
@@ -113,7 +113,7 @@ describe("ps.scope", function()
     assert.equal(before, used())
   end)
 
-  it("leaves what was made outside alone", function()
+  it("does not free tensors that were made outside", function()
     local x = ps.ones(BIG)
     ps.scope(function() x:add_(1) end)
     assert.equal(2, x[0][0]:item())
@@ -153,7 +153,7 @@ describe("a dropped tensor", function()
   local t
   before_each(function() ps.scope(function() t = ps.ones(BIG) end) end)
 
-  it("is told by name, shape and what to do", function()
+  it("is an error with name, shape and remedy", function()
     local err = fails(function() return t + 1 end, "fp32", "[128, 256]", "scope", ":keep()")
     assert.equal("ESTALE", err.name)
     fails(function() return t:sum() end, "[128, 256]")
@@ -173,7 +173,7 @@ describe("a dropped tensor", function()
 end)
 
 describe("the tape", function()
-  it("holds what backward needs beyond the scope, and then lets go", function()
+  it("keeps tensors that backward needs beyond the scope, and then frees them", function()
     local x = ps.ones(BIG, { requires_grad = true })
     local before = used()
     local h
@@ -189,7 +189,7 @@ describe("the tape", function()
     assert(used() < before + NBYTES)
   end)
 
-  it("lets go of what is never walked", function()
+  it("frees graphs that are never walked", function()
     local x = ps.ones(BIG, { requires_grad = true })
     local before = used()
     for _ = 1, 3 do
@@ -199,7 +199,7 @@ describe("the tape", function()
     assert(used() < before + NBYTES)
   end)
 
-  it("leaves gradients behind that outlive the scope", function()
+  it("leaves gradients that outlive the scope", function()
     local x = ps.ones(BIG, { requires_grad = true })
     ps.scope(function() (x * 3):sum():backward() end)
     assert.equal(3, x:grad()[0][0]:item())
@@ -209,7 +209,7 @@ describe("the tape", function()
     assert.equal(5, x:grad()[0][0]:item())
   end)
 
-  it("holds nothing of a recompute segment but its inputs", function()
+  it("keeps only the inputs of a recompute segment", function()
     local x, w = ps.ones(BIG, { requires_grad = true }), ps.ones { 256, 256 }
     local before = used()
     local y = ps.scope(function()

@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Compute threads: how many a process may have, what they do while they wait, and what they keep of freed memory.
+-- Compute threads: their number in a process, their waiting, and the freed memory that they keep.
 local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
--- What a psluajit of this environment says (both streams), and its exit code.
+-- The output of a psluajit with this environment (both streams), and its exit code.
 local function child(environment, arguments)
   local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u GLIBC_TUNABLES %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
   local p = assert(io.popen(command:format(environment, paths.exe, arguments)))
@@ -17,7 +17,7 @@ local COMPUTES = [[-e 'local ps = require "ps"
   local a = ps.ones { 256, 256 }
   print(a:matmul(a):sum():item(), ps.threads())']]
 
--- A build with ThreadSanitizer computes on one thread, whatever is asked for.
+-- A build with ThreadSanitizer computes on one thread, whatever is requested.
 local function taken(n)
   local was = ps.threads()
   ps.set_threads(2)
@@ -27,7 +27,7 @@ local function taken(n)
 end
 
 describe("OMP_NUM_THREADS", function()
-  it("above what can be had is taken as the most there may be, and says so", function()
+  it("above the limit becomes the largest possible number, with a message", function()
     local most = ps.C.ps_threads_most()
     for _, n in ipairs { "1000000", "99999999999", "4294967297", "1" .. ("0"):rep(40), "100000,2" } do
       local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
@@ -36,7 +36,7 @@ describe("OMP_NUM_THREADS", function()
       assert.truthy(said:find("\n16777216\t" .. taken(most) .. "\n", 1, true), said)
     end
   end)
-  it("that is no number is said to be none, once, and left aside", function()
+  it("that is not a number is reported once and ignored", function()
     local without = child("env -u OMP_NUM_THREADS", COMPUTES)
     for _, words in ipairs { "abc", "0", "", "' -3'", "-3", "2,x", "2x", "2.5" } do
       for _, policy in ipairs { "", "OMP_WAIT_POLICY=passive" } do
@@ -48,7 +48,7 @@ describe("OMP_NUM_THREADS", function()
       end
     end
   end)
-  it("within that is taken as it is", function()
+  it("within the limit is used", function()
     for _, n in ipairs { 1, 2, 7, 64 } do
       local said, code = child("OMP_NUM_THREADS=" .. n, COMPUTES)
       assert.equal(0, code, said)
@@ -58,7 +58,7 @@ describe("OMP_NUM_THREADS", function()
 end)
 
 describe("ps.set_threads", function()
-  -- oneDNN keeps them with AVX-512, not with AVX2.
+  -- oneDNN guarantees the bits with AVX-512, not with AVX2.
   local wide = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
   local function of_several(a, b, what)
     local was, one = ps.threads(), nil
@@ -71,7 +71,7 @@ describe("ps.set_threads", function()
       assert.truthy(far == 0, ("%s: %g on %d threads from one"):format(what, far, n))
     end
   end
-  it("leaves a product with a transposed operand its bits, where oneDNN has wide vectors", function()
+  it("does not change the bits of a product with a transposed operand, if oneDNN has wide vectors", function()
     if not wide then return end
     for _, rows in ipairs { 100, 352, 1024 } do
       for _, inner in ipairs { 257, 512, 768, 1000, 1024, 2048, 3072 } do
@@ -84,7 +84,7 @@ describe("ps.set_threads", function()
       end
     end
   end)
-  it("leaves a high weight gradient of a short sum its bits, where oneDNN has wide vectors", function()
+  it("does not change the bits of a tall weight gradient of a short sum, if oneDNN has wide vectors", function()
     if not wide then return end
     for _, rows in ipairs { 256, 512 } do
       for _, sizes in ipairs { { 2048, 768 }, { 1400, 1000 }, { 8192, 256 } } do
@@ -95,7 +95,7 @@ describe("ps.set_threads", function()
       end
     end
   end)
-  it("leaves a small weight gradient of a long sum its bits, where oneDNN has wide vectors", function()
+  it("does not change the bits of a small weight gradient of a long sum, if oneDNN has wide vectors", function()
     if not wide then return end
     for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
       for _, rows in ipairs { 2048, 3000, 16384 } do
@@ -108,7 +108,7 @@ describe("ps.set_threads", function()
       end
     end
   end)
-  it("refuses more than can be had", function()
+  it("refuses more than the limit", function()
     for _, n in ipairs { 1000000, 2 ^ 31, 2 ^ 40 } do
       local text = "ps.set_threads takes at most " .. ps.C.ps_threads_most()
       check.fails_saying({ text }, function() ps.set_threads(n) end)
@@ -119,14 +119,14 @@ end)
 describe("a waiting thread", function()
   local SAYS = [[-e 'print(os.getenv "GOMP_SPINCOUNT", os.getenv "OMP_WAIT_POLICY")']]
 
-  it("sleeps soon, unless the environment says how long it spins", function()
-    -- Turns of some nanoseconds each: 50 microseconds.
+  it("sleeps soon, unless the environment sets how long it spins", function()
+    -- Rounds of some nanoseconds each: 50 microseconds in total.
     local turns = tonumber((child("", SAYS):match "^(%d+)\tnil\n$"))
     assert.truthy(turns and turns >= 100 and turns <= 100000, turns)
     assert.equal("7\tnil\n", (child("GOMP_SPINCOUNT=7", SAYS)))
     assert.equal("nil\tactive\n", (child("OMP_WAIT_POLICY=active", SAYS)))
   end)
-  it("costs the program none of its arguments, its input or its exit code", function()
+  it("preserves the program's arguments, input and exit code", function()
     local name = os.tmpname()
     check.write(name, "a text")
     local said, code = child("", "-e 'print(io.read \"*a\") os.exit(5)' <" .. name)
@@ -137,10 +137,10 @@ describe("a waiting thread", function()
     assert.equal(paths.root .. "/spec/tensor/tensor_spec.lua\n", said)
   end)
 
-  -- libgomp's own 300,000 turns made steps 8 to 20 times as long as on one thread where other programs run, too:
-  -- a thread that waited kept its processor from the one that it waited for. The test counts processor time, which
-  -- other programs' load leaves as it is.
-  it("leaves its processor soon after its own work, so that others have it", function()
+  -- With libgomp's default of 300,000 rounds, steps took 8 to 20 times as long as on one thread if other programs ran,
+  -- too: a waiting thread kept its processor from the thread for which it waited. The test counts processor time,
+  -- which does not depend on the load of other programs.
+  it("releases its processor soon after its own work", function()
     local WORKS_ALONE = [[-e 'local ffi, ps = require "ffi", require "ps"
       ffi.cdef "typedef struct { long s, ns; } instant; int clock_gettime(int clock, instant *at);"
       local function used(clock)
@@ -163,13 +163,14 @@ describe("a waiting thread", function()
       turns(5)
       print(ps.threads(), turns(40))']]
     local threads, share = child("OMP_NUM_THREADS=2", WORKS_ALONE):match "^(%d+)\t(%S+)\n$"
-    if threads == "1" then return pending "one thread is all that this build computes on" end
+    if threads == "1" then return pending "this build computes on only one thread" end
     assert.truthy(tonumber(share) < 0.15, ("%s of the working thread's time"):format(share))
   end)
 end)
 
 describe("a thread", function()
-  -- Bytes of freed blocks that count as in use since a thread keeps them; and GLIBC_TUNABLES as others get it.
+  -- The bytes of freed blocks that count as in use because a thread keeps them; and the GLIBC_TUNABLES that child
+  -- processes get.
   local KEEPS = [[-e 'local ffi = require "ffi"
     ffi.cdef "struct counts { size_t n[10]; }; struct counts mallinfo2(void); void *malloc(size_t n);"
     ffi.cdef "void free(void *p);"
@@ -180,8 +181,8 @@ describe("a thread", function()
     for i = 1, 7 do ffi.C.free(blocks[i]) end
     print(in_use() - before, os.getenv "GLIBC_TUNABLES")']]
 
-  it("keeps no freed blocks, so that their neighbours can be used again, unless the environment says so", function()
-    if child("", KEEPS):find "another" then return pending("malloc is not the C library's here") end
+  it("keeps no freed blocks, so that neighbours can be merged, unless the environment says so", function()
+    if child("", KEEPS):find "another" then return pending("this build does not use the C library's malloc") end
     assert.equal("0\tnil\n", (child("", KEEPS)))
     assert.equal("0\tnil\n", (child("OMP_WAIT_POLICY=passive", KEEPS)))
     local name = "glibc.malloc.tcache_count="

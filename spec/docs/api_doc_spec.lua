@@ -13,14 +13,14 @@ describe("docs/api.md", function()
     p:close()
   end)
 
-  it("has PyTorch's names of each op beside it, in docs/pytorch.md", function()
+  it("has PyTorch's name of each op, in docs/pytorch.md", function()
     local p = assert(io.popen(("timeout 300 '%s' '%s/tools/pytorch_doc.lua' --check 2>&1; echo $?"):format(paths.exe,
       paths.root)))
     assert.equal("0\n", p:read("*a"))
     p:close()
   end)
 
-  it("has what scripts use", function()
+  it("has the functions that scripts use", function()
     for _, call in ipairs { "ps.randn(", "ps.initialize(", "ps.catch_interrupts()", "t:matmul(b)", "t:keep()",
       "F.attention(q, k, v, options?)", "nn.Linear(", "nn.init.normal_(", "optim.AdamW(", "optimizer:step(",
       "sched.warmup_cosine(", "data.loader(", "train.run(", "checkpoints.load(", "model:backward(" } do
@@ -43,7 +43,7 @@ describe("docs/api.md", function()
     os.remove(script)
     assert.truthy(said:find("\n1\n$"), said)
     for _, words in ipairs { "it has no text", "its parameter first has no @param",
-      "its parameter second has no @param", "it gives a value and has no @return" } do
+      "its parameter second has no @param", "it returns a value and has no @return" } do
       assert.truthy(said:find("ps.undescribed: " .. words, 1, true), said)
     end
   end)

@@ -57,15 +57,16 @@ describe("ARCHITECTURE.md's paths", function()
     return text
   end
 
-  it("are true of the sources", function() assert.equal("0\n", tool(paths.root)) end)
+  it("agree with the sources", function() assert.equal("0\n", tool(paths.root)) end)
 
   -- For each drawing: a folder, one of its files, a name that is renamed in it, and the tool's report.
   for _, case in ipairs {
     { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
-    { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer leads on by take_loss\n" },
+    { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer reaches the next row by " ..
+      "take_loss\n" },
     { "src/io", "safetensors.c", "ps_st_read", "src/io/safetensors.c has no function ps_st_read\n" },
   } do
-    it("name each function that is gone, or leads on no more: " .. case[3], function()
+    it("name each function that is gone, or no longer reaches the next row: " .. case[3], function()
       local tree = os.tmpname()
       os.remove(tree)
       assert(os.execute(([[mkdir -p 'TREE/src' && cd '%s' && cp ARCHITECTURE.md 'TREE' && ln -s "$PWD/lua" 'TREE/lua' &&

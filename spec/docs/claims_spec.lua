@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What docs/reliability.md, docs/memory.md, docs/config.md and docs/zero.md say that no other spec sees: figures that
--- follow from a formula, and what a setting changes.
+-- Statements of docs/reliability.md, docs/memory.md, docs/config.md and docs/zero.md that no other spec checks:
+-- figures that follow from a formula, and effects of settings.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
@@ -38,7 +38,7 @@ local function char() return gpt2.new "char" end
 
 before_each(function() ps.manual_seed(1) end)
 
-describe("docs/memory.md, bytes of state a parameter:", function()
+describe("docs/memory.md, bytes of state per parameter:", function()
   -- Tensors of 4,096 numbers and their multiples, so that places in chunks waste nothing.
   local function square()
     return nn.Sequential(nn.Linear(64, 64, { bias = false }), nn.Linear(64, 128, { bias = false }))
@@ -64,7 +64,7 @@ describe("docs/memory.md, bytes of state a parameter:", function()
   of("fp32", {}, 16)
   of("fp32 with micro-batches", TWO, 16)
 
-  it("its own in a frozen one", function()
+  it("only its own bytes in a frozen one", function()
     assert.equal((2 * 4096 + 14 * 8192) / 12288, used({ bf16 = { enabled = true } }, function()
       local model = square()
       model[0].weight:requires_grad(false)
@@ -74,7 +74,7 @@ describe("docs/memory.md, bytes of state a parameter:", function()
 end)
 
 describe("docs/memory.md, policies", function()
-  it("fetch less the more they know: plan, belady; lru, fifo", function()
+  it("fetch fewer bytes the more they know: plan, belady; lru, fifo", function()
     local fetched = {}
     for _, policy in ipairs { "plan", "belady", "lru", "fifo" } do
       fetched[policy] = with_engine({ bf16 = { enabled = true }, chunk_size = 65536, eviction = policy,
@@ -99,7 +99,7 @@ describe("docs/memory.md, a forward that reads values", function()
     return self.b(h):sum()
   end
 
-  it("is run unplanned once, said, and planned from then on, with plain memory's bits", function()
+  it("runs unplanned once, with a message, and planned from then on, with plain memory's bits", function()
     local function run(settings)
       return with_engine(settings, function() return Asks() end, function(model, optimizer)
         local traces = {}
@@ -126,7 +126,7 @@ describe("docs/memory.md, a forward that reads values", function()
 end)
 
 describe("docs/memory.md, the disk's file", function()
-  it("has what the model's state needs, and room to make it in, where no limit is set", function()
+  it("has room for the model's state and for its construction if no limit is set", function()
     local size = with_engine({ memory = { host = "64MiB", disk = { path = DISK } } }, char, function()
       return chunks.tiers()[2].budget
     end)
@@ -135,8 +135,8 @@ describe("docs/memory.md, the disk's file", function()
   end)
 end)
 
-describe("documents that messages point to", function()
-  it("are there, and in an installed tree", function()
+describe("documents that messages name", function()
+  it("exist, also in an installed tree", function()
     local root = require("ps.paths").root
     local p = assert(io.popen(("cd '%s' && grep -rhoE 'docs/[a-z]+\\.md' lua src models examples tools | sort -u")
       :format(root)))
@@ -153,7 +153,7 @@ describe("documents that messages point to", function()
 end)
 
 describe("quiet beside config", function()
-  it("keeps the plan, lines and notes to itself", function()
+  it("suppresses the plan, lines and notes", function()
     local function run(quiet)
       return check.run("X=1", ([[
         local ps = require "ps"
@@ -172,7 +172,7 @@ describe("quiet beside config", function()
   end)
 end)
 
-describe("docs/config.md, what differs from DeepSpeed", function()
+describe("docs/config.md, differences from DeepSpeed", function()
   local function layer() return nn.Linear(8, 8) end
   local function after(settings)
     return with_engine(settings, layer, function(model, optimizer)
@@ -210,8 +210,8 @@ describe("docs/config.md, what differs from DeepSpeed", function()
   end)
 end)
 
-describe("docs/reliability.md, all logits never exist", function()
-  it("where the loss is lm_loss: it takes a panel of them", function()
+describe("docs/reliability.md, all logits are never in memory", function()
+  it("with lm_loss, which needs only a panel of them", function()
     local N, V = 4096, 16384
     local x, w = ps.randn({ N, 8 }, { requires_grad = true }), ps.randn({ V, 8 }, { requires_grad = true })
     local y = ps.randint(0, V, { N })
@@ -229,7 +229,7 @@ describe("docs/zero.md", function()
   setup(function() folder = ranks_lib.folder() end)
   teardown(function() ranks_lib.remove(folder) end)
 
-  it("has the bytes a step sends and the owner of gradients", function()
+  it("has the bytes that a step sends and the owner of gradients", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[
       for stage = 0, 3 do

@@ -42,7 +42,7 @@ describe("docs/environment.md", function()
     assert.same({}, others)
   end)
 
-  it("says what PS_DISK_THREADS takes", function()
+  it("names the valid values of PS_DISK_THREADS", function()
     local environment = require "ps.core.environment"
     local stdlib = require "posix.stdlib"
     stdlib.setenv("PS_DISK_THREADS", "two")

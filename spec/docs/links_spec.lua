@@ -87,7 +87,7 @@ describe("links", function()
     assert.same({}, (broken("docs/zero.md", "[a](../README.md#four-commands) [b](memory.md)")))
   end)
 
-  it("stand at every path that README.md names", function()
+  it("exist for every path that README.md names", function()
     local bare = prose(README):gsub("%[[^%]]*%]%([^%)]*%)", "")
     local missing = {}
     for word in bare:gmatch "`([%w_%-%./]+)`" do
@@ -115,7 +115,7 @@ describe("README.md", function()
     assert.is_true(n >= 5)
   end)
 
-  it("has a loop in chunks, and a look inside, that run", function()
+  it("has a loop in chunks, and an inspection, that run", function()
     local script = { [[
       local ps, gpt2 = require "ps", require "models.gpt2"
       local function batches()

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for <cuda_runtime.h>, for tests on machines without a GPU: kernels run on the processor, block after
- * block, each thread of a block a fibre that changes places at barriers and warp operations (fibres.cpp). Streams are
- * queues of work that is done when the host waits for it, as late as may be and in an order that keeps to nothing but
- * streams and events (streams.cpp). Device memory is there from its allocation to its release in its stream's order,
- * and pinned host memory is watched (memory.cpp). It counts what makes the host wait or takes memory
- * (ps_emu_take_counts). It shows whether kernels compute what they should and whether streams are tied where they must
- * be; an access that is not aligned to its type traps, as on the hardware. It cannot show races between blocks, limits
- * on registers and shared memory, or anything of speed.
+ * block, with each thread of a block as a fibre, which is switched at barriers and warp operations (fibres.cpp).
+ * Streams are queues of work that is performed when the host waits for it, as late as possible and in an order that
+ * only streams and events constrain (streams.cpp). Device memory exists from its allocation to its release in its
+ * stream's order, and pinned host memory is checked (memory.cpp). The emulator counts calls that make the host wait or
+ * allocate memory (ps_emu_take_counts). It shows whether kernels compute the right values and whether streams are
+ * ordered where necessary; an access that is not aligned to its type traps, as on the hardware. It cannot show races
+ * between blocks, limits on registers and shared memory, or speed.
  *
- * Only what src/backend/cuda uses is here. PS_EMULATE_CUDA is defined so that device.h leaves out inline assembly. */
+ * It has only the functions that src/backend/cuda uses. PS_EMULATE_CUDA is defined so that device.h leaves out inline
+ * assembly. */
 #ifndef PS_EMULATE_CUDA_RUNTIME_H
 #define PS_EMULATE_CUDA_RUNTIME_H
 #define PS_EMULATE_CUDA 1
@@ -60,8 +61,8 @@ extern unsigned char *ps_emu_dynamic;
 
 void ps_emu_barrier(void);                     /* number of threads of the block that have not ended */
 void ps_emu_warp_barrier(void);
-/* [32][16] of this warp, for one exchange: asked for and filled before a barrier of the warp, read behind it. Two take
- * turns, so nobody need wait for the readers. */
+/* [32][16] of this warp, for one exchange: requested and filled before a barrier of the warp, read after it. Two
+ * buffers alternate, so no thread needs to wait for the readers. */
 uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
@@ -74,8 +75,8 @@ void ps_emu_async_commit(void);
 void ps_emu_async_wait(int but);
 
 /* Warpgroup products (wgmma.cpp): wgmma.fence, commit_group and wait_group; m64nNk16 of bf16 or fp16 with A in
- * registers or by descriptor, B by descriptor; fence.proxy.async; what a descriptor has as the address of something in
- * dynamic shared memory. */
+ * registers or by descriptor, B by descriptor; fence.proxy.async; the address in a descriptor for an object in dynamic
+ * shared memory. */
 void ps_emu_wgmma_fence(void);
 void ps_emu_wgmma(float *d, const uint32_t *a_registers, uint64_t a, uint64_t b, int n, bool bf16, int trans_a,
                   int trans_b, bool add);
@@ -166,7 +167,8 @@ template <class F> static inline void ps_emu_add(cudaStream_t s, F call)
 }
 
 /* -- launching ----------------------------------------------------------------------------------------------------- */
-/* A kernel with where it goes: called with its arguments it is put into its stream, with copies of them. */
+/* A kernel with its launch configuration. Calling it with arguments queues it in its stream, with copies of the
+ * arguments. */
 template <class... P> struct ps_emu_launch {
     void (*kernel)(P...);
     dim3 grid, block;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Runs kernels on the processor: see cuda_runtime.h beside this file. A block's threads are fibres with stacks of their
- * own. A warp runs until all its threads wait for the block's barrier (or have ended), then the next one: from the
- * first warp to the last in every other block, else from the last to the first, and asynchronous copies happen as late
- * as they may, or at once. So warps are as far apart as barriers let them, and one that is missing shows. Streams call
- * it for one kernel at a time. The PS_EMULATE_FAIL-th kernel fails. With PS_EMULATE_LIST a file gets a line for each
- * kernel, product, clearing and copy as it is queued, and neither kernels nor products run. */
+ * Runs kernels on the processor: see cuda_runtime.h beside this file. A block's threads are fibres with their own
+ * stacks. A warp runs until all its threads wait for the block's barrier (or have ended), then the next warp runs.
+ * Every other block runs its warps from first to last, the others from last to first, and asynchronous copies happen
+ * as late as possible, or at once. So warps are as far apart as barriers allow, and a missing barrier shows.
+ * streams.cpp runs one kernel at a time. The PS_EMULATE_FAIL-th kernel fails. With PS_EMULATE_LIST a file gets a line
+ * for each kernel, product, clearing and copy as it is queued, and neither kernels nor products run. */
 #include "emulate.h"
 #include <stdarg.h>
 #include <stdio.h>

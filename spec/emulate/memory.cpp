@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Memory and properties of the emulated device: see cuda_runtime.h beside this file. An allocation has addresses of its
- * own, never those of one freed shortly before. Memory of the pool is there from its allocation to its release in the
- * order of the streams that both were asked on; at any other time touching it ends the process. New memory is full of
+ * Memory and properties of the emulated device: see cuda_runtime.h beside this file. An allocation gets new addresses,
+ * never those of a recently freed one. Memory of the pool exists from its allocation to its release, in the order of
+ * the streams on which both were requested; accessing it at any other time ends the process. New memory is full of
  * NaNs. Host memory may not be unpinned while a copy that uses it is queued.
  *
  * PS_EMULATE_MEMORY is the bytes of device memory (2 GiB), PS_EMULATE_CAPABILITY the major number of the device's
- * compute capability (9). Where PS_EMULATE_CARDS is set, all processes have the same so many cards;
+ * compute capability (9). If PS_EMULATE_CARDS is set, all processes share this number of cards;
  * PS_EMULATE_NO_POOL=1 is a device without a memory pool. */
 #include "emulate.h"
 #include <deque>

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * A stand-in for libnccl.so.2 between processes of one machine whose devices are emulated: sockets between all ranks,
- * and a thread of each communicator that connects them and carries groups of sends and receives out when their turn in
- * their stream has come. The calls return at once with ncclInProgress, as the real one's do where it may not block; a
- * group is in its stream once the state has been asked for twice. One that failed stays in its stream until the
- * communicator is ended. Communicators may be used by a thread each, as groups are a thread's own, and do not wait for
- * each other; one ends its exchanges in the order of their calls, each once all its ranks have come. It is strict where
- * the real one is undefined: a call while another is in progress, or an exchange outside a group, is an error.
+ * and a thread of each communicator that connects them and performs groups of sends and receives when their turn in
+ * their stream has come. The calls return at once with ncclInProgress, like the real library if it must not block; a
+ * group is in its stream after the state has been queried twice. A failed group stays in its stream until the
+ * communicator is ended. Different threads may use different communicators, which do not wait for each other; a
+ * communicator ends its exchanges in the order of their calls, each when all its ranks have reached it. It is strict
+ * where the real library is undefined: a call while another is in progress, or an exchange outside a group, is an
+ * error.
  *
- * PS_EMULATE_NCCL: "old" is version 2.13, "refuses" fails to connect on rank 1, "breaks=N" and
- * "stalls=N" do so to rank 1's exchange N. */
+ * PS_EMULATE_NCCL: "old" is version 2.13, "refuses" fails to connect on rank 1, "breaks=N" and "stalls=N" make rank
+ * 1's exchange N fail or stall. */
 #include <atomic>
 #include <condition_variable>
 #include <deque>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * A stand-in for <nccl.h> with what src/backend/cuda/nccl.cpp uses; nccl.cpp beside this file carries it out. */
+ * A stand-in for <nccl.h> with what src/backend/cuda/nccl.cpp uses; nccl.cpp in the same folder implements it. */
 #ifndef PS_EMULATE_NCCL_H
 #define PS_EMULATE_NCCL_H
 #include "cuda_runtime.h"

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: BSD-3-Clause
  * Streams and events: see cuda_runtime.h beside this file. A stream is a queue of work: kernels with their arguments,
- * copies, waits for events. Nothing of it is done before the host waits for it, or has often asked whether it is over.
- * What is done then, and in which order, is the worst that streams and events leave open, by PS_EMULATE_STREAMS:
+ * copies, waits for events. No work is performed before the host waits for it, or has often queried whether it is
+ * over. The work that is then performed, and its order, is the worst that streams and events allow, by
+ * PS_EMULATE_STREAMS:
  *
- *   late         (the default) only what was waited for, and what that waits for by events
- *   mixed=SEED   that, but pieces of other streams in between by chance, and a few at any call of the runtime
- *   now          each piece when it is queued, as far as nothing of another process is waited for
+ *   late         (the default) only the awaited work, and the work for which it waits by events
+ *   mixed=SEED   the same, with random pieces of other streams in between, and a few at any call of the runtime
+ *   now          each piece when it is queued, unless it waits for another process
  *
- * The host is told late: an event counts as over once its stream, it or a later one was waited for, or it was asked
- * about so often; counts of waits are the same in all three. */
+ * The host learns of it late: an event counts as over once the host has waited for its stream, for it or for a later
+ * event, or has queried it often enough. The counts of waits are the same in all three modes. */
 #include "emulate.h"
 #include <deque>
 #include <memory>
@@ -32,7 +33,7 @@ struct stream : ps_emu_stream {
     void append(ps_emu_work *w);
 };
 
-/* Until so much of a stream is done. */
+/* Up to a position in a stream. */
 struct waiting : ps_emu_work {
     stream *on;
     int64_t at;
@@ -58,7 +59,7 @@ struct copying : ps_emu_work {
 };
 
 std::mutex one;
-std::vector<stream *> streams;                 /* those destroyed stay: what is queued in them is done all the same */
+std::vector<stream *> streams;                 /* destroyed streams stay: their queued work is still performed */
 cudaError_t broken;
 thread_local cudaError_t last_error;
 enum { LATE, MIXED, NOW };
@@ -81,7 +82,8 @@ unsigned random_below(unsigned n)
     return (unsigned)((seed >> 20) % n);
 }
 
-/* Does the next piece of work of s, or one that it waits for. False: that goes on by itself; come again. */
+/* Performs the next piece of work of s, or one for which it waits. False: that piece continues by itself; call
+ * again. */
 bool advance(stream *s)
 {
     while (const waiting *w = dynamic_cast<const waiting *>(s->work.front().get())) {
@@ -102,7 +104,7 @@ bool advance(stream *s)
     return over;
 }
 
-/* Does a piece of some stream. */
+/* Performs a piece of a random stream. */
 void advance_any(void)
 {
     size_t n = streams.size(), first = n ? random_below((unsigned)n) : 0;
@@ -114,7 +116,7 @@ void advance_any(void)
     }
 }
 
-/* Does the first `at` pieces of s. False: one of those goes on by itself; come again. */
+/* Performs the first `at` pieces of s. False: one of them continues by itself; call again. */
 bool force(stream *s, int64_t at)
 {
     while (s->done < at) {
@@ -124,7 +126,7 @@ bool force(stream *s, int64_t at)
     return true;
 }
 
-/* Does all that can be done, in the order of the calls as far as it is known. */
+/* Performs all work that is possible, in the order of the calls as far as it is known. */
 void settle(void)
 {
     for (stream *s : streams)
@@ -177,10 +179,10 @@ struct ps_emu_event {
     int64_t at;
     int asked;
     bool destroyed, timed;
-    int64_t ns, times;                         /* when its stream came to it; how often it was recorded */
+    int64_t ns, times;                         /* when its stream reached it; how often it was recorded */
 };
 
-/* The moment at which a stream comes to an event. */
+/* The time at which a stream reaches an event. */
 struct stamping : waiting {
     ps_emu_event *e;
     int64_t which;
@@ -200,7 +202,7 @@ static ps_emu_event *live(ps_emu_event *e)
     return e;
 }
 
-/* -- what the emulator's files share ------------------------------------------------------------------------------- */
+/* -- shared by the emulator's files ------------------------------------------------------------------------------- */
 ps_emu_counts ps_emu_count;
 thread_local const char *ps_emu_doing;
 
@@ -220,8 +222,8 @@ bool ps_emu_library_fails(void)
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count);
-/* `count` calls of a kind fail, after `first` more; first < 0: none. Gives how many there were since this was called
- * last. A device that failed once stays so. */
+/* After `first` more calls of a kind, `count` of them fail; first < 0: none. Returns the number of such calls since
+ * the last call of this function. A device that has failed stays failed. */
 int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count)
 {
     std::unique_lock<std::mutex> lock(one);
@@ -284,7 +286,7 @@ int64_t ps_emu_number(const char *name, int64_t otherwise)
 bool ps_emu_chance(unsigned one_of) { return mode == MIXED && random_below(one_of) == 0; }
 
 extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out, int n);
-/* What was counted since the last call. out: [n], the first of ps_emu_counts. */
+/* Returns the counts since the last call. out: [n], the first of ps_emu_counts. */
 void ps_emu_take_counts(int64_t *out, int n)
 {
     ps_emu_entry in;

@@ -4,11 +4,11 @@
  * fragments in registers. It shares no code with src/backend/cuda/wgmma.h, so a misreading shows as a difference.
  *
  * A warp's quarter of a product happens when the warp waits for its group, or when it commits it in blocks where
- * copies are early: until then accumulators, A in registers and shared memory must stay as they are. Products see
- * shared memory as it was when the thread that copied a piece there last called fence.proxy.async after its copy was
- * through: the rest is NaN or old. Plain stores are never seen. What no order of events would show is checked: a group
- * begins behind wgmma.fence, the warps of a warpgroup ask for the same products, no bit of a descriptor is set for
- * nothing. */
+ * copies are early: until then accumulators, A in registers and shared memory must not change. Products read shared
+ * memory as it was when the thread that copied a piece last called fence.proxy.async after its copy had ended; the
+ * rest is NaN or old. They never see plain stores. Errors that no order of events would show are checked: a group
+ * begins after wgmma.fence, the warps of a warpgroup request the same products, and no unused bit of a descriptor is
+ * set. */
 #include "emulate.h"
 extern "C" {
 #include "base/half.h"
@@ -34,7 +34,7 @@ struct warp_state {
     bool fenced[32];
 };
 static warp_state warps[MOST_WARPS];
-static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* by the warp that requested each product first */
+static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* by the warp that first requested each product */
 struct piece { unsigned char *at; int nbytes; };
 static std::vector<std::vector<piece>> copied; /* by thread: pieces whose copy is over, and that are not fenced yet */
 static std::vector<unsigned char> seen;        /* shared memory as products read it */

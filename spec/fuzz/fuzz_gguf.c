@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of the GGUF reader. The input is a file. Whatever opens is then held to what ps_gguf promises: names
- * and keys are found again, values and the bytes of tensors lie in the file, and values are read without a fault. */
+ * libFuzzer target of the GGUF reader. The input is a file. If the file opens, the guarantees of ps_gguf are checked:
+ * names and keys are found again, values and the bytes of tensors lie in the file, and values are read without a
+ * fault. */
 #include "io/gguf.h"
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,7 +10,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
 enum { VALUES = 1 << 12, MANY = 64 };
-static volatile uint8_t sink;   /* bytes read for nothing but the sanitizer's eye */
+static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -53,7 +54,7 @@ static void read_tensors(ps_gguf *g, const uint8_t *file, size_t size)
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
 {
-    uint8_t *file = malloc(size ? size : 1);            /* of its own, so that a read past the end is seen */
+    uint8_t *file = malloc(size ? size : 1);            /* memory of its own, so that a read past the end is detected */
     if (!file) return 0;
     if (size) memcpy(file, input, size);
     ps_gguf *g = NULL;

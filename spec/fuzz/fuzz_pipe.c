@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of tables of pipelines and of layouts. The input's first byte says which: 0 to 127 a table in CSV
- * form, else a layout into as many virtual stages as its low bits say. A table that was read is simulated, lowered and
- * written, and what is written is the same table. */
+ * libFuzzer target of tables of pipelines and of layouts. The input's first byte selects one: 0 to 127 a table in CSV
+ * form, else a layout, with the number of virtual stages in its low bits. A table that was read is simulated, lowered
+ * and written, and the written table must be the same. */
 #include "base/alloc.h"
 #include "ps.h"
 #include <stdlib.h>

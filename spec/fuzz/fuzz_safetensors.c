@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of the safetensors reader. The input's first byte chooses: even, the rest is a file as it is;
- * odd, the rest is a header that gets the right length in front and (byte / 2) bytes of data behind, which lets the
- * fuzzer reach what lies past the length. Whatever opens is then held to what ps_st promises. */
+ * libFuzzer target of the safetensors reader. The input's first byte chooses: even: the rest is a whole file; odd: the
+ * rest is a header, which gets the right length before it and (byte / 2) bytes of data after it, so that the fuzzer
+ * gets past the length. If the file opens, the guarantees of ps_st are checked. */
 #include "io/safetensors.h"
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
-static volatile uint8_t sink;   /* bytes read for nothing but the sanitizer's eye */
+static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -38,7 +38,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
 {
     if (!size) return 0;
     size_t mode = input[0], n = size - 1, before = mode % 2 ? 8 : 0, behind = mode % 2 ? mode / 2 : 0;
-    uint8_t *file = calloc(1, before + n + behind + 1);     /* of its own, so that a read past the end is seen */
+    /* memory of its own, so that a read past the end is detected */
+    uint8_t *file = calloc(1, before + n + behind + 1);
     if (!file) return 0;
     for (size_t i = 0; i < before; i++) file[i] = (uint8_t)(n >> (8 * i));
     memcpy(file + before, input + 1, n);

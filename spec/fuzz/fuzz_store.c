@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of what others say where ranks meet. The input's first byte says who speaks: a stranger, or one that
- * has proved to be of the run, or a rank, to the server; a server to a rank that wants a proof, or an answer; or the
- * file that ranks meet by. A stranger must change nothing. */
+ * libFuzzer target of the messages at the port where ranks meet. The input's first byte selects the sender: a
+ * stranger, a process that has proved that it belongs to the run, or a rank, to the server; a server, to a rank that
+ * waits for a proof or an answer; or the file by which ranks meet. A stranger must change nothing. */
 #include "rendezvous/store.c"
 #include "rendezvous/store_client.c"
 #include "rendezvous/store_meet.c"
@@ -19,7 +19,7 @@ static void must(int condition)
 
 static ps_run run;
 
-/* Both ends of a connection; the bytes lie ready at the second, and nothing comes after them. */
+/* Both ends of a connection; the bytes are ready to be read at the second, and nothing follows them. */
 static void connection(int fd[2], const uint8_t *bytes, size_t nbytes)
 {
     must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd) == 0);
@@ -48,7 +48,7 @@ static void to_server(int mode, const uint8_t *bytes, size_t nbytes)
     if (mode == RANK) s->seen[1] = 1, s->n_seen = 1;
     for (int i = 0; i < 4096 && s->clients; i++) {
         if (c->out) flush(c);
-        if (c->waits) c->gone = true;                       /* its end is there already */
+        if (c->waits) c->gone = true;                       /* its end has arrived already */
         else receive(s, c);
         while (recv(fd[0], heard, sizeof heard, MSG_DONTWAIT) > 0) { }
         sweep(s);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of the tokenizers' readers and of what they then do with texts. The input's first byte says what
- * the rest is: vocab.json, vocab.txt, merges.txt, tokenizer.json, JSON lines, a pattern (up to the first NUL; a text
- * follows), a text for GPT-2's kind, a text for BERT's, a file of ranks (.tiktoken). What opens then encodes a text and
- * decodes it again. */
+ * libFuzzer target of the tokenizers' readers and of encoding and decoding. The input's first byte selects the kind of
+ * the rest: vocab.json, vocab.txt, merges.txt, tokenizer.json, JSON lines, a pattern (up to the first NUL; a text
+ * follows), a text for GPT-2's kind, a text for BERT's, a file of ranks (.tiktoken). A tokenizer that opens then
+ * encodes a text and decodes it again. */
 #include "data/tok.h"
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@ static void must(int condition)
 
 static const char text[] = "the cat's  12\n\n caf\xc3\xa9 \xf0\x9f\x98\x80\xff [MASK]";
 static const char pattern[] = "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
-static char letters[8192];          /* vocab.json of the 256 letters and some merges' results */
+static char letters[8192];          /* vocab.json of the 256 letters and the results of some merges */
 
 static void make_letters(void)
 {
@@ -42,7 +42,8 @@ static int read_as(ps_tok *t, int (*reader)(ps_tok *, const ps_map *), const voi
     return rc;
 }
 
-/* Texts to ids and back: every id is one that there is, offsets lie in the text; valid UTF-8 comes back from bytes. */
+/* Converts texts to ids and back: every id exists, offsets lie in the text; with byte tokens, valid UTF-8 is
+ * restored. */
 static void use(ps_tok *t, const uint8_t *s, size_t n, int bytes)
 {
     ps_tok_ids out;
@@ -65,7 +66,7 @@ static void use(ps_tok *t, const uint8_t *s, size_t n, int bytes)
     free(ids);
 }
 
-/* strip: [MASK] takes the blanks around it along. */
+/* strip: [MASK] includes the blanks around it. */
 static ps_tok *gpt2(const char *split, size_t n, int strip)
 {
     ps_tok *t = NULL;
@@ -115,7 +116,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
                                                                 tok_read_tokenizer_json };
     if (!size) return 0;
     int kind = input[0] % 9;
-    uint8_t *s = malloc(size);              /* of its own, so that a read past the end is seen */
+    uint8_t *s = malloc(size);              /* memory of its own, so that a read past the end is detected */
     ps_tok *t = NULL;
     if (!s) return 0;
     size_t n = size - 1;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of the token shard reader. The input's first byte holds the width asked for (bits 0-1) and
- * whether the first twelve bytes of the rest become a whole header of 1,024 bytes (bit 2), which keeps inputs short. */
+ * libFuzzer target of the token shard reader. The input's first byte has the requested width (bits 0-1) and whether
+ * the first twelve bytes of the rest become a whole header of 1,024 bytes (bit 2), which keeps inputs short. */
 #include "data/tokens.h"
 #include <stdlib.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of the reader of PyTorch's .pt files. The input's first byte chooses: even, the rest is a file as it
- * is; odd, the rest is data.pkl of an archive that is made around it, with storages "0" (64 bytes) and "1" (empty) and
- * no checksums, so that the fuzzer reaches the pickle. Whatever opens is then held to what ps_pt promises. */
+ * libFuzzer target of the reader of PyTorch's .pt files. The input's first byte chooses: even: the rest is a whole
+ * file; odd: the rest is data.pkl in an archive that is made around it, with storages "0" (64 bytes) and "1" (empty)
+ * and no checksums, so that the fuzzer reaches the pickle. If the file opens, the guarantees of ps_pt are checked. */
 #include "io/torch_pt.h"
 #include <stdint.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
 enum { LARGEST_COPY = 1 << 20 };
-static volatile uint8_t sink;   /* bytes read for nothing but the sanitizer's eye */
+static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -102,7 +102,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
     uint8_t *file = input[0] % 2 ? wrap(input + 1, size - 1, &n) : malloc(n + 1);
     must(file != NULL);
     if (input[0] % 2 == 0) memcpy(file, input + 1, n);
-    uint8_t *exact = realloc(file, n ? n : 1);              /* so that a read past the end is seen */
+    uint8_t *exact = realloc(file, n ? n : 1);              /* so that a read past the end is detected */
     ps_pt *pt = NULL;
     int rc = pt_open_memory("input", exact, (int64_t)n, &pt);
     if (rc < 0) must(!pt && ps_error_message()[0]);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * libFuzzer target of what others say to the watch. The input's first byte says who speaks: a stranger, or one that has
- * proved to be of the group, or rank 1, to rank 0; or rank 0 to rank 2. A stranger must change nothing. */
+ * libFuzzer target of the messages to the watch. The input's first byte selects the sender: a stranger, a process that
+ * has proved that it belongs to the group, or rank 1, to rank 0; or rank 0 to rank 2. A stranger must change nothing.
+ * */
 #include "rendezvous/watch.c"
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
