@@ -9,7 +9,7 @@ local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
 -- A model as BMTrain's users write it: everything in one forward, on a rank's own rows. Table and head are tied; blocks
--- get a mask with rows, a bias that trains and a number, and the hidden states count in the loss.
+-- get a mask with rows, a bias that trains and a number, and the loss also depends on the hidden states.
 local SCRIPT = [[
   local pipe, tp, micros, level, dtype = PIPE, TP, MICROS, LEVEL, "DTYPE"
   local plain = { tensor_parallel = { sequence_parallel = false } }
@@ -62,7 +62,7 @@ local SCRIPT = [[
   ps.manual_seed(9)
   local all = ps.randint(0, WORDS, { B, T }, { dtype = "int32" })
   local mask = ps.randint(0, 2, { B, T, T }, { dtype = "int32" })
-  local copies = bmt.world_size() / tp                       -- ranks that have rows of their own
+  local copies = bmt.world_size() / tp                       -- ranks with different rows
   -- Samples are numbered along the pipeline first.
   local stage = math.floor(bmt.rank() * pipe / bmt.world_size())
   local number = (math.floor(bmt.rank() / tp) % (copies / pipe)) * pipe + stage
@@ -88,8 +88,8 @@ local SCRIPT = [[
   bmt.close()
 ]]
 
--- The listing of BMTrain's guide. After it, the calls that a list of several stages refuses before it waits for another
--- rank.
+-- The listing of BMTrain's guide. It is followed by the calls that a list of several stages refuses before it waits
+-- for another rank.
 local GUIDE = [[
   begin { pipe_size = pipe, num_micro_batches = 2 }
   local SomeTransformerBlock = nn.class("SomeTransformerBlock", bmt.DistributedModule)
@@ -127,7 +127,8 @@ local GUIDE = [[
   manager:step()
   assert(math.abs(guide.param[0][256]:item() - (256 / 1024 - 0.5)) < 1e-6, "Adam's first step is lr")
   bmt.save(guide, folder .. "/guide.pt")
-  local saved = ps.load(folder .. "/guide.pt")             -- inputs there: 2 x - 1 and 4 x - 3, of x = 700 / 1024
+  -- inputs of the blocks there: 2 x - 1 and 4 x - 3, for x = 700 / 1024
+  local saved = ps.load(folder .. "/guide.pt")
   for i, want in ipairs { 1.5, 2.5 } do
     assert(math.abs(saved[("module_list.%d.scale"):format(i)][700]:item() - want) < 1e-6)
   end
@@ -181,8 +182,8 @@ local function off(a, b)
   return (a - b):abs():amax():item() / math.max(1e-30, b:abs():amax():item())
 end
 
--- Losses, norms, the bits at the beginning, updates that are approximately gradients, and the values that are saved at
--- the end.
+-- Prints losses, norms, the bits at the beginning, updates that are approximately gradients, and the values that are
+-- saved at the end.
 local function compare(size, layout, numbers, begin, first, last)
   local got, its_begin, its_first, its_last = run(size, layout)
   local what = ("%d ranks, pipe %d, tp %d, dp %d: "):format(size, layout.pipe, layout.tp or 1,
@@ -207,7 +208,7 @@ describe("ps.bmt in stages", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
   for _, tp in ipairs { 1, 2 } do
-    it("finds that a stage's optimizer has other settings, when the next step begins, tp_size = " .. tp, function()
+    it("detects at the next step that a stage's optimizer has other settings, tp_size = " .. tp, function()
       local _, all = bmtrain.run(folder, 2 * tp, ("local tp = %d\n"):format(tp) .. [[
         begin { pipe_size = 2, tp_size = tp, config = { tensor_parallel = { sequence_parallel = false } } }
         local stage = math.floor(bmt.rank() / tp)
@@ -242,7 +243,7 @@ describe("ps.bmt in stages", function()
     end)
   end
 
-  it("has one rank's losses, gradients, masks and files, whatever the micro-batches", function()
+  it("has one rank's losses, gradients, masks and files for any micro-batches", function()
     local numbers, begin, first, last = run(1, {})
     local names = {}
     for name in pairs(begin) do names[#names + 1] = name end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.bmt on several ranks: losses, norms and files are those of one process, no matter what ZeRO shares out; values of
--- rank 0.
+-- ps.bmt on several ranks: losses, norms and files are those of one process at every ZeRO level; values come from rank
+-- 0.
 local paths = require "ps.paths"
 local ps = require "ps"
 local bmtrain = require "spec.bmtrain_lib"
@@ -10,7 +10,7 @@ local check = require "spec.check_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- A model of two blocks on six rows, which the ranks share. It prints losses and norms, and writes a file.
+-- A model of two blocks on six rows, which are divided among the ranks. It prints losses and norms, and writes a file.
 local SCRIPT = [[
   local dtype, levels = "DTYPE", { BLOCKS }
   begin { zero_level = LEVEL }
@@ -80,7 +80,7 @@ describe("ps.bmt on several ranks", function()
     { 3, 3 } },
     bf16 = { bound = 2e-2, off = 2e-2, { 2, 3 } } }
   for dtype, case in pairs(CASES) do
-    it("trains as one process does, at each level of ZeRO and of blocks with the same bits: " .. dtype, function()
+    it("trains like one process, with the same bits at each level of ZeRO and of blocks: " .. dtype, function()
       local want, _, values = run(1, 3, dtype)
       local bits = {}                                            -- by number of ranks
       for _, layout in ipairs(case) do
@@ -100,7 +100,7 @@ describe("ps.bmt on several ranks", function()
     end)
   end
 
-  it("gathers blocks of level 3 again in backward, those of level 2 once a step", function()
+  it("gathers blocks of level 3 again in backward, and those of level 2 once per step", function()
     local _, all = bmtrain.run(folder, 2, [[
       local Net = nn.class("Net", bmt.DistributedModule)
       function Net:init(levels)
@@ -110,7 +110,7 @@ describe("ps.bmt on several ranks", function()
       end
       function Net:forward(x) return self.blocks(x) end
       for _, levels in ipairs { { 3, 3 }, { 2, 2 }, { 3, 2 }, { 2, 3 } } do
-        begin { config = { chunk_size = 1024 } }                   -- so that a weight is a chunk
+        begin { config = { chunk_size = 1024 } }                   -- so that each weight is a chunk
         local model, manager = Net(levels), bmt.optim.OptimManager()
         manager:add_optimizer(bmt.optim.AdamOptimizer(model:parameters()))
         local group, sent = ps.mesh.group "world", nil
@@ -149,14 +149,14 @@ describe("ps.bmt on several ranks", function()
     local n = 0
     for _ in pairs(ps.load(folder .. "/gpt.safetensors")) do n = n + 1 end
     assert.equal(2 + 2 + 4 * 16, n)
-    -- two ranks' rows, on two stages whose layers two ranks each share
+    -- rows for two ranks, on two stages, each with layers that two ranks share
     local plain, whole_text = losses_of(2, "--iters 5")
     local cut, cut_text = losses_of(4, "--iters 5 --pipe-size 2 --tp-size 2")
     assert(#plain == 1 and #cut == 1, whole_text .. cut_text)
     assert.near(plain[1], cut[1], 2e-4)
   end)
 
-  it("starts by both lines of BMTrain's guide", function()
+  it("starts by both commands of BMTrain's guide", function()
     local script = folder .. "/train.lua"
     check.write(script, [[
       local bmt = require "ps.bmt"

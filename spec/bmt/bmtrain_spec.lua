@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- require "ps.bmt" in one process: the listings of BMTrain's guide as Lua, training against PyTorch's numbers,
--- schedules against BMTrain's formulas in float64, blocks, loss scales, files, and what is refused.
+-- schedules against BMTrain's formulas in float64, blocks, loss scales, files, and refused calls.
 local ps = require "ps"
 local bmt = require "ps.bmt"
 local lib = require "spec.check_lib"
@@ -122,7 +122,7 @@ describe("training", function()
           if part == 1 then fails(function() manager:step() end, "1 of the 2 backwards", "gradient_accumulation") end
           local n = 4 / parts
           local d = model(X:narrow(0, part * n, n)) - Y:narrow(0, part * n, n)
-          local loss = (d * d):mean() / parts                    -- a script adds gradients up, as with BMTrain
+          local loss = (d * d):mean() / parts                    -- a script accumulates gradients, as with BMTrain
           manager:backward(loss)
           sum = sum + bmt.sum_loss(loss):item()
         end
@@ -135,7 +135,7 @@ describe("training", function()
     end
   end)
 
-  it("of half types has decoupled decay, masters, a loss scale, and rates of 0 in steps that are held", function()
+  it("of half types has decoupled decay, masters, a loss scale, and rates of 0 in its hold_steps", function()
     for _, dtype in ipairs { "bf16", "fp16" } do
       bmt.close()
       bmt.init_distributed { quiet = true, config = { plan_print = false } }
@@ -175,7 +175,7 @@ describe("training", function()
     end
   end)
 
-  it("skips a step that overflows, lowers the scale, prints it and leaves the schedule", function()
+  it("skips a step that overflows, lowers the scale, prints it and does not advance the schedule", function()
     local Dot = nn.class("Dot", bmt.DistributedModule)
     function Dot:init() self.w = bmt.DistributedParameter(ps.tensor({ 1, -2 }, { dtype = "fp16" })) end
     function Dot:forward(x) return (self.w * x):sum() end
@@ -196,7 +196,7 @@ describe("training", function()
     assert.equal(2, rates.num_iter)
     assert.equal(2 ^ 15, manager.loss_scale)
     assert.same({ 0, -3 }, model.w:tolist())                     -- two steps of 0.5
-    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- also by clip_grad_norm, which reads it first
+    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- also by clip_grad_norm, which reads the norm first
     manager:backward(model(x))
     assert.equal(math.huge, manager:clip_grad_norm(optimizer.param_groups, 1))
     manager:step()
@@ -207,7 +207,7 @@ describe("training", function()
     assert.equal(2, #said)
   end)
 
-  it("without a loss scale refuses gradients that are not finite, and goes on", function()
+  it("without a loss scale refuses gradients that are not finite, and continues", function()
     local model = Fit()
     local manager, optimizer = trains(model, { lr = 0.5 })
     for _, clips in ipairs { false, true } do
@@ -222,7 +222,7 @@ describe("training", function()
     near(0.125 - 0.5, model.v[0]:item(), 1e-6)
   end)
 
-  it("of several optimizers has their settings and schedules", function()
+  it("of several optimizers uses their settings and schedules", function()
     local model = Fit()
     local first = bmt.optim.AdamOptimizer({ model.w }, { lr = 0.5 })
     local second = bmt.optim.AdamOptimizer({ { params = { model.v }, lr = 0.25, weight_decay = 0 } }, { lr = 1 })
@@ -278,7 +278,7 @@ describe("training", function()
     near(0.5, manager:clip_grad_norm(optimizer.param_groups, 9), 1e-6)
   end)
 
-  it("goes on behind a step that was abandoned, and behind evaluations", function()
+  it("continues after an abandoned step and after evaluations", function()
     local model = Fit()
     local manager, optimizer = trains(model, { lr = 0.5 })
     assert.equal("AdamOptimizer\n  group 1: 2 parameters, lr 0.5, betas 0.9 0.999, eps 1e-08, weight_decay 0",
@@ -332,7 +332,7 @@ describe("schedules", function()
     end)
   end
 
-  it("that have no rate for an iteration say so, where BMTrain divides by 0", function()
+  it("without a rate for an iteration raise an error, where BMTrain divides by 0", function()
     local optimizer = { param_groups = { { lr = 1 } } }
     fails(function() bmt.lr_scheduler.Noam(optimizer, { start_lr = 0.01, warmup_iter = 0, end_iter = 40 }) end,
       "bmt.lr_scheduler.Noam: the rate of iteration 0 is inf, with warmup_iter = 0 and end_iter = 40")
@@ -350,7 +350,7 @@ describe("blocks", function()
     return x * self.w, mask and y + self.w * mask or y
   end
 
-  it("pass what num_hidden says from one to the next, and give what went into each", function()
+  it("pass num_hidden tensors from one to the next, and return the inputs of each", function()
     local list = bmt.TransformerBlockList({ Pair(2), Pair(3) }, { num_hidden = 2 })
     local x, y, mask = ps.tensor { 1, 10 }, ps.tensor { 0, 1 }, ps.tensor { 1, 0 }
     local a, b, c = list(x, y, mask, "word")
@@ -366,7 +366,7 @@ describe("blocks", function()
     fails(function() list(x, y, { return_hidden_states = true, batch = 1 }) end, "batch")
   end)
 
-  it("are those of PipelineTransformerBlockList, where there is one stage", function()
+  it("are those of PipelineTransformerBlockList if there is one stage", function()
     local list = bmt.PipelineTransformerBlockList { nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh()) }
     local x = ps.tensor { 1, 10 }
     local y, hidden = list(x, { return_hidden_states = true, batch_related = { 1 } })
@@ -374,7 +374,7 @@ describe("blocks", function()
     assert.same(y:tolist(), list(x, { batch_related = {} }):tolist())
   end)
 
-  it("compute their activations again where they are to, with the same gradients", function()
+  it("recompute their activations if requested, with the same gradients", function()
     local runs, values = 0, {}
     local Counted = nn.class("Counted", bmt.DistributedModule)
     function Counted:init() self.w = bmt.DistributedParameter(ps.tensor { 2, -1 }) end
@@ -403,7 +403,7 @@ describe("blocks", function()
     assert.equal(values[1], values[2])
   end)
 
-  it("fill parameters by init_method, and tell them by group", function()
+  it("fill parameters by init_method, and list them by group", function()
     local Net = nn.class("Net", bmt.DistributedModule)
     function Net:init()
       self.block = bmt.CheckpointBlock(nn.Linear(2, 2))          -- parameters that do not belong to bmt
@@ -423,7 +423,7 @@ describe("blocks", function()
 end)
 
 describe("FusedCrossEntropy", function()
-  -- torch.nn.functional.cross_entropy of PyTorch 2.15 in float64.
+  -- Values of torch.nn.functional.cross_entropy of PyTorch 2.15 in float64.
   local LOGITS = ps.tensor { { 1, -2, 0.5, 3 }, { 0.25, 0, -1, 2 }, { 2, 2.5, -0.5, 1 }, { 0, 0, 1, -1 } }
   local TARGET = ps.tensor({ 2, -100, 1, 3 }, { dtype = "int64" })
   local WEIGHT = ps.tensor { 1, 2, 0.5, 4 }
@@ -438,7 +438,7 @@ describe("FusedCrossEntropy", function()
     near(13.119176338458463, value { weight = WEIGHT, reduction = "sum" }, 1e-6)
     near(2.4618165484089576, value({ ignore_index = 1 }, ps.tensor({ 2, 0, 1, 3 }, { dtype = "int64" })), 1e-6)
     local none = bmt.loss.FusedCrossEntropy { reduction = "none" }(LOGITS:to "bf16", TARGET)
-    assert.equal("fp32", none:dtype())                           -- these logits are bf16's
+    assert.equal("fp32", none:dtype())                           -- these logits are exact in bf16
     for i, want in ipairs { 2.7022534476793516, 0, 0.6309780572365026, 2.6265233750364456 } do
       assert(math.abs(none[i - 1]:item() - want) < 1e-6)
     end
@@ -475,7 +475,7 @@ describe("files", function()
   end
 
   for _, name in ipairs { "model.pt", "model.safetensors" } do
-    it("carry a run on, bit for bit: " .. name, function()
+    it("continue a run bit for bit: " .. name, function()
       local folder = os.tmpname()
       os.remove(folder)
       local weights, state = folder .. name, folder .. "state.pt"
@@ -515,7 +515,7 @@ describe("files", function()
     end)
   end
 
-  it("are those of ps.checkpoints, too, by model and optimizer of ps.engine()", function()
+  it("can also be saved by ps.checkpoints, with model and optimizer of ps.engine()", function()
     local model, manager = begin("bf16", 1)
     go_on(model, manager, 1, 2)
     local path = os.tmpname()
@@ -533,7 +533,7 @@ describe("files", function()
     fails(function() manager:state_dict(true) end, "gather_opt", "ps.checkpoints")
   end)
 
-  it("are refused that do not fit, or have no format", function()
+  it("are refused if they do not fit or have no format", function()
     local model = begin "fp32"
     fails(function() bmt.save(model, "model") end, ".safetensors")
     fails(function() bmt.save({}, "model.pt") end, "no model")
@@ -549,7 +549,7 @@ describe("files", function()
 end)
 
 describe("inspecting", function()
-  it("sees the model's values where it trains, and recorded tensors", function()
+  it("has the values of the model in training, and recorded tensors", function()
     local Net = nn.class("Net", bmt.DistributedModule)
     function Net:init() self.w = bmt.DistributedParameter(ps.tensor { 1, 3 }) end
     function Net:forward(x) return bmt.inspect.record_tensor(self.w * x, "product"):sum() end
@@ -569,7 +569,7 @@ describe("inspecting", function()
 end)
 
 describe("helpers", function()
-  it("print, and average as BMTrain's do", function()
+  it("print and average like BMTrain's", function()
     local recorder = bmt.utils.AverageRecorder()
     assert.equal(0, recorder.value)
     for _, v in ipairs { 1, 2, 4 } do recorder:record(v) end
@@ -591,7 +591,7 @@ describe("helpers", function()
 end)
 
 describe("on a device", function()
-  it("AdamOffloadOptimizer keeps state and updates on the host, where AdamOptimizer uses the room there is", function()
+  it("AdamOffloadOptimizer keeps state and updates on the host; AdamOptimizer uses the room on the device", function()
     local counts = {}
     for _, name in ipairs { "AdamOptimizer", "AdamOffloadOptimizer" } do
       bmt.close()
@@ -612,7 +612,7 @@ describe("on a device", function()
 end)
 
 describe("what is refused", function()
-  it("says what there is instead", function()
+  it("names the replacement", function()
     for _, name in ipairs { "BMTrainModelWrapper", "wait_loader", "benchmark", "distributed" } do
       fails(function() return bmt[name] end, "bmt." .. name, "not in ps.bmt")
     end
@@ -643,7 +643,7 @@ describe("what is refused", function()
     fails(function() bmt.init_distributed() end, "already called", "bmt.close()")
   end)
 
-  it("is what init_distributed cannot do, and calls before it", function()
+  it("refuses unsupported options of init_distributed, and calls before it", function()
     bmt.close()
     fails(function() bmt.DistributedParameter(ps.ones { 2 }) end, "bmt.init_distributed")
     fails(function() bmt.CheckpointBlock(nn.Linear(2, 2)) end, "bmt.init_distributed")
@@ -664,7 +664,7 @@ describe("what is refused", function()
     assert.is_true(bmt.config.initialized)
   end)
 
-  it("is a parameter that comes late, and an optimizer that lacks one", function()
+  it("refuses a parameter that is made too late, and an optimizer that lacks one", function()
     local Net = nn.class("Net", bmt.DistributedModule)
     function Net:init()
       self.a, self.b = bmt.DistributedParameter(ps.ones { 2 }), bmt.DistributedParameter(ps.ones {})

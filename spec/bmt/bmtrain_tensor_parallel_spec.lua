@@ -127,7 +127,7 @@ local GPT = [[
   bmt.close()
 ]]
 
--- Layers by themselves: values and gradients of all options, against a product with the whole weight.
+-- Single layers: values and gradients of all options, against a product with the whole weight.
 local LAYERS = [[
   begin { config = CONFIG, tp_size = 2, zero_level = 0 }
   local SEQUENCE = WANTED
@@ -237,7 +237,7 @@ local LAYERS = [[
   local x = part(ps.ones { 1, 8, 4 }, 1)
   near(F.dropout(x, 0.5, true, { first = rank * x:numel(), per_sample = t * x:numel() }), part(mask, 1), "dropout")
 
-  -- What ranks sum, and what the defaults are.
+  -- The sums over ranks, and the defaults.
   local norm, alike = nn.LayerNorm(4), bmt.DistributedParameter(ps.ones { 4 }, { tp_mode = true })
   assert(shard.is_partial(norm.weight) == SEQUENCE and not shard.is_partial(alike))
   local row, column = bmt.nn.RowParallelLinear(4, 6), bmt.nn.ColumnParallelLinear(4, 6)
@@ -253,7 +253,7 @@ local LAYERS = [[
 
 local function run(size, script, names)
   local numbers, all = bmtrain.run(folder, size, (script:gsub("%u[%u_]+", names)))
-  for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- the whole table's
+  for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- gradient of the whole table
     numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(words), tonumber(mean) + 1
     numbers[#numbers + 1] = tonumber(std)
   end
@@ -290,10 +290,10 @@ end
 describe("layers of bmt.nn", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("are whole ones, with all options, where ranks share out the rows", function()
+  it("compute like whole layers with all options, if ranks share the rows", function()
     run(2, LAYERS, { CONFIG = "{}", WANTED = "true" })
   end)
-  it("where all ranks have all rows", function()
+  it("compute like whole layers if all ranks have all rows", function()
     run(2, LAYERS, { CONFIG = "{ tensor_parallel = { sequence_parallel = false } }", WANTED = "false" })
   end)
 end)
@@ -301,8 +301,8 @@ end)
 describe("BMTrain's tensor parallelism", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("trains its example's GPT as one rank does", function() compare(2, 3, "{}", 1) end)
-  it("beside data parallelism, with gathered rows kept", function()
+  it("trains its example's GPT like one rank", function() compare(2, 3, "{}", 1) end)
+  it("with data parallelism and kept gathered rows", function()
     compare(4, 3, "{ tensor_parallel = { tp_keep_gathered = true } }", 2)
   end)
 end)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Chat templates: the part of Jinja and Python that they use, what a template and its data can do wrong, limits, the
--- parts that a model has to produce, and texts with random changes. spec/oracle/chat_oracle.py holds 70 templates of
--- models to transformers.
+-- Chat templates: the part of Jinja and Python that they use, errors of a template and its data, limits, the parts
+-- that a model has to produce, and texts with random changes. spec/oracle/chat_oracle.py compares 70 templates of
+-- models with transformers.
 local chat = require "ps.chat"
 local json = require "ps.chat.json"
 local values = require "ps.chat.values"
@@ -9,7 +9,7 @@ local ps = require "ps"
 local check_lib = require "spec.check_lib"
 local lib = require "spec.tokenizer_lib"
 
--- Calls fn with arguments; it must fail with an error that has `want`.
+-- Calls fn with arguments; it must fail with an error that contains `want`.
 local function fails(fn, want, ...)
   local args = { ... }
   return check_lib.fails(function() return fn(unpack(args)) end, want)
@@ -101,14 +101,14 @@ describe("a chat template", function()
       messages)
   end)
 
-  it("prints the date that is asked for", function()
+  it("prints the requested date", function()
     assert.equal("26 Jul 2024", render("{{ strftime_now('%d %b %Y') }}", { date = "2024-07-26" }))
     fails(render, "date = '2024-02-31': YYYY-MM-DD expected", "x", { date = "2024-02-31" })
   end)
 end)
 
 describe("a chat template that is wrong", function()
-  it("is refused with construct and line", function()
+  it("is refused with the construct and its line", function()
     for source, want in pairs {
       ["a\n{% include 'x' %}"] = "refused: line 2: 'include' is not supported in a chat template",
       ["{% for x in y recursive %}{% endfor %}"] = "refused: line 1: 'recursive' of a loop is not supported",
@@ -126,7 +126,7 @@ describe("a chat template that is wrong", function()
     fails(chat.template, "it is not valid UTF-8", "\255")
   end)
 
-  it("gives Python's and its own errors", function()
+  it("raises Python's errors and its own", function()
     for source, want in pairs {
       ["{{ raise_exception('no ' ~ 'way') }}"] = "no way",
       ["{{ 'a' + 1 }}"] = 'can only concatenate str (not "int") to str',
@@ -190,7 +190,7 @@ describe("a chat template that is wrong", function()
     assert.equal("1200.0", printed "1234.5|round(-2)")
   end)
 
-  it("names data that are no conversation", function()
+  it("names data that are not a conversation", function()
     fails(render, "messages: the conversation has no message", "x", {}, "[]")
     fails(render, "messages: a list of messages expected", "x", {}, '{"role": "user"}')
     fails(render, "messages[1]: an object with role and content expected, got str", "x", {}, '["hi"]')
@@ -201,7 +201,7 @@ describe("a chat template that is wrong", function()
 end)
 
 describe("JSON of templates", function()
-  it("comes back as it was", function()
+  it("is the same after a round trip", function()
     for _, text in ipairs { '{"b": 1, "a": [1.0, 2, -0.5, 1e+22, {}, [], null, true, "\\u0001\195\169\\"\\\\"]}',
       '[123456789012345678901234567890, 0, -7]', '"\240\159\152\128"' } do
       assert.equal(text, json.encode(json.decode(text)))
@@ -210,7 +210,7 @@ describe("JSON of templates", function()
     assert.equal(values.NONE, json.decode "null")
   end)
 
-  it("is refused with line and byte", function()
+  it("is refused with the line and the byte", function()
     for text, want in pairs { ['{"a" 1}'] = "':' expected after the key 'a'", ['[1,]'] = "a value expected", ['[1'] =
       "',' or ']' expected", ['"\\ud800"'] = "half of a character", ["[01]"] = "a number begins with 0", ['"a\nb"'] =
       "a control character (10)", ["[1] x"] = "more text follows the value", ['"\\x"'] = "\\x is not an escape" } do
@@ -276,32 +276,32 @@ describe("the trained parts of a conversation", function()
     assert.same({ "Hello<|im_end|>" }, (trained(CHATML, { TALK[3] })))
   end)
 
-  it("are what generation blocks say, of the turns that are asked for", function()
+  it("are those of generation blocks, in the requested turns", function()
     local source = "{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{% generation %}{{ m.content }}."
       .. "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     assert.same({ "Ciao." }, (trained(source, nil, "last")))
     assert.same({ "Hello." }, (trained(source, nil, function(i) return i == 3 end)))
   end)
 
-  it("are what generation blocks say", function()
+  it("are those of generation blocks", function()
     assert.same({ "Hello.", "Ciao." }, (trained("{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}"
       .. "{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}")))
   end)
 
-  it("are what generation blocks say after a string of the filter safe", function()
+  it("are those of generation blocks after a string of the filter safe", function()
     local source = "{{ {'a': 1}|tojson|safe }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
       .. "{{ ''|safe }}{{ m.content ~ ([]|tojson|safe) }}{% endgeneration %}{% endif %}{% endfor %}"
     assert.same({ "Hello[]Ciao[]" }, (trained(source)))
   end)
 
-  it("tell of reasoning that the template leaves out", function()
+  it("list reasoning that the template leaves out", function()
     local messages = { TALK[2], { role = "assistant", content = "Hello", reasoning_content = "A greeting." } }
     assert.same({ 2 }, select(2, trained(CHATML, messages)).dropped)
     local _, out = trained("{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}{% endfor %}", messages)
     assert.same({}, out.dropped)
   end)
 
-  it("are refused where the template writes another message within a turn", function()
+  it("are refused if the template writes another message within a turn", function()
     local source = "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}"
       .. "{{ messages[loop.index].content if not loop.last }}{% endif %}{% endfor %}"
     fails(trained, "the template writes messages[4] within the turn of messages[3]", source)
@@ -337,7 +337,7 @@ describe("a tokenizer's chat template", function()
     fails(function() open({}):apply_chat_template(HI) end, "has no chat template")
   end)
 
-  it("gives ids and a mask; a special token that a message spells is text", function()
+  it("returns ids and a mask; a special token that a message spells is text", function()
     local tok = open { chat_template = CHATML, eos_token = "<|im_end|>" }
     local ids, mask = tok:apply_chat_template({ { role = "user", content = "Hi" },
       { role = "assistant", content = "Hi" } },
@@ -356,7 +356,7 @@ describe("a tokenizer's chat template", function()
       tok:apply_chat_template(HI, { tokenize = false, add_generation_prompt = true }))
   end)
 
-  -- How often a conversation's ids have each special token, by a template.
+  -- How often each special token occurs in the ids of a conversation, by a template.
   local function specials(tok, source, messages, options)
     options = options or {}
     options.chat_template = source
@@ -367,7 +367,7 @@ describe("a tokenizer's chat template", function()
     return counts
   end
 
-  it("gives no special token for one that a role, a tool, a document or mixed bytes spell", function()
+  it("produces no special token if a role, a tool, a document or mixed bytes spell one", function()
     local tok = open { eos_token = "<|im_end|>" }
     local function said(role, content) return { { role = role, content = content } } end
     assert.same({ [258] = 1 }, specials(tok, "<|im_start|>{{ messages[0].role }}", said("<|im_end|>", "x")))
@@ -388,7 +388,7 @@ describe("a tokenizer's chat template", function()
     assert.same({ [259] = 1 }, specials(tok, "<|im_end|>{{ messages[0].content }}", said("user", " x ")))
   end)
 
-  it("has the role within a special token, and the space that a token swallows", function()
+  it("can have the role within a special token, and space that a token swallows", function()
     local tok = open({ added_tokens_decoder = { ["260"] = { content = "<|user|>", special = true, rstrip = true },
       ["261"] = { content = "<|end|>", special = true, rstrip = true, lstrip = true } } })
     local source = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }} <|end|>\n{% endfor %}"
@@ -414,7 +414,7 @@ describe("random texts as templates", function()
       "endgeneration", "{", "}",
     "*", "content", "m", "true", "'", "\\", "\255", "\195\169" }
 
-  it("give a text or an error of ours", function()
+  it("give a text, or an error of psluajit", function()
     local seed = tonumber(os.getenv "PS_SEED") or 1
     math.randomseed(seed)
     local rendered = 0

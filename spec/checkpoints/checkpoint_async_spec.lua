@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Saving in the background saves the state of the moment of the call, whatever comes after it: training, errors, the
+-- Saving in the background saves the state at the time of the call, whatever follows: training, errors, the
 -- end of the script, steps that need the copy's memory.
 local ps = require "ps"
 local lfs = require "lfs"
@@ -15,7 +15,7 @@ before_each(function() folder = lib.open() end)
 after_each(lib.close)
 
 describe("saving in the background", function()
-  it("saves the state of that moment, in memory that budgets count and the next save uses again", function()
+  it("saves the state at that time, in memory that budgets count and the next save reuses", function()
     local run = new(300)
     step(run, 1)
     checkpoints.save(path("now.safetensors"), run)
@@ -36,13 +36,13 @@ describe("saving in the background", function()
     local at, seconds = checkpoints.wait()
     assert.equal(path("then.safetensors"), at)
     assert.truthy(seconds > 0 and seconds < 60)
-    assert.truthy(read(path("now.safetensors")) == read(at))            -- the same bytes, whoever wrote them
+    assert.truthy(read(path("now.safetensors")) == read(at))            -- the same bytes, whichever thread wrote them
     assert.equal(nil, checkpoints.wait())
     local before = used()
     _, text = said(function() save "again.safetensors" end)
     assert.equal("", text)
     assert.equal(before, used())
-    checkpoints.save(path("now.safetensors"), run)                     -- without async: waits, and gives it back
+    checkpoints.save(path("now.safetensors"), run)                     -- without async: waits, and releases the memory
     assert.truthy(lfs.attributes(path("again.safetensors")))
     assert.truthy(used() <= before - 3 * 301 * 3 * 4)
   end)
@@ -65,7 +65,7 @@ describe("saving in the background", function()
       end
       checkpoints.wait()
       assert.equal(30, checkpoints.load(folder, run).step)
-      local deadline = ps.now() + 200                                  -- steps alone commit, without wait
+      local deadline = ps.now() + 200                                  -- steps commit, without a call of wait
       step(run, 31)
       checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true, shards = sharded,
         quiet = true })
@@ -76,7 +76,7 @@ describe("saving in the background", function()
     end
   end)
 
-  it("says when its copy does not fit, and saves without", function()
+  it("reports that its copy does not fit, and saves without it", function()
     local run = new(4000)
     step(run, 1)
     collectgarbage()
@@ -92,12 +92,12 @@ describe("saving in the background", function()
     assert.equal(1, checkpoints.load(folder, run).step)
   end)
 
-  it("counts within an engine's budgets, whose chunks make room, and changes no number", function()
+  it("is counted in an engine's budgets, whose chunks make room, and changes no number", function()
     local gpt2 = require "models.gpt2"
     local x = ps.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 } }, "int32")
-    -- Losses of 6 steps; from the third on each is saved.
+    -- The losses of 6 steps; each step from the third on is saved.
     local function train(host, options)
-      jit.flush()                                  -- a trace may hold tensors of an earlier test
+      jit.flush()                                  -- compiled traces may hold tensors of an earlier test
       ps.collect()
       ps.manual_seed(7)
       local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 4096,
@@ -121,7 +121,7 @@ describe("saving in the background", function()
         checkpoints.wait()
       end)
       model:close()
-      checkpoints.save(path("small.safetensors"), new())               -- gives the copy's memory back
+      checkpoints.save(path("small.safetensors"), new())               -- releases the copy's memory
       collectgarbage()
       collectgarbage()
       if not ok then error(problem, 0) end
@@ -130,7 +130,7 @@ describe("saving in the background", function()
     local wanted = train("1800KiB")
     assert.same(wanted, train("300KiB", { name = "now" }))
     assert.same(wanted, train("1800KiB", { name = "then", async = true }))
-    for _, host in ipairs { "640KiB", "560KiB", "480KiB" } do               -- steps wait for the copy to go
+    for _, host in ipairs { "640KiB", "560KiB", "480KiB" } do               -- steps wait until the copy is released
       assert.same(wanted, train(host, { name = "then", async = true }))
     end
     for number = 3, 6 do
@@ -149,7 +149,7 @@ describe("saving in the background", function()
     ps.checkpoints.save(arg[1], { model = model, optimizer = optimizer, async = true, shards = %s })
     %s
   ]]
-  it("is complete when the script ends, however it does", function()
+  it("is complete when the script ends, in whatever way", function()
     for ending, code in pairs { [""] = 0, ["os.exit(3)"] = 3, ["error 'over'"] = 1 } do
       for _, sharded in ipairs { "false", "true" } do
         local out, status = child(TRAIN:format(sharded, ending))
@@ -160,7 +160,7 @@ describe("saving in the background", function()
     end
   end)
 
-  it("tells an error of the thread in wait, in the next save, and when the script ends", function()
+  it("reports an error of the thread in wait, in the next save, and when the script ends", function()
     local run = new()
     saved(run, 1)
     local function save(async)
@@ -172,7 +172,7 @@ describe("saving in the background", function()
       checkpoints.wait()
       local good = run.optimizer.steps
       step(run, 3)
-      C.ps_test_fail_file(2, 2 ^ 40, ENOSPC)                           -- after reservation and header
+      C.ps_test_fail_file(2, 2 ^ 40, ENOSPC)                           -- after the reservation and the header
       save(true)
       fails(at_end, "step-00000", "was not saved", "No space left on device", "bytes free")
       C.ps_test_fail_file(-1, 0, 0)

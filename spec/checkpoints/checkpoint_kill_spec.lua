@@ -1,19 +1,19 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Processes that are killed (SIGKILL) at random moments while they train and save every step, writing and committing
--- included: every resume succeeds, on other numbers of ranks too, and gives the losses of a run that nobody killed.
--- PS_FULL=1 kills 200 times; PS_KILL_SEED=n repeats the draws of one run (the moments are the machine's).
+-- Processes are killed (SIGKILL) at random times while they train and save every step, also while they write and
+-- commit. Every resume succeeds, also on other numbers of ranks, and has the losses of a run without kills. PS_FULL=1
+-- kills 200 times; PS_KILL_SEED=n repeats the draws of one run (the times depend on the machine).
 local lfs = require "lfs"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
 local KILLS = os.getenv "PS_FULL" == "1" and 200 or 6
-local STEPS = 100                                          -- of a whole run; then another begins
+local STEPS = 100                                          -- steps of a whole run; then another run begins
 
 -- Trains, saving each step, and notes each loss. Arguments: folder, log, "none" or async and form.
 local TRAIN = [[
   local ffi = require "ffi"
   ffi.cdef "unsigned alarm(unsigned seconds);"
-  ffi.C.alarm(60)                                          -- whoever hangs is ended
+  ffi.C.alarm(60)                                          -- ranks that hang are ended
   local ps = require "ps"
   local folder, log, how = arg[1], arg[2], arg[3]
   local checkpoints = ps.checkpoints
@@ -64,14 +64,14 @@ local function lines(name)
   return list
 end
 
--- Small and not LuaJIT's, whose state others share.
+-- A small generator, since LuaJIT's has shared state.
 local function draw(n)
   seed = (seed * 16807) % 2147483647
   return seed % n
 end
 
--- Starts `size` ranks; kills those of `victims` (a list of ranks, in this order) after `seconds`, which begin when the
--- log has `noted` lines: how long a machine takes to get there is its own affair. The others must end by themselves.
+-- Starts `size` ranks. Kills those of `victims` (a list of ranks, in this order) `seconds` after the log has `noted`
+-- lines, so that the speed of the machine does not matter. The others must end by themselves.
 local function start(size, how, noted, seconds, victims)
   os.remove(folder .. "/rendezvous")
   local parts = {}
@@ -95,7 +95,7 @@ local function start(size, how, noted, seconds, victims)
   return codes
 end
 
--- Compares what was noted since line `from`; gives the last step and whether the run was over.
+-- Compares the lines from `from` on. Returns the last step and whether the run was complete.
 local function check_log(from, exact)
   local list, last, over = lines(folder .. "/log"), 0, false
   for i = from, #list do
@@ -125,7 +125,7 @@ end)
 teardown(function() os.execute(("rm -r '%s'"):format(folder)) end)
 
 describe("a run that is killed", function()
-  -- The losses of a run that nobody kills, of one process and (their sums are rounded otherwise) of several.
+  -- The losses of a run without kills, of one process and of several (whose sums are rounded differently).
   before_each(function()
     os.execute(("rm -rf '%s/run' '%s/log'"):format(folder, folder))
     assert.equal(0, start(1, "none")[0])
@@ -146,8 +146,8 @@ describe("a run that is killed", function()
         local how = (draw(2) == 0 and "async " or "") .. (draw(2) == 0 and "folder" or "file")
         local victims = { draw(size) }
         if draw(2) == 0 then for rank = 0, size - 1 do victims[#victims + 1] = rank end end
-        -- Behind its first step; one in four from its start on, or, since a rank that never comes is waited for, from
-        -- where all have met.
+        -- The time begins after the run's first step. In one of four runs it begins at the start, or, since the others
+        -- wait for a rank that never comes, when all ranks have joined.
         local noted = draw(4) > 0 and from + 1 or size > 1 and from or 0
         local codes = start(size, how, noted, draw(300) / 1000, victims)
         for rank = 0, size - 1 do
@@ -165,8 +165,8 @@ describe("a run that is killed", function()
     end)
     if not ok then error(("PS_KILL_SEED=%d: %s"):format(began, tostring(problem)), 0) end
     assert.truthy(resumed > kills / 4, ("only %d of %d got as far as a step"):format(resumed, kills))
-    assert.equal(0, start(1, "file")[0], io.open(folder .. "/out0"):read("*a"))    -- and to its end
-    -- A run that was killed behind its last step has nothing left but its end.
+    assert.equal(0, start(1, "file")[0], io.open(folder .. "/out0"):read("*a"))    -- and runs to its end
+    -- A run that was killed after its last step only has to end.
     local _, last, over = check_log(from, exact)
     assert.truthy(over and (last == STEPS or last == 0 and reached == STEPS))
   end

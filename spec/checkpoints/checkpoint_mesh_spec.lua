@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints from one mesh of ranks to another: where a model is cut into stages, each rank holds some of it, and a
--- checkpoint is the same whoever wrote it. The format of their index: pieces of tensors, the version before it, and
--- versions to come.
+-- Checkpoints from one mesh of ranks to another: if a model is cut into stages, each rank holds a part of it, and all
+-- meshes write the same checkpoint. The format of their index: pieces of tensors, the previous version, and later
+-- versions.
 local ps = require "ps"
 local bit = require "bit"
 local check = require "spec.check_lib"
@@ -16,7 +16,7 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- Behind lib.begin, and for this process: an engine of a small model, and what it has, a line for each tensor.
+-- Code after lib.begin, and for this process: an engine of a small model, and its contents, a line for each tensor.
 local COMMON = [[
   local gpt2 = require "models.gpt2"
   local ffi, C = ps.ffi, ps.C
@@ -52,7 +52,7 @@ local COMMON = [[
 ]]
 local engine_of, lines_of = assert(loadstring("local ps = require 'ps'\n" .. COMMON .. "return engine_of, lines_of"))()
 
--- Ranks that load a checkpoint, say what they have, and save it.
+-- Ranks that load a checkpoint, print their contents, and save it.
 local SCRIPT = [[
   local model, optimizer = engine_of(stage, pp)
   local found = ps.checkpoints.load(from, { model = model, optimizer = optimizer })
@@ -61,7 +61,8 @@ local SCRIPT = [[
   ps.checkpoints.save(to, { model = model, optimizer = optimizer, step = found.step })
 ]]
 
--- Runs it; gives the lines of all ranks, sorted, equal ones once, and whether each rank had some but not all.
+-- Runs the ranks. Returns the sorted lines of all ranks without duplicates, and whether each rank had some but not all
+-- of them.
 local function through(size, pp, stage, from, to)
   local out = lib.check(folder, size, ("local pp, stage, from, to = %d, %d, %q, %q\n"):format(pp, stage, from, to)
     .. COMMON .. SCRIPT)
@@ -80,7 +81,7 @@ local function through(size, pp, stage, from, to)
 end
 
 describe("a checkpoint of one mesh", function()
-  it("has the same bits on any other: parameters, moments, numbers of updates", function()
+  it("has the same bits on any other: parameters, averages, numbers of updates", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     ps.manual_seed(8)
     local model, optimizer = engine_of(0)
@@ -127,7 +128,7 @@ local function write_index(path, index)
   write(path .. "/index.json", ('{"xxh3_64":"%s"'):format(bit.tohex(C.ps_xxh3('"' .. text, #text + 1), 16)) .. text)
 end
 
--- A folder of a checkpoint with tensors by rank. about: of each file, besides the usual.
+-- Makes a folder of a checkpoint with tensors by rank. about: further fields of each file.
 local function write_files(path, version, by_rank, about)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank, tensors in ipairs(by_rank) do
@@ -163,7 +164,7 @@ describe("the index of a checkpoint", function()
     assert.equal(3, checkpoints.load(path, { model = other }).step)
     assert.equal(check.bytes(model.weight), check.bytes(other.weight))
     assert.equal(check.bytes(model.bias), check.bytes(other.bias))
-    assert.equal(1, tonumber(ps.rng().offset))                   -- not as many ranks: rank 0's
+    assert.equal(1, tonumber(ps.rng().offset))                   -- another number of ranks: rank 0's state
     write_index(path, index { checksums = { weight = sums.bias, bias = sums.bias } })
     fails({ "weight", "checksum" }, function() checkpoints.load(path, { model = other }) end)
     write_index(path, index { weight_map = { weight = names.weight, bias = names.bias, more = names.bias } })
@@ -176,7 +177,7 @@ describe("the index of a checkpoint", function()
       function() checkpoints.load(path, { model = other }) end)
   end)
 
-  it("has tensors in pieces, which are put together, and must make up the whole", function()
+  it("has tensors in pieces, which are assembled, and must cover the whole", function()
     local whole = ps.randn { 6, 5 }
     local function cut(row, rows, column, columns)
       return whole:narrow(0, row, rows):narrow(1, column, columns):contiguous()

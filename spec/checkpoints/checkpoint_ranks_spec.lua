@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints of several processes: written by all ranks together, resumed on any number of them, and what is wrong on
--- one rank, or with one file, is an error on every rank that says what.
+-- Checkpoints of several processes: written by all ranks together, resumed on any number of them, and a fault on one
+-- rank, or in one file, is an error on every rank that names the fault.
 local lfs = require "lfs"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
@@ -16,8 +16,8 @@ local function write(name, text)
   f:close()
 end
 
--- Runs a script as `size` ranks at once, which has `folder`, `group`, `rank`, `size`, and what is behind it in `arg`;
--- gives each one's output and exit code.
+-- Runs a script as `size` ranks at once. The script has `folder`, `group`, `rank`, `size`, and the further arguments
+-- in `arg`. Returns the output and exit code of each rank.
 local function run(size, script, ...)
   local words = {}
   for i = 1, select("#", ...) do words[i] = ("%q"):format(tostring((select(i, ...)))) end
@@ -31,7 +31,7 @@ local function run(size, script, ...)
   ]]):format(folder, table.concat(words, ", "), folder) .. script)
 end
 
--- The same, and every rank must end well. `row(what)` gives what rank 0 printed behind "what ".
+-- The same, but every rank must succeed. `row(what)` returns the text that rank 0 printed after "what ".
 local function works(size, script, ...)
   local out = run(size, script, ...)
   for rank = 0, size - 1 do assert.equal(0, out[rank].code, out[rank].text) end
@@ -48,10 +48,9 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- Trains from the newest checkpoint to step arg[1], saving there; arg: step, async, "all" to save each step, ZeRO's
--- stage. Everything that a run has is in it: fp16 with a loss
--- scale that moves, a schedule, dropout, shuffled data, two micro-batches a step, frozen
--- parameters, a buffer.
+-- Trains from the newest checkpoint to step arg[1], and saves there; arg: step, async, "all" to save each step, ZeRO's
+-- stage. The run has every kind of state: fp16 with a changing loss scale, a schedule, dropout, shuffled data, two
+-- micro-batches per step, frozen parameters, a buffer.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
   local last, async, each, stage = tonumber(arg[1]), arg[2] == "async", arg[3] == "all", tonumber(arg[4] or 0)
@@ -85,7 +84,7 @@ local TRAIN = [[
       add(model:state_dict())
       add(optimizer:state_dict(model).tensors)
     end)
-    -- Where ranks own what they have: of all together, each tensor once.
+    -- If ranks own their state: all ranks together have each tensor once.
     local together, seen = {}, {}
     for _, text in ipairs(require("ps.dist.agree").texts(size > 1 and group or nil, table.concat(list, ";"))) do
       for row in text:gmatch("[^;]+") do
@@ -143,7 +142,7 @@ describe("a checkpoint of several processes", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
   before_each(text_file)
 
-  it("goes on on any number of ranks and in any stage", function()
+  it("continues on any number of ranks and in any stage", function()
     local wanted = rows(works(1, TRAIN, 12)[0].text, "step")
     os.execute(("rm -r '%s'/step* '%s/latest'"):format(folder, folder))
     local got, before = {}, nil
@@ -152,7 +151,7 @@ describe("a checkpoint of several processes", function()
       local out = works(size, TRAIN, 2 * i, i % 2 == 0 and "async" or "sync", "-", case[2])
       for rank = 0, size - 1 do
         local loaded = rows(out[rank].text, "loaded")[1]
-        assert.equal(before, loaded, out[rank].text)                   -- every rank has all of what was saved
+        assert.equal(before, loaded, out[rank].text)                   -- every rank has everything that was saved
       end
       local saved = rows(out[0].text, "saved")[1]
       before = saved:match("^%d+ %x+")
@@ -163,12 +162,12 @@ describe("a checkpoint of several processes", function()
     for i, row in ipairs(got) do
       local number, loss, tokens = row:match("(%S+) (%S+) (%S+)")
       local number0, loss0, tokens0 = wanted[i]:match("(%S+) (%S+) (%S+)")
-      assert.equal(number0 .. " " .. tokens0, number .. " " .. tokens)  -- the very same data
+      assert.equal(number0 .. " " .. tokens0, number .. " " .. tokens)  -- exactly the same data
       assert.near(tonumber(loss0), tonumber(loss), 2e-4)                -- sums are rounded to fp16
     end
   end)
 
-  it("goes on bit for bit on as many ranks, from every checkpoint of a run", function()
+  it("continues bit for bit on the same number of ranks, from every checkpoint of a run", function()
     for stage = 0, 3, 3 do
       local whole = works(2, TRAIN, 6, "async", "all", stage)
       os.execute(("cd '%s' && rm -r step-00000006 && echo step-00000004 > latest"):format(folder))
@@ -249,7 +248,7 @@ describe("a checkpoint of several processes", function()
     end
   end
 
-  it("is refused on every rank, with what is wrong, when files are missing, foreign, mixed or damaged", function()
+  it("is refused on every rank with the reason if files are missing, foreign, mixed or damaged", function()
     local out = works(2, MODEL .. [[
       step()
       checkpoints.save(folder .. "/a", parts)
@@ -294,7 +293,7 @@ describe("a checkpoint of several processes", function()
     assert.truthy(out[0].text:find("cannot be used: ", 1, true), out[0].text)
   end)
 
-  it("that one rank cannot write is an error on every rank, and leaves the one before", function()
+  it("that one rank cannot write is an error on every rank, and leaves the previous one", function()
     local out = works(2, MODEL .. [[
       local at = folder .. "/a"
       step()
@@ -324,7 +323,7 @@ describe("a checkpoint of several processes", function()
       case("begins again", save { async = true })
       case("full, told by the next", save())
       mend()
-      save()()                                             -- gives the memory of the copy back
+      save()()                                             -- releases the memory of the copy
       create.empty = function(shape, options)
         if rank == 1 and shape[1] > 10000 then error "none left" end
         return empty(shape, options)
@@ -356,11 +355,11 @@ describe("a checkpoint of several processes", function()
     assert.equal("latest\nstep-00000001\nstep-00000002\nstep-00000003\n", names)
   end)
 
-  it("is in shares of the same size, and of what a rank owns where it does not hold all", function()
+  it("is divided into equal shares, or by owner if ranks do not hold the whole state", function()
     local out = works(3, MODEL .. [[
       step()
       checkpoints.save(folder .. "/whole", parts)
-      -- As the engine does when parameters are sharded: each rank gives what it owns.
+      -- Like the engine if parameters are sharded: each rank passes the tensors that it owns.
       local owner = {}
       for i, row in ipairs(require("ps.nn.handle").of(model).built.list) do
         row.owner = (i * i) % 3
@@ -411,7 +410,7 @@ describe("a checkpoint of several processes", function()
     local owned = io.open(folder .. "/owned.safetensors"):read("*a")
     assert.truthy(#whole > 20000)
     assert.truthy(whole == owned)
-    -- The tool makes the very file that one process would have written.
+    -- The tool makes exactly the file that one process would have written.
     local function merge(arguments)
       return check.shell(("cd '%s' && '%s' '%s' %s"):format(folder, paths.exe, tool, arguments))
     end
@@ -426,7 +425,7 @@ describe("a checkpoint of several processes", function()
     assert.equal(0, os.execute(("ln -s owned/step-00000001/rank-00002-of-00003.safetensors '%s/alias.safetensors'")
       :format(folder)))
     assert.equal(0, os.execute(("printf x | dd of=%s bs=1 seek=4200 conv=notrunc 2>/dev/null"):format(shard)))
-    for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "is there already",
+    for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "exists already",
       ["owned --force --out owned/step-00000001/rank-00000-of-00003.safetensors"] = "choose another --out",
       ["owned --force --out alias.safetensors"] = "rank-00002-of-00003.safetensors, a part of the checkpoint",
       none = "holds no checkpoint", ["whole.safetensors"] = "is a file, not the folder", [""] = "say what to merge",
@@ -435,12 +434,12 @@ describe("a checkpoint of several processes", function()
       assert.equal(1, code, arguments .. ": " .. text)
       assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)
     end
-    text, code = merge "owned --out again.safetensors"     -- the refused ones left it whole
+    text, code = merge "owned --out again.safetensors"     -- the refused calls left it intact
     assert.equal(0, code, text)
     assert.truthy(whole == io.open(folder .. "/again.safetensors"):read("*a"))
   end)
 
-  it("goes back within its run only, and tells what is known when the others cannot be asked", function()
+  it("falls back only within its run, and reports what is known if the others cannot be reached", function()
     local SAVE = MODEL .. [[
       local sharded = with { shards = true }
       for _ = 1, tonumber(arg[1]) do step() end
@@ -449,7 +448,7 @@ describe("a checkpoint of several processes", function()
       if arg[2] then checkpoints.save(folder .. "/a", with { step = tonumber(arg[2]) }) end
     ]]
     works(2, SAVE, 3)                                      -- run A: step 3
-    works(2, SAVE, 4, 5)                                   -- run B, anew: steps 4, 5
+    works(2, SAVE, 4, 5)                                   -- run B, a new run: steps 4, 5
     local function damage(name)
       assert.equal(0, os.execute(("cd '%s/a/%s' && printf x | dd of=rank-00001-of-00002.safetensors bs=1 seek=4200 "
         .. "conv=notrunc 2>/dev/null"):format(folder, name)))
@@ -465,7 +464,7 @@ describe("a checkpoint of several processes", function()
     out = works(2, MODEL .. [[
       local agree = require "ps.dist.agree"
       local async = with { async = true }
-      local function alone(name)                           -- wait, while nobody can be asked
+      local function alone(name)                           -- wait, while no other rank can be reached
         local gather = group.all_gather
         rawset(group, "all_gather", function() error("the network is down", 0) end)
         local ok, problem = pcall(checkpoints.wait)
@@ -499,7 +498,7 @@ describe("a checkpoint of several processes", function()
     assert.truthy(text0:find "was not saved: .*the network is down$", text0)
   end)
 
-  it("is completed when the scripts end without waiting, the group closed or not", function()
+  it("is completed when the scripts end without waiting, with an open or a closed group", function()
     for i, ending in ipairs { "group:close()", "os.exit(0)" } do
       works(2, MODEL .. ("step()\ncheckpoints.save(folder .. '/e%d', with { async = true })\n%s"):format(i, ending))
       assert.truthy(lfs.attributes(("%s/e%d/step-00000001/index.json"):format(folder, i)))

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Checkpoints of one process: every byte has a checksum, a damaged checkpoint is named and the one before it used,
--- nothing that fails touches what was saved. In the background: checkpoint_async_spec.lua; several processes:
+-- Checkpoints of one process: every byte has a checksum, a damaged checkpoint is named and the previous one is used,
+-- and a failed save does not change what was saved. In the background: checkpoint_async_spec.lua; several processes:
 -- checkpoint_ranks_spec.lua; killed ones: checkpoint_kill_spec.lua.
 local ps = require "ps"
 local lfs = require "lfs"
@@ -41,7 +41,7 @@ describe("a checkpoint's bytes", function()
     end)
   end
 
-  it("may come from before there were checksums, or be checked by hand", function()
+  it("may be older than checksums, or be checked by hand", function()
     local run = new()
     saved(run, 1)
     local at = checkpoints.find(folder)
@@ -52,7 +52,7 @@ describe("a checkpoint's bytes", function()
     file:close()
     local wanted = values(run)
     step(run, 2)
-    -- as another program writes what it read: the digits are gone
+    -- like another program that rewrites the file: the checksums are lost
     safetensors.save(path("other.safetensors"), tensors, { format = "pt", psluajit = text })
     fails(function() checkpoints.load(path("other.safetensors"), run) end, "it has no checksums", "verify = false")
     checkpoints.load(path("other.safetensors"), { model = run.model, optimizer = run.optimizer, verify = false })
@@ -71,7 +71,7 @@ describe("a checkpoint's bytes", function()
 end)
 
 describe("a folder of checkpoints", function()
-  it("falls back to the one before a damaged one, and says so", function()
+  it("falls back to the one before a damaged one, and prints that", function()
     for _, sharded in ipairs { false, true } do
       local run = new()
       local after = saved(run, 3, { shards = sharded })
@@ -87,7 +87,7 @@ describe("a folder of checkpoints", function()
       for _, part in ipairs { "tensor '", name, "continuing from the checkpoint", "step-00000002" } do
         assert.truthy(text:find(part, 1, true), text)
       end
-      step(run, 3)                                                     -- and saves step 3 anew
+      step(run, 3)                                                     -- and saves step 3 again
       checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, shards = sharded })
       from, text = said(function() return checkpoints.load(folder, run) end)
       assert.equal(3, from.step)
@@ -97,7 +97,7 @@ describe("a folder of checkpoints", function()
     end
   end)
 
-  it("says what it is before anything is made for it", function()
+  it("can be identified before anything is made for it", function()
     for _, sharded in ipairs { false, true } do
       local run = new()
       saved(run, 2, { shards = sharded, extra = { options = { lr = 0.1, names = { "a", "b" } } } })
@@ -107,7 +107,7 @@ describe("a folder of checkpoints", function()
       assert.same(info, checkpoints.info(newest))
       local name = sharded and newest .. "/index.json" or newest
       write(name, read(name):sub(1, 100))
-      assert.equal(1, checkpoints.info(folder).step)                   -- where load would go on, too
+      assert.equal(1, checkpoints.info(folder).step)                   -- from which load would also continue
       fails(function() checkpoints.info(newest) end, name)
       os.execute(("rm -r '%s' && mkdir '%s'"):format(folder, folder))
     end
@@ -115,7 +115,7 @@ describe("a folder of checkpoints", function()
     fails(function() checkpoints.info() end, "ps.checkpoints.info: the path")
   end)
 
-  it("falls back within a run only: a process that loads goes on with that run, one that does not begins another",
+  it("falls back only within a run: a process that loads continues that run, another one begins a new run",
     function()
       local SAVE = [[
         local ps = require "ps"
@@ -140,7 +140,7 @@ describe("a folder of checkpoints", function()
       save("", "10, 20")                                               -- run A
       save("", "15")                                                   -- run B
       local good = read(path "step-00000015.safetensors")
-      for _, header in ipairs { false, true } do                       -- `latest` knows the run, too
+      for _, header in ipairs { false, true } do                       -- `latest` also names the run
         damage(15, header)
         said(function()
           fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "damaged",
@@ -149,17 +149,17 @@ describe("a folder of checkpoints", function()
         write(path "step-00000015.safetensors", good)
       end
       assert.equal(10, checkpoints.load(path "step-00000010.safetensors", run).step)
-      save("/step-00000010.safetensors", "16")                         -- run A goes on
+      save("/step-00000010.safetensors", "16")                         -- run A continues
       damage(16)
       local from = loaded()
-      assert.equal(10, from.step)                                      -- and not B's 15
+      assert.equal(10, from.step)                                      -- and not step 15 of B
       assert.equal(2, #from.skipped)
       assert.truthy(from.skipped[2].problem:find("00000015.safetensors belongs to another run", 1, true))
       save("", "17")                                                   -- run C
       damage(17)
       assert.falsy(pcall(loaded))
 
-      -- Older ones, which say nothing of a run, are of one another's.
+      -- Older checkpoints, which name no run, count as one run.
       for _, number in ipairs { 16, 17 } do os.remove(path(("step-%08d.safetensors"):format(number))) end
       for _, number in ipairs { 10, 15 } do
         local name = path(("step-%08d.safetensors"):format(number))
@@ -182,7 +182,7 @@ describe("a folder of checkpoints", function()
       end)
     end)
 
-  it("that has none left to fall back on says what is wrong with each", function()
+  it("without a usable predecessor names the fault of each", function()
     local run = new()
     saved(run, 2)
     local was = values(run)
@@ -199,7 +199,7 @@ describe("a folder of checkpoints", function()
     assert.equal(nil, checkpoints.find(path("nothing")))
   end)
 
-  it("is found by its names where `latest` is damaged, and has none without it", function()
+  it("is found by name if `latest` is damaged, and not found without that file", function()
     local run = new()
     local after = saved(run, 2)
     for _, text in ipairs { "step-0000\1\n", "", "step-00000007.safetensors\n" } do
@@ -239,7 +239,7 @@ describe("a folder of checkpoints", function()
     fails(function() checkpoints.load(name, run) end, "cannot read ", "index.json", "directory")
   end)
 
-  it("is asked for in ways that cannot be meant, and says what it takes", function()
+  it("refuses invalid arguments, and names the valid ones", function()
     local run = new()
     local function with(more)
       local parts = {}
@@ -268,7 +268,7 @@ describe("a folder of checkpoints", function()
   end)
 
   for _, form in ipairs { "file", "folder" } do
-    it("gives `extra` back as it was, bit for bit: " .. form, function()
+    it("returns `extra` unchanged, bit for bit: " .. form, function()
       local run = new()
       local list = { 0.1 + 0.2, 1 / 3, 2 ^ 53 - 1, -(2 ^ 53 - 1), 2 ^ 53, 1e14 + 1, 123456789012345678, 5e-324, -2e-308,
         1.7976931348623157e308, 0, 1, -7, 1e21, 100000000000001 }
@@ -277,11 +277,12 @@ describe("a folder of checkpoints", function()
       saved(run, 1, { shards = form == "folder", extra = extra })
       local back = checkpoints.load(folder, { model = run.model }).extra
       assert.equal(-math.huge, 1 / back.zero)
-      assert.same(extra, back)                              -- numbers by ==, so bit for bit but the sign of 0
+      -- compares numbers by ==, so bit for bit except for the sign of 0
+      assert.same(extra, back)
     end)
   end
 
-  it("refuses an `extra` that would come back as something else, and names the place", function()
+  it("refuses an `extra` that would be read back differently, and names the place", function()
     local run = new()
     local loop = {}
     loop.again = { loop }
@@ -319,11 +320,11 @@ describe("a folder of checkpoints", function()
     assert.equal(2, from.step)
     assert.equal(after[2], values(run))
     assert.truthy(text:find("step-00000002", 1, true), text)
-    saved(run, 1, { shards = true })                        -- and the next save takes it away
+    saved(run, 1, { shards = true })                        -- and the next save removes it
     assert.equal("latest step-00000001 step-00000003", names(folder))
   end)
 
-  it("keeps the newest K, leaves later steps and strangers alone, and takes what crashes left", function()
+  it("keeps the newest K, leaves later steps and foreign files alone, and removes the leftovers of crashes", function()
     local run = new()
     assert(lfs.mkdir(path("step-00000009")))
     assert(lfs.mkdir(path("step-00000001.tmp-0123456789abcdef")))
@@ -346,7 +347,7 @@ describe("a save that fails", function()
   local MODES = { file = {}, folder = { shards = true }, ["file, async"] = { async = true },
     ["folder, async"] = { async = true, shards = true } }
 
-  -- Fails request nth of what `switch` counts in a save of step 2, for every nth; step 1 must stay in force.
+  -- In a save of step 2, fails the nth request that `switch` counts, for every n. Step 1 must stay valid.
   local function walk(options, switch, off, left)
     local run, failed = new(), 0
     local after = saved(run, 1, options)
@@ -373,7 +374,8 @@ describe("a save that fails", function()
       assert.falsy(names(folder):find("tmp", 1, true), names(folder))
       local from, told = said(function() return checkpoints.load(folder, run) end)
       assert.equal("", told)
-      if ok then assert.equal(2, from.step) end                        -- a failed sync behind `latest` is after it
+      -- a failed sync after `latest` comes after the commit
+      if ok then assert.equal(2, from.step) end
       assert.equal(after[from.step], values(run))
       if from.step == 1 then step(run, 2) end
       assert.equal(after[2], values(run))
@@ -382,14 +384,14 @@ describe("a save that fails", function()
   end
 
   for name, options in pairs(MODES) do
-    it("leaves the one before, whatever the disk refuses: " .. name, function()
+    it("leaves the previous one, whatever the disk refuses: " .. name, function()
       for _, code in ipairs { ENOSPC, EIO } do
         local failed = walk(options, function(nth) C.ps_test_fail_file(nth, 1, code) end,
           function() C.ps_test_fail_file(-1, 0, 0) end, function() return tonumber(C.ps_test_fail_file_left()) end)
         assert.truthy(failed >= 7, failed)
       end
     end)
-    it("leaves the one before, whatever memory is refused: " .. name, function()
+    it("leaves the previous one, whatever request for memory fails: " .. name, function()
       local failed = walk(options, function(nth) C.ps_test_fail_alloc(nth, 2 ^ 40) end,
         function() C.ps_test_fail_alloc(-1, 0) end, function() return tonumber(C.ps_test_fail_alloc_left()) end)
       assert.truthy(failed >= 10, failed)
@@ -399,7 +401,7 @@ end)
 
 describe("tensors of the script", function()
   for _, form in ipairs { "file", "folder" } do
-    it("are saved with the rest, and read back into the script's: " .. form, function()
+    it("are saved with the rest, and read back into the script's tensors: " .. form, function()
       local run = new()
       local average, count = ps.randn { 3, 4 }, ps.tensor({ 7 }, { dtype = "int64" })
       local want = average:tolist()
@@ -418,7 +420,7 @@ describe("tensors of the script", function()
       fails(function() checkpoints.load(folder, run) end, "this checkpoint has no tensor 'other' of the script")
       assert.equal(before, values(run))
       run.tensors = nil
-      checkpoints.load(folder, run)                          -- they may stay unread
+      checkpoints.load(folder, run)                          -- they need not be read
       run.tensors = { "x" }
       fails(function() checkpoints.save(folder, run) end, "tensors has 1 = a string; it must have tensors by name")
       run.tensors = nil

@@ -71,7 +71,7 @@ local function shown(value)
   return copy
 end
 
--- What merging is by its definition: tables updated in the order of ranks.
+-- Merging by its definition: tables are updated in the order of ranks.
 local function update(into, from)
   for key, value in pairs(from) do
     local both = type(value) == "table" and type(into[key]) == "table" and not ps.is_tensor(value)
@@ -99,7 +99,7 @@ local function part(rank, n)
 end
 
 describe("tools/merge.lua", function()
-  it("merges .pt shards as tables are updated in the order of ranks", function()
+  it("merges .pt shards like tables that are updated in the order of ranks", function()
     for case = 1, 12 do
       math.randomseed(case)
       local n = math.random(1, 5)
@@ -143,7 +143,7 @@ describe("tools/merge.lua", function()
   end)
 
   it("gathers strided tensors", function()
-    for _, size in ipairs { { 2, 3 }, { 2049, 2051 } } do  -- of one piece and of three
+    for _, size in ipairs { { 2, 3 }, { 2049, 2051 } } do  -- tensors of one piece and of three
       local rows, columns = size[1], size[2]
       local values = ps.arange(rows * columns, { dtype = "int32" })
       write_raw("c-0.pt", values, { rows, columns }, { 1, rows })
@@ -160,7 +160,7 @@ describe("tools/merge.lua", function()
     end
   end)
 
-  it("keeps views whose elements share bytes as they are", function()
+  it("keeps views whose elements share bytes", function()
     local line = ps.arange(2 ^ 16, { dtype = "int32" })
     write_raw("c-0.pt", line, { 2 ^ 40, 3, 2 }, { 0, 1, 3 })
     write_raw("c-1.pt", line, { 2 ^ 40, 3, 2 }, { 0, 1, 3 })
@@ -181,7 +181,7 @@ describe("tools/merge.lua", function()
       "--pattern=c-*.pt --num=1 --force --out x.safetensors")
   end)
 
-  it("is done at once with tables that occur on very many paths", function()
+  it("is fast for tables that occur on very many paths", function()
     for rank = 0, 1 do
       local list, dict = { 1, rank }, { x = ps.ones { 1 }, ["only" .. rank] = ps.zeros { 2 } }
       for _ = 1, 40 do list, dict = { list, list }, { a = dict, b = dict } end
@@ -212,7 +212,7 @@ describe("tools/merge.lua", function()
     assert.same(w:tolist(), back.wte:tolist())
   end)
 
-  it("takes the last of what differs and says so, or refuses it with --strict", function()
+  it("uses the last of different values and prints that, or refuses them with --strict", function()
     ps.save({ w = ps.ones { 2, 2 }, step = 1, same = ps.ones { 3 }, a = { x = 1 } }, path "c-0.pt")
     ps.save({ w = ps.zeros { 2, 2 }, step = 2, same = ps.ones { 3 }, a = { x = 1, y = 2 } }, path "c-1.pt")
     fails({ "'step', a value, differs between c-0.pt and c-1.pt" }, "--pattern=c-*.pt --num=2 --strict --out a.pt")
@@ -226,14 +226,14 @@ describe("tools/merge.lua", function()
     assert.same({ 2, { x = 1, y = 2 } }, { back.step, back.a })
   end)
 
-  it("takes none as nothing", function()
+  it("treats None as absent", function()
     local none = ps.serialize.none
     ps.save({ w = ps.ones {}, l = { none, 2, 3 }, m = {}, n = { [0] = 1 } }, path "c-0.pt")
     ps.save({ l = { 1, none }, m = { 4 }, n = { 5 } }, path "c-1.pt")
     merges("--pattern=c-*.pt --num=2 --strict")
     local back = ps.load(path "c-merged.pt")
     assert.same({ { 1, 2, 3 }, { 4 }, { [0] = 1, 5 } }, { back.l, back.m, back.n })
-    local kind = require("ps.io.torch_pt").kind               -- what PyTorch will see
+    local kind = require("ps.io.torch_pt").kind               -- the values that PyTorch reads
     assert.same({ "list", "list", "dict" }, { kind(back.l), kind(back.m), kind(back.n) })
   end)
 
@@ -264,8 +264,8 @@ describe("tools/merge.lua", function()
       ps.save({ ["w" .. rank] = ps.randn { 1000 } }, path("s-" .. rank .. ".safetensors"))
     end
     fails({ "2 of 5 shards are missing: c-3.pt, c-4.pt" }, "--pattern=c-*.pt --num=5")
-    fails({ "there is a shard c-2.pt beyond --num=2" }, "--pattern=c-*.pt --num=2")
-    assert.truthy(merges("--pattern=c-*.pt --num=2 --force"):find("c-2.pt beyond --num=2: left out", 1, true))
+    fails({ "there is a shard c-2.pt, but --num=2" }, "--pattern=c-*.pt --num=2")
+    assert.truthy(merges("--pattern=c-*.pt --num=2 --force"):find("c-2.pt, but --num=2: left out", 1, true))
     os.remove(path "c-merged.pt")
     local good = read "c-1.pt"
     local at = good:find("archive/data/0", 1, true) + 1000
@@ -275,7 +275,7 @@ describe("tools/merge.lua", function()
       write("c-1.pt", bad)
       fails({ "c-1.pt" }, "--pattern=c-*.pt --num=3")
     end
-    write("c-1.pt", read "s-1.safetensors")                -- told by what is in it
+    write("c-1.pt", read "s-1.safetensors")                -- recognised by its contents
     merges("--pattern=c-*.pt --num=3")
     os.remove(path "c-merged.pt")
     write("s-1.safetensors", read("s-1.safetensors"):sub(1, -2))
@@ -284,10 +284,10 @@ describe("tools/merge.lua", function()
     fails({ "c-1.pt", "a folder" }, "--pattern=c-*.pt --num=3")
   end)
 
-  it("leaves what is there alone when there is no room, or --force is not given", function()
+  it("leaves existing files alone if there is no room, or without --force", function()
     for rank = 0, 1 do ps.save({ ["w" .. rank] = ps.randn { 50000 } }, path("c-" .. rank .. ".pt")) end
     write("c-merged.pt", "older")
-    fails({ "c-merged.pt is there already; --force" }, "--pattern=c-*.pt --num=2")
+    fails({ "c-merged.pt exists already; --force" }, "--pattern=c-*.pt --num=2")
     fails({ "c-merged.pt", "ulimit -f" }, "--pattern=c-*.pt --num=2 --force", "ulimit -f 300;")
     fails({ "x.safetensors", "ulimit -f" }, "--pattern=c-*.pt --num=2 --out x.safetensors", "ulimit -f 300;")
     assert.equal("older", read "c-merged.pt")
@@ -300,7 +300,7 @@ describe("tools/merge.lua", function()
   it("explains its options", function()
     ps.save({ w = ps.ones { 1 } }, path "c-0.pt")
     assert.truthy(merges("--help"):find "%-%-pattern")
-    fails({ "the format of 'c-merged.npz' is not clear" }, "--pattern=c-*.npz --num=1")
+    fails({ "the name 'c-merged.npz' does not say its format" }, "--pattern=c-*.npz --num=1")
     fails({ "format of 'x'" }, "--pattern=c-*.pt --num=1 --out x")
     fails({ "'c-0.pt' has no * for the rank" }, "--pattern=c-0.pt --num=1")
     fails({ "'c-0.pt' is followed by c-1.pt", "quoted" }, "--pattern c-0.pt c-1.pt --num=2")
@@ -322,7 +322,7 @@ describe("tools/merge.lua", function()
       local text = p:read("*a")
       p:close()
       assert.truthy(tonumber(text), text)
-      assert.truthy(tonumber(text) < 90e6, text)           -- the program itself takes some 30 MB
+      assert.truthy(tonumber(text) < 90e6, text)           -- the program itself uses about 30 MB
     end
   end)
 end)

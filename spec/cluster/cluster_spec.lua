@@ -1,20 +1,23 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- `make test-cluster`: a small training (train.lua) under the real launchers, and on two hosts in network namespaces,
--- gives one process's losses; a cut link, a killed rank and what cannot work end every rank in bounded time. What this
--- machine lacks is skipped by name. Each run has a process namespace of its own, if that can be had, and a time limit.
+-- has one process's losses; a cut link, a killed rank and invalid settings end every rank in bounded time. Tests for
+-- which this machine lacks something are skipped by name. Each run has a process namespace of its own, if that can be
+-- had, and a time limit.
 local paths = require "ps.paths"
 
 local no_gloo = require("spec.ranks_lib").no_gloo()
 local here = paths.root .. "/spec/cluster"
-local ABSENT = 77                         -- exit code of a script in this folder: what it starts cannot be had here
-local LIMIT_S = 100                       -- of a run: it ends what hangs
-local FAR_S = 10 * LIMIT_S                -- time-out of groups that end by something else, so that no end waits for it
+local ABSENT = 77                         -- exit code of a script in this folder that cannot start its program here
+local LIMIT_S = 100                       -- seconds of a run, which end one that hangs
+-- time-out of groups that must end for another reason, so that it is never reached
+local FAR_S = 10 * LIMIT_S
 local folder
 
 local function sh(command) return os.execute(command .. " >/dev/null 2>&1") == 0 end
 local function has(program) return sh("command -v " .. program) end
 
--- A process namespace, as root or as a user who may be root in one of his own: what a run leaves ends with it.
+-- A process namespace, as root or as a user who may be root in a namespace of his own. All processes of a run end with
+-- it.
 local contained = ""
 for _, user in ipairs { "", "--map-root-user " } do
   local command = ("unshare %s--pid --fork --mount-proc --kill-child "):format(user)
@@ -28,12 +31,12 @@ local function write(name, text)
   return folder .. "/" .. name
 end
 
--- What every script may use.
+-- Variables for every script.
 local FUNCTIONS = [[
   free_port() { $PSLUAJIT -e 'print((assert(require("ps.launch.port").free())))'; }
 ]]
 
---- Runs a shell script, with `before` in front of its shell: its output and exit code.
+--- Runs a shell script, with the command `before` before its shell. Returns its output and exit code.
 ---@param script string
 ---@param before? string
 local function run(script, before)
@@ -65,7 +68,7 @@ local function as_one(text, source, size)
   assert.matches(("source %s, %d ranks\n"):format(source, size), text, 1, true)
 end
 
---- A training by `command` that needs `program`.
+--- Tests a training by `command` that needs `program`.
 local function trains(name, program, source, command)
   it(name, function()
     if not has(program) then
@@ -105,14 +108,14 @@ describe("a training", function()
     trains("Slurm's srun", "slurmctld", "Slurm", "$HERE/one_node_slurm.sh srun -n 2 --overcommit $PSLUAJIT $TRAIN")
     trains("Slurm's srun with PMI-2", "slurmctld", "PMI",
       "$HERE/one_node_slurm.sh srun --mpi=pmi2 -n 2 --overcommit $PSLUAJIT $TRAIN")
-    -- With output by its files: without, Debian's torchrun 1.13 fails under its own Python 3.11.
+    -- With output to files: without that, Debian's torchrun 1.13 fails under its own Python 3.11.
     local TORCHRUN = "torchrun --no_python --nproc_per_node 2 --monitor_interval 1 -r 1 -t 1 --log_dir $MARKS/logs "
     trains("torchrun", "torchrun", "torchrun", TORCHRUN .. "--standalone $PSLUAJIT $TRAIN")
     trains("torchrun with an address", "torchrun", "torchrun",
       TORCHRUN .. "--master_addr 127.0.0.1 --master_port $(free_port) $PSLUAJIT $TRAIN")
   end)
 
-  -- Both ranks raise the same error, then one of them alone. A shell keeps each rank for a while, since launchers end
+  -- Both ranks raise the same error, then only one of them. A shell keeps each rank for a while, since launchers end
   -- the other ranks at once.
   describe("whose script fails prints the error once:", function()
     setup(function()
@@ -167,8 +170,8 @@ describe("a training", function()
       return
     end
 
-    --- `alpha` and `beta` run at once, each on its host; then `middle`. What each said and its exit code, and how
-    --- many bytes alpha received over the link.
+    --- `alpha` and `beta` run at once, each on its host; then `middle`. Returns the output and exit code of each, and
+    --- the number of bytes that alpha received over the link.
     local function two(alpha, beta, middle)
       write("alpha.sh", alpha)
       write("beta.sh", beta)
@@ -194,7 +197,7 @@ describe("a training", function()
       return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
     end
 
-    -- Until each of two ranks has trained for some steps.
+    -- Waits until each of two ranks has trained for some steps.
     local TRAINING = "for r in 0 1; do for _ in $(seq 400); do [ -e rank.$r ] && break; sleep 0.05; done; done; "
 
     for stage = 0, 3 do
@@ -207,7 +210,7 @@ describe("a training", function()
       end)
     end
 
-    it("warns where there is no secret, and needs none that differ", function()
+    it("warns if there is no secret, and refuses secrets that differ", function()
       local warning = "this run has no secret (PS_SECRET): any process that can connect to tcp://10.77.0.1:29500"
       local command = "$LAUNCH --nnodes 2 --master-addr 10.77.0.1 --nproc-per-node 1 --grace 3 --node-rank %d $TRAIN"
       local alpha, beta = launchers("--nproc-per-node 1")
@@ -230,7 +233,7 @@ describe("a training", function()
       assert.matches("ranks are on several machines, and 127.0.0.1 is a loopback address", alpha.text, 1, true)
     end)
 
-    it("listens on the link's address alone", function()
+    it("listens only on the link's address", function()
       local alpha = two(("PS_CLUSTER_TIMEOUT=4 $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --nproc-per-node 1 "
         .. "--node-rank 0 $TRAIN & for _ in $(seq 100); do grep -q ' 0A ' /proc/net/tcp && break; sleep 0.05; done; "
         .. "grep -h ' 0A ' /proc/net/tcp /proc/net/tcp6 | sed 's/^ *[0-9]*: /listens /'; wait"), "true")
@@ -238,7 +241,7 @@ describe("a training", function()
       assert.equal(1, select(2, alpha.text:gsub("listens ", "")), alpha.text)
     end)
 
-    it("has them in pods of a PyTorchJob, with a rank in each or several", function()
+    it("has the same losses in pods of a PyTorchJob, with one rank in each or several", function()
       local job = "export WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=23456 PET_NNODES=2 PET_NPROC_PER_NODE=%s "
         .. "PET_MASTER_ADDR=10.77.0.1 PET_MASTER_PORT=23456 RANK=%d PET_NODE_RANK=%d\n%s $TRAIN"
       for size, how in pairs { [2] = { "auto", "$PSLUAJIT" }, [4] = { "2", "$LAUNCH" } } do
@@ -264,7 +267,7 @@ describe("a training", function()
       assert.matches("^%[1%] [^\n]*psluajit: [^\n]*rank 0 %(alpha%) is silent", beta.text)
     end)
 
-    it("goes on after a killed rank when both launchers start their ranks again", function()
+    it("continues after a killed rank if both launchers restart their ranks", function()
       local alpha, beta = launchers("--nproc-per-node 1 --max-restarts 1", TRAINING .. "kill -9 $(cat rank.1)")
       assert.same({ 0, 0 }, { alpha.code, beta.code }, alpha.text .. beta.text)
       assert.matches("launch: restart 1 of 1", alpha.text, 1, true)
@@ -272,7 +275,7 @@ describe("a training", function()
       as_one(alpha.text:match("launch: restart 1 of 1\n(.*)$"), "torchrun", 2)
     end)
 
-    it("ends on both when the nodes do not agree on the number of ranks", function()
+    it("ends on both if the nodes disagree on the number of ranks", function()
       local command = "PS_CLUSTER_TIMEOUT=%d $LAUNCH --nnodes 2 --master-addr 10.77.0.1 --grace 3 --node-rank %d "
         .. "--nproc-per-node %d $TRAIN"
       local alpha, beta = two(command:format(FAR_S, 0, 1), command:format(FAR_S, 1, 2))

@@ -1,16 +1,16 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Starts a Slurm of one node, this machine, with a munge of its own, runs a command under it and stops what it started.
-# Everything lies in a temporary folder; a Slurm or munge that the machine has is not touched.
+# Starts a Slurm with this machine as its only node and its own munge, runs a command under it, and stops both. All
+# files are in a temporary folder; an existing Slurm or munge is not touched.
 #   one_node_slurm.sh srun -n 2 COMMAND...
-# Needs slurm-wlm and munge; tried as root. Exit code 77: it did not come up, and standard error says why.
+# Needs slurm-wlm and munge; tested as root. Exit code 77: Slurm did not start, and standard error says why.
 dir=$(mktemp -d) || exit 1
 host=$(hostname -s)
 stop() {
   for name in slurmd slurmctld munged; do
     pid=$(cat "$dir/$name.pid" 2>/dev/null) && kill "$pid" 2>/dev/null
   done
-  for _ in 1 2 3 4 5 6 7 8 9 10; do                       # they write their state, and their pid files go
+  for _ in 1 2 3 4 5 6 7 8 9 10; do                       # they write their state, and remove their pid files
     [ -e "$dir/slurmd.pid" ] || [ -e "$dir/slurmctld.pid" ] || [ -e "$dir/munged.pid" ] || break
     sleep 0.3
   done
@@ -24,7 +24,7 @@ give_up() {
   exit 77
 }
 
-chmod 755 "$dir"                                          # munge wants its socket reachable
+chmod 755 "$dir"                                          # munge requires that its socket is reachable
 mkdir "$dir/state" "$dir/spool"
 dd if=/dev/urandom of="$dir/munge.key" bs=128 count=1 2>/dev/null
 chmod 400 "$dir/munge.key"

@@ -1,12 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Faults in each kind of action of a pipeline, on each rank, by hand: what the other ranks are told, and after how many
--- seconds. Three ranks train under zb_h1; in their second step one of them meets its fault.
+-- Causes faults in each kind of action of a pipeline, on each rank, and prints the other ranks' errors and the seconds
+-- until them. Run it by hand. Three ranks train under zb_h1; in their second step one of them has the fault.
 --   psluajit spec/cluster/pipeline_faults.lua [FAULTS [ACTIONS [RANKS]]]     e.g. "kill stop" "F W" 1
 -- FAULTS: kill (SIGKILL), stop (SIGSTOP for 6 s), lua (an error in Lua), memory (every request fails), disk (every
--- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE; B, W and REDUCE run in C alone, where
--- an error in Lua cannot come up. PS_SLOW=SECONDS: an action takes so long.
--- A line for each case; its last words are those of the lowest other rank. It ends with 1 where a rank hung or named
--- nobody.
+-- write fails, as on a full disk). ACTIONS: F, B, W, REDUCE, YIELD, NORM, UPDATE; B, W and REDUCE run entirely in C,
+-- where no error in Lua can occur. PS_SLOW=SECONDS: the duration of an action. Prints a line for each case, which ends
+-- with the error of the lowest other rank. The exit code is 1 if a rank hung or named no rank.
 local lib = require "spec.ranks_lib"
 
 local SCRIPT = [[
@@ -40,14 +39,14 @@ local SCRIPT = [[
     met = true
     faults[FAULT]()
   end
-  -- C performs B, W and REDUCE on its way to an event: signals come in the middle of them; memory and disk fail from
-  -- the event before on.
+  -- C performs B, W and REDUCE before it reaches an event: signals arrive in the middle of them; memory and disk fail
+  -- from the previous event on.
   local IN_C = { B = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT, REDUCE = C.PS_ACT_REDUCE }
   local own = {}
   for _, kind in pairs(IN_C) do own[kind] = true end
   local SIGNALS = { kill = signal.SIGKILL, stop = signal.SIGSTOP }
   local row, events = require("ps.nn.handle").of(model).driver.pipe:actions(4), 0
-  local function follows()                                        -- whether it comes before the next event
+  local function follows()                                        -- whether the action precedes the next event
     local n = 0
     for _, action in ipairs(row) do
       local kind, _, micro = unpack(action)
@@ -117,7 +116,7 @@ for fault in faults:gmatch "%a+" do
   for action in actions:gmatch "%a+" do
     for victim in meets(fault, action) and victims:gmatch "%d+" or function() end do
       local all = lib.run(folder, 3, SCRIPT:format(fault, action, victim, slow, folder),
-        fault == "disk" and "PS_STRESS=1" or nil)               -- chunks go to the disk and come back at every pin
+        fault == "disk" and "PS_STRESS=1" or nil)               -- chunks move to the disk and back at every pin
       local line, said = {}, nil
       for rank = 0, 2 do
         local seconds, words = all[rank].text:match "told after ([%d.]+) s: ([^\n]*)"

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What spec/cluster starts under every launcher: a small training whose batches do not depend on the number of ranks.
--- Rank 0 prints where the ranks came from and each step's loss over the whole batch. With PS_CLUSTER_MARKS, a folder,
--- each rank of the first attempt writes its process id there after the second step (MARKS/rank.N), and goes on until
--- something happens to it. PS_CLUSTER_TIMEOUT: of that attempt's group, in seconds.
+-- The training that spec/cluster starts under every launcher. It is small, and its batches do not depend on the number
+-- of ranks. Rank 0 prints the origin of the ranks' numbers and each step's loss over the whole batch. With
+-- PS_CLUSTER_MARKS, a folder, each rank of the first attempt writes its process id there after the second step
+-- (MARKS/rank.N), and continues until it is interrupted. PS_CLUSTER_TIMEOUT: of that attempt's group, in seconds.
 -- PS_CLUSTER_STAGE: zero_optimization.stage.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"

@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs a command where this machine is two hosts: network namespaces "alpha" (10.77.0.1, where the command runs) and
-# "beta" (10.77.0.2), joined by a veth pair. The command runs others on beta by `$ON_BETA COMMAND`, reads what went over
-# the link in /proc/net/dev (ps0) and cuts it by `ip link set ps0 down`. Nothing outside changes, and everything started
-# in here goes with this script, however it ends.
+# Runs a command on two hosts that this machine simulates: network namespaces "alpha" (10.77.0.1, where the command
+# runs) and "beta" (10.77.0.2), joined by a veth pair. The command runs others on beta by `$ON_BETA COMMAND`, reads the
+# bytes sent over the link in /proc/net/dev (ps0), and cuts the link by `ip link set ps0 down`. Nothing outside
+# changes, and every process started here ends with this script, however it ends.
 #   two_hosts.sh COMMAND...
-# Needs iproute2 and util-linux, as root or where users may have namespaces. Exit code 77: not here, and standard error
-# says why.
+# Needs iproute2 and util-linux, as root or if users may create namespaces. Exit code 77: this is not possible here,
+# and standard error says why.
 if [ "$1" != --inside ]; then
   for user in "" --map-root-user; do
     spaces="unshare $user --net --uts --pid --fork --mount-proc --kill-child"

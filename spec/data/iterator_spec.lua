@@ -5,7 +5,7 @@ local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local nn, F = ps.nn, ps.F
 
--- Epochs of three batches by names, whose values tell epoch and batch.
+-- Epochs of three named batches, whose values identify epoch and batch.
 local function make(epoch, from)
   local i = from - 1
   return function()
@@ -57,7 +57,7 @@ describe("a loader over a Lua iterator", function()
     os.execute(("rm -r '%s'"):format(folder))
   end)
 
-  it("refuses what is no iterator and no batch, by name", function()
+  it("refuses values that are not iterators or batches, by name", function()
     fails(function() ps.data.iterate(3) end, "ps.data.iterate")
     fails(function() ps.data.iterate(function() return {} end):next() end, "make(0) returned a table")
     fails(function() ps.data.iterate(function() return function() return { 1 } end end):next() end,

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training on packed rows that is killed (SIGKILL) at drawn moments, on 1, 2 and 3 ranks in turn: among the steps that
--- checkpoints hold, each example comes once per epoch. On one rank losses have the bits of a run that nobody killed.
+-- Training on packed rows is killed (SIGKILL) at random times, on 1, 2 and 3 ranks in turn: in the steps that
+-- checkpoints contain, each example occurs once per epoch. On one rank losses have the bits of a run without kills.
 -- PS_FULL=1 kills 20 times; PS_KILL_SEED=n repeats the draws of one run.
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
@@ -77,7 +77,7 @@ local function write(name, text)
   f:close()
 end
 
--- Runs one attempt; kills a drawn rank, or all, `seconds` after the first step, if they are given.
+-- Runs one attempt. If `seconds` is given, kills a random rank, or all, this long after the first step.
 local function start(size, attempt, seconds)
   local parts = { ("n=$(cat '%s/log0' 2>/dev/null | wc -l)"):format(folder) }
   for rank = 0, size - 1 do
@@ -92,7 +92,7 @@ local function start(size, attempt, seconds)
     for rank = 0, size - 1 do
       if rank == one or draw(2) == 0 then parts[#parts + 1] = ("kill -9 $p%d 2>/dev/null"):format(rank) end
     end
-    -- A rank whose group has lost one ends by itself; the next attempt must not meet it.
+    -- A rank whose group has lost a member ends by itself; the next attempt must not connect to it.
     parts[#parts + 1] = "sleep 0.2"
     for rank = 0, size - 1 do parts[#parts + 1] = ("kill -9 $p%d 2>/dev/null"):format(rank) end
   end
@@ -102,7 +102,8 @@ local function start(size, attempt, seconds)
   return tonumber(io.open(folder .. "/code0"):read "*l")
 end
 
--- What the last attempt that came to each step noted: by step {attempt =, size =, epoch =, loss =, numbers =, ranks =}.
+-- The notes of the last attempt that reached each step: by step {attempt =, size =, epoch =, loss =, numbers =, ranks
+-- =}.
 local function steps_of()
   local steps = {}
   for rank = 0, 2 do
@@ -166,7 +167,7 @@ local function killed(sizes)
 end
 
 describe("packed rows of a mixture, in a run that is killed,", function()
-  it("come once per epoch, with the bits of a run that nobody killed", function()
+  it("occur once per epoch, with the bits of a run without kills", function()
     assert.equal(0, start(1, 0), io.open(folder .. "/out0"):read "*a")
     local want = steps_of()
     check_examples(want)
@@ -179,7 +180,7 @@ describe("packed rows of a mixture, in a run that is killed,", function()
     for step, at in ipairs(want) do assert.same({ at.loss, at.numbers }, { got[step].loss, got[step].numbers }) end
   end)
 
-  it("come once per epoch on 1, 2 and 3 ranks in turn", function()
+  it("occur once per epoch on 1, 2 and 3 ranks in turn", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     killed { 1, 2, 3 }
   end)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loader on several ranks: together they give the rows of one process, in its order, from epoch to epoch and when
--- a run goes on with another number of ranks.
+-- The loader on several ranks: together they return the rows of one process, in its order, from epoch to epoch and
+-- when a run continues with another number of ranks.
 local ps = require "ps"
 local ffi = require "ffi"
 
@@ -16,7 +16,7 @@ setup(function()
 end)
 teardown(function() os.remove(path) end)
 
--- One loader a rank.
+-- One loader per rank.
 local function world(size, options)
   local loaders = {}
   for rank = 0, size - 1 do
@@ -27,7 +27,7 @@ local function world(size, options)
   return loaders
 end
 
--- The next batch of all ranks as rows of x and y; with it the address of dropout's random numbers on each rank.
+-- The next batch of all ranks as rows of x and y; and the offset of dropout's random numbers on each rank.
 local function rows_of(loaders, into)
   for _, loader in ipairs(loaders) do
     local x, y = loader:next()
@@ -58,7 +58,7 @@ local function fails(words, fn)
 end
 
 describe("the loader on several ranks", function()
-  it("gives the rows of one process in order, and goes on with any number of ranks", function()
+  it("gives the rows of one process in order, and continues with any number of ranks", function()
     local seed = tonumber(os.getenv("PS_LOADER_SEED"))
     for case = seed or 1, seed or CASES do
       math.randomseed(case)
@@ -78,11 +78,11 @@ describe("the loader on several ranks", function()
       local want = rows(one, steps)
       local n = sizes[draw(#sizes)]
       local many, got, done = loaders(n), {}, 0
-      while done < steps do                                -- runs of some steps each, every one on its own world size
+      while done < steps do                                -- runs of some steps each, with different world sizes
         local now = math.min(steps - done, draw(steps))
         for _ = 1, now do rows_of(many, got) end
         done = done + now
-        local state = many[draw(n)]:state_dict()           -- any rank's: they are the same
+        local state = many[draw(n)]:state_dict()           -- that of any rank: they are equal
         assert.same(state, many[1]:state_dict(), label)
         n = sizes[draw(#sizes)]
         many = loaders(n)
@@ -92,7 +92,7 @@ describe("the loader on several ranks", function()
     end
   end)
 
-  it("gives each window once an epoch", function()
+  it("gives each window once per epoch", function()
     local loaders, seen, count = world(3, { batch = 2, seq = 4, seed = 5, last = 4 * 31 }), {}, 0
     assert.equal(5, loaders[1].batches)
     for _, loader in ipairs(loaders) do
@@ -106,7 +106,7 @@ describe("the loader on several ranks", function()
     assert.equal(30, count)
   end)
 
-  it("goes on with another global batch where that is exact", function()
+  it("continues with another global batch if that is exact", function()
     local function loader(batch, size, rank)
       return ps.data.loader { shards = { path }, batch = batch, seq = 5, seed = 2, last = 5 * 34, world_size = size,
         rank = rank }
@@ -137,7 +137,7 @@ describe("the loader on several ranks", function()
     end
   end)
 
-  it("reads states from before there were ranks, and refuses what is none", function()
+  it("reads states of versions without ranks, and refuses invalid ones", function()
     local options = { shards = { path }, batch = 2, seq = 5, seed = 2, world_size = 2 }
     local loader = ps.data.loader(options)
     loader:load_state_dict { position = { epoch = 1, batch = 7 }, batch = 4, seq = 5, shuffle = true, seed = "2",
@@ -151,7 +151,7 @@ describe("the loader on several ranks", function()
     end)
   end)
 
-  it("refuses ranks that are none", function()
+  it("refuses invalid ranks", function()
     local function loader(rank, size)
       return function() ps.data.loader { shards = { path }, batch = 2, seq = 5, rank = rank, world_size = size } end
     end
@@ -172,7 +172,7 @@ describe("loaders of ranks that train together", function()
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
 
-  -- Two ranks train a moment on what `options` says of each; what each said at the end.
+  -- Two ranks train for a moment with `options` of each. Returns the last output of each.
   local function train(options)
     local all = lib.run(folder, 2, lib.begin(folder) .. ([[
       local gpt2 = require "models.gpt2"
@@ -203,7 +203,7 @@ describe("loaders of ranks that train together", function()
     return all[0].text, all[1].text
   end
 
-  it("are refused where they read other data, in another order or other sizes", function()
+  it("are refused if they read different data, in different orders or sizes", function()
     for options, words in pairs {
       ["function(rank) return { file = folder .. '/text' .. rank } end"] = "4001 tokens in 1 shards (sample ",
       ["function(rank) return { seed = rank } end"] = "shuffled with seed 1; on rank 0 4001 tokens",
@@ -217,7 +217,7 @@ describe("loaders of ranks that train together", function()
     end
   end)
 
-  it("train where they read the same, or what each was told to", function()
+  it("train if they read the same data, or explicitly different rows", function()
     local apart = "function(rank) return { file = folder .. '/text' .. rank, rank = 0, world_size = 1 } end"
     for _, options in ipairs { "function() return {} end", apart } do
       assert.same({ "trained\n", "trained\n" }, { train(options) })

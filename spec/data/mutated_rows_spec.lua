@@ -157,7 +157,7 @@ describe("random expressions of a template", function()
     return "-" .. v
   end
 
-  it("give a text, or an error of Python's or ours", function()
+  it("give a text, or an error of Python's or psluajit's", function()
     math.randomseed(SEED)
     local messages = { { role = "user", content = "h\195\169llo <b>" }, { role = "assistant", content = "ok" } }
     local rendered = 0

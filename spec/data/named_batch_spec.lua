@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches and outputs by names, as transformers has them: what gpt2 makes of input_ids, labels and attention_mask, and
--- what engines do with them, which is what they do with the same tensors in order, to the bit.
+-- Batches and outputs by names, as in transformers: gpt2's results for input_ids, labels and attention_mask, and
+-- engines, which have the same bits as with the same positional tensors.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
@@ -24,7 +24,7 @@ local function tokens(seed, hidden, columns)
   return ids, labels
 end
 
--- The same targets as gpt2's second argument: what each position should give.
+-- The same targets as gpt2's second argument: the target of each position.
 local function shifted(labels)
   local y = ps.full(labels:shape(), -100, { dtype = labels:dtype() })
   y:narrow(1, 0, labels:size(1) - 1):copy_(labels:narrow(1, 1, labels:size(1) - 1))
@@ -37,7 +37,7 @@ describe("gpt2 with a batch by names", function()
     model = gpt2.new "tiny"
   end)
 
-  it("gives the loss of labels shifted by one, or logits", function()
+  it("returns the loss of labels shifted by one, or logits", function()
     local ids, labels = tokens(5, 3)
     local out = model { input_ids = ids, labels = labels }
     assert.is_nil(out.logits)
@@ -51,7 +51,7 @@ describe("gpt2 with a batch by names", function()
     assert.equal(0, (model { input_ids = ids:narrow(1, 0, 1), labels = labels:narrow(1, 0, 1) }).loss:item())
   end)
 
-  it("hides what attention_mask hides: padded rows are as the rows without padding", function()
+  it("hides keys by attention_mask: padded rows have the results of rows without padding", function()
     local ids, labels = tokens(6, 0)
     local mask = ps.ones({ B, T }, { dtype = "int64" })
     mask:narrow(1, 8, T - 8):fill_(0)
@@ -62,13 +62,14 @@ describe("gpt2 with a batch by names", function()
       local got = model { input_ids = ids, labels = labels, attention_mask = given }
       assert(math.abs(got.loss:item() - want.loss:item()) < 1e-6)
     end
-    local left = ps.ones({ B, T }, { dtype = "int32" })                        -- a hidden key changes what sees it
+    -- hiding a key changes the positions that see it
+    local left = ps.ones({ B, T }, { dtype = "int32" })
     left:narrow(1, 0, 2):fill_(0)
     local seen, hidden = model(ids), model({ input_ids = ids, attention_mask = left }).logits
     assert((seen - hidden):abs():narrow(1, 2, T - 2):max():item() > 1e-3)
   end)
 
-  it("refuses names and shapes that it does not know", function()
+  it("refuses unknown names and wrong shapes", function()
     local ids, labels = tokens(7, 0)
     lib.fails(function() model { input_ids = ids, label = labels } end, "named_batch_spec.lua", "label",
       "did you mean 'labels'")
@@ -79,7 +80,7 @@ describe("gpt2 with a batch by names", function()
   end)
 end)
 
--- The bytes of all parameters after two steps; batch(number) gives what the model is called with.
+-- The bytes of all parameters after two steps; batch(number) returns the model's argument.
 local function trained(config, class, batch, loss_of)
   local wanted = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
   for key, value in pairs(config) do wanted[key] = value end
@@ -111,11 +112,11 @@ local CONFIGS = {
 
 describe("an engine with batches by names", function()
   for name, config in pairs(CONFIGS) do
-    it("trains as with the same tensors in order: " .. name, function()
+    it("trains like with the same positional tensors: " .. name, function()
       local function tiny() return gpt2.new "tiny" end
       local named = trained(config, tiny, function(number)
         local ids, labels = tokens(number, number % 2 * 5)
-        local mask = not config.bf16 and ps.ones({ B, T }, { dtype = "bool" }) or nil    -- rounds otherwise in bf16
+        local mask = not config.bf16 and ps.ones({ B, T }, { dtype = "bool" }) or nil    -- rounds differently in bf16
         return { input_ids = ids, labels = labels, attention_mask = mask }
       end, function(out) return out.loss end)
       local ordered = trained(config, tiny, function(number)
@@ -126,7 +127,7 @@ describe("an engine with batches by names", function()
     end)
   end
 
-  -- A model of which each label counts, and which gives more than its loss.
+  -- A model that uses each label, and that returns more than its loss.
   local Classes = nn.class "Classes"
   function Classes:init() self.fc = nn.Linear(8, 5) end
   function Classes:forward(x, y)
@@ -137,7 +138,7 @@ describe("an engine with batches by names", function()
     return by_name and { aux = logits:square():mean(), loss = loss, logits = logits } or loss
   end
 
-  it("counts labels, and takes the loss of an output with several tensors, in its plan, too", function()
+  it("counts labels, and uses the loss of an output with several tensors, also in its plan", function()
     local function given(number)
       ps.manual_seed(number)
       local y = ps.randint(0, 5, { 6 }, { dtype = "int64" })
@@ -150,7 +151,7 @@ describe("an engine with batches by names", function()
         local x, y = given(number)
         return { inputs = x, labels = y }
       end, function(out) return out.loss end)
-      local weights = {}                               -- the same micro-batches, weighed by the script
+      local weights = {}                               -- the same micro-batches, weighted by the script
       local ordered = trained(config, Classes, function(number)
         local x, y = given(number)
         weights[number] = y:ne(-100):sum():item()
@@ -162,7 +163,7 @@ describe("an engine with batches by names", function()
     end
   end)
 
-  it("weighs by labels as a weight says that the script gives", function()
+  it("weights by labels like a weight that the script passes", function()
     local function run(named)
       local wanted = { plan_print = false, gradient_accumulation_steps = 2, optimizer = { type = "AdamW",
         params = { lr = 1e-2 } } }
@@ -184,7 +185,7 @@ describe("an engine with batches by names", function()
     assert(run(true) == run(false))
   end)
 
-  it("plans each shape of them", function()
+  it("plans each shape", function()
     ps.manual_seed(2)
     local optimizer
     model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
@@ -200,7 +201,7 @@ describe("an engine with batches by names", function()
     assert(table.concat(keys):find("labels= int32[3,8]", 1, true), table.concat(keys, "; "))
   end)
 
-  it("says what backward takes of a named output, and what count_targets may give", function()
+  it("names what backward accepts of a named output, and what count_targets may return", function()
     for _, memory in ipairs { "chunk", "plain" } do
       trained({ memory = memory }, Classes, function(number)
         ps.manual_seed(number)

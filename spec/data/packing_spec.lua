@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.data.loader of tables: rows that are packed or grouped by length, what is cut, weights, mixtures, positions that
--- continue with other numbers of ranks and other batches, and the cache of examples.
+-- ps.data.loader of tables: rows that are packed or grouped by length, shortened rows, weights, mixtures, positions
+-- that continue with other numbers of ranks and other batches, and the cache of examples.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local tokens = require "spec.tokenizer_lib"
@@ -76,7 +76,7 @@ describe("packing", function()
           if segments[r][k] == 0 then
             assert.same({ 0, 0, -100 }, { id, positions[r][k], labels[r][k] })
             assert.is_true(ended())
-          elseif positions[r][k] == 0 then                 -- an example begins, which no position predicts
+          elseif positions[r][k] == 0 then                 -- the beginning of an example, which no position predicts
             assert.is_true(ended())
             segment, example, place = segment + 1, id, 1
             assert.same({ segment, -100 }, { segments[r][k], labels[r][k] })
@@ -95,7 +95,7 @@ describe("packing", function()
     assert.is_nil(one:next().attention_mask)
   end)
 
-  it("has each example once in every epoch, in other orders", function()
+  it("has each example once per epoch, in different orders", function()
     local one = loader(rows_of(50, lengths), { packing = true, window = 16, batch = 3 })
     local first, second = epoch_of(one), epoch_of(one)
     assert.same(upto(50), sorted(first))
@@ -112,7 +112,7 @@ describe("packing", function()
     end
   end)
 
-  it("gives any number of ranks and any batch the same rows", function()
+  it("gives the same rows for any number of ranks and any batch", function()
     for _, more in ipairs { { packing = true, window = 20 }, { group_by_length = true, window = 30 }, {} } do
       local function make(rank, size, batch)
         local options = { rank = rank, world_size = size, batch = batch }
@@ -156,7 +156,7 @@ describe("packing", function()
     loader(rows_of(30, lengths), { packing = true, batch = 5 }):load_state_dict(state)
   end)
 
-  it("makes the same losses and gradients as its examples one by one", function()
+  it("has the same losses and gradients as its examples one by one", function()
     local model = require("models.llama").new("tiny", { vocab_size = 1100 }):eval()
     local one = loader(rows_of(20, lengths), { packing = true, batch = 100 })
     local batch = one:next()
@@ -285,7 +285,7 @@ describe("ps.data.mix", function()
     return loader(mix, options)
   end
 
-  it("takes tables by their weights everywhere in an epoch, and each row once", function()
+  it("chooses tables by their weights in every part of an epoch, and each row once", function()
     for _, more in ipairs { { shuffle = true }, { shuffle = false } } do
       local list, first = epoch_of(two(nil, more)), 0
       assert.equal(100, #list)
@@ -441,13 +441,13 @@ describe("the cache of examples", function()
           assert.same(labels, { unpack(want, 1, #ids) }, template .. row.messages[1].content)
           forged = forged or own:decode(ids) ~= nil and #own:encode(own:decode(ids)) < #ids
         end
-        assert.is_true(forged)                             -- some texts spell special tokens that do not count
+        assert.is_true(forged)                             -- some texts spell special tokens, which must stay text
         tokens.remove(home)
       end
     end
   end)
 
-  it("holds what one thread and several make, with text of users that spells special tokens", function()
+  it("has the same bytes for one thread and several, with text of users that spells special tokens", function()
     local rows = {}
     for i = 1, 60 do
       rows[i] = { messages = { { role = "user", content = ("a"):rep(i) .. "<|endoftext|>" },
@@ -464,7 +464,7 @@ describe("the cache of examples", function()
     end
   end)
 
-  it("names the file that a full disk cannot hold, and leaves nothing of it", function()
+  it("names the file that does not fit on a full disk, and leaves nothing of it", function()
     write(3000)
     local script = os.tmpname()
     local f = assert(io.open(script, "wb"))

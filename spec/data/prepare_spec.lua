@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- tools/prepare.lua: shards of text and JSON lines are what the texts as a whole give, whatever blocks and threads.
+-- tools/prepare.lua: shards of text and JSON lines have the tokens of the whole texts, for any blocks and threads.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local check_lib = require "spec.check_lib"
@@ -23,7 +23,8 @@ local function write(name, text)
   return folder .. "/" .. name
 end
 
--- A text with everything that a cut may hurt: empty lines, blanks before and after them, no line's end for long.
+-- A text with everything that a cut could affect: empty lines, blanks before and after them, a long text without line
+-- ends.
 local function drawn(seed, n)
   local out = {}
   math.randomseed(seed)
@@ -51,7 +52,7 @@ local function shard(name)
 end
 
 describe("a file's tokens", function()
-  it("are those of its text at once, in any blocks, on any threads", function()
+  it("are those of the whole text, in any blocks, on any threads", function()
     for seed = 1, 5 do
       local text = drawn(seed, 3000)
       local path, whole = write("text.txt", text), tok:encode(text)
@@ -64,7 +65,7 @@ describe("a file's tokens", function()
     assert.same({}, ids_of(write("empty.txt", "")))
   end)
 
-  it("begin with one blank where the tokenizer puts one in front", function()
+  it("begin with one blank if the tokenizer adds one", function()
     local spaced = lib.gpt2(MERGES, { ["tokenizer_config.json"] = { add_prefix_space = true } })
     local plain = tok
     tok = ps.tokenizer.from_pretrained(spaced)
@@ -75,7 +76,7 @@ describe("a file's tokens", function()
     assert.same(whole, cut)
   end)
 
-  it("are those of its text at once where words, normalizers or added tokens reach from line to line", function()
+  it("are those of the whole text if words, normalizers or added tokens cross line ends", function()
     local function split(regex)
       return { type = "Sequence", pretokenizers = {
         { type = "Split", pattern = { Regex = regex }, behavior = "Isolated", invert = false },
@@ -113,7 +114,7 @@ describe("a file's tokens", function()
     end
   end)
 
-  it("of JSON lines are its documents', each behind a mark", function()
+  it("of JSON lines are those of its documents, each after a mark", function()
     local want, lines = {}, {}
     for i = 1, 50 do
       local text = drawn(i, i % 7) .. (i % 3 == 0 and "<|endoftext|>" or "")
@@ -129,7 +130,7 @@ describe("a file's tokens", function()
     end
   end)
 
-  it("are no tokens where a line is no good: its number is said", function()
+  it("are not written if a line is invalid, and the error has its number", function()
     local good = '{"text":"a"}\n'
     for bad, why in pairs { ["{"] = "byte", ["[]"] = "'{' expected", ['{"a":1}'] = "no string 'text'",
       ['{"text":3}'] = "'\"' expected", ['{"text":"a"} x'] = "more text", ['{"text":"\\x"}'] = "no such escape" } do
@@ -164,7 +165,7 @@ describe("tools/prepare.lua", function()
     end
   end)
 
-  it("tells of shards that an older run left behind its own", function()
+  it("reports shards with higher numbers that an older run left", function()
     local a = write("a.txt", drawn(1, 500))
     local out = prepare("--shard-tokens 100 --out " .. folder .. "/o " .. a)
     local n = tonumber(out:match "in (%d+) shards")
@@ -175,7 +176,7 @@ describe("tools/prepare.lua", function()
     assert.truthy(out:find("in 1 shard,", 1, true), out)
   end)
 
-  it("says what is wrong in a line", function()
+  it("names the fault of a line", function()
     local a = write("a.txt", "the")
     for arguments, words in pairs { ["--out " .. folder .. "/x --mark nope " .. a] = "no token 'nope'",
       ["--out " .. folder .. "/x /nowhere.txt"] = "/nowhere.txt", ["--out /nowhere/x " ..

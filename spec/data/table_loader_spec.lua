@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.data.loader of a table of examples: ids and labels of conversations, texts and ids, rows that are too long, masks
--- that are wrong, and a position that another table's loader refuses.
+-- ps.data.loader of a table of examples: ids and labels of conversations, texts and ids, rows that are too long, wrong
+-- masks, and a position that another table's loader refuses.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local tokens = require "spec.tokenizer_lib"
@@ -53,7 +53,7 @@ describe("a loader of a table", function()
     assert.same({ "[user]Q;[assistant]ab;", "[user]Q;[assistant]ab;" }, { texts_of(batch, 1) })
   end)
 
-  it("takes texts, and ids with labels", function()
+  it("accepts texts, and ids with labels", function()
     local batch = loader { { text = "ab" }, { text = "b" } }:next()
     assert.same({ "ab", "ab" }, { texts_of(batch, 1) })
     batch = loader { { input_ids = { 5, 6, 7 }, labels = { -100, 6, 7 } }, { input_ids = { 8 } } }:next()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.data.table: files of JSON lines, JSON lists and text, rows of a script, views, shuffles, forms and conversations,
--- what files can have wrong, and tools/data.lua.
+-- faults of files, and tools/data.lua.
 local ps = require "ps"
 local json = require "ps.chat.json"
 local check = require "spec.check_lib"
@@ -88,13 +88,14 @@ describe("a table of examples", function()
     local rows = counting(100)
     assert.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(3)))
     assert.are_not.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(4)))
-    -- the mean of |place - i| of a random permutation is (n^2 - 1) / (3 n); here 333 with a deviation of about 7
+    -- the mean of |place - i| in a random permutation is (n^2 - 1) / (3 n): here 333, with a standard deviation of
+    -- about 7
     local moved, place = 0, permutation.new(1000, 1)
     for i = 1, 1000 do moved = moved + math.abs(place(i) - i) end
     assert.is_true(math.abs(moved / 1000 - 333) < 35, tostring(moved / 1000))
   end)
 
-  it("keeps an index of a large file, and does not trust one of another file", function()
+  it("keeps an index of a large file, and does not use the index of another file", function()
     local line = '{"n": 1, "text": "' .. ("x"):rep(1000) .. '"}\n'
     local path = file("big.jsonl", line:rep(17000))
     assert.equal(17000, #ps.data.table(path))
@@ -134,7 +135,7 @@ describe("a table of examples", function()
       .. '\n{"n": 2}' .. long .. "\n" .. long))))
   end)
 
-  it("refuses counts that are none", function()
+  it("refuses invalid counts", function()
     local rows = counting(3)
     fails(function() rows:take(-1) end, "table:take: the count")
     fails(function() rows:skip(-1) end, "table:skip: the count")
@@ -160,7 +161,7 @@ describe("a table of examples", function()
     fails(function() return ps.data.table(file("a.json", '[{"a": 1}, 5]'))[2] end, "a.json[2]: each row must be a JSON")
   end)
 
-  it("gives functions rows of their own, and keeps what JSON says", function()
+  it("passes copies of rows to functions, and keeps JSON's order of keys, 1.0 and {}", function()
     local said = '{"role": "assistant", "z": 1, "a": 2.0, "e": {}, "l": [], "big": 12345678901234567890}'
     local line = ('{"messages": [%s]}'):format(said)
     local mine = { { n = 1, list = { 1 } } }
@@ -188,7 +189,7 @@ describe("a table of examples", function()
     end
   end)
 
-  it("refuses what it does not read", function()
+  it("refuses formats that it does not read", function()
     fails(function() ps.data.table(file("a.parquet", "x")) end, "write it as JSON lines")
     fails(function() ps.data.table(file("a.jsonl.zst", "x")) end, "unpack it with zstd -d")
     fails(function() ps.data.table(folder .. "/none.jsonl") end, "there is no such file or folder")
@@ -245,7 +246,7 @@ describe("files of other kinds", function()
       packed("b.csv", "a\nx\n"))):find("1\tx\n", 1, true))
   end)
 
-  it("are named if the disk of the cache is full", function()
+  it("are named in the error if the disk of the cache is full", function()
     local path = packed("a.jsonl", ('{"n": 1}\n'):rep(100000))
     check.write(folder .. "/script.lua", ("print(pcall(require('ps').data.table, '%s'))"):format(path))
     local p = io.popen(("XDG_CACHE_HOME='%s/cache' sh -c \"ulimit -f 8; exec '%s' '%s/script.lua'\" 2>&1"):format(
@@ -381,7 +382,7 @@ describe("tools/data.lua", function()
       paths.root, words))
   end
 
-  it("shows an example as the model sees it, and counts rows", function()
+  it("shows an example as the model reads it, and counts rows", function()
     local model = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template =
       "{% for m in messages %}[{{ m.role }}]{{ m.content }};{% endfor %}"
       .. "{{ '[assistant]' if add_generation_prompt }}" } })

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Batches in which some targets, or all, are ignored (-100): losses, what a micro-batch weighs, and steps in which no
--- target counts.
+-- Batches in which some targets, or all, are ignored (-100): losses, the weights of micro-batches, and steps in which
+-- all targets are ignored.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
@@ -65,7 +65,7 @@ local function state(optimizer)
   return table.concat(parts, "\n")
 end
 
--- Micro-batch `number` of two rows; how many targets of each row are ignored.
+-- Micro-batch `number` of two rows, and the number of ignored targets of each row.
 local function batch(number, masked)
   ps.manual_seed(100 + number)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
@@ -74,7 +74,7 @@ local function batch(number, masked)
   return x, y
 end
 
--- One optimizer step over micro-batches from `number` on, masked so much each.
+-- Runs one optimizer step over micro-batches from `number` on. `masks` has the number of ignored targets of each.
 local function step(optimizer, number, masked)
   local info
   for i, some in ipairs(masked) do
@@ -84,7 +84,7 @@ local function step(optimizer, number, masked)
   return info
 end
 
-describe("a step in which no target counts", function()
+describe("a step in which all targets are ignored", function()
   local SCHEDULE = { type = "WarmupLR", params = { warmup_num_steps = 5 } }
   local settings = { ["fp32, updates in backward"] = { overlap_optimizer = true }, ["fp32"] = {},
     ["bf16, two micro-batches"] = { bf16 = { enabled = true }, gradient_accumulation_steps = 2 },
@@ -118,7 +118,7 @@ describe("a step in which no target counts", function()
     end
   end
 
-  it("is one of all ranks, of which any may have none", function()
+  it("is a step of all ranks, any of which may have no targets", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local folder = ranks.folder()
     local ok, problem = pcall(ranks.check, folder, 2, [[
@@ -159,7 +159,7 @@ end)
 
 describe("a micro-batch without targets", function()
   for _, memory in ipairs { "chunk", "plain" } do
-    it("leaves the step and its reported loss to the others: memory " .. memory, function()
+    it("does not affect the step and its reported loss: memory " .. memory, function()
       local function run(micros, masked)
         local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = micros, steps_per_print = 1000 })
         inner(model).report.every, inner(model).report.writes = 1, false
@@ -178,7 +178,8 @@ describe("a micro-batch without targets", function()
   end
 end)
 
--- Logits w [8] for every place. With w = 0 and all targets 0 the gradient of the mean loss is 1/8 - 1 at 0, else 1/8.
+-- Logits w [8] at every position. With w = 0 and all targets 0 the gradient of the mean loss is 1/8 - 1 at 0, else
+-- 1/8.
 local Logits = nn.class "Logits"
 function Logits:init() self:param("w", ps.zeros { 8 }) end
 function Logits:forward(x, y)
@@ -189,8 +190,8 @@ end
 describe("fp16's loss scale", function()
   local SCALE = 1024
   local NORM = math.sqrt(0.875 ^ 2 + 7 * 0.125 ^ 2)
-  -- name -> {columns, targets that count in the two rows of each micro-batch, their sum over the power of two near to
-  -- the sum of all places}
+  -- name -> {columns, numbers of counted targets in the two rows of each micro-batch, their sum over the power of two
+  -- nearest to the number of all positions}
   local cases = {
     ["one micro-batch"] = { 8, { 16 }, 1 },
     ["four of 2^4 targets"] = { 8, { 16, 16, 16, 16 }, 1 },
@@ -225,7 +226,7 @@ describe("fp16's loss scale", function()
 end)
 
 describe("the weight of a loss", function()
-  it("that a script gives is a number from 0 on", function()
+  it("that a script passes must be a number of at least 0", function()
     for _, memory in ipairs { "chunk", "plain" } do
       local optimizer = open(tiny, { memory = memory, gradient_accumulation_steps = 2 })
       for _, weight in ipairs { -1, 0 / 0, 1 / 0 } do
@@ -246,14 +247,15 @@ describe("the weight of a loss", function()
 end)
 
 describe("train.run", function()
-  -- A loader of micro-batches masked so much each; by names where `named`.
+  -- A loader of micro-batches with given numbers of ignored targets; named batches if `named`.
   local function loader(masked, named)
     local number = 0
     return { global_batch = 2, seq = 16, next = function()
       number = number + 1
       local x, y = batch(number, masked[number])
       if not named then return x, y end
-      local labels = ps.full({ 2, 16 }, -100, { dtype = "int32" })                -- shifted back: y is what x gives
+      -- shifted back: y has the targets of x
+      local labels = ps.full({ 2, 16 }, -100, { dtype = "int32" })
       labels:narrow(1, 1, 15):copy_(y:narrow(1, 0, 15))
       return { input_ids = x, labels = labels }
     end }
@@ -269,7 +271,7 @@ describe("train.run", function()
     return net.transformer.wte.weight, result, optimizer
   end
 
-  it("with ps.optim leaves steps without targets out", function()
+  it("with ps.optim skips steps without targets", function()
     local with, result, optimizer = run({ 3, 16, 16, 2 }, 1)
     assert.equal(2, optimizer.steps)
     assert.is_nil(result.history[2].loss)
@@ -287,7 +289,7 @@ describe("train.run", function()
     assert(lib.bytes(with) == lib.bytes(net.transformer.wte.weight))
   end)
 
-  it("with ps.optim weighs the batches of a step by their targets", function()
+  it("with ps.optim weights the batches of a step by their targets", function()
     local together = run({ 4, 12, 16 }, 3)
     ps.manual_seed(5)
     local net = gpt2.new "tiny"
@@ -300,7 +302,7 @@ describe("train.run", function()
     assert(off < 1e-5, off)
   end)
 
-  it("takes batches by names", function()
+  it("accepts named batches", function()
     local named, result = run({ 0, 3, 5, 0 }, 2, true)
     local all = {}
     for number, masked in ipairs { 0, 3, 5, 0 } do all[number] = masked end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A loader of texts: rows, padding, labels and order held to batches written out by hand, on one rank and several, and
--- after a resume.
+-- A loader of texts: rows, padding, labels and order compared with batches written out by hand, on one rank and
+-- several, and after a resume.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local check = require "spec.check_lib"
@@ -17,7 +17,7 @@ local function texts(n)
   return list
 end
 
--- The first bytes of the texts that a loader gives in `count` batches.
+-- The first bytes of the texts that a loader returns in `count` batches.
 local function given(loader, count)
   local list = {}
   for _ = 1, count do
@@ -27,7 +27,7 @@ local function given(loader, count)
 end
 
 describe("ps.data.loader of texts", function()
-  it("pads rows behind, and does not count padding among the labels", function()
+  it("pads rows at their ends, and ignores padding in the labels", function()
     local loader = ps.data.loader { texts = { "ab", "abcd", "xyz", "q" }, tokenizer = bytes, batch = 2, seq = 3,
       shuffle = false }
     local first = loader:next()
@@ -49,7 +49,7 @@ describe("ps.data.loader of texts", function()
     assert.same({ 3, 3, 8 }, { width(), width "longest", width "max_length" })
   end)
 
-  it("gives each text once an epoch, in an order that the seed and the epoch draw", function()
+  it("gives each text once per epoch, in an order drawn by the seed and the epoch", function()
     local function loader(seed, shuffle)
       return ps.data.loader { texts = texts(24), tokenizer = bytes, batch = 4, seq = 8, seed = seed, shuffle = shuffle }
     end
@@ -80,7 +80,7 @@ describe("ps.data.loader of texts", function()
     assert.same({ 4, 4, 2 }, sizes(false))
   end)
 
-  it("gives ranks different rows, together those of one process, and goes on with any number of them", function()
+  it("gives ranks different rows, together those of one process, and continues with any number of ranks", function()
     local function loader(rank, size, drop_last)
       return ps.data.loader { texts = texts(22), tokenizer = bytes, batch = 4 / size, seq = 8, seed = 3, rank = rank,
         world_size = size, drop_last = drop_last }
@@ -94,7 +94,7 @@ describe("ps.data.loader of texts", function()
           for _, one in ipairs(all) do
             for _, text in ipairs(given(one, 1)) do got[#got + 1] = text end
           end
-          if batch == 4 then                               -- on one rank in place of two, or two in place of one
+          if batch == 4 then                               -- on one rank instead of two, or two instead of one
             local state = all[1]:state_dict()
             size = 3 - size
             all = {}
@@ -113,7 +113,7 @@ describe("ps.data.loader of texts", function()
     end)
   end)
 
-  it("trains by ps.train.run, and the loss is that of the targets alone", function()
+  it("trains by ps.train.run, and the loss depends only on the targets", function()
     ps.manual_seed(1)
     local model = gpt2.new("tiny", { dropout = 0 })
     local loader = ps.data.loader { texts = { "hello", "hi", "what is it", "so" }, tokenizer = bytes, batch = 4,
@@ -137,7 +137,7 @@ describe("ps.data.loader of texts", function()
     assert.truthy(result.loss < sum / count / 2, result.loss)
   end)
 
-  it("refuses options by name that do not fit", function()
+  it("refuses invalid options by name", function()
     local function fails(options, ...)
       local all = { texts = { "a", "b" }, tokenizer = bytes, batch = 1, seq = 4 }
       for key, value in pairs(options) do all[key] = value end
@@ -157,7 +157,7 @@ describe("ps.data.loader of texts", function()
     fails({ texts = texts(9), batch = 2, world_size = 2, rank = 0, drop_last = false }, "leave 1, too few for 2 ranks")
   end)
 
-  it("takes the rows of this rank from ps.init_distributed", function()
+  it("gets the rows of this rank from ps.init_distributed", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local folder = ranks_lib.folder()
     local all = ranks_lib.check(folder, 2, [[

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Short messages between ranks: numbers, records by name, and texts of which hashes travel first.
+-- Short messages between ranks: numbers, records by name, and texts, whose hashes are sent first.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -9,7 +9,7 @@ teardown(function() lib.remove(folder) end)
 describe("ps.dist.agree", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("gathers numbers and records, and tells which rank differs", function()
+  it("gathers numbers and records, and names a rank that differs", function()
     lib.check(folder, 3, [[
       local agree = require "ps.dist.agree"
       local function same(a, b)
@@ -25,7 +25,7 @@ describe("ps.dist.agree", function()
       local records = agree.gather(group, { "failed", "share" }, { share = rank == 1 and 0.25 or nil })
       assert(same(records, { { failed = 0, share = 0 }, { failed = 0, share = 0.25 }, { failed = 0, share = 0 } }))
       local of_records = group:bytes_sent() - sent
-      agree.numbers(group, { 1, 2 })                        -- names do not travel
+      agree.numbers(group, { 1, 2 })                        -- names are not sent
       assert(group:bytes_sent() - sent == 2 * of_records)
       assert(not pcall(agree.gather, group, { "failed" }, { fialed = 1 }))
       assert(agree.differs(group, "one text") == nil)

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Collectives on memory of devices: over NCCL between emulated GPUs (spec/emulate/nccl.cpp stands in for the library),
--- and of device sim, whose bytes the host carries. The sums' bits are those of host memory; what lacks, breaks or
--- stalls is an error on all ranks. Models whose layers or stages ranks share out train as one rank does on the cpu.
+-- and on the device sim, whose bytes the host transfers. The sums' bits are those of host memory; a missing library, a
+-- failure or a stall is an error on all ranks. Models that are cut into layers' shards or stages train like one rank
+-- on the cpu.
 local cjson = require "cjson"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
@@ -37,7 +38,7 @@ local VALUES = [[
   assert(part:to("cpu"):tolist()[1] == rank * 5 * size * (size + 1) / 2)
   group:all_gather(all, part)
   assert(all:to("cpu"):tolist()[size * 5] == (size * 5 - 1) * size * (size + 1) / 2)
-  local large = ps.full({ 700000 }, rank, { device = device, dtype = "int32" })        -- spread over the ranks
+  local large = ps.full({ 700000 }, rank, { device = device, dtype = "int32" })        -- distributed over the ranks
   group:broadcast(large, size - 1)
   assert(large:to("cpu"):to("fp64"):sum():item() == 700000 * (size - 1))
   if rank == 0 and size > 1 then group:send(part, size - 1) end
@@ -59,7 +60,7 @@ local VALUES = [[
     if size > 1 or case[1] ~= "other memory" then assert(not ok and tostring(why):find(case[1]), tostring(why)) end
   end
   group:barrier()
-  local int = ps.full({ 5 }, rank, { device = device, dtype = "int64" })       -- the host adds these up, NCCL's do not
+  local int = ps.full({ 5 }, rank, { device = device, dtype = "int64" })       -- the host sums these, NCCL does not
   local ok, why = pcall(group.all_reduce, group, int)
   if group:carrier() == "nccl" then
     assert(not ok and tostring(why):find("sums of int64 in a device's memory", 1, true), tostring(why))
@@ -93,9 +94,9 @@ describe("collectives on devices", function()
       assert.truthy(all[rank].text:find("carrier " .. carrier, 1, true), all[rank].text)
     end
   end
-  it("add up as in host memory: device sim", function() good(3, "sim", "gloo") end)
+  it("have the sums of host memory: device sim", function() good(3, "sim", "gloo") end)
   for size = 1, 3 do
-    it(("add up as in host memory: %d emulated GPUs"):format(size), function()
+    it(("have the sums of host memory: %d emulated GPUs"):format(size), function()
       local env = emulated()
       if env then good(size, "cuda", "nccl", env) end
     end)
@@ -124,7 +125,7 @@ describe("collectives on devices", function()
     print("carriers", row:carrier(), column:carrier(), group:carrier())
   ]]
 
-  it("go along the axes of a mesh, too", function()
+  it("also run along the axes of a mesh", function()
     local env = emulated()
     if not env then return end
     local all = run(4, "cuda", CUT, env)
@@ -135,7 +136,7 @@ describe("collectives on devices", function()
     all = run(4, "cuda", [[
       local t, row = ps.ones({ 8 }, { device = device }), ps.mesh { tp = 2 }.group "tp"
       row:all_reduce(t)
-      if rank == 3 then                                -- a heartbeat tells where it is
+      if rank == 3 then                                -- a heartbeat reports its state
         os.execute "sleep 3"
         require("posix.signal").kill(require("posix.unistd").getpid(), 9)
       end
@@ -149,7 +150,7 @@ describe("collectives on devices", function()
     end
   end)
 
-  -- Both ranks fail; what each says has one of the words.
+  -- Both ranks fail; each error has one of the words.
   local function both(env, script, ...)
     local all = run(2, "cuda", script, env)
     for rank = 0, 1 do
@@ -162,8 +163,9 @@ describe("collectives on devices", function()
   end
   local SUM = "local t = ps.ones({ 8 }, { device = device }) for _ = 1, 4 do group:all_reduce(t) end"
 
-  -- A sum waits on the device for the exchange that failed. It goes on when that has ended, and its output went back.
-  it("that failed write to no memory that is another tensor's by then", function()
+  -- A sum waits on the device for an exchange that fails. The sum continues when the exchange has ended, after its
+  -- output was freed.
+  it("that failed do not write to memory that another tensor has by then", function()
     local env = emulated()
     if not env then return end
     local all = run(2, "cuda", [[
@@ -182,7 +184,7 @@ describe("collectives on devices", function()
       assert.equal("0 wrong\n", all[rank].text)
     end
   end)
-  it("fail on all ranks where NCCL does", function()
+  it("fail on all ranks if NCCL fails", function()
     local env = emulated()
     if not env then return end
     both(env .. " PS_EMULATE_NCCL=refuses", SUM,
@@ -196,7 +198,7 @@ describe("collectives on devices", function()
     both(env .. " BACKEND=gloo", SUM, 'backend = "gloo"')
     both(env, "group:send(ps.ones({ 2 }, { device = device }), 1 - rank)", "call group:connect on all ranks first")
   end)
-  it("fail where nobody waits for their bytes: at the script's end, and where the group is closed", function()
+  it("fail even if no call waits for their bytes: at the script's end, and when the group is closed", function()
     local env = emulated()
     if not env then return end
     local lost = "lost its connection to other ranks' devices in all_reduce (call 6)"        -- of the last exchange
@@ -209,7 +211,7 @@ describe("collectives on devices", function()
       os.exit(1)]], lost)
   end)
 
-  -- waits: of the script's thread for bytes of calls, from the record, and all of the emulator's.
+  -- waits: those of the script's thread for bytes of calls, from the record, and all waits in the emulator.
   local ASYNCHRONOUS = [[
     local ffi, events = require "ffi", require "ps.core.events"
     ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
@@ -239,7 +241,7 @@ describe("collectives on devices", function()
       group:reduce_scatter(part, y:detach())
       group:all_gather(all, y:detach())
       group:broadcast(all, 1)
-      for _ = 1, 100 do group:all_reduce(part) part:mul_(half) end    -- more than have a moment of their own
+      for _ = 1, 100 do group:all_reduce(part) part:mul_(half) end    -- more than can have a moment of their own
       return y
     end
     local first = calls()
@@ -271,7 +273,7 @@ describe("collectives on devices", function()
     assert(ps.ones({ 2 }, { device = device }):to("cpu"):sum():item() == 2)
     os.exit(1)
   ]]
-  it("wait for no bytes, and what is read of bytes that do not come is an error", function()
+  it("do not wait for bytes, and reading bytes that never arrive is an error", function()
     local env = emulated()
     if not env then return end
     for _, streams in ipairs { "late", "mixed=5" } do
@@ -284,7 +286,7 @@ describe("collectives on devices", function()
     both(env .. " PS_EMULATE_NCCL=stalls=3 TIMEOUT=6", STALLED,
       "all_reduce (call 4) of rank 0", "all_reduce (call 4) of rank 1")
   end)
-  -- A storage whose copy to the host fails stays on the device, and the script hears nothing of that.
+  -- A storage whose copy to the host fails stays on the device, and the script gets no error.
   it("are an error of the next read, whatever was copied to the host meanwhile", function()
     local env = emulated()
     if not env then return end
@@ -304,7 +306,7 @@ describe("collectives on devices", function()
       os.exit(1)
     ]], "lost its connection to other ranks' devices in all_reduce (call 6)")
   end)
-  it("of chunks that stall beside the computation are named", function()
+  it("of chunks that stall during the computation are named", function()
     local env = emulated()
     if not env then return end
     both(env .. " PS_EMULATE_NCCL=stalls=9 TIMEOUT=3", [[
@@ -318,7 +320,7 @@ describe("collectives on devices", function()
       end
     ]], "gather of chunks (call ", "reduction of chunks (call ")
   end)
-  it("are those of a card for each rank, by its number on the machine", function()
+  it("use one card per rank, by the rank's number on the machine", function()
     local env = emulated()
     if env then good(2, "cuda", "nccl", env .. " PS_EMULATE_CARDS=2") end
   end)
@@ -335,10 +337,10 @@ describe("collectives on devices", function()
     assert.truthy(all[0].text:find("rank 1", 1, true), all[0].text)
     assert.truthy(all[0].text:find("died", 1, true), all[0].text)
   end)
-  it("name a rank that was stopped in an exchange, without waiting for it to let go", function()
+  it("name a rank that was stopped in an exchange, without waiting for it", function()
     local env = emulated()
     if not env then return end
-    -- The rank goes on when the other has ended, or after five minutes: a rank that waits for it is late.
+    -- The rank continues when the other has ended, or after five minutes: a rank that waited for it would be late.
     local all = run(2, "cuda", ("local over = %q"):format(folder .. "/over") .. [[
 
       local t, large = ps.ones({ 8 }, { device = device }), ps.ones({ 2 ^ 24 }, { device = device })
@@ -359,7 +361,7 @@ describe("collectives on devices", function()
     assert.truthy(tonumber(all[0].text:match("(%d+) s\n$")) < check.PROMPT_S, all[0].text)
   end)
 
-  it("are not needed for training where NCCL is missing, unless asked for", function()
+  it("are not needed for training if NCCL is missing, unless requested", function()
     local env = emulated()
     if not env then return end
     local drivers = folder .. "/drivers"
@@ -398,7 +400,8 @@ describe("collectives on devices", function()
     assert.equal("2\n", all[0].text)
   end)
 
-  -- Two GPUs in worst orders of their streams, by cases of bench/mesh_lib.lua, against one rank on the cpu.
+  -- Two GPUs with the worst orders of their streams, in cases of bench/mesh_lib.lua, compared with one rank on the
+  -- cpu.
   local function trains(axis, base, cases)
     local env = emulated()
     if not env then return end
@@ -432,11 +435,11 @@ describe("collectives on devices", function()
     end
     return all[1].text
   end
-  it("train layers that ranks share out as one rank does", function()
+  it("train layers that are cut among ranks like one rank", function()
     local said = trains("tp", { tp = 2 }, { { recompute = true }, { tensor_parallel = { sequence_parallel = false } } })
     if said then assert.truthy(said:find("along tp: nccl", 1, true), said) end
   end)
-  it("say that rows do not travel in pieces", function()
+  it("report that rows are not sent in pieces", function()
     local env = emulated()
     if not env then return end
     local all = run(2, "cuda", [[
@@ -450,17 +453,17 @@ describe("collectives on devices", function()
       true),
       all[0].text)
   end)
-  it("train with ZeRO as one rank does", function()
+  it("train with ZeRO like one rank", function()
     trains("dp", {}, { { zero_optimization = { stage = 3 } }, { zero_optimization = { stage = 2 } } })
   end)
-  it("train the stages of a pipeline as one rank does", function()
+  it("train the stages of a pipeline like one rank", function()
     local said = trains("pp", { pp = 2, micros = 2 }, { { pipeline = { schedule = "zb_h1" } },
       { recompute = true, zero_optimization = { stage = 1 } } })
     if said then assert.truthy(said:find("along pp: nccl", 1, true), said) end
   end)
 
-  -- Two stages, whose activations and gradients go from device to device: each action's message is one exchange of a
-  -- communicator of these two ranks and one direction.
+  -- Two stages, whose activations and gradients are sent from device to device: each action's message is one exchange
+  -- of a communicator of these two ranks and one direction.
   local STAGES = [[
     local gpt2, began = require "models.gpt2"
     local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
@@ -484,15 +487,16 @@ describe("collectives on devices", function()
     print(("after %.1f s"):format(ps.now() - began))
     if not ok then os.exit(1) end
   ]]
-  -- What a step of two stages has the host do, as the emulator counts: 4 micro-batches, whose activations and gradients
-  -- have 2 x 16 x 48 fp32 numbers each.
+  -- The work of the host in a step of two stages, as counted by the emulator: 4 micro-batches, whose activations and
+  -- gradients have 2 x 16 x 48 fp32 numbers each.
   local COUNTED = [[
     local gpt2, ffi = require "models.gpt2", require "ffi"
     ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
     local plugin, seen = ffi.load(os.getenv "PS_CUDA_PLUGIN"), ffi.new("int64_t[6]")
     local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
         plan_print = false, pipeline = { stages = 2, schedule = "1f1b" },
-        zero_optimization = { offload_optimizer = { device = "none" } } },    -- else times decide what is the host's
+        -- otherwise the timing decides what the host does
+        zero_optimization = { offload_optimizer = { device = "none" } } },
       model_func = function() return gpt2.new("tiny", { n_layer = 2, n_embd = 48, n_head = 4, dropout = 0 }) end }
     for _ = 1, 2 do
       local x = ps.randint(0, 250, { 8, 16 }, { dtype = "int32" })
@@ -504,7 +508,7 @@ describe("collectives on devices", function()
     end
     print(("%d waits, %d bytes"):format(tonumber(seen[0]), tonumber(seen[5])))
   ]]
-  it("take nothing of what goes between stages through the host, which waits for none of it", function()
+  it("send nothing between stages through the host, which does not wait for it", function()
     local env = emulated()
     if not env then return end
     local waits, nbytes = {}, {}
@@ -516,21 +520,22 @@ describe("collectives on devices", function()
         assert.truthy(nbytes[of], all[rank].text)
       end
     end
-    local message, tied = 2 * 16 * 48 * 4, 2 * 256 * 48 * 4        -- tied: the table's sum is the host's, to and fro
+    -- tied: the host sums the table's gradients, with copies in both directions
+    local message, tied = 2 * 16 * 48 * 4, 2 * 256 * 48 * 4
     for rank = 0, 1 do
       local there = tonumber(nbytes["nccl" .. rank])
       assert.truthy(there - tied < message, there)                 -- token ids, targets and losses
-      assert.equal(8 * message, nbytes["gloo" .. rank] - there)    -- where the host carries them
+      assert.equal(8 * message, nbytes["gloo" .. rank] - there)    -- if the host transfers them
       assert.equal(4, waits["gloo" .. rank] - waits["nccl" .. rank])
       assert.equal(rank == 0 and 1 or 5, tonumber(waits["nccl" .. rank]))                -- for the table and the losses
     end
   end)
 
-  it("send what goes between stages over NCCL, and name a rank or a connection that fails there", function()
+  it("send messages between stages over NCCL, and name a rank or a connection that fails there", function()
     local env = emulated()
     if not env then return end
-    -- Three steps of four micro-batches: an exchange 12 of a way is the last one.
-    local function named(all)                                          -- whichever call of the step finds the failure
+    -- Three steps of four micro-batches: exchange 12 in a direction is the last one.
+    local function named(all)                                          -- any call of the step may find the failure
       for rank = 0, 1 do
         local message = "rank %d, recv %%u of micro%%-batch %%d, stage %%d of pp with rank %d: "
         message = message:format(rank, 1 - rank)

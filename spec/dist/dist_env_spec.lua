@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What ps.dist.env makes of the variables that launchers set.
+-- ps.dist.env: the meaning of the variables that launchers set.
 local env = require "ps.dist.env"
 
 local function read(variables, o)
   return env.read(function(name) return variables[name] end, o)
 end
 
--- The message of a refusal, which must name all of `...`.
+-- The message of an error, which must contain all of `...`.
 local function refused(variables, o, ...)
   local ok, why = pcall(read, variables, o)
   assert.is_false(ok)
@@ -50,7 +50,7 @@ describe("the environment of a rank", function()
       env.describe(e))
   end)
 
-  it("keeps off the port that torchrun's agent holds", function()
+  it("avoids the port of torchrun's agent", function()
     local held = with(TORCHRUN, { TORCHELASTIC_USE_AGENT_STORE = "True" })
     assert.equal(29401, read(held).master_port)
     assert.equal(29400, read(with(held, { TORCHELASTIC_USE_AGENT_STORE = "False" })).master_port)
@@ -117,7 +117,7 @@ describe("the environment of a rank", function()
     assert.same({ 4, "gpu12" }, { e.world_size, e.master_addr })
   end)
 
-  it("takes the first launcher that speaks", function()
+  it("uses the first launcher whose variables are set", function()
     local all = {}
     for _, t in ipairs { SLURM, MPICH, OPENMPI, TORCHRUN } do all = with(all, t) end
     local seen = {}
@@ -135,7 +135,7 @@ describe("the environment of a rank", function()
     assert.equal("file:///x/y", read(TORCHRUN, { rendezvous = "file:///x/y" }).rendezvous)
   end)
 
-  it("meets where PS_RENDEZVOUS says", function()
+  it("meets at the address of PS_RENDEZVOUS", function()
     local e = read(with(TORCHRUN, { PS_RENDEZVOUS = "file:///shared/run7", MASTER_ADDR = false }))
     assert.same({ "file:///shared/run7", nil, nil }, { e.rendezvous, e.master_addr, e.master_port })
     e = read(with(TORCHRUN, { PS_RENDEZVOUS = "tcp://a:17" }))
@@ -149,7 +149,7 @@ describe("the environment of a rank", function()
     end
   end)
 
-  it("knows the run's name, and on how many machines its ranks are", function()
+  it("has the run's name, and the number of machines of its ranks", function()
     local function known(variables, o)
       local e = read(variables, o)
       return { e.run or "", e.machines, e.rendezvous }
@@ -158,17 +158,17 @@ describe("the environment of a rank", function()
     assert.same({ "7", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7" })))
     assert.same({ "mine", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7",
       PS_RUN_ID = "mine" })))
-    -- all on one machine meet on its loopback address, whatever others would call it
+    -- ranks on one machine meet on its loopback address, whatever its other names
     assert.same({ "", 1, "tcp://127.0.0.1:29400" }, known(with(TORCHRUN, { WORLD_SIZE = "4", RANK = "1" })))
     local one = with(SLURM, { SLURM_NNODES = "1", SLURM_NODEID = "0", MASTER_ADDR = "10.1.2.3", MASTER_PORT = "17" })
     assert.same({ "4711.0", 1, "tcp://127.0.0.1:17" }, known(one))
     assert.same({ "4711.0", 2, "tcp://10.1.2.3:17" }, known(with(one, { SLURM_NNODES = "3" })))
     assert.same("1234", read(OPENMPI).run)
-    -- who names an address knows who reaches it; by a file it counts whether others are elsewhere
+    -- an explicit address is used unchanged; with a file it matters whether ranks are on other machines
     assert.same({ "", 0, "tcp://a:17" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "tcp://a:17" })))
     assert.same({ "", 2, "file:///a" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "file:///a" })))
     assert.same({ "", 0, "file:///a" }, known({}, { rank = 0, world_size = 2, rendezvous = "file:///a" }))
-    -- one process a pod says nothing of its neighbours
+    -- one process per pod implies nothing about the other pods
     assert.same({ "", 0, "tcp://127.0.0.1:5" }, known { RANK = "0", WORLD_SIZE = "2", MASTER_ADDR = "127.0.0.1",
       MASTER_PORT = "5" })
     assert.same({ "", 2, "tcp://localhost:5" }, known { RANK = "0", WORLD_SIZE = "2", MASTER_ADDR = "localhost",
@@ -195,7 +195,7 @@ describe("the environment of a rank", function()
     end
   end)
 
-  it("refuses what does not fit together", function()
+  it("refuses values that contradict each other", function()
     refused({ RANK = "1" }, nil, "RANK is '1', but WORLD_SIZE is not set")
     refused({ WORLD_SIZE = "4" }, nil, "WORLD_SIZE is '4', but RANK is not set")
     refused({ PMI_SIZE = "4" }, nil, "PMI_SIZE is '4', but PMI_RANK is not set")

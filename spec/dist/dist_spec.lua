@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Groups of processes on this machine: what every collective gives, bit for bit, and that whatever goes wrong is an
--- error on every rank, in time. Each rank is a psluajit of its own under `timeout`.
+-- Groups of processes on this machine: the results of every collective, bit for bit, and every fault is an error on
+-- every rank, in time. Each rank is a psluajit process under `timeout`.
 local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -14,8 +14,8 @@ local function read(path)
   return text
 end
 
---- Runs `body` (with ps, rank, size, meeting, options) as `size` ranks: for each its output and exit code, and the
---- seconds all of them took.
+--- Runs `body` (with ps, rank, size, meeting, options) as `size` ranks. Returns the output and exit code of each, and
+--- the seconds of all.
 ---@param size integer
 ---@param body string
 local function ranks(size, body)
@@ -90,7 +90,7 @@ describe("a world of one", function()
     assert.has_error(function() g:barrier() end, "this group is closed")
   end)
 
-  it("says what is wrong with an argument", function()
+  it("names the fault of an argument", function()
     local g = ps.dist.self()
     assert.error_matches(function() g:all_reduce(3) end, "group:all_reduce: t is a number; it takes a tensor", 1, true)
     for _, call in ipairs { "sum", "gathered", "scattered", "copied" } do
@@ -123,11 +123,11 @@ describe("a group of processes", function()
   if no_gloo then return pending(no_gloo) end
 
   for size = 2, 4, 2 do
-    it(("gives the sums of %d ranks in fp32 and their order, bit for bit"):format(size), function()
+    it(("returns the sums of %d ranks in fp32, in the order of ranks, bit for bit"):format(size), function()
       local out = ranks(size, [[
         local g = join { seed = 7 }
         local ffi = ps.ffi
-        -- The ranks' values, which every rank can make; sums as C would take them: float after float.
+        -- The ranks' values, which every rank can compute; sums like in C, float by float.
         local function values(r, n, dtype)
           ps.manual_seed(100 + r)
           return ps.randn({ n }, { dtype = dtype })
@@ -165,7 +165,7 @@ describe("a group of processes", function()
     end)
   end
 
-  it("carries every type, places tensors in place, and sends from rank to rank", function()
+  it("transfers every type, works in place, and sends from rank to rank", function()
     local out = ranks(3, [[
       local g = join()
       assert(g:rank() == rank and g:size() == 3 and ps.rank() == rank and ps.world_size() == 3)
@@ -185,7 +185,8 @@ describe("a group of processes", function()
       assert(g:bytes_sent() - before == 2 * 2 * 4000, g:bytes_sent() - before)  -- twice 2/3 of 12000
       assert(g:all_reduce(ps.ones({ 4 }, { dtype = "fp64" })):tolist()[4] == 3)
       assert(g:all_reduce(ps.zeros { 0 }):numel() == 0)
-      local big = ps.full({ 2 ^ 19 + 3 }, rank)                                -- of a size that root and others share
+      -- of a size that is equal on the root and the others
+      local big = ps.full({ 2 ^ 19 + 3 }, rank)
       assert(g:broadcast(big, 1):sum():item() == 2 ^ 19 + 3)
       ps.synchronize()
       ps.print_rank("only here", 1)
@@ -196,7 +197,7 @@ describe("a group of processes", function()
     for rank = 0, 2 do assert.equal(0, out[rank].code) end
   end)
 
-  it("gives an error on all ranks where they disagree, and goes on", function()
+  it("raises an error on all ranks if they disagree, and continues", function()
     local out, seconds = ranks(3, [[
       local g = join()
       failing(g.all_reduce, g, ps.ones { rank == 1 and 4 or 3 })
@@ -217,7 +218,7 @@ describe("a group of processes", function()
     assert.truthy(seconds < PROMPT_S)
   end)
 
-  it("tells all ranks of one that cannot take part, and goes on", function()
+  it("reports a rank that cannot take part on all ranks, and continues", function()
     local out = ranks(2, [[
       local g = join()
       failing(g.all_reduce, g, rank == 1 and ps.zeros({ 2, 2 }):transpose(0, 1) or ps.zeros { 4 })
@@ -247,7 +248,7 @@ describe("a group of processes", function()
       local g = join()
       g:barrier()
       if rank == 1 then
-        os.execute("sleep 0.3")                    -- the others are through with the barrier, too
+        os.execute("sleep 0.3")                    -- the others have also left the barrier
         require("posix.signal").kill(require("posix.unistd").getpid(), 9)
       end
       local start = ps.now()
@@ -267,7 +268,7 @@ describe("a group of processes", function()
     local out, seconds = ranks(3, [[
       local g = join { timeout = 0.5 }
       g:barrier()
-      if rank == 1 then                                  -- it comes when both others have given up
+      if rank == 1 then                                  -- it arrives after both others have timed out
         os.execute(("for i in $(seq 4000); do [ -e %s.0 ] && [ -e %s.2 ] && break; sleep 0.05; done"):format(meeting,
           meeting))
       end
@@ -281,7 +282,7 @@ describe("a group of processes", function()
     assert.truthy(seconds < PROMPT_S)
   end)
 
-  it("is not made of ranks that disagree on its size, or by two of a number", function()
+  it("cannot be made by ranks that disagree on its size, or by two ranks with the same number", function()
     local out, seconds = ranks(2, "failing(join, { world_size = rank == 1 and 3 or 2 })")
     all_match(out, "a process (rank 1) says that there are 3 ranks, rank 0 says 2")
     assert.truthy(seconds < PROMPT_S)
@@ -290,18 +291,18 @@ describe("a group of processes", function()
     assert.truthy(seconds < PROMPT_S)
   end)
 
-  it("is not made without all of its ranks", function()
+  it("cannot be made without all of its ranks", function()
     local out, seconds = ranks(2, "failing(join, { world_size = 3, timeout = 10 })")
     all_match(out, "rank 2 of 3 did not come")
     assert.truthy(seconds < PROMPT_S)
-    -- Rank 0 says who is missing long before it gives up, once.
+    -- Rank 0 prints once which ranks are missing, long before its time-out.
     local words = "rank 0 at %S+: waiting 2%.5 s for the other ranks: rank 2 of 3 did not come"
     assert.equal(1, select(2, out[0].text:gsub(words, "")), out[0].text)
     assert.matches("(it gives up after 10 s)", out[0].text, 1, true)
     assert.is_nil(out[1].text:find("gives up", 1, true), out[1].text)
   end)
 
-  it("says that its port is in use, or that nobody answers there", function()
+  it("reports that its port is in use, or that nobody answers there", function()
     local out, seconds = ranks(2, [[
       local where = { rendezvous = "tcp://127.0.0.1:1", timeout = 0.5 }
       if rank == 0 then
@@ -319,12 +320,12 @@ describe("a group of processes", function()
     assert.truthy(seconds < PROMPT_S)
   end)
 
-  it("tells a host that has no address from one where nobody answers", function()
+  it("distinguishes a host without an address from one where nobody answers", function()
     assert.error_matches(function() ps.dist.gloo("tcp://no..host:99", 1, 2, 0.3) end,
       "rank 1 of 2: no host called no..host is known here", 1, true)
   end)
 
-  it("is made again after it was closed, and by a file that an earlier run left", function()
+  it("can be made again after it was closed, and by a file that an earlier run left", function()
     local out = ranks(2, [[
       if rank == 0 then
         local f = io.open(meeting, "wb")

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ranks that are cut along axes: four processes on this machine, in groups over one set of connections.
+-- Ranks that are divided along axes: four processes on this machine, in groups over one set of connections.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -11,7 +11,7 @@ local function said(all, rank, word) return all[rank].text:match(word .. ": ([^\
 describe("four ranks", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("are cut into rows and columns, whose sums go on side by side", function()
+  it("are divided into rows and columns, whose sums run at the same time", function()
     local all = lib.check(folder, 4, [[
       local mesh = ps.mesh { pp = 2, tp = 2 }
       assert(mesh.group "dp" == nil and mesh.size "dp" == 1 and mesh.group "world" == group)
@@ -24,7 +24,7 @@ describe("four ranks", function()
       print(("others: %d %d %d"):format(group:all_reduce(one(rank, "int64")):item(),
         row:all_reduce(one(rank), "max"):item(), column:all_reduce(one(rank, "int32"), "min"):item()))
       assert(ps.any_rank(rank == 3) == true)
-      -- Ranks come to their rows and columns in their own time.
+      -- Ranks reach the calls of their rows and columns at different times.
       if rank == 2 then os.execute "sleep 0.2" end
       row:barrier()
       -- A sum as an op along an axis has a gradient.
@@ -32,7 +32,7 @@ describe("four ranks", function()
       local y = row:sum(x)
       y:backward()
       print(("op: %d %d"):format(y:item(), x:grad():item()))
-      -- What ranks do not agree upon is an error on all, and ends nothing.
+      -- A disagreement of ranks is an error on all of them, and the group continues.
       local ok, problem = pcall(group.split, group, rank == 3 and { 2, 3 } or { 0, 1, 2 }, "ep")
       print("lists: " .. tostring(not ok and problem))
       print("wrong: " .. tostring(select(2, pcall(group.split, group, { rank, "x" }, "ep"))))
@@ -41,7 +41,7 @@ describe("four ranks", function()
       end)
       print("differ: " .. tostring(not ok and problem))
       group:barrier()
-      -- A group closes those that were cut from it.
+      -- Closing a group closes the groups that were split from it.
       local rest = group:split(rank < 3 and { 0, 1, 2 } or { 3 }, "rest")
       group:close()
       print("closed: " .. tostring(select(2, pcall(rest.barrier, rest))))
@@ -63,7 +63,7 @@ describe("four ranks", function()
     end
   end)
 
-  it("get the rows of their copy of the model, and the numbers of dropout with them", function()
+  it("get the rows of their copy of the model, and dropout's random numbers for these rows", function()
     local all = lib.check(folder, 4, [[
       local mesh = ps.mesh { pp = 2 }
       local path = folder .. "/tokens"
@@ -123,7 +123,7 @@ describe("four ranks", function()
     local all = lib.check(folder, 4, "ps.mesh { pp = 2 }" .. TRAIN)
     local known, seen = {}, {}
     for _, line in ipairs(lines(two[0].text, "tensor")) do known[line] = true end
-    for rank = 0, 3 do                                       -- ranks 0 and 2 are a copy, 1 and 3 the other
+    for rank = 0, 3 do                                       -- ranks 0 and 2 are one copy, 1 and 3 the other
       local losses = lines(all[rank].text, "loss")
       assert.equal(8, #losses)
       assert.same(lines(two[rank % 2].text, "loss"), losses)

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who is together along an axis of the mesh.
+-- The groups along the axes of the mesh.
 local ps = require "ps"
 local mesh = require "ps.dist.mesh"
 
 describe("the mesh", function()
   local function group_of(size) return { size = function() return size end } end
 
-  it("has nobody along any axis before ranks have joined", function()
+  it("has no group along any axis before ranks have joined", function()
     assert.is_false(mesh.is_open())
     assert.is_nil(mesh.group "world")
     assert.is_nil(mesh.group "dp")
@@ -14,7 +14,7 @@ describe("the mesh", function()
     assert.equal(1, ps.world_size())
   end)
 
-  it("has all ranks along both axes until they part", function()
+  it("has all ranks along both axes until it is cut", function()
     local group = group_of(2)
     mesh.open(group, { rank = 1, world_size = 2, local_rank = 1 })
     finally(function() mesh.close(group) end)
@@ -29,7 +29,7 @@ describe("the mesh", function()
     assert.equal(0, ps.rank())
   end)
 
-  it("has nobody along an axis of one rank", function()
+  it("has no group along an axis of one rank", function()
     local group = group_of(1)
     mesh.open(group, { rank = 0, world_size = 1, local_rank = 0 })
     finally(function() mesh.close(group) end)
@@ -37,13 +37,13 @@ describe("the mesh", function()
     assert.is_nil(mesh.group "dp")
   end)
 
-  it("refuses an axis that there is not", function()
+  it("refuses an unknown axis", function()
     assert.error_matches(function() mesh.group "xp" end, "no axis 'xp'; there are world, dp, pp, tp, cp and ep")
     assert.error_matches(function() mesh.size "stages" end, "no axis 'stages'", 1, true)
     assert.error_matches(function() mesh.group() end, "no axis 'nil'")
   end)
 
-  -- What each of `size` ranks gets of a cut: its neighbours by axis.
+  -- The groups that each of `size` ranks gets from a cut: its ranks by axis.
   local function lines(size, sizes)
     local all = {}
     for rank = 0, size - 1 do
@@ -81,7 +81,7 @@ describe("the mesh", function()
     assert.same({ dp = "-", pp = "0 1", tp = "-" }, lines(2, { pp = 2 })[1])
   end)
 
-  it("refuses sizes that do not fit, and a second cut that is another", function()
+  it("refuses sizes that do not fit, and a second, different cut", function()
     local group = { size = function() return 6 end, rank = function() return 0 end,
       split = function(_, list) return list end }
     mesh.open(group, { rank = 0, world_size = 6, local_rank = 0 })
@@ -102,7 +102,7 @@ describe("the mesh", function()
     refused({ pp = 3 }, "cut into dp = 3, pp = 2, tp = 1; they cannot be cut into dp = 2, pp = 3, tp = 1")
   end)
 
-  it("refuses what contradicts ps.init_distributed", function()
+  it("refuses sizes that contradict ps.init_distributed", function()
     local group = { size = function() return 4 end, rank = function() return 1 end,
       split = function(_, list) return list end }
     mesh.open(group, { rank = 1, world_size = 4, local_rank = 1 },

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Collectives as ops over 3 ranks: values, and gradients against finite differences of the sum of all ranks' losses; on
--- the cpu, on a device whose bytes the host carries, and on emulated GPUs.
+-- Collectives as ops over 3 ranks: values, and gradients against finite differences of the sum of all ranks' losses;
+-- on the cpu, on a device whose bytes the host transfers, and on emulated GPUs.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -71,7 +71,7 @@ local SCRIPT = [[
 ]]
 
 -- Layers of which each rank has a part: all ranks have the same x and the same loss. `own` is different on each rank.
--- Moving one element of x on all of them moves the loss of each alike: that is the gradient.
+-- Moving one element of x on all of them changes the loss of each equally, which gives the gradient.
 local PARTS = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }
@@ -91,7 +91,8 @@ local PARTS = [[
     last = dims(-1), first = dims(0), middle = function(x)
       return dims(1)(x:reshape(2, size, 6)):reshape(4, 3 * size)
     end,
-    -- rows shared out, products with a part of the outputs, then of the inputs: a layer with sequence parallelism
+    -- rows divided among ranks, products with a part of the outputs, then of the inputs: a layer with sequence
+    -- parallelism
     rows = function(x)
       local rows = group:scatter_to(x:t(), 0)                                          -- [3, 4]
       local y = group:scattered(ps.F.tanh(group:gathered_again(rows) * own:t()))
@@ -141,7 +142,8 @@ local PARTS = [[
     local ok, why = pcall(case[2])
     assert(not ok and tostring(why):find(case[1]), tostring(why))
   end
-  -- bytes, and which tensors backward keeps: of 1 MiB and more shards alone, which are gathered again for dw
+  -- bytes, and the tensors that backward keeps: of tensors of 1 MiB and more only the shards, which are gathered again
+  -- for dw
   local function sent(gather)
     local rows = ps.full({ 400, 400 }, rank + 1):requires_grad(true)
     local weight = ps.ones({ 4, 400 }):requires_grad(true)
@@ -169,7 +171,7 @@ describe("collectives as ops", function()
   teardown(function() lib.remove(folder) end)
 
   for _, device in ipairs { "cpu", "sim", "cuda" } do
-    it("have the values and gradients of what they compute on " .. device, function()
+    it("have the right values and gradients on " .. device, function()
       local env = device == "cuda" and lib.emulated() or nil
       if device == "cuda" and not env then return pending(lib.NO_EMULATED) end
       local all = lib.run(folder, 3, SCRIPT:format(folder):gsub("DEVICE", device), env)
@@ -181,7 +183,7 @@ describe("collectives as ops", function()
       end
     end)
 
-    it("have the values and gradients of layers whose parts the ranks have on " .. device, function()
+    it("have the values and gradients of whole layers in layers divided among ranks on " .. device, function()
       local env = device == "cuda" and lib.emulated() or nil
       if device == "cuda" and not env then return pending(lib.NO_EMULATED) end
       for _, size in ipairs(device == "cpu" and { 2, 3 } or { 2 }) do

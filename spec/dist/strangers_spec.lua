@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who may talk to a run: two runs at one port, secrets that differ or lack, addresses that other machines cannot reach,
--- and strangers at the port where ranks meet. What goes over one connection is in spec/c/test_comm.c.
+-- Access to a run: two runs at one port, different or missing secrets, addresses that other machines cannot reach, and
+-- strangers at the port where ranks meet. spec/c/test_comm.c tests the messages of one connection.
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local secret = require "ps.dist.secret"
@@ -12,7 +12,7 @@ local folder
 
 local function free_port() return (assert(require("ps.launch.port").free())) end
 
--- A rank that joins the other one, adds up with it and tells whether it had to wait.
+-- A rank that joins the other one, sums with it and prints whether it had to wait.
 local RANK = [[
   local ps = require "ps"
   local start = ps.now()
@@ -21,7 +21,8 @@ local RANK = [[
   print(ps.now() - start < 100 and "in time" or "late")
 ]]
 
---- Starts one of two ranks that meet at 127.0.0.1 unless `settings` say otherwise; `text(rank)` waits for its end.
+--- Starts one of two ranks, which meet at 127.0.0.1 unless `settings` say otherwise; `text(rank)` waits for its end
+--- and returns its output.
 local function rank(number, port, settings, timeout)
   local command = ("env -u XDG_RUNTIME_DIR -u PS_SECRET -u PS_RUN_ID -u TORCHELASTIC_RUN_ID RANK=%d LOCAL_RANK=%d "
     .. "WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d OMP_NUM_THREADS=1 %s timeout 300 '%s' "
@@ -30,7 +31,7 @@ local function rank(number, port, settings, timeout)
   return assert(io.popen(command))
 end
 
--- Waits until rank 0 listens, as a stranger would find out.
+-- Waits until rank 0 listens, by connecting like a stranger.
 local function listens(port)
   local socket, unistd = require "posix.sys.socket", require "posix.unistd"
   for _ = 1, 2000 do
@@ -57,14 +58,15 @@ end
 
 setup(function()
   folder = ranks_lib.folder()
-  check.write(folder .. "/rank.lua", RANK)         -- once: a rank that starts slowly must not find a file half written
+  -- written once: a rank that starts slowly must not find a half-written file
+  check.write(folder .. "/rank.lua", RANK)
 end)
 teardown(function() ranks_lib.remove(folder) end)
 
 describe("ranks at a port", function()
   if no_gloo then return pending(no_gloo) end
 
-  it("of another run are told both runs, and those of the right one still join", function()
+  it("of another run get an error with both names, and those of the right run still join", function()
     local port = free_port()
     local a = rank(0, port, "TORCHELASTIC_RUN_ID=apples PS_SECRET=one")
     listens(port)
@@ -80,7 +82,7 @@ describe("ranks at a port", function()
     assert.equal("sum 3\nin time\n", said(a))
   end)
 
-  it("that never came are missed, and who came instead is named", function()
+  it("that never came are reported as missing, with those that came instead", function()
     local port = free_port()
     local a = rank(0, port, "PS_RUN_ID=apples", 15)
     listens(port)
@@ -89,7 +91,7 @@ describe("ranks at a port", function()
     has(said(a), "rank 1 of 2 did not come", "one that came from 127.0.0.1 was turned away: it is of run 'pears?[31m'")
   end)
 
-  it("with another secret, or with none, stay outside", function()
+  it("with another secret, or without one, are refused", function()
     local port = free_port()
     local a = rank(0, port, "PS_SECRET=right")
     listens(port)
@@ -110,7 +112,7 @@ describe("ranks at a port", function()
     assert.equal("sum 3\nin time\n", said(b))
   end)
 
-  it("are told at once that no other machine reaches a loopback address", function()
+  it("get an error at once that no other machine reaches a loopback address", function()
     local start = os.time()
     for _, host in ipairs { "127.0.1.1", "localhost", "::1" } do
       has(said(rank(0, free_port(), "LOCAL_WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=" .. host)),
@@ -119,7 +121,7 @@ describe("ranks at a port", function()
     assert.is_true(os.time() - start < check.PROMPT_S)
   end)
 
-  it("of several machines have a secret or a warning, and none where one is required", function()
+  it("of several machines need a secret or get a warning, and fail if a secret is required", function()
     local port = free_port()
     local at = ("PS_RENDEZVOUS=tcp://0.0.0.0:%d"):format(port)
     local a, b = rank(0, port, at), rank(1, port, at)
@@ -133,7 +135,7 @@ describe("ranks at a port", function()
     has(said(rank(0, port, at .. " PS_SECRET=")), "PS_SECRET is ''; expected a secret")
   end)
 
-  it("join late though strangers come all the time, and train with the same bits", function()
+  it("join late while strangers connect all the time, and train with the same bits", function()
     local p = assert(io.popen(("PS_RUN_ID=known timeout 60 '%s' '%s/bench/strangers.lua' --late 2 --timeout 20 2>&1")
       :format(paths.exe, paths.root)))
     local text = said(p)
@@ -150,7 +152,7 @@ describe("the secret of a run", function()
 
   local function with(values) return function(name) return values[name] end end
 
-  it("is what PS_SECRET says, by itself or in a file", function()
+  it("is the value of PS_SECRET or the contents of its file", function()
     assert.equal("x", secret.find(with { PS_SECRET = "x" }, "tcp://a:1", false))
     assert.equal("x", secret.find(with { PS_SECRET = "x" }, "file:///a", true))
     check.write(folder .. "/given", "one two\n\n")
@@ -166,7 +168,7 @@ describe("the secret of a run", function()
       "PS_SECRET is 'required'")
   end)
 
-  it("is on one machine a file that this user alone reads, the same for all", function()
+  it("is on one machine a file that only this user can read, the same for all ranks", function()
     local get = with { XDG_RUNTIME_DIR = folder }
     local known = secret.find(get, "tcp://127.0.0.1:1", true)
     assert.matches("^%x+$", known)
@@ -185,7 +187,7 @@ describe("the secret of a run", function()
     check.fails(function() secret.find(get, "tcp://127.0.0.1:1", true) end, "not a folder that only user")
   end)
 
-  it("is one for ranks that come at once", function()
+  it("is the same for ranks that start at the same time", function()
     os.execute(("rm -rf %s/psluajit"):format(folder))
     local pipes, seen = {}, {}
     for i = 1, 8 do
@@ -198,7 +200,7 @@ describe("the secret of a run", function()
     assert.matches("^%x+\n$", text)
   end)
 
-  it("is another for every attempt of the launcher, unless one is set", function()
+  it("is new for every attempt of the launcher, unless one is set", function()
     assert.not_equal(secret.of_attempt(with {}), secret.of_attempt(with {}))
     assert.equal(64, #secret.of_attempt(with { PS_SECRET = "required" }))
     assert.equal("x", secret.of_attempt(with { PS_SECRET = "x" }))

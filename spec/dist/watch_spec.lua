@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The watch over the ranks of a group: whatever ends or stops one of them, all others fail in time with an error that
--- names it. Groups of three processes on this machine; the same case with rank 0 and with rank 1 as its victim runs at
--- once. What is stopped, or hangs, is killed.
+-- names it. Groups of three processes on this machine; the cases with rank 0 and with rank 1 as the victim run at the
+-- same time. Processes that are stopped, or hang, are killed at the end.
 local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -36,7 +36,7 @@ local PREAMBLE = [[
     os.execute(("(%%s; kill -CONT %%d) >/dev/null 2>&1 &"):format(until_failed, unistd.getpid()))
   end
   local function wait_until_failed() os.execute(until_failed) end
-  -- Calls it, prints how long it took to fail, tells those who wait for that, and fails.
+  -- Calls it, prints the seconds until it failed, wakes those who wait for that, and fails.
   local function dies(fn, ...)
     local start = ps.now()
     local ok, err = pcall(fn, ...)
@@ -54,13 +54,14 @@ local function read(path)
   return text
 end
 
---- Starts `body` in groups of `size` ranks, all groups at once. Each has its victim, `how` of the script, and then the
---- ranks' outputs, exit codes and seconds until they failed.
+--- Starts `body` in groups of `size` ranks, all groups at once. Each entry has the group's victim and the script's
+--- `how`, and gets the ranks' outputs, exit codes and seconds until they failed.
 ---@param size integer
 ---@param victims integer[] of the groups
 ---@param body string
----@param options? table kill: victims, when the others have ended; hows: a group of each; env: more variables
----@return function collect waits for their end and gives them
+---@param options? table kill: kill the victims when the others have ended; hows: one group for each; env: more
+---  variables
+---@return function collect waits for their end and returns them
 local function start(size, victims, body, options)
   local o = options or {}
   local script = os.tmpname()
@@ -105,8 +106,8 @@ end
 
 local function groups(...) return start(...)() end
 
---- Each rank but the victim said `pattern` ("RANK" in it is the victim's number and host) within `limit` seconds of
---- waiting, and ended with 1.
+--- Checks that each rank except the victim printed `pattern` ("RANK" in it is the victim's number and host) within
+--- `limit` seconds of waiting, and ended with 1.
 local function all_name(out, pattern, limit)
   for _, group in ipairs(out) do
     local victim = group.victim
@@ -125,7 +126,7 @@ end
 describe("the watch over the ranks", function()
   if no_gloo then return pending(no_gloo) end
 
-  -- These wait for seconds and do nothing else, so they run beside the others.
+  -- These only wait for seconds, so they run at the same time as the others.
   local stopped, all_stopped
   setup(function()
     stopped = start(3, { 0, 1 }, [[
@@ -178,7 +179,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("tells the others a rank's error, before they wait and while they do", function()
+  it("passes a rank's error to the others, before they wait and while they wait", function()
     local out = groups(3, { 0, 1 }, [[
       local g = join { heartbeat = FAR }
       g:barrier()
@@ -198,7 +199,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("tells the others that a rank called os.exit, or ended while they wait for it", function()
+  it("reports to the others that a rank called os.exit, or ended while they wait for it", function()
     local out = groups(3, { 0, 1 }, [[
       local g = join()
       g:barrier()
@@ -223,7 +224,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("says who is missing, and where those are", function()
+  it("names the missing ranks, and where the others are", function()
     local out = groups(4, { 2 }, [[
       local g = join { timeout = 1 }
       g:barrier()
@@ -258,7 +259,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("ends a wait between two ranks when a third dies, and names who does not come to it", function()
+  it("ends a wait between two ranks when a third dies, and names the rank that does not join", function()
     local out = groups(3, { 1 }, [[
       local g = join()
       if rank == 1 then
@@ -277,7 +278,7 @@ describe("the watch over the ranks", function()
       .. "made no call yet", PROMPT_S)
   end)
 
-  it("tells a third rank why two hung up", function()
+  it("gives a third rank the reason why two hung up", function()
     local out = groups(3, { 1 }, [[
       local g = join()
       dies(function()
@@ -292,7 +293,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("wants one heartbeat of all ranks", function()
+  it("requires the same heartbeat on all ranks", function()
     local out = groups(2, { 1 }, "join { heartbeat = 2 + rank }")
     for rank = 0, 1 do
       assert.matches("heartbeat is 3 s on rank 1 and 2 s on rank 0; give all ranks the same", out[1][rank].text, 1,
@@ -302,7 +303,7 @@ describe("the watch over the ranks", function()
     assert.error_matches(function() ps.dist.gloo("tcp://127.0.0.1:1", 0, 2, 1, 0) end, "a heartbeat of 0 s", 1, true)
   end)
 
-  it("ends training whose collectives run beside the computation", function()
+  it("ends training whose collectives run during the computation", function()
     local out = groups(3, { 0, 1 }, [[
       local gpt2 = require "models.gpt2"
       join { seed = 3 }
@@ -331,7 +332,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  it("names a rank that is stopped, and that one learns of it", function()
+  it("names a rank that is stopped, and that rank gets the error, too", function()
     local out = stopped()
     all_name(out, "all_reduce, call 1 of rank %d: RANK is silent for %d%.%d s: it was stopped, its machine hangs, or "
       .. "the network to it is cut; it was last known after all_reduce %(call 0%)", PROMPT_S)
@@ -349,7 +350,7 @@ describe("the watch over the ranks", function()
 
   it("costs no time at the end", function()
     local out = groups(3, { 0 }, ([[
-      ps.C.ps_test_linger(%d)                   -- waiting for another takes that long
+      ps.C.ps_test_linger(%d)                   -- waiting for another rank takes that long
       for _ = 1, 8 do
         local g = join()
         g:barrier()

@@ -41,7 +41,7 @@ describe("the launcher's options", function()
     assert.same({ 5, 5 }, { o.nproc, o.min_nproc })
   end)
 
-  it("come from PET_ variables where they are not given", function()
+  it("come from PET_ variables if they are not given", function()
     local job = { PET_NNODES = "3", PET_NPROC_PER_NODE = "2", PET_NODE_RANK = "2", PET_MASTER_ADDR = "m",
       PET_MASTER_PORT = "23456", PET_MAX_RESTARTS = "1" }
     local o = parse("s.lua", job)
@@ -51,7 +51,7 @@ describe("the launcher's options", function()
     bad("s.lua", "PET_NNODES is '1:3'; expected one number of nodes", { PET_NNODES = "1:3" })
   end)
 
-  it("are refused by name when they are wrong", function()
+  it("are refused by name if they are wrong", function()
     bad("--nproc-per-nod 2 s.lua", "there is no option --nproc-per-nod; did you mean --nproc-per-node?")
     bad("--max_restart=2 s.lua", "did you mean --max-restarts?")
     bad("--nproc-per-node 0 s.lua", "--nproc-per-node is '0'; expected a whole number from 1 to 4096")
@@ -188,7 +188,7 @@ describe("the launcher", function()
     assert.equal(("[0] %d\n"):format(options.cores()), out)
   end)
 
-  it("gives every attempt a name and a secret of its own, unless they are set", function()
+  it("gives every attempt its own name and secret, unless they are set", function()
     local show = "print(attempt, os.getenv 'PS_RUN_ID' or '-', os.getenv 'PS_SECRET' or '-') "
     local once = show .. "os.exit(attempt == 0 and 1)"
     local seen = {}
@@ -207,14 +207,14 @@ describe("the launcher", function()
     assert.equal("[0] 0\tboth\t-\n", out)
   end)
 
-  it("gives ranks what ps.dist.env reads", function()
+  it("gives ranks the variables that ps.dist.env reads", function()
     local out = launch("--nproc-per-node 2 --master-port 4242 script.lua",
       "local env = require 'ps.dist.env' print(env.describe(env.read()))")
     assert.equal("[0] rank 0 of 2, local rank 0 of 2, from torchrun's variables; meeting at tcp://127.0.0.1:4242\n" ..
       "[1] rank 1 of 2, local rank 1 of 2, from torchrun's variables; meeting at tcp://127.0.0.1:4242\n", sorted(out))
   end)
 
-  it("carries all output by lines, the last partial one and zero bytes too", function()
+  it("forwards all output by lines, including the last partial line and zero bytes", function()
     local out, err, code = launch("--nproc-per-node 2 script.lua", [[
       for i = 1, 20000 do print(rank, i) end
       io.stderr:write("to stderr")
@@ -273,7 +273,7 @@ describe("the launcher", function()
     assert.matches("boom", err, 1, true)
   end)
 
-  it("tells of a rank that a signal ended", function()
+  it("reports a rank that a signal ended", function()
     local _, err, code = launch("--nproc-per-node 2 script.lua",
       "if rank == 0 then wait_for '1' signal.kill(unistd.getpid(), 9) end mark '1' sleep(200)")
     assert.equal(137, code)
@@ -281,7 +281,7 @@ describe("the launcher", function()
     assert_gone(2)
   end)
 
-  it("kills what does not end in time, stopped ranks too", function()
+  it("kills ranks that do not end in time, also stopped ones", function()
     local _, err, code, seconds = launch("--nproc-per-node 3 --grace 1 script.lua", [[
       if rank == 0 then wait_for "1" wait_for "2" sleep(0.1) os.exit(5) end
       if rank == 1 then signal.signal(signal.SIGTERM, signal.SIG_IGN) end
@@ -289,7 +289,7 @@ describe("the launcher", function()
       if rank == 2 then signal.kill(unistd.getpid(), signal.SIGSTOP) end
       sleep(200)]])
     assert.equal(5, code)
-    assert.matches("launch: 1 of the ranks did not end within 1 s of being asked and were killed", err, 1, true)
+    assert.matches("launch: 1 of the ranks did not end within 1 s after the signal and were killed", err, 1, true)
     assert.is_true(seconds >= 1 and seconds < check.PROMPT_S)
     assert_gone(3)
   end)
@@ -311,7 +311,7 @@ describe("the launcher", function()
     assert_gone(4)
   end)
 
-  it("restarts with fewer ranks where it is told so, and not with fewer than that", function()
+  it("restarts with fewer ranks if allowed, down to the minimum", function()
     local out, err, code = launch("--nproc-per-node 2:4 --max-restarts 4 script.lua", [[
       print(attempt, rank, os.getenv "WORLD_SIZE", os.getenv "LOCAL_WORLD_SIZE")
       local size = tonumber(os.getenv "WORLD_SIZE")
@@ -388,7 +388,7 @@ describe("the launcher", function()
     assert_gone(2)
   end)
 
-  it("buries its dead while others run", function()
+  it("reaps ended processes while others run", function()
     local out, _, code = launch("--nproc-per-node 2 script.lua", [[
       if rank == 1 then os.exit(0) end
       sleep(0.5)
@@ -397,7 +397,7 @@ describe("the launcher", function()
     assert.same({ "[0] 2\n", 0 }, { out, code })                       -- this rank and the warden
   end)
 
-  it("looks scripts up as psluajit does, and starts other programs with --no-python", function()
+  it("finds scripts like psluajit, and starts other programs with --no-python", function()
     local _, err, code = launch("--nproc-per-node 3 nosuch.lua", "")
     assert.equal(1, code)
     local _, times = err:gsub("cannot open nosuch.lua", "")

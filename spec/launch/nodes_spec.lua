@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Nodes that number themselves (tools/launch.lua --rdzv-backend c10d without --node-rank): several launchers on this
--- machine, one of which has the address.
+-- machine, one of which listens on the address.
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
@@ -22,7 +22,7 @@ local MEET = [[
   bmt.close()
 ]]
 
--- The line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS tells ranks that
+-- The line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS is set, since
 -- the nodes are in fact one machine.
 local function start(at, options, script)
   local name = folder .. "/train.lua"
@@ -54,7 +54,7 @@ local function connected(at)
 end
 
 describe("nodes without numbers", function()
-  it("get them from the one that has the address, whoever else comes and goes meanwhile", function()
+  it("get them from the node with the address, whatever other connections come and go", function()
     local at = assert(port.free())
     local first = start(at, { nnodes = 3, nproc = 2 }, SHOW)
     local silent, stranger, gone = connected(at), connected(at), connected(at)
@@ -97,7 +97,7 @@ describe("nodes without numbers", function()
     for rank = 0, 1 do assert.equal(1, count(all, ("met %d of 2\n"):format(rank)), all) end
   end)
 
-  it("are told when not all of them come", function()
+  it("get an error if some of them do not come", function()
     local nodes = require "ps.launch.nodes"
     local at = assert(port.free())
     local o = { master_addr = "127.0.0.1", master_port = at, nnodes = 2, nproc = 1, run_id = "1", join_timeout = 0.5 }
