@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.evaluate and tools/evaluate.lua: log-probabilities against those of the model's logits, windows, choices, answers,
--- measures, the callback of ps.train.run, ranks, and rows that are wrong. spec/oracle/evaluate_oracle.py holds it to
+-- measures, the callback of ps.train.run, ranks, and wrong rows. spec/oracle/evaluate_oracle.py compares it with
 -- lm-eval.
 local cjson = require "cjson"
 local gpt2 = require "models.gpt2"
@@ -57,7 +57,7 @@ describe("windows over a text", function()
     return table.concat(list, " ")
   end
 
-  it("predict each token once, with as much before the last ones as fits", function()
+  it("predict each token once, and fill the last window with the tokens before it", function()
     assert.equal("0-2:1-3", shown(3, 4, 4))
     assert.equal("0-3:1-4 4-7:5-8", shown(8, 4, 4))
     assert.equal("0-3:1-4 4-7:5-8 6-9:9-10", shown(10, 4, 4))
@@ -99,7 +99,7 @@ describe("ps.evaluate.run", function()
     assert.equal(1, ps.evaluate.run(model, tok, { data = rows, limit = 1 }).rows)
   end)
 
-  it("has the perplexity of the assistant's tokens, and of ids that have labels", function()
+  it("has the perplexity of the assistant's tokens, and of ids with labels", function()
     local talk = { { role = "user", content = "ab" }, { role = "assistant", content = "ba" } }
     local ids, mask = tok:apply_chat_template(talk, { train_on = "assistant" })
     local sum, n, labels = 0, 0, {}
@@ -156,7 +156,7 @@ describe("ps.evaluate.run", function()
     near(1, ps.evaluate.run(model, tok, { task = "answers", max_new = 4, data = { talk } }).exact_match)
   end)
 
-  it("leaves the model's mode as it was, and refuses what it cannot use", function()
+  it("leaves the model's mode unchanged, and refuses invalid arguments", function()
     model:train()
     ps.evaluate.run(model, tok, { data = { { text = "ab" } } })
     assert.is_true(model.training)

@@ -51,7 +51,7 @@ describe("anomaly mode", function()
     end
   end)
 
-  it("finds what the types of half width and tensors of strides make, and what is written in place", function()
+  it("finds NaNs in half types, strided tensors and writes in place", function()
     local big = ps.full({ 2 }, 300, { dtype = "fp16" })
     assert.truthy(problem(function() return big * big end):find("^mul made an infinity"))
     local view = ps.ones({ 4, 4 }):transpose(0, 1)
@@ -60,7 +60,7 @@ describe("anomaly mode", function()
     assert.truthy(problem(function() return x - x end):find("^sub made a NaN"))
   end)
 
-  it("passes on what a script gave", function()
+  it("does not report NaNs in the script's own inputs", function()
     ps.detect_anomaly(function()
       local mask = ps.full({ 2, 3 }, -inf):triu(1)
       local keep = ps.zeros { 2, 3 }:fill_(0 / 0)
@@ -73,7 +73,7 @@ describe("anomaly mode", function()
     end)
   end)
 
-  it("knows an overflow that the loss scaler handles", function()
+  it("ignores an overflow that the loss scaler handles", function()
     local function train(scale, forward)
       local model, optimizer = ps.initialize { quiet = true, model_func = function()
         return nn.Linear(4, 1, { bias = false })
@@ -134,7 +134,7 @@ describe("anomaly mode of several ranks", function()
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
 
-  it("names op, line and module where the NaN was made, and the others hear of it", function()
+  it("names op, line and module on the rank with the NaN, and the others get an error", function()
     local said = lib.run(folder, 2, lib.begin(folder) .. [[
       local Net = nn.class("Net")
       function Net:init() self.up = nn.Linear(4, 4) end
@@ -162,7 +162,7 @@ describe("anomaly mode of several ranks", function()
     assert.truthy(said[0].text:find("rank 1", 1, true), said[0].text)
   end)
 
-  it("pardons the product with a loss scale and no other op, on every stage of a pipeline", function()
+  it("excuses the product with a loss scale and no other op, on every stage of a pipeline", function()
     lib.check(folder, 2, [[
       local gpt2 = require "models.gpt2"
       ps.set_detect_anomaly(true)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.inspect: statistics against numbers worked out by hand, of parameters wherever an engine has them, and of tensors
--- inside a model.
+-- ps.inspect: statistics compared with numbers computed by hand, of parameters in any place of an engine, and of
+-- tensors inside a model.
 local ps = require "ps"
 local nn = ps.nn
 local inspect = ps.inspect
@@ -28,7 +28,7 @@ local function check_row(t, row, grad)
 end
 
 describe("ps.inspect.inspect_model", function()
-  it("gives the numbers of torch.std, and NaN where PyTorch has it", function()
+  it("has the numbers of torch.std, and PyTorch's NaN", function()
     local net = nn.class("Net")()
     net:param("a", ps.tensor { 1, 2, 3, 4 })
     net:param("big", ps.tensor { 1e8, 1e8 + 8, 1e8 + 16 })       -- a one-pass variance in fp32 would lose this
@@ -56,7 +56,7 @@ describe("ps.inspect.inspect_model", function()
     for _, row in ipairs(inspect.inspect_model(net)) do check_row(net[row.name], row, net[row.name]:grad()) end
   end)
 
-  it("chooses names as fnmatch does", function()
+  it("selects names like fnmatch", function()
     local net = nn.class("Net")()
     for _, name in ipairs { "w1", "w2", "w10", "a+b" } do net:param(name, ps.zeros { 2 }) end
     local function names(pattern, prefix)
@@ -112,7 +112,7 @@ describe("ps.inspect.inspect_model", function()
     assert.equal(run "plain", run(nil))
   end)
 
-  it("gives gradients without the loss scale", function()
+  it("has gradients without the loss scale", function()
     local function grads(fp16)
       ps.manual_seed(3)
       local model = ps.initialize { quiet = true, model_func = function() return nn.Linear(16, 4) end,
@@ -202,7 +202,7 @@ describe("ps.inspect.inspect_tensor", function()
     end
   end)
 
-  it("has what a recomputed block gives to the next one, or to its caller", function()
+  it("has the outputs of a recomputed block, for the next one or its caller", function()
     local Block = nn.class("Block")
     function Block:init() self.fc = nn.Linear(6, 6) end
     function Block:forward(x) return self.fc(inspect.record_tensor(x, "into")) * 0.5 end
@@ -253,7 +253,7 @@ describe("ps.inspect.inspect_tensor", function()
     end
   end)
 
-  it("changes no bit of the training, and ends its scope by an error, too", function()
+  it("changes no bit of the training, and also ends its scope after an error", function()
     local function grads(fn)
       local net = net_of(false)
       ps.manual_seed(7)
@@ -273,7 +273,7 @@ describe("ps.inspect.inspect_tensor", function()
     fails(function() inspect.inspect_tensor(function() inspect.record_tensor(t) end) end, "the name")
   end)
 
-  it("records each micro-batch of an engine once, though steps begin with dry runs", function()
+  it("records each micro-batch of an engine once, although steps begin with dry runs", function()
     local net
     local model, optimizer = ps.initialize { quiet = true, model_func = function()
       net = net_of(true)

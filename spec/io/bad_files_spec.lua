@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Files that are damaged, training that goes wrong, and a full disk. Each is a Lua error that names the file and says
+-- Damaged files, failing training, and a full disk. Each is a Lua error that names the file and says
 -- what to do; it is never a crash, and saved data is never lost.
 local ffi = require "ffi"
 local lfs = require "lfs"
@@ -35,7 +35,7 @@ local function in_folder()
   teardown(function() os.execute("rm -r " .. folder) end)
 end
 
-describe("safetensors files that are no good", function()
+describe("invalid safetensors files", function()
   in_folder()
 
   local function open(name) return function() return ps.safetensors.open(folder .. "/" .. name) end end
@@ -46,7 +46,7 @@ describe("safetensors files that are no good", function()
     return write(name, ffi.string(length, 8) .. header .. (data or ""))
   end
 
-  it("are named, with what is wrong", function()
+  it("are named, with the fault", function()
     fails_with("EIO", { "none.safetensors", "No such file" }, open "none.safetensors")
     fails_with("EIO", { folder, "a folder" }, open "")
     write("empty.safetensors", "")
@@ -72,7 +72,7 @@ describe("safetensors files that are no good", function()
     fails({ "f8.safetensors", "closed" }, function() f:tensor "a" end)
   end)
 
-  it("may say that they have no metadata, and have integers that no tensor here has", function()
+  it("may have null metadata, and integer types that no tensor here has", function()
     file("null.safetensors", '{"__metadata__":null,"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', "\0\0\0\0")
     local f = open "null.safetensors"()
     assert.same({ {}, 0 }, { f.metadata, f:tensor("a"):item() })
@@ -92,7 +92,7 @@ describe("safetensors files that are no good", function()
     assert.equal(2 ^ 32 - 1, tonumber(all.u32:item()))
   end)
 
-  it("are found out wherever they end", function()
+  it("are detected wherever they end", function()
     local path = folder .. "/whole.safetensors"
     ps.safetensors.save(path, { a = ps.ones { 5 }, b = ps.zeros({ 2, 2 }, { dtype = "int64" }) })
     local whole = read(path)
@@ -104,7 +104,7 @@ describe("safetensors files that are no good", function()
     fails_with("EFORMAT", { "cut.safetensors" }, open "cut.safetensors")
   end)
 
-  it("leave the model as it was", function()
+  it("leave the model unchanged", function()
     local model = gpt2.new "tiny"
     local weight = model.transformer.wte.weight
     local before, bias = weight:sum():item(), model.transformer.h[0].attn.c_attn.weight:sum():item()
@@ -132,7 +132,7 @@ describe("safetensors files that are no good", function()
     fails({ "no model file", "config.json" }, function() gpt2.from_pretrained(folder .. "/nowhere") end)
   end)
 
-  it("cannot be written where there is no place", function()
+  it("cannot be written to a missing folder", function()
     fails_with("EIO", { "/nowhere/x.safetensors" }, function()
       ps.safetensors.save(folder .. "/nowhere/x.safetensors", { a = ps.ones { 1 } })
     end)
@@ -144,10 +144,10 @@ describe("safetensors files that are no good", function()
   end)
 end)
 
-describe("token files that are no good", function()
+describe("invalid token files", function()
   in_folder()
 
-  it("are named, with what is wrong", function()
+  it("are named, with the fault", function()
     fails({ "cannot open token file", "none.bin" }, function() ps.data.tokens(folder .. "/none.bin") end)
     write("plain.bin", "not a shard")
     local function plain(width)
@@ -171,7 +171,7 @@ describe("token files that are no good", function()
     assert.equal("cut.bin plain.bin t.bin", files())
   end)
 
-  it("are found to hold too large ids and too few tokens", function()
+  it("are refused for too large ids and too few tokens", function()
     local path = folder .. "/v.bin"
     local ids = {}
     for i = 1, 200 do ids[i] = i == 150 and 99 or i % 50 end
@@ -190,7 +190,7 @@ describe("token files that are no good", function()
     end)
   end)
 
-  it("are noticed when cut while in use", function()
+  it("are detected when truncated during use", function()
     local path = folder .. "/shrink.bin"
     local ids = {}
     for i = 1, 20000 do ids[i] = 7 end
@@ -208,7 +208,7 @@ end)
 
 -- -- training ------------------------------------------------------------------------------------------------------
 
-describe("training that goes wrong", function()
+describe("training that fails", function()
   in_folder()
   local threads
 
@@ -230,7 +230,7 @@ describe("training that goes wrong", function()
 
   local function is_finite(tensor) return tensor:isfinite():sum():item() == tensor:numel() end
 
-  it("stops at a loss that is no number and keeps what was saved", function()
+  it("stops at a loss that is not a number and keeps saved files", function()
     local run, n = folder .. "/nan", 0
     fails({ "loss is", "nan", "step 4", "learning rate", "step-00000003.safetensors" }, function()
       ps.train.run(options { max_norm = 1, log = folder .. "/nan.csv", checkpoint = { folder = run, every = 1 },
@@ -246,7 +246,7 @@ describe("training that goes wrong", function()
     assert.equal(3, select(2, read(folder .. "/nan.csv"):gsub("\n%d+,", "")))
   end)
 
-  it("stops where a token is beyond the vocabulary", function()
+  it("stops at a token outside the vocabulary", function()
     fails({ "text.txt", "vocabulary" }, function()
       local loader = ps.data.loader { file = folder .. "/text.txt", batch = 2, seq = 16, vocab = 100 }
       ps.train.run(options { loader = loader })
@@ -257,7 +257,7 @@ describe("training that goes wrong", function()
     end)
   end)
 
-  it("stops without memory and can go on", function()
+  it("stops without memory and can continue", function()
     local o = options { checkpoint = { folder = folder .. "/memory", every = 1 } }
     o.steps = 1
     ps.train.run(o)
@@ -274,7 +274,7 @@ describe("training that goes wrong", function()
     assert.equal("latest log.jsonl step-00000001.safetensors step-00000002.safetensors", files(folder .. "/memory"))
   end)
 
-  it("refuses to resume from what is no checkpoint, and changes nothing", function()
+  it("refuses to resume from a file that is not a checkpoint, and changes nothing", function()
     local o = options {}
     local parts = { model = o.model, optimizer = o.optimizer, loader = o.loader }
     local before = o.model.transformer.wte.weight:sum():item()
@@ -324,7 +324,7 @@ local SCRIPT = [[
 describe("a full disk", function()
   in_folder()
 
-  --- Runs a shell command with $psluajit, $script, $text and $run set; its output, or nil when it failed.
+  --- Runs a shell command with $psluajit, $script, $text and $run set; returns its output, or nil if it failed.
   local function shell(command)
     local paths = require "ps.paths"
     write("script.lua", SCRIPT)
@@ -348,7 +348,7 @@ describe("a full disk", function()
     assert.truthy(second:find("files\t. .. latest log.jsonl step-00000001.safetensors\n", 1, true), second)
   end
 
-  it("by a limit on file sizes leaves the last checkpoint whole", function()
+  it("by a limit on file sizes leaves the last checkpoint intact", function()
     local out, all = shell [[
       rm -f $run/shard.bin; $psluajit $script $run $text 1 && rm $run/shard.bin &&
       ulimit -f 400 && $psluajit $script $run $text 2]]
@@ -357,7 +357,7 @@ describe("a full disk", function()
     assert.truthy(out:find("ulimit", 1, true) or out:find("limit", 1, true), out)
   end)
 
-  it("that is really full leaves the last checkpoint whole", function()
+  it("that is really full leaves the last checkpoint intact", function()
     local mounted = shell "unshare -m sh -c 'mount -t tmpfs -o size=64k none $run'"
     if not mounted then
       pending("no tmpfs may be mounted here; the limit on file sizes was tried instead")

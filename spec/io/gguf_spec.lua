@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GGUF files (ps/io/gguf.lua, src/io/gguf*.c): what a file holds is read as it is, and a damaged file is an error that
--- names it. The values of blocks are compared with the package gguf by spec/oracle/gguf_oracle.py. PS_MUTATE_SEED=n
--- draws other damage, PS_FULL=1 fifty times as much.
+-- GGUF files (ps/io/gguf.lua, src/io/gguf*.c): the contents of a file are read exactly, and a damaged file is an error
+-- that names it. The values of blocks are compared with the package gguf by spec/oracle/gguf_oracle.py.
+-- PS_MUTATE_SEED=n draws other damage, PS_FULL=1 fifty times as much.
 local ps = require "ps"
 local gguf = require "ps.io.gguf"
 local lib = require "spec.gguf_lib"
@@ -182,7 +182,7 @@ describe("a GGUF writer", function()
     end
   end)
 
-  it("puts rows of heads and swapped matrices in llama.cpp's order, whatever the pieces", function()
+  it("writes rows of heads and swapped matrices in llama.cpp's order, for any pieces", function()
     local function written(shape, how, pieces)
       local n, done = 1, 0
       for _, size in ipairs(shape) do n = n * size end
@@ -263,7 +263,7 @@ describe("a damaged GGUF file", function()
   local whole = lib.file(META, { tensor("a", 0, { 2, 4 }), tensor("b", 2, { 1, 64 }), tensor("c", 12, { 256 },
     ("\1"):rep(144)) })
 
-  -- Opens a file and reads all of it: an error of ps, or values.
+  -- Opens a file and reads all of it. The result must be an error of ps, or values.
   local function read(bytes)
     local ok, problem = pcall(function()
       local file = gguf.open(write(bytes))
@@ -277,12 +277,12 @@ describe("a damaged GGUF file", function()
     return ok
   end
 
-  it("gives an error wherever it is cut off", function()
+  it("is an error wherever it is truncated", function()
     for n = 0, #whole - 113, 3 do assert.falsy(read(whole:sub(1, n)), n) end
     assert.truthy(read(whole))
   end)
 
-  it("gives an error or values if bytes of it change", function()
+  it("is an error or has values if some bytes change", function()
     math.randomseed(SEED)
     local opened = 0
     for _ = 1, DRAWN do

@@ -42,7 +42,7 @@ local function saved(tensors)
 end
 
 describe("ps.load with mmap = true", function()
-  it("leaves a tensor's bytes in the file, and gives the same values", function()
+  it("leaves a tensor's bytes in the file, and has the same values", function()
     local want = ps.randn { 512, 1024 }
     local path = saved { a = want, b = ps.arange(7) }
     local before = used()
@@ -56,7 +56,7 @@ describe("ps.load with mmap = true", function()
     same(got.a:narrow(0, 3, 2):t():contiguous(), want:narrow(0, 3, 2):t():contiguous())
   end)
 
-  it("leaves the file as it is when such a tensor is written to, also behind its close", function()
+  it("does not change the file when such a tensor is written to, also after its close", function()
     local path = saved { a = ps.ones { 3000 }, b = ps.ones { 5 } }
     local before, file = check.read(path), ps.load(path, { mmap = true, lazy = true })
     local a = file:tensor "a"
@@ -71,7 +71,7 @@ describe("ps.load with mmap = true", function()
     assert.equal(3000, ps.load(path).a:sum():item())
   end)
 
-  it("gives each tensor bytes of its own, and parts and checksums as the file has them", function()
+  it("gives each tensor its own bytes, and the file's parts and checksums", function()
     local path = saved { a = ps.ones { 3000 } }
     local file = ps.load(path, { mmap = true, lazy = true })
     local one, other, part = file:tensor "a", file:tensor "a", ps.zeros { 10 }
@@ -90,7 +90,7 @@ describe("ps.load with mmap = true", function()
     assert.same(before, second.weight:tolist())
   end)
 
-  it("reads what cannot lie in the file: another type, a part, elements that lie askew", function()
+  it("reads tensors that cannot stay in the file: another type, a part, misaligned elements", function()
     local path = saved { a = ps.arange(6):to("fp32"):reshape(2, 3) }
     local file = ps.load(path, { mmap = true, lazy = true })
     local half, part = ps.zeros({ 2, 3 }, { dtype = "bf16" }), ps.zeros { 4, 3 }
@@ -99,7 +99,7 @@ describe("ps.load with mmap = true", function()
     file:close()
     assert.same({ { 0, 1, 2 }, { 3, 4, 5 } }, half:tolist())
     assert.same({ { 0, 0, 0 }, { 0, 1, 2 }, { 3, 4, 5 }, { 0, 0, 0 } }, part:tolist())
-    -- One byte more of header: all numbers begin at odd addresses.
+    -- One more byte of header: all numbers begin at odd addresses.
     local text = check.read(path)
     local n = ffi.cast("const uint64_t *", text)[0]
     local head = text:sub(9, 8 + tonumber(n)) .. " "
@@ -109,7 +109,7 @@ describe("ps.load with mmap = true", function()
     assert.same({ { 0, 1, 2 }, { 3, 4, 5 } }, ps.load(odd, { mmap = true, verify = false }).a:tolist())
   end)
 
-  it("is an error at the next use once somebody wrote to the file, or cut it, not where it was replaced", function()
+  it("is an error at the next use after the file was written or truncated, but not if it was replaced", function()
     local a = ps.randn { 4096 }
     local path = saved { a = a }
     local got = ps.load(path, { mmap = true }).a
@@ -150,7 +150,7 @@ describe("ps.from_pretrained with mmap = true", function()
     return ps.from_pretrained(where, { mmap = mmap, dtype = dtype, quiet = true })
   end
 
-  it("computes and continues the same, in the type of the files", function()
+  it("computes and continues with the same results, in the type of the files", function()
     for _, dtype in ipairs { "fp32", "bf16" } do
       local where = model_in(dtype)
       local before = used()
@@ -162,7 +162,7 @@ describe("ps.from_pretrained with mmap = true", function()
         same(mapped { input_ids = ids }.logits, read { input_ids = ids }.logits)
       end)
       assert.same(read:generate(ids, 9, { temperature = 0 }), mapped:generate(ids, 9, { temperature = 0 }))
-      mapped:save_pretrained(where)                        -- over the file that the weights lie in
+      mapped:save_pretrained(where)                        -- over the file with the weights
       local again = open(where, nil, dtype)
       ps.no_grad(function()
         same(mapped { input_ids = ids }.logits, again { input_ids = ids }.logits)
@@ -170,7 +170,7 @@ describe("ps.from_pretrained with mmap = true", function()
     end
   end)
 
-  it("trains the same, by an optimizer and by an engine, and leaves the file as it is", function()
+  it("trains with the same results, by an optimizer and by an engine, and does not change the file", function()
     local where = model_in()
     local before = check.read(where .. "/model.safetensors")
     local function by_optimizer(mmap)
@@ -204,7 +204,7 @@ describe("ps.from_pretrained with mmap = true", function()
     assert.equal(before, check.read(where .. "/model.safetensors"))
   end)
 
-  it("refuses what no tensor can have, and with \"auto\" reads it", function()
+  it("refuses files that cannot be mapped, and with \"auto\" reads them", function()
     local where = model_in "bf16"
     check.fails_saying({ "mmap = true", "no weights in fp32", "remove dtype" }, function()
       open(where, true, "fp32")

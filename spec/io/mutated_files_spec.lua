@@ -36,7 +36,7 @@ local function places(t, list)
   return list
 end
 
--- A text with one to three values of it replaced or left out.
+-- A text with one to three of its values replaced or removed.
 local function other_values(text)
   local value = json.decode(text)
   for _ = 1, math.random(3) do
@@ -81,7 +81,8 @@ local function try(what, text, open)
   return ok
 end
 
--- Opens a file changed in `n` ways, and restores it afterwards. Some are read, and some are rejected.
+-- Opens a file changed in `n` ways, and restores it afterwards. Some of the changed files are read, and some are
+-- rejected.
 local function mutate(file, n, open)
   local text, read, refused = check.read(file), 0, 0
   for i = 1, n do
@@ -121,7 +122,7 @@ end
 
 describe("a changed config.json", function()
   for _, family in ipairs { "gpt2", "bert", "roberta", "llama", "mistral", "qwen2", "qwen3" } do
-    it("is read, or refused by what is wrong: " .. family, function()
+    it("is read, or refused with the fault: " .. family, function()
       local at = make(family)
       local ids = ps.tensor({ { 1, 2, 3 } }, { dtype = "int32" })
       local read = mutate(at .. "/config.json", DRAWN / 3, function()
@@ -229,7 +230,7 @@ describe("a changed file of a tokenizer", function()
     mutate(path "gpt2.tiktoken", DRAWN, function() use(path "gpt2.tiktoken", options) end)
   end)
 
-  it(".tiktoken of long tokens is read in a time that grows with it", function()
+  it(".tiktoken of long tokens is read in linear time", function()
     local letters, lines = { "YWFh", "YmFh", "Y2Fh" }, {}
     for i, letter in ipairs(letters) do lines[i] = letter .. ("YWFh"):rep(20000) .. " " .. (i - 1) .. "\n" end
     check.write(path "long.tiktoken", table.concat(lines))

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.save and ps.load: round trips, what is refused, streaming; and both directions against PyTorch itself, where a
--- Python with torch is found (PS_TORCH_PYTHON names one; else python3).
+-- ps.save and ps.load: round trips, refusals, streaming; and both directions against PyTorch itself, if a Python with
+-- torch is found (PS_TORCH_PYTHON names one; else python3).
 local ps = require "ps"
 local ffi = require "ffi"
 local nn = ps.nn
@@ -51,7 +51,7 @@ end)
 teardown(function() os.execute("rm -rf " .. folder) end)
 
 describe("ps.save and ps.load", function()
-  it("bring any nesting of values back", function()
+  it("restore any nesting of values", function()
     local value = {
       model = { a = ps.arange(6, { dtype = "fp32" }):reshape(2, 3), b = ps.ones({}, { dtype = "bf16" }) },
       [0] = "zero", [7] = { 1, 2.5, -3, "x", true, false, {}, none, { none } },
@@ -72,12 +72,12 @@ describe("ps.save and ps.load", function()
       assert.equal(value[key], back[key])
     end
     assert.equal("list", require("ps.io.torch_pt").kind(back.empty))
-    ps.save(back, path "w.pt")                             -- and the same file results if nothing has changed
+    ps.save(back, path "w.pt")                             -- and the file is the same if nothing has changed
     ps.save(ps.load(path "w.pt"), path "v.pt")
     assert.truthy(read_file "v.pt" == read_file "w.pt")
   end)
 
-  it("take numbers, strings and tensors as they are, too", function()
+  it("also accept single numbers, strings and tensors", function()
     for _, value in ipairs { 12, -0.5, "text", true, false } do
       ps.save(value, path "x.pt")
       assert.equal(value, ps.load(path "x.pt"))
@@ -115,7 +115,7 @@ describe("ps.save and ps.load", function()
     assert.truthy(ps.same(back.a, back.b[1]) and ps.same(back.a, back.b[2]))
   end)
 
-  it("keep the order of keys that a file had", function()
+  it("keep the order of keys of a file", function()
     ps.save({ z = 1, a = 2 }, path "o.pt")
     local back = ps.load(path "o.pt")
     assert.same({ "a", "z" }, ps.serialize.keys(back))
@@ -148,7 +148,7 @@ describe("ps.save and ps.load", function()
     fails({ "'[2].deep'", "contains itself" }, ps.save, shared, path "s.pt")
   end)
 
-  it("refuse what files cannot hold, naming the place", function()
+  it("refuse values that files cannot hold, and name the place", function()
     fails({ "'a.b[2]'", "function" }, ps.save, { a = { b = { 1, print } } }, path "r.pt")
     fails({ "'m'", "state_dict()" }, ps.save, { m = nn.Linear(2, 2) }, path "r.pt")
     fails({ "key true" }, ps.save, { [true] = 1 }, path "r.pt")
@@ -176,7 +176,7 @@ describe("ps.save and ps.load", function()
     fails({ "tensors by name" }, ps.save, { ps.ones { 1 } }, path "f.safetensors")
   end)
 
-  it("tell files apart by what is in them, whatever the length of a header", function()
+  it("distinguish files by their contents, whatever the length of a header", function()
     for _, length in ipairs { 128, 384, 640, 896, 0x4B50, 0x7B80 } do      -- begins like a pickle, and like an archive
       local header = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
       local text = string.char(length % 256, math.floor(length / 256), 0, 0, 0, 0, 0, 0) .. header
@@ -205,7 +205,7 @@ describe("ps.save and ps.load", function()
     return more
   end
 
-  it("go by pieces, dense or strided", function()
+  it("copy in pieces, dense or strided", function()
     local wide = ps.arange(3001 * 1009, { dtype = "int32" }):reshape(3001, 1009)           -- 12 MB
     assert.truthy(held(function() ps.save({ w = wide, turned = wide:t() }, path "big.pt") end) < 4e6)
     local file = write_raw("strided.pt", wide, { 1009, 3001 }, { 1, 1009 })
@@ -261,7 +261,7 @@ describe("ps.save and ps.load", function()
     fails("in pieces", ps.zeros({ 1 }):expand(2 ^ 29).tolist, ps.zeros({ 1 }):expand(2 ^ 29))
   end)
 
-  it("take tensors of 2 GiB and more", function()
+  it("support tensors of 2 GiB and more", function()
     if not os.getenv "PS_FULL" then return end
     local n = 2 ^ 31 + 5
     local large = ps.empty({ n }, { dtype = "uint8" })
@@ -361,7 +361,7 @@ describe("a file opened lazily", function()
     fails("not a tensor", to.load_state_dict, to, { ["wide.weight"] = 1 })
   end)
 
-  it("needs no memory beside the model's", function()
+  it("needs no memory in addition to the model's", function()
     local from, to = Net(), Net()
     ps.save(from:state_dict(), path "m.pt")
     from = nil                                             -- luacheck: ignore 311
@@ -521,7 +521,7 @@ torch.save({"x": x, "y": model(x).detach(), "model": model.state_dict(), "optimi
     end
     assert.same({ 0.01, { 0.8, 0.99 }, 0.5, { 0, 1, 2, 3, 4 } },
       { group.lr, group.betas, group.weight_decay, group.params })
-    ps.save(run, path "back.pt")                           -- and PyTorch goes on from it
+    ps.save(run, path "back.pt")                           -- and PyTorch continues from it
     run_python([=[
 run = torch.load(sys.argv[1])
 model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4, bias=False))

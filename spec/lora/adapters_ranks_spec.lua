@@ -88,7 +88,7 @@ local CASES = {
 describe("adapters of", function()
   for number, case in ipairs(CASES) do
     local family, options, targets = unpack(case)
-    it(("%s, %s, are on two ranks what they are on one"):format(family, targets), function()
+    it(("%s, %s, have one rank's results on two ranks"):format(family, targets), function()
       local want = run("one", 1, family, "{ " .. TWO .. " }", options, targets)
       assert(want.losses[5] < want.losses[1])
       for at, layout in ipairs(LAYOUTS) do

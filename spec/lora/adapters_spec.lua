@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Adapters of every model: each wrapped layer acts in training, in decoding with a cache, in fused ops and in heads.
--- The reference is the base model with weights that this spec computes from the adapter's tensors in fp64.
+-- Adapters of every model: each wrapped layer uses its adapter in training, in decoding with a cache, in fused ops and
+-- in heads. The reference is the base model with weights that this spec computes from the adapter's tensors in fp64.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 
@@ -72,7 +72,7 @@ local KINDS = { { r = 3, alpha = 6 }, { r = 4, alpha = 5, use_rslora = true }, {
 describe("each layer of a model with an adapter", function()
   for family, tasks in pairs(FAMILIES) do
     for _, task in ipairs(tasks) do
-      it(("acts in every way in which it is used: %s, %s"):format(family, task), function()
+      it(("uses its adapter in every way of being called: %s, %s"):format(family, task), function()
         local whole = { task = task, tie_word_embeddings = false }
         if task == "sequence_classification" or task == "token_classification" or task == "question_answering" then
           whole.tie_word_embeddings = nil
@@ -105,7 +105,7 @@ describe("each layer of a model with an adapter", function()
     end
   end
 
-  it("gets gradients of the formula, and nothing else does", function()
+  it("gets the gradients of the formula, and nothing else gets any", function()
     for _, family in ipairs { "gpt2", "llama", "bert" } do
       for _, how in ipairs(KINDS) do
         local m = made(family, { task = family == "bert" and "masked_lm" or nil })
@@ -192,7 +192,7 @@ describe("ps.lora.wrap", function()
     assert.is_nil(layers[0].self_attn.k_proj.lora_A)
   end)
 
-  it("chooses layers by numbers, and leaves out what exclude_modules names", function()
+  it("selects layers by numbers, and leaves out those of exclude_modules", function()
     local m = ps.lora.wrap(made "llama", { targets = { "q_proj", "o_proj" }, layers_to_transform = { 1 },
       exclude_modules = { "o_proj" } })
     assert.is_nil(m.model.layers[0].self_attn.q_proj.lora_A)
@@ -200,7 +200,7 @@ describe("ps.lora.wrap", function()
     assert.is_nil(m.model.layers[1].self_attn.o_proj.lora_A)
   end)
 
-  it("drops inputs of the adapter alone, in training", function()
+  it("drops only inputs of the adapter, in training", function()
     local m = noise(ps.lora.wrap(made "gpt2", { dropout = 0.5, alpha = 64 }))
     local x = ids()
     m:train()
@@ -270,7 +270,7 @@ describe("merging", function()
 end)
 
 describe("several adapters", function()
-  it("act one at a time, and train one at a time", function()
+  it("are active one at a time, and train one at a time", function()
     local m = made "qwen3"
     local x = ids()
     local base = output(m, x)
@@ -314,7 +314,7 @@ describe("an engine with an adapter", function()
     return list
   end
 
-  it("trains as plain memory does, changes only the adapter, and recomputes", function()
+  it("trains like plain memory, changes only the adapter, and recomputes", function()
     local x = ids()
     for _, family in ipairs { "gpt2", "llama" } do
       for _, dora in ipairs { false, true } do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Folders of adapters: PEFT's names and shapes in the file, what is refused by name, bases that are others, merged
--- folders and their memory. spec/oracle/lora_oracle.py compares with PEFT itself.
+-- Folders of adapters: PEFT's names and shapes in the file, refusals by name, other base models, merged folders and
+-- their memory. spec/oracle/lora_oracle.py compares with PEFT itself.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local cjson = require "cjson"
@@ -87,7 +87,7 @@ describe("the file of an adapter", function()
     assert.same({ "c_attn", "wte", "lm_head" }, fields.target_modules)
   end)
 
-  it("names what all-linear chose, and the head of a classifier", function()
+  it("names the layers that all-linear selected, and the head of a classifier", function()
     local m = ps.lora.wrap(base("llama", { task = "sequence_classification" }), { r = 1 })
     m:save_pretrained(at "a")
     local fields = fields_of "a"
@@ -133,7 +133,7 @@ describe("the file of an adapter", function()
     assert.equal(0, far(one, output(again:set_adapter "first")))
   end)
 
-  it("is read from PyTorch's form, too", function()
+  it("is also read from PyTorch's form", function()
     local m = noise(ps.lora.wrap(base "llama", { r = 2 }))
     local want = output(m)
     m:save_pretrained(at "bin")
@@ -210,7 +210,7 @@ describe("an adapter that does not fit", function()
     assert.equal(0, far(want, output(m)))
   end)
 
-  it("is refused over other weights, unless they are wanted", function()
+  it("is refused over other weights, unless other_base is set", function()
     ps.manual_seed(99)
     require("models.llama").new("tiny", { pad_token_id = 0 }):save_pretrained(at "base")
     fails(load, "other weights", at "base", "other_base")

@@ -139,7 +139,7 @@ describe("ps.preference", function()
     os.remove(path)
   end)
 
-  it("still generates, and gives logits without labels", function()
+  it("still generates, and returns logits without labels", function()
     local m = adapted "gpt2"
     local plain = ps.lora.wrap(base "gpt2", { r = 3 })
     ps.lora.set_tensors(plain, ps.lora.tensors(m))

@@ -71,7 +71,7 @@ describe("csv_monitor", function()
     end
   end)
 
-  it("has a step's times with wall_clock_breakdown, and else none", function()
+  it("has a step's times only with wall_clock_breakdown", function()
     train({}, 1)
     assert.is_nil(check.read(folder .. "/run/Train_Samples_elapsed_time_ms_forward.csv"))
     train({ wall_clock_breakdown = true, steps_per_print = 2 }, 3)
@@ -82,7 +82,7 @@ describe("csv_monitor", function()
     end
   end)
 
-  it("goes on in the files that are there, and counts on from a state that was loaded", function()
+  it("continues existing files, and counts on from a loaded state", function()
     train({}, 2)
     local state
     train({}, 1, function(model, optimizer)
@@ -134,7 +134,7 @@ describe("an event file", function()
     assert.equal(40, #first)
   end)
 
-  it("has tags, values and steps where protocol buffers have them", function()
+  it("has tags, values and steps in the fields of the protocol buffer", function()
     local record = tfevents.scalars(0, 300, { { "a/b", -2.5 } })
     assert.equal("\9" .. ("\0"):rep(8) .. "\16\172\2" .. "\42\12\10\10\10\3a/b\21\0\0\32\192", record:sub(13, -5))
     assert.equal(string.char(#record - 16), record:sub(1, 1))
@@ -158,7 +158,8 @@ describe("a monitor", function()
     end
   end)
 
-  it("that the disk does not take says so once, and trains on; the lines come when there is room", function()
+  it("that cannot write to the disk prints that once and does not stop training; the lines are written when there " ..
+    "is room", function()
     local write, said, full, err = unistd.write, {}, true, io.stderr
     unistd.write = function(...) -- luacheck: ignore 122
       if full then return nil, "No space left on device", 28 end

@@ -22,7 +22,7 @@ local function hash(t)
   return tostring(hash_out[0])
 end
 
--- Bits of all parameters and buffers, and the place in the stream of random numbers.
+-- The bits of all parameters and buffers, and the position in the stream of random numbers.
 local function bits(model)
   local all = { ("offset %s"):format(tostring(ps.rng().offset)) }
   for _, iterate in ipairs { model.named_parameters, model.named_buffers } do
@@ -53,7 +53,7 @@ describe("a model made without data gets the bits of one made with data", functi
     same(function() return gpt2.new("tiny", { tie_word_embeddings = false, dtype = "bf16" }) end)
   end)
 
-  it("whatever fills tensors: layers' defaults, padding rows, constants, lists, copies, casts; frozen ones", function()
+  it("for all ways to fill tensors: layers' defaults, padding rows, constants, lists, copies, casts, frozen ones", function()
     local Net = nn.class("Net")
     function Net:init()
       self.linear = nn.Linear(7, 5)
@@ -98,7 +98,7 @@ describe("a model made without data gets the bits of one made with data", functi
     end)
   end)
 
-  it("so that it trains as that one does", function()
+  it("so that it trains like that one", function()
     local function losses(model)
       local x, y = ps.randint(0, 256, { 2, 16 }), ps.randint(0, 256, { 2, 16 })
       local optimizer, all = ps.optim.AdamW(model, { lr = 1e-2 }), {}
@@ -125,7 +125,7 @@ local function used()
 end
 
 describe("a model that was made without data", function()
-  it("leaves no bytes behind, however many follow each other", function()
+  it("leaves no bytes, however many models are made in succession", function()
     local function some(n)
       for _ = 1, n do ps.materialize(ps.deferred(gpt2.new, "tiny")) end
       return used()
@@ -136,7 +136,7 @@ describe("a model that was made without data", function()
 end)
 
 describe("part of a model made without data", function()
-  it("takes memory for that part alone, has its bits, and says what lies elsewhere", function()
+  it("needs memory only for that part, has its bits, and names tensors on other processes", function()
     local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
     -- A function, so that no slot of this function's stack holds the model when memory is counted.
     local function hashes()
@@ -177,7 +177,7 @@ describe("part of a model made without data", function()
     for name, p in model:named_parameters() do assert.equal(whole[name], hash(p), name) end
   end)
 
-  it("drops the bytes of tensors that were made on another device by name, and lie elsewhere", function()
+  it("frees the bytes of tensors that were made on a named device but belong to another process", function()
     local before = used()
     local model = ps.deferred(gpt2.new, "tiny", { device = "cpu" })
     ps.materialize(model, { elsewhere = function() return "rank 3" end })
@@ -233,7 +233,7 @@ describe("a shard of a model made without data", function()
     end
   end)
 
-  it("is made without the whole, where the whole is filled", function()
+  it("is made without the whole tensor if that is filled", function()
     local model = ps.deferred(nn.Linear, 256, 1024, { std = 0.02 })
     model.weight = deferred.cut(model, model.weight, shard.new { dim = 1, index = 1, count = 8,
       full_shape = { 1024, 256 } })
@@ -245,7 +245,7 @@ describe("a shard of a model made without data", function()
   end)
 end)
 
-describe("what cannot be made again", function()
+describe("a value that cannot be computed again", function()
   it("is an error that names the parameter", function()
     ps.safetensors.save(path "raw.safetensors", { w = ps.randn { 3 } })
     local Raw = nn.class("Raw")
@@ -272,7 +272,7 @@ describe("what cannot be made again", function()
     assert.equal("cpu", ps.zeros({ 1 }):device())                            -- the default is what it was
   end)
 
-  it("is a file that has gone", function()
+  it("is a removed file", function()
     local model = gpt2.new("tiny")
     ps.save(model:state_dict(), path "gone.safetensors")
     local later = ps.deferred(function() return gpt2.new("tiny"):load_weights(path "gone.safetensors") end)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- nn.MultiheadAttention and layers of encoders and decoders against F.attention and themselves: decoding by caches,
 -- masks and their gradients, PyTorch's names of parameters, dropout, copies; modules that hold others by name; modules
--- of losses; what wrong uses are told. spec/oracle/rows_layers.py has PyTorch.
+-- of losses; errors of wrong use. spec/oracle/rows_layers.py has PyTorch.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
@@ -34,7 +34,7 @@ describe("attention", function()
     assert.equal(0, bias:grad()[{ 0, 0, 0, 4 }]:item())          -- hidden: query 0 sees keys up to 2
   end)
 
-  it("gives its weights, and 0 to a query that sees no key", function()
+  it("returns its weights, and 0 for a query that sees no key", function()
     local q, k = ps.randn { 1, 1, 2, 4 }, ps.randn { 1, 1, 3, 4 }
     local seen = tensor({ { { { true, false, true }, { false, false, false } } } })
     local y, w = F.attention_weights(q, k, k, { mask = seen })
@@ -44,7 +44,7 @@ describe("attention", function()
     assert.equal(0, w[{ 0, 0, 0, 1 }]:item())
   end)
 
-  it("draws the masks of F.attention where it drops weights", function()
+  it("draws the masks of F.attention if it drops weights", function()
     local q = ps.randn { 2, 2, 4, 8 }
     ps.manual_seed(7)
     local a = F.attention(q, q, q, { dropout = 0.4 })
@@ -52,7 +52,7 @@ describe("attention", function()
     near(a, (F.attention_weights(q, q, q, { dropout = 0.4 })))
   end)
 
-  it("decodes by a cache what it computes at once", function()
+  it("computes the same by a cache as at once", function()
     local m = nn.MultiheadAttention(8, 2, { batch_first = true })
     local x = ps.randn { 3, 6, 8 }
     local whole = m(x, x, x, { is_causal = true, need_weights = false })
@@ -71,7 +71,7 @@ describe("attention", function()
     fails(function() return m(x, nil, nil, { cache = {} }) end, "the cache is empty")
   end)
 
-  it("says what is wrong with shapes and options", function()
+  it("names the fault of shapes and options", function()
     local m, x = nn.MultiheadAttention(8, 2), ps.zeros { 5, 3, 8 }
     assert.equal("in_proj_weight in_proj_bias out_proj.weight out_proj.bias", names(m))
     assert.equal("q_proj_weight k_proj_weight v_proj_weight out_proj.weight",
@@ -115,7 +115,7 @@ describe("layers of encoders and decoders", function()
     near(other:eval()(x), stack:eval()(x), 0)
   end)
 
-  it("decode by a cache what they compute at once", function()
+  it("compute the same by a cache as at once", function()
     for _, norm_first in ipairs { true, false } do
       local layer = nn.TransformerDecoderLayer(8, 2, { dim_feedforward = 16, norm_first = norm_first, dropout = 0.3 })
       local m = nn.TransformerDecoder(layer, 2):eval()
@@ -133,7 +133,7 @@ describe("layers of encoders and decoders", function()
     fails(function() return m(ps.zeros { 2, 1, 8 }) end, "the memory is missing")
   end)
 
-  it("train, with dropout, and say what they do not know", function()
+  it("train with dropout, and name unknown options", function()
     ps.manual_seed(1)
     local m = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, { dim_feedforward = 16, activation = nn.GELU() }),
       2)
@@ -219,7 +219,7 @@ describe("modules of losses and norms", function()
     fails(function() return nn.MSELoss { reduction = "avg" } end, "nn.MSELoss: reduction")
     fails(function() return nn.MSELoss { beta = 1 } end, "no option 'beta'")
   end)
-  it("normalise over several dimensions, without parameters, too", function()
+  it("normalise over several dimensions, also without parameters", function()
     local x = ps.randn { 4, 3, 5 }
     local y = nn.LayerNorm({ 3, 5 }, { elementwise_affine = false })(x)
     near(y:reshape(4, 15):mean(1), ps.zeros { 4 }, 1e-6)

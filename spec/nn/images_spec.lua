@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers over signals and images: initialisation, wrong calls, threads, chunks and recompute, and the running
--- statistics of batch norm, which move once per micro-batch. spec/oracle holds values and gradients to PyTorch's.
+-- statistics of batch norm, which are updated once per micro-batch. spec/oracle compares values and gradients with
+-- PyTorch's.
 local ps = require "ps"
 local lib = require "spec.check_lib"
 local fails, bytes = lib.fails, lib.bytes
@@ -24,7 +25,7 @@ describe("convolutions", function()
     assert.is_nil(nn.Conv2d(1, 1, 1, { bias = false }).bias)
   end)
 
-  it("compute what sums by hand give", function()
+  it("have values computed by hand", function()
     local y = F.conv2d(lib.count(1, 1, 3, 3), ps.ones { 1, 1, 2, 2 }, ps.tensor { 10 })
     lib.is({ { { { 18, 22 }, { 30, 34 } } } }, y)
     lib.is({ { 3, 5 } }, F.conv1d(lib.count(1, 4), ps.ones { 1, 1, 2 }, nil, { dilation = 2, padding = 0 })
@@ -34,7 +35,7 @@ describe("convolutions", function()
     assert.same({ 2, 4, 7, 7 }, F.conv2d(image(2, 3, 7, 7), image(4, 3, 2, 5), nil, { padding = "same" }):shape())
   end)
 
-  it("name what does not fit, with both numbers", function()
+  it("name the mismatch, with both numbers", function()
     local x, w = image(2, 3, 5, 5), image(4, 3, 3, 3)
     fails(function() F.conv2d(image(2, 4, 5, 5), w) end, "x has 4 channels, but w needs 3")
     fails(function() F.conv2d(x, image(4, 3, 7, 3)) end, "kernel of height 7 spans 7 elements", "the 5 of the padded")
@@ -95,7 +96,7 @@ describe("convolutions", function()
 end)
 
 describe("pooling, padding and interpolation", function()
-  it("compute what is counted by hand", function()
+  it("have values counted by hand", function()
     local x = lib.count(1, 1, 4, 4)
     lib.is({ { { { 5, 7 }, { 13, 15 } } } }, F.max_pool2d(x, 2))
     lib.is({ { { { 2.5, 4.5 }, { 10.5, 12.5 } } } }, F.avg_pool2d(x, 2))
@@ -110,7 +111,7 @@ describe("pooling, padding and interpolation", function()
     assert.same({ 3, 20 }, nn.Flatten()(image(3, 4, 5)):shape())
   end)
 
-  it("name what does not fit, with both numbers", function()
+  it("name the mismatch, with both numbers", function()
     local x = image(1, 2, 4, 4)
     fails(function() F.max_pool2d(x, 5) end, "the kernel spans 5 elements along the height, more than the 4")
     fails(function() F.max_pool2d(x, 2, { padding = 2 }) end, "padding is 2", "half of the kernel, 2")
@@ -134,7 +135,7 @@ describe("pooling, padding and interpolation", function()
 end)
 
 describe("norms over channels", function()
-  it("name what does not fit, with both numbers", function()
+  it("name the mismatch, with both numbers", function()
     fails(function() nn.BatchNorm2d(3)(image(2, 4, 2, 2)) end, "the input has 4 channels, but num_features is 3")
     fails(function() nn.BatchNorm2d(3)(image(2, 3)) end, "takes [N, C, H, W], not a tensor of 2 dimensions")
     fails(function() nn.BatchNorm1d(3)(image(1, 3)) end, "more than 1 value per channel", "[1, 3]")
@@ -161,7 +162,7 @@ describe("norms over channels", function()
     assert.equal(3, tonumber(mean.num_batches_tracked:item()))
   end)
 
-  it("move once when backward recomputes the forward, also within another segment", function()
+  it("are updated once if backward recomputes the forward, also within another segment", function()
     local x = image(4, 3, 5, 5)
     local plain, again, inner = nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     plain(x):square():sum():backward()
@@ -227,7 +228,7 @@ local function train(config, how)
 end
 
 describe("a model of images in an engine", function()
-  it("has in chunks, with recompute, the bits of plain memory; statistics move once per micro-batch", function()
+  it("has the bits of plain memory in chunks with recompute; statistics are updated once per micro-batch", function()
     local want, plain = train({ memory = "plain" }, { micro = 2, steps = 2 })
     plain:close()
     local again = { recomputed = true }
@@ -241,7 +242,7 @@ describe("a model of images in an engine", function()
     end
   end)
 
-  it("restores statistics when a step is given up", function()
+  it("restores statistics when a step is abandoned", function()
     local _, model = train({}, { steps = 1 })
     local function statistics()
       local state, parts = model:state_dict(), {}

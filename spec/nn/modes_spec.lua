@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training and evaluation mode: eval() changes layers alone, ps.no_grad stops gradients.
+-- Training and evaluation mode: eval() changes only layers, ps.no_grad stops gradients.
 local ps = require "ps"
 local lib = require "spec.check_lib"
 local fails = lib.fails
@@ -58,7 +58,7 @@ end
 describe("a step in evaluation mode", function()
   for _, memory in ipairs { "chunk", "plain" } do
     local where = memory == "plain" and "plain" or nil
-    it("has the bits of training mode where nothing is dropped, in " .. memory .. " memory", function()
+    it("has the bits of training mode if nothing is dropped, in " .. memory .. " memory", function()
       open { memory = where }
       local want = trained()
       model:close()
@@ -124,7 +124,7 @@ describe("a step in evaluation mode", function()
     assert(math.abs(grads.trainsum - grads.evalsum) < 1e-6)
   end)
 
-  it("is that of a loop over micro-batches, too, where each turn wants a backward", function()
+  it("may be a loop over micro-batches, too, in which each iteration needs a backward", function()
     open { accumulate = 2 }
     model:eval()
     for out in model:micro_batches(batch(1, 4), batch(1, 4)) do out.loss:backward() end
@@ -159,7 +159,7 @@ os.remove(folder)
 teardown(function() os.execute("rm -rf " .. folder) end)
 
 describe("modes", function()
-  it("are evaluation of from_pretrained, training of a new model, and stay in ps.initialize", function()
+  it("are evaluation for from_pretrained and training for a new model, and are kept by ps.initialize", function()
     local made = tiny(0.1)
     assert.is_true(made.training)
     made:save_pretrained(folder)
@@ -186,7 +186,7 @@ describe("modes", function()
     end
   end)
 
-  it("of each module are what they were after generate and evaluate", function()
+  it("of each module are unchanged after generate and evaluate", function()
     for _, of in ipairs { "module", "engine" } do
       if of == "engine" then open { dropout = 0.1 } end
       local m = of == "engine" and model or tiny(0.1)
@@ -210,7 +210,7 @@ describe("modes", function()
     end
   end)
 
-  it("leave dropout = 0 of from_pretrained in every family and head", function()
+  it("do not change dropout = 0 of from_pretrained in any family and head", function()
     local x = ps.randint(3, 60, { 2, 8 }, { dtype = "int32" })
     for _, case in ipairs { { "gpt2", "token_classification" }, { "gpt2", "sequence_classification" },
       { "llama", "token_classification" }, { "qwen2", "token_classification" }, { "qwen3", "token_classification" },
@@ -230,7 +230,7 @@ describe("modes", function()
 end)
 
 describe("the first backward without dropout by mode", function()
-  -- A program of its own: the note comes once in a process.
+  -- Runs in its own process, since the note is printed once per process.
   local function said(script)
     local text = lib.run("", [[local ps, gpt2 = require "ps", require "models.gpt2"
       local x = ps.randint(0, 64, { 2, 8 }, { dtype = "int32" })

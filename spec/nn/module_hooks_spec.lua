@@ -12,7 +12,7 @@ local function double() -- y = 2 x, and also a table
 end
 
 describe("forward hooks of a module", function()
-  it("run in the order of registering, and see and replace arguments and outputs", function()
+  it("run in the order of registration, and get and replace arguments and outputs", function()
     local m, seen = double(), {}
     m:register_forward_pre_hook(function(module, args)
       assert(rawequal(module, m))
@@ -32,7 +32,7 @@ describe("forward hooks of a module", function()
     assert.same({ 40.5, "more", { 2, "b", 1, "more" } }, { y:item(), more, seen })
   end)
 
-  it("get the value itself where a module returns one", function()
+  it("get the value itself if a module returns one value", function()
     local layer = nn.Linear(2, 3)
     layer:register_forward_hook(function(_, args, out)
       assert(args.n == 1 and ps.is_tensor(out))
@@ -41,7 +41,7 @@ describe("forward hooks of a module", function()
     assert.same({ 0, 0, 0 }, layer(ps.ones { 2 }):tolist())
   end)
 
-  it("run for calls alone, with and without gradients, until they are removed", function()
+  it("run only for calls, with and without gradients, until they are removed", function()
     local layer, n = nn.Linear(2, 2), 0
     local function count() n = n + 1 end
     local first, second = layer:register_forward_hook(count), layer:register_forward_hook(count)
@@ -70,7 +70,7 @@ describe("forward hooks of a module", function()
     assert.equal(21, n)
   end)
 
-  it("are no parameters, and change no state", function()
+  it("are not parameters, and change no state", function()
     local layer = nn.Linear(2, 2)
     layer:register_forward_hook(print)
     local names = {}
@@ -99,7 +99,7 @@ describe("backward hooks of a module", function()
     assert.same({ { 1, 1 }, { 2, 2 } }, layer.weight:grad():tolist())
   end)
 
-  it("run where no input needs a gradient, and where inputs are no tensors", function()
+  it("run if no input needs a gradient, and if inputs are not tensors", function()
     local embedding, seen = nn.Embedding(4, 2), nil
     embedding:register_full_backward_hook(function(_, into, out) seen = { into.n, into[1] == nil, out[1]:shape() } end)
     embedding(ps.tensor({ 1, 2 }, { dtype = "int64" })):sum():backward()
@@ -110,7 +110,7 @@ describe("backward hooks of a module", function()
     assert.same({ 1, 1 }, seen)
   end)
 
-  it("see outputs in a table, in alphabetical order, and gradients that did not come as nil", function()
+  it("get outputs in a table, in alphabetical order, and nil for missing gradients", function()
     local Two = nn.class "Two"
     function Two:forward(x) return { loss = x:sum(), logits = x * 2, name = "two" } end
     local m, seen = Two(), nil

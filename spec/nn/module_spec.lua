@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What a module registers when its fields are assigned, which are PyTorch's rules: a parameter's place accepts only
+-- Registration by assignment to a module's fields, by PyTorch's rules: the field of a parameter accepts only
 -- parameters and nil, so that no parameter is removed from training by accident.
 local ps = require "ps"
 local nn = ps.nn
@@ -25,7 +25,7 @@ describe("assigning to a module's field", function()
   local net
   before_each(function() net = Net() end)
 
-  it("registers modules and parameters, also where something else was", function()
+  it("registers modules and parameters, also in place of other values", function()
     assert.equal("scale fc.weight fc.bias", names(net))
     net.note = nn.Parameter(ps.ones { 1 })
     net.flag = false
@@ -33,7 +33,7 @@ describe("assigning to a module's field", function()
     assert.equal("scale note fc.weight fc.bias flag.weight flag.bias", names(net))
   end)
 
-  it("refuses what would take a parameter out of training", function()
+  it("refuses values that would remove a parameter from training", function()
     local before = net.fc.weight
     fails(function() net.fc.weight = ps.zeros { 3, 2 } end, "Linear.weight is a parameter", "a tensor", "copy_",
       "ps.nn.Parameter", "nil")
@@ -47,7 +47,7 @@ describe("assigning to a module's field", function()
     assert.same({ 2, 2, 2 }, net.scale:tolist())
   end)
 
-  it("takes another parameter, module or buffer in its place", function()
+  it("accepts another parameter, module or buffer in its place", function()
     net.scale = nn.Parameter(ps.full({ 3 }, 5))
     net.fc.bias = nil
     net.fc = nn.Linear(2, 3, { bias = false })
@@ -62,7 +62,7 @@ describe("assigning to a module's field", function()
     assert.is_false(net.scale:eq(5):all():item())
   end)
 
-  it("removes with nil, and may register anew", function()
+  it("removes with nil, and may register again", function()
     net.scale = nil
     net.fc = nil
     assert.equal("", names(net))
@@ -74,7 +74,7 @@ describe("assigning to a module's field", function()
     assert.equal("fc.weight fc.bias", names(net))
   end)
 
-  it("leaves conversions, tied weights and lists as they were", function()
+  it("does not affect conversions, tied weights and lists", function()
     net.tied = net.fc.weight                                     -- the first name in PyTorch's order is its own
     assert.equal("scale tied fc.bias", names(net))
     net:to "bf16"
@@ -88,7 +88,7 @@ describe("assigning to a module's field", function()
     assert.equal("0.weight 0.bias 1.weight 1.bias", names(list))
   end)
 
-  it("keeps what TAB offers", function()
+  it("keeps the completions of TAB", function()
     rawset(_G, "completion_target", net)
     local fields, methods = complete.candidates("completion_target.f"), complete.candidates("completion_target:named_p")
     rawset(_G, "completion_target", nil)

@@ -22,7 +22,7 @@ local function linear() return nn.Linear(2, 2, { bias = false }) end
 local function parameter() return nn.Parameter(ps.ones { 2 }) end
 
 describe("the order of parameters", function()
-  it("has a module's own before those of its modules", function()
+  it("has a module's own parameters before those of its modules", function()
     -- PyTorch: self.fc = Linear; self.scale = Parameter; register_buffer; self.out = Linear
     local Net = class(function(self)
       self.fc = linear()
@@ -39,7 +39,7 @@ describe("the order of parameters", function()
     assert.equal("last inner.scale inner.shift inner.fc.weight inner.out.weight", names(Outer()))
   end)
 
-  it("is that of a statement with several targets, which Lua assigns from the right", function()
+  it("follows a statement with several targets, which Lua assigns from the right", function()
     assert.equal("a.weight b.weight", names(class(function(self) self.a, self.b = linear(), linear() end)()))
     assert.equal("a.weight b.weight c.weight d.weight", names(class(function(self)
       self.a, self.b = linear(), linear()
@@ -63,7 +63,7 @@ describe("the order of parameters", function()
     assert.equal("a.weight c.weight", names(Net()))
   end)
 
-  it("is that of the script for modules that were made before", function()
+  it("follows the script for modules that were made before", function()
     local first, second = linear(), linear()
     assert.equal("b.weight a.weight", names(class(function(self)
       self.b = second
@@ -80,7 +80,7 @@ describe("the order of parameters", function()
     assert.equal("b.weight a.weight", names(Outer()))
   end)
 
-  it("stays where a module or parameter takes another one's place", function()
+  it("does not change if a module or parameter replaces another one", function()
     local net = class(function(self) self.a, self.b = linear(), linear() end)()
     net.a, net.b = net.b, net.a
     assert.equal("a.weight b.weight", names(net))
@@ -143,7 +143,7 @@ for kind, keys in pairs { AdamW = { "exp_avg", "exp_avg_sq" }, Adam = { "exp_avg
         return list
       end
 
-      it("goes by order, or by names where it has them", function()
+      it("is matched by order, or by names if it has them", function()
         local optimizer = engine(kind, more)
         optimizer:load_state_dict(torch_state(keys, ORDER))
         assert.same({ 1, 2, 3, 4 }, values(optimizer))
@@ -181,7 +181,7 @@ describe("a state of ps.optim without a model", function()
     return net, optimizer
   end
 
-  it("goes by names, which modules and optim.groups give", function()
+  it("is matched by names, which modules and optim.groups provide", function()
     local net, saved = made { "a", "b" }
     local other, optimizer = made { "b", "a" }
     optimizer:load_state_dict(saved:state_dict())
@@ -196,7 +196,7 @@ describe("a state of ps.optim without a model", function()
 end)
 
 describe("a state of ps.optim in PyTorch's form", function()
-  it("goes there and back, also of groups without momentum, and is refused where it does not fit", function()
+  it("survives a round trip, also for groups without momentum, and is refused if it does not fit", function()
     local p, q = nn.Parameter(ps.ones { 2 }), nn.Parameter(ps.ones { 3 })
     local function make(a, b)
       return optim.SGD({ { params = { a }, momentum = 0.9, lr = 0.5 }, { params = { b } } }, { lr = 0.1 })
@@ -229,7 +229,7 @@ describe("a state of ps.optim in PyTorch's form", function()
 end)
 
 describe("an optimizer", function()
-  it("refuses what no gradient comes to, by name", function()
+  it("refuses tensors that get no gradient, by name", function()
     local p = nn.Parameter(ps.ones { 2 })
     for _, kind in ipairs { "Adam", "AdamW", "SGD", "RMSprop" } do
       local make = optim[kind]

@@ -88,7 +88,7 @@ describe("parts", function()
     assert.equal(address(model.lm_head.weight), address(list[#list].modules[2].weight))
   end)
 
-  it("run one after the other, give the bits of the model, whose carry is the stream alone", function()
+  it("have the bits of the model if they run one after the other; the carry is only the stream", function()
     for family, about in pairs(FAMILIES) do
       for _, task in ipairs(about.tasks) do
         local model = tiny(family, task, family == "gpt2" and { pad_token_id = 0 } or nil)

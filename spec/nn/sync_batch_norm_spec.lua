@@ -53,7 +53,7 @@ describe("nn.SyncBatchNorm", function()
   teardown(function() ranks_lib.remove(folder) end)
 
   for _, case in ipairs { { 0, "0.1" }, { 3, "0.1" }, { 2, "false" } } do
-    it(("trains two ranks as one process with all rows: stage %d, momentum %s"):format(case[1], case[2]), function()
+    it(("trains two ranks like one process with all rows: stage %d, momentum %s"):format(case[1], case[2]), function()
       if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
       local one = ranks_lib.run(folder, 1, ranks_lib.begin(folder) .. SCRIPT:format(case[2], 0))[0]
       local two = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. SCRIPT:format(case[2], case[1]))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Rates of optimizers with several groups: optimizer.lr, optimizer.param_groups, set_lr, and what each schedule does to
 -- groups. DeepSpeed's schedules give all groups one rate, except for WarmupCosineLR, which multiplies each group's own
--- (deepspeed/runtime/lr_schedules.py); ours keep ratios.
+-- (deepspeed/runtime/lr_schedules.py); psluajit's keep ratios.
 local ps = require "ps"
 local lib = require "spec.check_lib"
 local nn, fails = ps.nn, lib.fails
@@ -32,7 +32,8 @@ after_each(function()
   model = nil
 end)
 
--- Optimizers of two groups by each way of making one. first, second: the groups' rates; own: the optimizer's, or nil.
+-- Optimizers of two groups, made in every possible way. first, second: the groups' rates; own: the optimizer's, or
+-- nil.
 local makers = {
   ["ps.optim"] = function(first, second, own)
     local m = Two()
@@ -60,7 +61,7 @@ end
 
 for name, make in pairs(makers) do
   describe("the rates of two groups of " .. name, function()
-    it("are read and written by optimizer.param_groups, and by optimizer.lr where they are alike", function()
+    it("are read and written by optimizer.param_groups, and by optimizer.lr if they are equal", function()
       local optimizer = make(3e-4, 3e-4)
       assert.equal(optimizer.groups, optimizer.param_groups)
       assert.equal(3e-4, optimizer.lr)
@@ -74,7 +75,7 @@ for name, make in pairs(makers) do
       fails(function() optimizer.param_groups = {} end, "change a group's settings")
     end)
 
-    it("follow set_lr as one where they were alike, by their ratios to the optimizer's, or not at all", function()
+    it("follow set_lr together if they were equal, by their ratios to the optimizer's, or not at all", function()
       local optimizer = make(0.1, 0.1)
       optimizer:set_lr(0.05)
       near({ 0.05, 0.05 }, rates(optimizer))
@@ -117,7 +118,7 @@ for name, make in pairs(makers) do
       fails(function() ps.sched.constant { optimizer = optimizer, max_lr = 1 } end, "0.0003, 3e-05")
     end)
 
-    it("keep their ratios in our schedules", function()
+    it("keep their ratios in psluajit's schedules", function()
       local optimizer = make(3e-4, 3e-4)
       ps.sched.constant { optimizer = optimizer, max_lr = 3e-4 }
       near({ 3e-4, 3e-4 }, rates(optimizer))
@@ -134,7 +135,7 @@ for name, make in pairs(makers) do
 end
 
 describe("a schedule of a configuration", function()
-  it("does not multiply groups by a rate that nobody gave", function()
+  it("does not scale groups by a rate that was not given", function()
     for _, lr in ipairs { false, 3e-4 } do
       local optimizer
       model, optimizer = ps.initialize { quiet = true, model_func = function() return Two() end,

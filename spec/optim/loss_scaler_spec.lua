@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scaler against sequences worked out by hand from DeepSpeed's rules, its state, bad settings, and its part in
--- an optimizer's step.
+-- The loss scaler compared with sequences computed by hand from DeepSpeed's rules, its state, invalid settings, and
+-- its use in an optimizer's step.
 local ps = require "ps"
 local loss_scaler = require "ps.optim.loss_scaler"
 
@@ -35,12 +35,12 @@ describe("a dynamic loss scale", function()
     assert.same({ 8, 4, 4, 2 }, run({ initial_scale_power = 4, hysteresis = 1 }, "xx.x"))
   end)
 
-  it("lets hysteresis take the first overflows; good steps alone give none back", function()
+  it("uses up the hysteresis at the first overflows; good steps alone do not restore it", function()
     assert.same({ 16, 16, 8, 8, 4 }, run({ initial_scale_power = 4, hysteresis = 3 }, "xxx.x"))
     assert.same({ 8, 8, 4, 4, 2, 1 }, run({ initial_scale_power = 3 }, "x.x.xx"))
   end)
 
-  it("gets all hysteresis back at a good step when consecutive", function()
+  it("restores the hysteresis at a good step if consecutive", function()
     assert.same({ 8, 8, 8, 8, 8, 4 }, run({ initial_scale_power = 3, consecutive_hysteresis = true }, "x.x.xx"))
   end)
 
@@ -54,13 +54,13 @@ describe("a dynamic loss scale", function()
     assert.equal(131072, s.scale)
   end)
 
-  it("counts a window from the last overflow, and gets its hysteresis back with it", function()
+  it("counts a window from the last overflow, and then restores the hysteresis", function()
     assert.same({ 8, 8, 4, 4, 4, 8, 8, 4 }, run({ initial_scale_power = 3, loss_scale_window = 2 }, "x.x...xx"))
     assert.same({ 4, 4, 4, 8, 8, 8, 4 }, run({ initial_scale_power = 2, loss_scale_window = 1, hysteresis = 3 },
       "xx..xxx"))
   end)
 
-  it("does not fall below its least, and says so when it would", function()
+  it("does not fall below its minimum, and raises an error if it would", function()
     local s = loss_scaler.new { initial_scale_power = 2, hysteresis = 1, min_loss_scale = 3 }
     assert.same({ 3 }, go(s, "x"))
     fails(function() s:update(true) end, "step 1 overflowed", "smallest loss scale, 3", "min_loss_scale")
@@ -85,7 +85,7 @@ describe("a fixed loss scale", function()
 end)
 
 describe("a loss scaler", function()
-  it("goes on from its state as if never stopped", function()
+  it("continues from its state as if never stopped", function()
     local options = { initial_scale = 12345.678901234567, loss_scale_window = 3, hysteresis = 2 }
     local first, second = "x..x.", "....xx.x....."
     local whole, half, resumed = loss_scaler.new(options), loss_scaler.new(options), loss_scaler.new(options)
@@ -101,7 +101,7 @@ describe("a loss scaler", function()
       "scale = two")
   end)
 
-  it("refuses what it cannot mean", function()
+  it("refuses invalid settings", function()
     for text, options in pairs {
       ["no option 'window'"] = { window = 3 },
       ["loss_scale = -1; it must be 0 (dynamic)"] = { loss_scale = -1 },
@@ -139,17 +139,17 @@ end)
 describe("optim.GradScaler", function()
   local scaler = ps.optim.GradScaler
 
-  it("raises with the last step of a window, and begins the next one there or behind an overflow", function()
+  it("rises at the last step of a window, and begins the next one there or after an overflow", function()
     assert.same({ 8, 8, 16, 16, 16, 32 }, go(scaler { scale = 8, interval = 3 }, "......"))
     assert.same({ 8, 8, 4, 4, 4, 8, 4 }, go(scaler { scale = 8, interval = 3 }, "..x...x"))
     assert.same({ 24, 6, 1.5, 4.5 }, go(scaler { scale = 8, interval = 1, growth = 3, backoff = 0.25 }, ".xx."))
   end)
 
-  it("falls to 2^-24 at the least, without an error", function()
+  it("falls to at least 2^-24, without an error", function()
     assert.same({ 2 ^ -24, 2 ^ -24 }, go(scaler { scale = 2 ^ -23, backoff = 0.25 }, "xx"))
   end)
 
-  it("goes on inside a window, also from what earlier versions saved", function()
+  it("continues inside a window, also from states of earlier versions", function()
     local first = scaler { scale = 8, interval = 3 }
     go(first, "x..")
     local second = scaler { scale = 1, interval = 3 }

@@ -9,7 +9,7 @@ setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
 describe("ps.optim in a group of two ranks", function()
-  it("steps only where the script adds gradients up and says so", function()
+  it("steps only if the script sums gradients and sets per_rank", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     ranks.check(folder, 2, [[
       local function model()

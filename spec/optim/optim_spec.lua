@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Optimizers on fp64 parameters: state and arithmetic are fp64, and so is what is saved.
+-- Optimizers on fp64 parameters: state and arithmetic are fp64, and so is the saved state.
 local ps = require "ps"
 local optim = ps.optim
 
@@ -14,7 +14,7 @@ local function step(optimizer, w)
 end
 
 describe("a step without any gradient", function()
-  it("updates nothing, counts as none and leaves the loss scale", function()
+  it("updates nothing, is not counted and does not change the loss scale", function()
     local w = ps.tensor({ 1, 2 }, { requires_grad = true })
     local optimizer = ps.optim.AdamW({ w }, { lr = 0.5, max_norm = 1 })
     local scaler = ps.optim.GradScaler { scale = 8, interval = 1 }
@@ -32,7 +32,7 @@ end)
 describe("an fp64 parameter", function()
   local start = { 1 + 2 ^ -40, -0.3, 1e-9 }
 
-  it("is its own master, with fp64 moments and arithmetic", function()
+  it("is its own master, with fp64 averages and arithmetic", function()
     local w = parameter(start, "fp64")
     local optimizer = optim.AdamW({ w }, { lr = 1e-3, weight_decay = 0.1 })
     local p, m, v = {}, {}, {}
@@ -53,7 +53,7 @@ describe("an fp64 parameter", function()
     assert.equal("fp64", tensors["0.exp_avg_sq"]:dtype())
   end)
 
-  it("keeps its bits under SGD, beside parameters of other types", function()
+  it("keeps its bits under SGD, together with parameters of other types", function()
     local w, half, plain = parameter(start, "fp64"), parameter({ 2 }, "bf16"), parameter({ 3 }, "fp32")
     local optimizer = optim.SGD({ half, w, plain }, { lr = 0.25, momentum = 0.5 })
     optimizer:zero_grad()
@@ -65,7 +65,7 @@ describe("an fp64 parameter", function()
     assert.equal("fp64", optimizer:state_dict().tensors["1.momentum_buffer"]:dtype())
   end)
 
-  it("goes on from saved state", function()
+  it("continues from saved state", function()
     local a, b = parameter(start, "fp64"), parameter(start, "fp64")
     local one, two = optim.Adam { a }, optim.Adam { b }
     step(one, a)
@@ -81,7 +81,7 @@ describe("an fp64 parameter", function()
     assert.truthy(tostring(err):find("is fp64 [3], but the parameter needs fp32 [3]", 1, true), tostring(err))
   end)
 
-  it("refuses to step where module:to made the parameters anew behind it", function()
+  it("refuses to step if module:to has replaced the parameters", function()
     local model, other = ps.nn.Linear(2, 2), ps.nn.Linear(2, 2)
     local optimizer = optim.SGD(model, { lr = 0.1 })
     local function try()

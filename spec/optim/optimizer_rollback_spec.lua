@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- States of optimizers that are loaded over a run: one without updates begins anew, as a fresh run does; one of another
--- algorithm is refused by name. For ps.optim and engines in both kinds of memory.
+-- States of optimizers that are loaded over a run: a state without updates starts again like a new run; a state of
+-- another algorithm is refused by name. For ps.optim and engines in both kinds of memory.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local lib = require "spec.check_lib"
@@ -56,9 +56,9 @@ local function values()
   return table.concat(parts)
 end
 
-describe("a run that goes back to step 0", function()
+describe("a run that returns to step 0", function()
   for name, make in pairs(MAKERS) do
-    it("goes on as a fresh one: " .. name, function()
+    it("continues like a new one: " .. name, function()
       local file = os.tmpname() .. ".safetensors"
       local optimizer = make()
       local parts = { model = model, optimizer = optimizer, step = 0, quiet = true }
@@ -75,7 +75,7 @@ describe("a run that goes back to step 0", function()
 
   for name, make in pairs(MAKERS) do
     if name:find "engine" then
-      it("does so by a state in PyTorch's form, too, in which one parameter has no entry: " .. name, function()
+      it("also does so by a state in PyTorch's form without an entry for one parameter: " .. name, function()
         local optimizer = make()
         local bias                                             -- its number in PyTorch's form
         for i = 1, optimizer:count() do if optimizer:slot(i).name == "bias" then bias = i - 1 end end
@@ -118,7 +118,7 @@ describe("a state in PyTorch's form", function()
       end, "momentum and no betas")
       assert(values() == before and optimizer.steps == 1 and optimizer.groups[1].lr == 1e-2)
       optimizer:load_state_dict(group { decoupled_weight_decay = false, weight_decay = 0 })    -- the same without decay
-      optimizer:load_state_dict(group { lr = ps.tensor(0.25) })                       -- as PyTorch's capturable has it
+      optimizer:load_state_dict(group { lr = ps.tensor(0.25) })                       -- as in PyTorch's capturable
       assert.equal(0.25, optimizer.groups[1].lr)
       assert.equal(0, optimizer.steps)
     end)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Every optimizer under ZeRO 1 to 3 has the same bits at one number of ranks, 2 and 3, also with remainders; and a
--- parameter that tensor-parallel ranks share out is refused by optimizers that need all of it.
+-- Every optimizer has the same bits under ZeRO 1 to 3 on the same number of ranks (2 and 3), also with remainders; and
+-- optimizers that need a whole parameter refuse one that is cut among tensor-parallel ranks.
 local lib = require "spec.ranks_lib"
 local optimizers = require "ps.optimizers"
 
@@ -40,7 +40,7 @@ for _, kind in ipairs { KINDS } do
 end
 ]]
 
-describe("ZeRO 1 to 3 give the same bits with every optimizer", function()
+describe("ZeRO 1 to 3 have the same bits with every optimizer", function()
   for _, size in ipairs { 2, 3 } do
     it(("on %d ranks"):format(size), function()
       if lib.no_gloo() then return pending(lib.no_gloo()) end

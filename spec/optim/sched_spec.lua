@@ -51,7 +51,7 @@ local CASES = {
 }
 
 describe("DeepSpeed's schedules", function()
-  it("give DeepSpeed's rates and momentum, read from a config", function()
+  it("have DeepSpeed's rates and momentum, read from a configuration", function()
     for _, case in ipairs(CASES) do
       local name, lr, params, rates, beta1s = unpack(case)
       local cfg = config.read { optimizer = { params = { lr = lr } }, scheduler = { type = name, params = params } }
@@ -67,7 +67,7 @@ describe("DeepSpeed's schedules", function()
     end
   end)
 
-  it("go on from their state", function()
+  it("continue from their state", function()
     for _, case in ipairs(CASES) do
       local name, lr, params, rates = unpack(case)
       local function make(opt)
@@ -88,7 +88,7 @@ describe("DeepSpeed's schedules", function()
     end
   end)
 
-  it("refuse what they cannot use", function()
+  it("refuse invalid arguments", function()
     assert.has_error(function() sched.WarmupDecayLR { optimizer = optimizer(1) } end,
       "sched.WarmupDecayLR needs total_num_steps, a number")
     assert.has_error(function() sched.WarmupLR { optimizer = optimizer(1), warmup_type = "cubic" } end)
@@ -100,7 +100,7 @@ describe("DeepSpeed's schedules", function()
     assert.has_error(function() sched.from_config({ type = "Other", params = {} }, optimizer(1)) end)
   end)
 
-  it("end behind their warm-up", function()
+  it("end after their warm-up", function()
     for name, keys in pairs { WarmupDecayLR = { "warmup_num_steps", "total_num_steps" },
       WarmupCosineLR = { "warmup_num_steps", "total_num_steps" }, warmup_cosine = { "warmup", "total" },
       warmup_linear = { "warmup", "total" } } do
@@ -116,7 +116,7 @@ describe("DeepSpeed's schedules", function()
         .. "lower the first or raise the second")
   end)
 
-  it("are beside our own", function()
+  it("exist in addition to psluajit's own", function()
     local cfg = config.read { scheduler = { type = "warmup_cosine", params = { total = 10, warmup = 2 } } }
     local opt = optimizer(1e-3)
     sched.from_config(cfg.scheduler, opt)
@@ -163,7 +163,7 @@ describe("PyTorch's form of a schedule's call", function()
     return list
   end
 
-  it("gives the rates of the same options by name", function()
+  it("has the rates of the same options by name", function()
     for name, form in pairs(FORMS) do
       local options = { optimizer = adam }
       for key, value in pairs(form[2]) do options[key] = value end
@@ -179,7 +179,7 @@ describe("PyTorch's form of a schedule's call", function()
     assert.same(want, course(sched.StepLR(adam, 2, { gamma = 0.25 })))
   end)
 
-  it("is there for every schedule that PyTorch or DeepSpeed has, and by name for ours", function()
+  it("exists for every schedule of PyTorch and DeepSpeed, and by name for psluajit's", function()
     for name, make in pairs(sched) do
       if name ~= "from_config" and not FORMS[name] then
         make(adam, { max_lr = 0.5, total = name ~= "constant" and 4 or nil })

@@ -17,7 +17,7 @@ function A.Gate.backward(ctx, dy)
   return dy * ctx.c * (s + x * s * (1 - s)), nil, dy
 end
 
--- Two outputs; a gradient may come to one of them alone.
+-- Two outputs; only one of them may get a gradient.
 A.Two = Function "Two"
 function A.Two.forward(ctx, x, y)
   ctx:save_for_backward(x, y)
@@ -41,7 +41,7 @@ function A.Norm.backward(ctx, dy)
   return r * (dy - y * (dy * y):mean(-1, true))
 end
 
--- Straight through: the gradient of what is cut off, too.
+-- Straight through: clipped elements also get the gradient.
 A.Straight = Function { name = "Straight", forward = function(_, x) return x:clamp(-1, 1) end,
   backward = function(_, dy) return dy end }
 

@@ -197,7 +197,7 @@ describe("the dashboard of a run", function()
     end
     assert.equal("dashboard.lua: there is no /nowhere\n", said "/nowhere")
     assert.matches("^dashboard.lua: .* has no log %(%.jsonl%); ps.train.run writes one", said(paths.root .. "/docs"))
-    assert.matches("^dashboard.lua: .*README.md is no log: name the run's folder", said(paths.root .. "/README.md"))
+    assert.matches("^dashboard.lua: .*README.md is not a log: name the run's folder", said(paths.root .. "/README.md"))
     local port = address:match ":(%d+)/"
     assert.matches("^dashboard.lua: cannot listen on port " .. port, said(("'%s' --port %s"):format(folder, port)))
   end)

@@ -267,7 +267,7 @@ describe("tools/profile_visualizer.lua", function()
       ["profile.json --memory_type=DISK"] = "has no memory of type DISK; it has GPU (device), CPU (host)",
       ["profile.json --memory_type=TPU"] = "--memory_type TPU: it takes GPU, CPU, DISK",
       ["profile.json --fig_type=time"] = "--fig_type time: it takes memory, access",
-      ["profile.json --rm_warmup=maybe"] = "--rm_warmup maybe: it takes True or False",
+      ["profile.json --rm_warmup=maybe"] = "--rm_warmup maybe: it must be True or False",
       ["profile.json --out picture.gif"] = "its name ends in .svg or .png",
       ["profile.json --html --out picture.svg"] = "its name ends in .html",
       ["profile.json --out nowhere/a.svg"] = "cannot write nowhere/a.svg",
