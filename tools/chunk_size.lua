@@ -105,7 +105,7 @@ local function from_file(spec, where)
   end
   if type(made) == "function" then made = made(where) end
   if not is_module(made) then
-    fail(("%s returned a %s; expected a module or a function that makes one%s"):format(spec, type(made),
+    fail(("%s yields a %s; expected a module or a function that makes one%s"):format(spec, type(made),
       type(made) == "table" and ", by name: " .. path .. ":NAME" or ""))
   end
   return made

@@ -280,7 +280,7 @@ return { build = function(options) assert(options.device == "meta") return Net(o
     assert.matches("18 bytes of chunks", out, 1, true)
     out, code = run "--model m.lua:wrong"
     assert.equal(1, code)
-    assert.matches("m.lua:wrong gives a number; expected a module", out, 1, true)
+    assert.matches("m.lua:wrong yields a number; expected a module", out, 1, true)
     assert.matches("m.lua returns no field 'no'", (run "--model m.lua:no"), 1, true)
     assert.matches("by name: m.lua:NAME", (run "--model m.lua"), 1, true)
   end)

@@ -53,7 +53,7 @@ describe("a model made without data gets the bits of one made with data", functi
     same(function() return gpt2.new("tiny", { tie_word_embeddings = false, dtype = "bf16" }) end)
   end)
 
-  it("for all ways to fill tensors: layers' defaults, padding rows, constants, lists, copies, casts, frozen ones", function()
+  it("for all ways to fill tensors: layers' defaults, padding rows, constants, lists, copies, casts; frozen", function()
     local Net = nn.class("Net")
     function Net:init()
       self.linear = nn.Linear(7, 5)
