@@ -17,13 +17,13 @@ end
 
 local N = B * T
 local LAYER = 2 * N * (3 * C * C + C * C + 8 * C * C)          -- products of a layer: 12 C^2 weights
-local PAIRS = B * T * (T + 1) / 2                              -- queries and the keys that they see
+local PAIRS = B * T * (T + 1) / 2                              -- pairs of queries and visible keys
 local ATTENTION = 4 * C * PAIRS                                -- scores and sums over all heads
 local HEAD = 2 * N * C * V
 local LAYER_NUMEL = 12 * C * C + 13 * C                        -- 4 biases: 9 C; two norms: 4 C
 
 describe("counting", function()
-  it("gives GPT-2's operations, bytes and what goes between parts", function()
+  it("has GPT-2's operations, bytes and transfers between parts", function()
     local all = of()
     assert.equal(L + 2, #all)
     assert.same({ "embed", 0, 0, 0, (V + P) * C, 4 * (V + P) * C },
@@ -45,7 +45,7 @@ describe("counting", function()
     end
   end)
 
-  it("gives a part that lets go of more than it leaves no bytes below zero", function()
+  it("never counts negative bytes for a part that frees more than it leaves", function()
     local Mean = nn.class "Mean"
     function Mean:init() self.wide = nn.Linear(4, 64) end
     function Mean:batch_of(a) return { x = a } end
@@ -60,7 +60,7 @@ describe("counting", function()
       { held = all[2].activations } })
   end)
 
-  it("counts products of which ranks have parts, composed or in pieces, alike", function()
+  it("counts products that are cut among ranks equally, composed or in pieces", function()
     local Cut = nn.class "Cut"
     function Cut:init(pieces) self.pieces, self.up, self.down = pieces, nn.Parameter(ps.ones { 3, 8 }),
       nn.Parameter(ps.ones { 8, 3 }) end
@@ -81,7 +81,7 @@ describe("counting", function()
     assert.same({ want.forward, want.input, want.weight }, { got.forward, got.input, got.weight })
   end)
 
-  it("takes the type that parameters compute in", function()
+  it("uses the type in which parameters compute", function()
     local all = of({}, "bf16")
     assert.equal("bf16", all[1].carry[1].dtype)
     assert.equal(2 * N * C, all[2].carry_nbytes)
@@ -99,7 +99,7 @@ describe("counting", function()
     assert.equal(0, of({ dropout = 0 })[L + 2].first_dropout)
   end)
 
-  it("leaves frozen parts' gradients out, and those that nothing below them needs", function()
+  it("leaves out gradients of frozen parts, and those that nothing below them needs", function()
     local model = gpt2.new(CONFIG)
     for name, p in model:named_parameters() do
       if not name:match "h%.[12]%." or name:match "h%.1%.ln_1" then p:requires_grad(false) end
@@ -118,7 +118,7 @@ describe("counting", function()
     assert.same({ HEAD, 0 }, { all[5].input, all[5].weight })
   end)
 
-  it("counts other models, batches by names and recomputed blocks, and a model of any size", function()
+  it("counts other models, named batches and recomputed blocks, and a model of any size", function()
     local bert = require("models.bert").new("tiny", { task = "sequence_classification" })
     local all = count.parts(bert, { { input_ids = x, labels = ps.zeros({ B }, { dtype = "int64" }) } })
     local c, hidden = 32, 64
@@ -151,7 +151,7 @@ describe("counting", function()
     assert.same({ first + second, second, first + second }, { part.forward, part.input, part.weight })
   end)
 
-  it("counts the keys that a query sees: causal behind others, and within a window", function()
+  it("counts the keys that a query sees: causal after cached ones, and within a window", function()
     local Attends = nn.class("Attends")
     local function flops(options)
       function Attends:batch_of(t) return { t = t } end                                   -- luacheck: ignore 212/self
@@ -186,7 +186,7 @@ describe("counting", function()
     assert.equal(loss, ps.no_grad(model.forward, model, x, x):item())
   end)
 
-  it("names a part that gives no tensors", function()
+  it("names a part that returns no tensors", function()
     local Odd = nn.class("Odd")
     function Odd:batch_of(t) return { t = t } end                                         -- luacheck: ignore 212/self
     function Odd:parts()                                                                  -- luacheck: ignore 212/self

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Files of models whose parameters ranks share out along tp: checkpoints from any mesh to any other, whole tensors and
--- shards in state dicts, and the errors of damaged or foreign pieces.
+-- Files of models whose parameters are cut among ranks along tp: checkpoints from any mesh to any other, whole tensors
+-- and shards in state dicts, and the errors of damaged or foreign pieces.
 local ps = require "ps"
 local bit = require "bit"
 local sharded = require "ps.nn.sharded"
@@ -21,7 +21,7 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- The bytes of all that a model and its optimizer have, by name.
+-- The bytes of all tensors of a model and its optimizer, by name.
 local function bits(made)
   local all = {}
   for name, t in pairs(made.model:state_dict()) do all[name] = check.bytes(t) end
@@ -36,7 +36,7 @@ local function trained()
 end
 
 describe("rectangles", function()
-  it("of a tensor follow each other in its order, and make it up", function()
+  it("of a tensor follow each other in order, and cover it", function()
     for _, shape in ipairs { { 5 }, { 3, 4 }, { 2, 3, 5 }, { 1, 7, 1 }, { 0, 3 }, {} } do
       local n = rectangles.numel(shape)
       local whole = ps.arange(math.max(1, n)):narrow(0, 0, n):reshape(shape)
@@ -68,7 +68,7 @@ describe("a checkpoint of cut parameters", function()
       or "nil", to, tostring(async or false)) .. SCRIPT)
   end
 
-  it("has the same bits on any mesh, moments and padded tables, too", function()
+  it("has the same bits on any mesh, including averages and padded tables", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local one = trained()
     local want = bits(one)
@@ -176,8 +176,8 @@ describe("weights of cut parameters", function()
     end
   end)
 
-  -- 8.4 MiB: more than the pieces that pass memory, which are 8 MiB in a merge and 2 MiB elsewhere.
-  it("may be larger than what is in memory at a time", function()
+  -- 8.4 MiB: more than one piece of a copy, which is 8 MiB in a merge and 2 MiB elsewhere.
+  it("may be larger than the piece in memory", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, cut_lib.MODEL .. [[
       WHOLE = { { name = "big", shape = { 1100, 2000 }, dim = 1, blocks = 2 } }
@@ -231,7 +231,7 @@ describe("weights of cut parameters", function()
     if not ok then error(problem, 0) end
   end
 
-  it("in parts are read by shards, deferred models, too", function()
+  it("in parts are read by shards, also in deferred models", function()
     local path = folder .. "/parts"
     save_parts(path)
     local whole = here.make(0, 1).model
@@ -361,7 +361,7 @@ describe("pieces", function()
     fails({ "rank-00001-of-00002.safetensors is missing" }, load)
   end)
 
-  it("that overlap, leave something out, or are of another tensor are refused, by name", function()
+  it("that overlap, leave gaps, or belong to another tensor are refused, by name", function()
     fails({ "'qkv'", "saved twice", "rank-00000", "rank-00001" }, function()
       save_two(path, function(rank, pieces) if rank == 1 then pieces.qkv.parts[2].offset[2] = 12 end end)
     end)
@@ -384,7 +384,7 @@ describe("pieces", function()
     end)
   end)
 
-  it("that the index has otherwise than the files are refused, by name", function()
+  it("that differ between the index and the files are refused, by name", function()
     local function altered(change, words)
       save_two(path)
       local index = read_index(path)
@@ -415,7 +415,7 @@ end)
 
 -- -- state dicts ------------------------------------------------------------------------------------------------------
 describe("a cut model", function()
-  it("loads whole tensors, of which it takes its part, from tables and files of any type", function()
+  it("loads its part of whole tensors, from tables and files of any type", function()
     local whole = here.make(0, 1)
     local state = whole.model:state_dict()
     ps.save(state, folder .. "/all.pt")
@@ -440,7 +440,7 @@ describe("a cut model", function()
     end
   end)
 
-  it("loads its own state dict, which is no whole model's", function()
+  it("loads its own state dict, which is not a whole model's", function()
     local a, b = here.make(1, 2), here.make(1, 2)
     here.train(a, 1, 2)
     b.model:load_state_dict(a.model:state_dict())
@@ -453,7 +453,7 @@ describe("a cut model", function()
     fails({ "proj is [12, 4] in the model, [5, 4] in the state" }, function() b.model:load_state_dict(mixed) end)
   end)
 
-  it("is not merged from what ranks saved of it by themselves", function()
+  it("is not merged from states that ranks saved separately", function()
     for _, ending in ipairs { "pt", "safetensors" } do
       local files = {}
       for rank = 0, 1 do
@@ -471,7 +471,7 @@ describe("a cut model", function()
     end
   end)
 
-  it("takes its part of an optimizer's whole state", function()
+  it("loads its part of an optimizer's whole state", function()
     local one = trained()
     local saved = one.optimizer:state_dict(one.model)
     for index = 0, 2 do

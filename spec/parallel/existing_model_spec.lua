@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- OSLO's order: the model exists, its optimizer was made over its parameters, and then ps.initialize takes both. A
--- pipeline keeps each rank's stages of the model and goes on with the optimizer; tensor parallelism names the call that
--- makes the model.
+-- pipeline keeps each rank's stages of the model and continues with the optimizer; with tensor parallelism the error
+-- names the call that makes the model.
 local ranks = require "spec.ranks_lib"
 
 local folder
@@ -9,7 +9,7 @@ local folder
 setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
--- Losses of three steps of two micro-batches, with two groups of unlike decay. layout: a configuration's table.
+-- Losses of three steps of two micro-batches, with two groups of different decay. layout: a configuration's table.
 local SCRIPT = [[
   local gpt2 = require "models.gpt2"
   local function losses(layout, given)
@@ -28,15 +28,15 @@ local SCRIPT = [[
         model:backward(out.loss)
         seen[#seen + 1] = ("%.17g"):format(out.loss:item())
       end
-      assert(not optimizer:step().skipped)                      -- the script's own goes on
+      assert(not optimizer:step().skipped)                      -- the script's optimizer continues
     end
     assert(#optimizer.groups == 2 and optimizer.groups[2].weight_decay == 0 and own.lr == 1e-2)
     return table.concat(seen, " "), module, model
   end
 ]]
 
-describe("a model and an optimizer that exist already", function()
-  it("train in a pipeline as in one process", function()
+describe("an existing model and optimizer", function()
+  it("train in a pipeline like in one process", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     ranks.check(folder, 1, SCRIPT .. [[
       local f = assert(io.open(folder .. "/losses", "w"))

@@ -71,7 +71,7 @@ end
 
 local ALL = { "zero", "pipeline", "tensor", "tensor, rows not shared" }
 
-describe("a model of one's own has one process's losses in every layout:", function()
+describe("a user's own model has one process's losses in every layout:", function()
   it("the Llama of docs/models.md", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local page = check.read(paths.root .. "/docs/models.md")
@@ -88,7 +88,7 @@ describe("a model of one's own has one process's losses in every layout:", funct
     ]], ALL)
   end)
 
-  it("parameters of its own, any names, dropout, attention that does not say its first head", function()
+  it("own parameters, any names, dropout, attention without its first head", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     in_every_layout([[
       local Block = nn.class "Block"
@@ -132,7 +132,7 @@ describe("a model of one's own has one process's losses in every layout:", funct
     ]], { "pipeline", "tensor", "tensor, rows not shared" })
   end)
 
-  it("PyTorch's layers, whose heads and columns ranks share, with dropout", function()
+  it("PyTorch's layers, whose heads and columns are cut among ranks, with dropout", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     in_every_layout([[
       local Net = nn.class "Net"
@@ -267,7 +267,7 @@ describe("parts", function()
 end)
 
 describe("tensor parallelism", function()
-  it("refuses a module that shares a cut weight unnamed, and kinds of other classes", function()
+  it("refuses an unnamed module that shares a cut weight, and kinds for other classes", function()
     local group = { size = function() return 2 end, rank = function() return 0 end,
       copy_to = function(_, x) return x end }
     local tensor_parallel = require "ps.parallel.tensor.cut"
@@ -296,7 +296,7 @@ describe("tensor parallelism", function()
     fails({ "attn has heads = 3, which is not a multiple of the size" }, function() cut(Odd) end)
   end)
 
-  it("shares nn.MultiheadAttention's heads, also with weights and other widths of keys", function()
+  it("cuts nn.MultiheadAttention by heads, also with weights and other widths of keys", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, [[
       local cut = require "ps.parallel.tensor.cut"

@@ -50,7 +50,7 @@ local PRODUCTS = [[
           down.bias:copy_(noise)
         end)
         local x, w = ps.randn({ B, T, C }, where), ps.randn({ B, T, C }, where)
-        -- rows that the number of ranks does not divide, and decoding, run without a region
+        -- rows that are not a multiple of the number of ranks, and decoding, run without a region
         for _, case in ipairs { { B, T }, { 1, 1 }, { B, T, true } } do
           local b, t, cached = unpack(case)
           local what = ("out_in %s, sequence %s, keep %s, %d x %d"):format(out_in, sequence, keep, b, t)
@@ -104,7 +104,7 @@ local OPTIONS = [[
     "own rows")
   assert(make(nn.RowParallelLinear, { bias = false }).bias == nil)
   assert(make(nn.ColumnParallelLinear, { bias = false, out_in = false }).bias == nil)
-  -- three blocks side by side, as queries, keys and values
+  -- three blocks next to each other, like queries, keys and values
   local three = make(nn.ColumnParallelLinear, { blocks = 3 })
   assert(three.weight[1][0]:item() == whole.weight[size + rank][0]:item())
   -- gradients of split_input, own rows and gather_output
@@ -184,7 +184,7 @@ local VOCABULARY = [[
       tied:loss(cut(ids), targets):backward()
       plain:loss(table_(ids), targets):backward()
       check_grads(cut, table_, "tied table")
-      -- with a bias, as masked language models have it
+      -- with a bias, as in masked language models
       local bias = ps.randn({ V }, { dtype = "fp64" }):requires_grad(true)
       local own = ps.zeros({ cut.weight:size(0) }, { dtype = "fp64" })
       local first, words = math.min(V, rank * own:numel()), math.max(0, math.min(own:numel(), V - rank * own:numel()))
@@ -204,7 +204,7 @@ local VOCABULARY = [[
   end
 ]]
 
--- The loss by its formula, in fp64: log sum exp of a row's logits, less that of its target.
+-- The loss by its formula, in fp64: log sum exp of a row's logits, minus the target's logit.
 local LOSS = [[
   for _, V in ipairs { 3 * size, 3 * size - 1, 4 } do
     local n, v = 6, math.ceil(V / size)
@@ -214,7 +214,7 @@ local LOSS = [[
     local targets = ps.randint(0, V, { 2, n })
     targets[{ 0, 2 }] = -100
     targets[{ 1, 0 }] = V - 1
-    local own = ps.full({ 2, n, v }, 7, { dtype = "fp64" })                        -- padding does not count
+    local own = ps.full({ 2, n, v }, 7, { dtype = "fp64" })                        -- padding is ignored
     local mine = math.max(0, math.min(v, V - rank * v))
     own:narrow(2, 0, mine):copy_(all:narrow(2, math.min(V, rank * v), mine))
     local counts = targets:ne(-100):to("fp64")
@@ -244,7 +244,7 @@ local LOSS = [[
   local two = ps.zeros({ 2 }):long()
   local ok, why = pcall(nn.ParallelCrossEntropy { group = group, words = 100 }, ps.ones { 2, 3 }, two)
   assert(not ok and tostring(why):find "100 words")
-  -- in panels: all logits never exist, and backward keeps none
+  -- in panels: all logits are never in memory, and backward keeps none
   local N, C, V = 2100, 8, 512 * size
   for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
     ps.manual_seed(9)
@@ -290,7 +290,8 @@ local KEPT = [[
   end
   local all, own, gathered = kept(), kept { kept = false }, kept { kept = true }
   assert(own / all <= 0.501 and math.abs(gathered / all - 0.7) < 0.002, own / all .. " " .. gathered / all)
-  local pieces = kept { kept = false, pieces = 4 }                       -- beside products no more is kept
+  -- with exchanges during products, no more is kept
+  local pieces = kept { kept = false, pieces = 4 }
   assert(pieces / all <= 0.501, pieces / all)
 ]]
 
@@ -619,7 +620,7 @@ local FAILED = [[
   local function product() return ps.no_grad(group.gathered_linear, group, x, w, nil, { pieces = 4 }) end
   product()
   local ok, why
-  for left = 12, 0, -1 do                                        -- rank 1 may fail when its rows are gone
+  for left = 12, 0, -1 do                                        -- rank 1 may fail after its rows have been sent
     if rank == 1 then ps.C.ps_test_fail_alloc(left, 1000000) end
     ok, why = pcall(product)
     ps.C.ps_test_fail_alloc(-1, 0)
@@ -629,22 +630,22 @@ local FAILED = [[
   print(why)
 ]]
 
-describe("layers of which ranks have parts", function()
+describe("layers that are cut among ranks", function()
   local folder
   if lib.no_gloo() then return pending(lib.no_gloo()) end
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
 
-  it("multiply as the whole layers do", function()
+  it("multiply like the whole layers", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PRODUCTS) end
   end)
-  it("exchange rows in pieces beside their products", function()
+  it("exchange rows in pieces during their products", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. PIECES) end
   end)
   it("gather rows once for several products", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. SHARED) end
   end)
-  it("hear of a rank that dies, or fails, while rows travel", function()
+  it("report a rank that dies or fails while rows are sent", function()
     local out = lib.run(folder, 2, lib.begin(folder) .. KILLED, "OMP_WAIT_POLICY=passive PS_SIM_LINK=1e6")
     assert.equal(137, out[1].code, out[1].text)
     assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
@@ -658,11 +659,11 @@ describe("layers of which ranks have parts", function()
       assert.matches("PS_SIM_LINK is 'fast'; it must be a number of bytes per second", out[rank].text)
     end
   end)
-  it("gather, split and reduce as they are told", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
-  it("share a vocabulary out, padded, as a table and as a head", function()
+  it("gather, split and reduce according to their options", function() lib.check(folder, 2, BEGIN .. OPTIONS) end)
+  it("divide a padded vocabulary, as a table and as a head", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. VOCABULARY) end
   end)
-  it("have the loss of a vocabulary that they share out", function()
+  it("have the loss of a divided vocabulary", function()
     for _, size in ipairs { 2, 3 } do lib.check(folder, size, BEGIN .. LOSS) end
   end)
   it("send the bytes of the theory", function() lib.check(folder, 2, BEGIN .. BYTES) end)

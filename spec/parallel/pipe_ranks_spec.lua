@@ -6,7 +6,7 @@ local paths = require "ps.paths"
 local no_gloo = require("spec.ranks_lib").no_gloo()
 
 describe("a pipeline of four processes", function()
-  it("goes by the virtual clock as formulas and the simulator say", function()
+  it("has the times of formulas and the simulator by the virtual clock", function()
     if no_gloo then return pending(no_gloo) end
     local command = "OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/pipeline.lua' --clock-only --tick 0.001 --rounds 1"
     local p = assert(io.popen(command:format(paths.exe, paths.root) .. " 2>&1"))

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tables of pipelines from Lua, and the tool that shows them; spec/c/test_pipe.c has what tables promise.
+-- Tables of pipelines from Lua, and the tool that shows them; spec/c/test_pipe.c checks the properties of tables.
 local pipe_table = require "ps.parallel.pipeline.table"
 local picture = require "ps.parallel.pipeline.picture"
 local paths = require "ps.paths"
@@ -20,7 +20,7 @@ local function tool(words)
 end
 
 describe("ps.pipe", function()
-  it("tells what ranks do, when, and what they hold", function()
+  it("returns the ranks' actions, their times, and the pairs that they hold", function()
     local t = pipe_table.table { schedule = "zb_h1", stages = 4, micro_batches = 8 }
     assert.same({ kind = "F", vstage = 2, micro = 0 }, t:row(2)[1])
     assert.same({ 2, 0 }, { t:place(2) })
@@ -37,7 +37,7 @@ describe("ps.pipe", function()
     assert.truthy(t:text(true):find("YIELD0", 1, true))
   end)
 
-  it("cuts a model, and takes Megatron's layouts", function()
+  it("cuts a model, and accepts Megatron's layouts", function()
     local t = pipe_table.table { schedule = "interleaved", stages = 2, virtual_stages = 2, micro_batches = 4 }
     local part, head = { forward = 1, input = 1, weight = 1 }, { forward = 9, input = 9, weight = 9 }
     local counts, times = pipe_table.cut(t, { part, part, part, part, part, head })
@@ -47,7 +47,7 @@ describe("ps.pipe", function()
     assert.same({ 4, 2, 2, 1, 1 }, pipe_table.layout("Et*3|(tt|)*2,m|L", "EtttttttmL", 5))
   end)
 
-  it("names what is wrong", function()
+  it("names the fault", function()
     local function t() return pipe_table.table { schedule = "gpipe", stages = 4, micro_batches = 8 } end
     fails(function() pipe_table.table { schedule = "gpipe", stage = 4, micro_batches = 8 } end, "did you mean 'stages'")
     fails(function() pipe_table.table { schedule = "dualpipe", stages = 4, micro_batches = 8 } end,
@@ -90,7 +90,7 @@ describe("tools/pipeline.lua", function()
     assert.equal("\137PNG", check.read(png):sub(1, 4))
   end)
 
-  it("refuses what it cannot do, in one line", function()
+  it("refuses invalid arguments in one line", function()
     local text, code = tool "--stages 4 --micro-batches 8 --schedule zb_v --virtual-stages 3"
     assert.equal("1", code)
     assert.equal("pipeline.lua: schedule zb_v has 2 virtual stages per rank, not 3; interleaved and "

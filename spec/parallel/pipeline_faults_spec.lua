@@ -9,7 +9,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Three stages. `victim` performs its fault in the turn of micro-batch 1 (from 0) in step 2.
+-- Three stages. `victim` performs its fault in the iteration of micro-batch 1 (from 0) in step 2.
 local SCRIPT = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = HEARTBEAT,
@@ -59,7 +59,7 @@ local function others(victim, schedule, heartbeat, how, words)
   end
 end
 
--- Three stages. The script of the ranks FAILS catches an error in the turn of micro-batch 1 of step 2, and then
+-- Three stages. The script of the ranks FAILS catches an error in the iteration of micro-batch 1 of step 2, and then
 -- performs NEXT.
 local CAUGHT = [[
   local ps = require "ps"
@@ -111,8 +111,8 @@ describe("a stage of a pipeline", function()
       "it was last known in W of micro%-batch 2, stage 1 of pp" })
   end)
 
-  -- A thread reports the loop's turn, and the stop would also stop this thread. So the stop comes a second after the
-  -- turn began.
+  -- A thread reports the loop's iteration, and the stop would also stop this thread. So the stop comes a second after
+  -- the iteration began.
   it("that is stopped is named by all", function()
     others(2, "1f1b", 1, 'os.execute(("sleep 1; (sleep 6; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) '
       .. "signal.kill(pid, signal.SIGSTOP)", { "rank 2 %(", "is silent for", "of pp with rank %d: ",
@@ -128,7 +128,7 @@ describe("a stage of a pipeline", function()
   local LUCK = "script%.lua:%d+: no such luck"
   local OVER = "this group failed before and can be used no more; close it %(rank %d %(%S+%) gave up: " .. LEFT
 
-  it("whose script catches its error and goes on is named by all, with the line", function()
+  it("whose script catches its error and continues is named by all, with the line", function()
     local others_say = { [2] = "rank 1 %(%S+%) gave up: " .. LEFT, [3] = OVER, [4] = OVER }
     caught("ps.rank() == 1", "", { [0] = others_say, { [2] = LUCK, [3] = LEFT, [4] = OVER }, others_say })
   end)
@@ -140,7 +140,7 @@ describe("a stage of a pipeline", function()
     caught("ps.rank() == 1", "pcall(ps.any_rank, true)", { [0] = both, { [2] = LUCK }, both })
   end)
 
-  it("goes on no more where all ranks caught an error in the same turn", function()
+  it("does not continue if all ranks caught an error in the same iteration", function()
     local all = { [4] = OVER }
     caught("true", "", { [0] = all, all, all })
   end)

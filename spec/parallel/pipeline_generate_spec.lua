@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- generate in a pipeline returns the ids of one process on all ranks, for every cut. If ranks request different things,
--- errors name these. If ranks begin things that do not match, it is an error immediately.
+-- generate in a pipeline returns the ids of one process on all ranks, for every cut. If ranks request different
+-- settings, errors name these. If ranks begin calls that do not match, this is an error immediately.
 local lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
@@ -81,7 +81,7 @@ describe("generate in a pipeline", function()
     same("nil", false, { { 3, "" }, { 2, "schedule = 'zb_v'" } })
   end)
 
-  it("gives them of Llama's family", function()
+  it("gives them for Llama's family", function()
     same([[function()
       return llama.new({ vocab_size = 64 * 4, hidden_size = 32, intermediate_size = 48, num_hidden_layers = 4,
         num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 16, initializer_range = 0.4,
@@ -89,7 +89,7 @@ describe("generate in a pipeline", function()
     end]], true, { { 2, "schedule = 'interleaved', virtual_stages = 2" } })
   end)
 
-  it("is what tools/generate.lua prints, of a model of which nothing trains", function()
+  it("is printed by tools/generate.lua, for a model without training", function()
     local vocab = tokens.gpt2({}, { ["generation_config.json"] = { eos_token_id = 5 } })
     ps.manual_seed(2)
     require("models.gpt2").new({ vocab_size = 257, n_positions = 32, n_layer = 3, n_head = 2, n_embd = 16,
@@ -113,7 +113,7 @@ describe("generate in a pipeline", function()
     tokens.remove(vocab)
   end)
 
-  it("names what the ranks ask for otherwise, and goes on behind an error", function()
+  it("names requests that differ between ranks, and continues after an error", function()
     lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open { stages = 2 }
       local function other(words, ...)
@@ -160,7 +160,7 @@ describe("a rank of a pipeline", function()
   local TRAINS = "for out in model:micro_batches(x, y) do model:backward(out.loss) end optimizer:step()"
   local GENERATES = "model:generate({ 4 }, 3)"
 
-  it("that begins something else than another one is named at once, with what each does", function()
+  it("that begins another call than the others is named at once, with the call of each", function()
     for _, case in ipairs {
       { TRAINS, EVALUATES, "rank 1 begins an evaluation of 3 micro-batches, but rank 0 begins a step of 3" },
       { GENERATES, TRAINS, "rank 1 begins a step of 3 micro-batches, but rank 0 begins generate" },

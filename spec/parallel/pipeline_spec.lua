@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model cut into stages: under every schedule the losses, parameters and moments are those of one process that goes
--- through the micro-batches in order, bit for bit, dropout included; a collective in the loop's body does not hang.
+-- A model cut into stages: under every schedule the losses, parameters and averages are those of one process that
+-- performs the micro-batches in order, bit for bit, dropout included; a collective in the loop's body does not hang.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -162,7 +162,7 @@ describe("a pipeline", function()
 
   local settings = "{ recompute = true, bf16 = true, stress = true,"
   local whole, halved = run(1, settings .. "}"), run(2, settings .. "pipeline = { stages = 2, schedule = 'zb_h1' } }")
-  it("has them where activations are computed again, and chunks move at every pin", function()
+  it("has them with recomputed activations, and with chunks that move at every pin", function()
     same(whole(), halved(), settings)
   end)
 
@@ -170,11 +170,11 @@ describe("a pipeline", function()
   for _, schedule in ipairs { "'looped_bfs', virtual_stages = 2", "'zb_h1'" } do
     early[schedule] = run(2, ("{ overlap = true, pipeline = { stages = 2, schedule = %s } }"):format(schedule))
   end
-  it("has them where each virtual stage is updated in its last backward", function()
+  it("has them if each virtual stage is updated in its last backward", function()
     for schedule, got in pairs(early) do same(plain(), got(), schedule) end
   end)
 
-  it("trains and saves nothing more where a step failed behind such updates", function()
+  it("neither trains nor saves after a step that failed after such updates", function()
     local all = lib.check(folder, 2, [[
       local gpt2 = require "models.gpt2"
       local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -208,7 +208,7 @@ describe("a pipeline", function()
     end
   end)
 
-  it("shares each stage's state out among the ranks that have it", function()
+  it("shards each stage's state over the ranks that have the stage", function()
     local cut = "pipeline = { stages = 2, schedule = 'zb_h1' }"
     local list = {}
     for i, zero in ipairs { "stage = 1", "stage = 2", "stage = 3", "stage = 2, reshard_after_forward = 'always'" } do
@@ -227,7 +227,7 @@ describe("a pipeline", function()
   end)
 
   -- Settings of 2 stages, by name: the description of rank 0's row, and the layers that it holds.
-  it("does what its configuration says", function()
+  it("follows its configuration", function()
     local said = {}
     local all = lib.check(folder, 2, [[
       local gpt2 = require "models.gpt2"
@@ -269,7 +269,7 @@ describe("a pipeline", function()
   end
   local stressed = run(2, "{ tied = true, clip = 0.5, stress = true, pipeline = { stages = 2, schedule = 'zb_v' } }")
   local of_three = run(3, "{ tied = true, clip = 0.5, pipeline = { stages = 3, schedule = 'gpipe' } }")
-  it("has the same bits under every schedule where the first and the last stage share a table", function()
+  it("has the same bits under every schedule if the first and the last stage share a table", function()
     for i = 2, #tied do same(tied[1](), tied[i](), i) end
     same(tied[1](), stressed(), "chunks move at every pin")
     near(tied_one(), tied[1](), "one process adds the table's gradients in another order")
@@ -282,7 +282,7 @@ describe("a pipeline", function()
     thrice[i] = run(3, ("{ tied = true, thrice = true, pipeline = { stages = 3, schedule = '%s', "
       .. "partition = 'Ett|tt|ttL' } }"):format(schedule))
   end
-  it("has them where three virtual stages use one table", function()
+  it("has them if three virtual stages use one table", function()
     same(thrice[1](), thrice[2](), "zb_h1")
     near(once(), thrice[1](), "one process")
   end)

@@ -43,7 +43,7 @@ end
 describe("a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("gives tensors on the last stage, with gather on all, and losses everywhere", function()
+  it("returns tensors on the last stage, with gather on all ranks, and losses everywhere", function()
     lib.check(folder, 2, BEGIN .. [[
       local logits = {}
       local function loss_of(out, given)
@@ -74,7 +74,7 @@ describe("a pipeline", function()
     ]])
   end)
 
-  it("comes back to Lua for forwards, recompute segments and yields alone", function()
+  it("returns to Lua only for forwards, recompute segments and yields", function()
     lib.check(folder, 2, BEGIN .. [[
       local C, setup, losses = ps.C, require "ps.engine.setup", {}
       local KINDS = { F = C.PS_ACT_FORWARD, SEGMENT = C.PS_ACT_SEGMENT, YIELD = C.PS_ACT_YIELD }
@@ -111,7 +111,7 @@ describe("a pipeline", function()
     ]])
   end)
 
-  it("takes OSLO's loop, a loader, and rows where nobody says how many micro-batches there are", function()
+  it("accepts OSLO's loop, a loader, and rows if no number of micro-batches is given", function()
     local one, first, second = both [[
       local model, optimizer = open { gradient_accumulation_steps = PIPE and 3 or 1, pipeline = PIPE }
       local given, sum, n = { input_ids = x, labels = x }, 0, 0
@@ -156,7 +156,7 @@ describe("a pipeline", function()
     assert.truthy(select(2, one:gsub("row %d", "")) == 6 and one:find "evaluated" and one:find "trained")
   end)
 
-  it("names on all ranks the one that left its loop, and how far it had come", function()
+  it("names on all ranks the rank that left its loop, and its progress", function()
     for who = 0, 1 do
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. ([[
         local model, optimizer = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
@@ -175,7 +175,7 @@ describe("a pipeline", function()
     end
   end)
 
-  it("refuses an evaluation within a step's loop, and a loop behind one of forwards that was left", function()
+  it("refuses an evaluation within a step's loop, and a loop after an unfinished loop of forwards", function()
     for _, script in ipairs { [[
       for out in model:micro_batches(x, y) do
         out.loss:backward()
@@ -194,7 +194,7 @@ describe("a pipeline", function()
 
   -- The table is tied: its sums use a group of their own, in which a rank that steps would wait for a rank that does
   -- not.
-  it("tells all at once where one rank ends the step and another one evaluates", function()
+  it("reports on all ranks at once that one rank ends the step and another one evaluates", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, {
         model_func = function() return gpt2.new("tiny", { n_layer = 2, dropout = 0 }) end })
@@ -209,7 +209,7 @@ describe("a pipeline", function()
     for rank = 0, 1 do assert.truthy(tonumber(all[rank].text:match "after ([%d.]+) s") < 100, all[rank].text) end
   end)
 
-  it("refuses ranks of which one gathers and another one does not", function()
+  it("refuses ranks if one gathers and another one does not", function()
     lib.check(folder, 2, BEGIN .. [[
       local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
       for _, mode in ipairs { "enable_grad", "no_grad" } do
@@ -224,7 +224,7 @@ describe("a pipeline", function()
     ]])
   end)
 
-  it("refuses ranks whose schedules, cuts or models differ, by what differs", function()
+  it("refuses ranks whose schedules, cuts or models differ, and names the difference", function()
     lib.check(folder, 2, BEGIN .. [[
       local me = rank == 1
       local function differ(pipeline, layers, trains, ...)
@@ -260,7 +260,7 @@ describe("a pipeline", function()
     end
   end)
 
-  it("says what few micro-batches cost", function()
+  it("reports the cost of few micro-batches", function()
     local all = lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 1, pipeline = { stages = 2 } }, { quiet = false })
       for out in model:micro_batches(x, y) do out.loss:backward() end
@@ -298,7 +298,7 @@ describe("a pipeline", function()
     end
   end)
 
-  it("trains on where parameters freeze between two steps, as one process does", function()
+  it("continues training like one process if parameters are frozen between two steps", function()
     local one, first, second = both [[
       for _, schedule in ipairs { "1f1b", "zb_h1", "zb_v" } do
         local v = schedule == "zb_v" and 2 or 1
@@ -321,8 +321,8 @@ describe("a pipeline", function()
     assert.truthy(select(2, one:gsub("loss", "")) == 27, one)
   end)
 
-  -- Stages run other micro-batches than the turn, so each schedule would have different numbers.
-  it("refuses what changes the numbers within a loop, and on all ranks", function()
+  -- Stages run other micro-batches than that of the iteration, so each schedule would have different numbers.
+  it("refuses changes of settings within a loop, on all ranks", function()
     for change, words in pairs {
       ["model.transformer.h[1].ln_1.bias:requires_grad(false)"] = "transformer.h.1.ln_1.bias was frozen within",
       ["model:eval()"] = "the model was set to evaluation mode within",
@@ -346,7 +346,7 @@ describe("a pipeline", function()
     end
   end)
 
-  it("names who has not come, where ranks wait in calls of different groups", function()
+  it("names the missing ranks if ranks wait in calls of different groups", function()
     local begin = lib.begin(folder):gsub("quiet = true", "quiet = true, timeout = 2")
     for _, call in ipairs { "ps.any_rank(true)",
       "ps.checkpoints.save(folder .. '/out', { model = model, step = 1 })" } do
@@ -418,7 +418,7 @@ describe("a pipeline", function()
     ]])
   end)
 
-  it("says on all ranks that a batch lacks targets", function()
+  it("reports on all ranks that a batch lacks targets", function()
     lib.check(folder, 2, BEGIN .. [[
       for i, batch in ipairs { x, { input_ids = x } } do
         local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
@@ -449,7 +449,7 @@ describe("a pipeline", function()
     assert.truthy(select(2, one:gsub("loss", "")) == 6, one)
   end)
 
-  it("takes states of one process and its own, and one process takes those of all stages", function()
+  it("loads states of one process and its own, and one process loads those of all stages", function()
     local SCRIPT = [[
       local function sizes(state)
         local n = 0
@@ -513,7 +513,7 @@ describe("a pipeline", function()
     ]]))
   end)
 
-  it("does not train in silence what was frozen at first, whichever rank has it", function()
+  it("does not silently train a parameter that was frozen at first, whichever rank has it", function()
     lib.check(folder, 2, BEGIN .. [[
       local model, optimizer = open({ gradient_accumulation_steps = 3, pipeline = { stages = 2 } }, {
         model_func = function()

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models cut into virtual stages (ps/engine/pipeline/stages.lua): where they are cut, what each rank makes and holds,
--- and that the stages one after the other compute the whole model's bits. One process plays the ranks in turn.
+-- Models cut into virtual stages (ps/engine/pipeline/stages.lua): the cut, the tensors that each rank makes and holds,
+-- and the bits of the whole model if the stages run one after the other. One process performs the ranks in turn.
 local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local check = require "spec.check_lib"
@@ -31,7 +31,7 @@ local function costs_of(list)
 end
 
 describe("a cut", function()
-  it("is that of the shortest course, of equal parts, of parameters, of a list, or of Megatron's words", function()
+  it("gives the shortest step, equal parts, equal parameters, or follows a list or Megatron's layout", function()
     local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
     -- The head has 4 of 10 units: no stage can have less than that, and the others share 6 layers.
     local first, times = stages.cut(costs, t)
@@ -59,7 +59,7 @@ describe("a cut", function()
     assert.equal(110, math.max(unpack(sums)))
   end)
 
-  it("that is none is refused with the numbers", function()
+  it("that is invalid is refused with the numbers", function()
     local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
     fails({ "pipeline.partition", "{ 2, 2, 2 }", "8 parts", "4 virtual stages" },
       function() stages.cut(costs, t, { 2, 2, 2 }) end)
@@ -70,7 +70,7 @@ describe("a cut", function()
 end)
 
 describe("measured parts", function()
-  it("take seconds, leave the model as it was, and cut it", function()
+  it("are in seconds, do not change the model, and determine the cut", function()
     local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local config = { vocab_size = 32768, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 2, embd_pdrop = 0.1 }
     local model = ps.deferred(gpt2.new, config)
@@ -172,7 +172,7 @@ describe("ranks that share a model", function()
           made[rank] = { model = model, stages = cut }
         end
         local last = made[0].stages.ranks[ranks * virtual]
-        for name, list in pairs(held) do                       -- each has one rank, a tied table those of both uses
+        for name, list in pairs(held) do                       -- each has one rank, a tied table the ranks of both uses
           local shared = tied and name == "transformer.wte.weight" and last ~= 0
           assert.equal(shared and 2 or 1, #list, name)
           if shared then
@@ -216,7 +216,7 @@ describe("ranks that share a model", function()
       cut:cost(3).trains })
   end)
 
-  it("are refused models that tell no parts, or use parameters in none", function()
+  it("refuse models without parts, or with parameters outside of parts", function()
     local t = table_of("1f1b", 2, 1, 2)
     fails({ "Linear", "parts()" }, function()
       stages.make(function() return nn.Linear(2, 2) end, { table = t, rank = 0 }, { device = "cpu" })
@@ -329,7 +329,7 @@ describe("an engine of one rank of a pipeline", function()
     for name in pairs(bits) do assert.equal(1, seen[name], name) end
   end)
 
-  it("takes memory for its stages alone", function()
+  it("needs memory only for its stages", function()
     local t, sums = table_of("1f1b", 4, 1, 4), 0
     for rank = 0, 3 do
       local model = initialize(t, rank)
@@ -344,7 +344,7 @@ describe("an engine of one rank of a pipeline", function()
     assert.equal(16 * gpt2.new(UNTIED):num_parameters(), sums)
   end)
 
-  it("takes a model that exists already, of which its own parameters keep their values", function()
+  it("accepts an existing model, and its parameters there keep their values", function()
     local t = table_of("1f1b", 2, 1, 2)
     lib.play(t, 0)
     local made, bits, own = gpt2.new(UNTIED), {}, 0

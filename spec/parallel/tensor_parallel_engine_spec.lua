@@ -55,7 +55,7 @@ end
 describe("an engine on ranks with parts of the same layers", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("adds addends up, and counts each parameter once, by all stages of ZeRO", function()
+  it("sums partial gradients, and counts each parameter once, at all stages of ZeRO", function()
     local all = run(4, [[
       for stage = 0, 3 do
         for _, bf16 in ipairs { false, true } do
@@ -78,7 +78,7 @@ describe("an engine on ranks with parts of the same layers", function()
     all_say(all, "done")
   end)
 
-  it("begins with the values of the first of them", function()
+  it("begins with the values of the first rank", function()
     local all = run(2, [[
       local model = start {}
       model:close()
@@ -95,7 +95,7 @@ describe("an engine on ranks with parts of the same layers", function()
     assert.truthy(all[1].text:find("values: 5 8 9", 1, true), all[1].text)
   end)
 
-  it("finds that a rank got another batch, in whatever micro-batch", function()
+  it("detects that a rank got another batch, in any micro-batch", function()
     local all = run(4, [[
       local model, optimizer = start { gradient_accumulation_steps = 2 }
       local ok, problem = pcall(function()
@@ -111,7 +111,7 @@ describe("an engine on ranks with parts of the same layers", function()
       .. "one model", "micro-batch 5", "micro-batch 6")
   end)
 
-  it("finds that a rank weighed a loss otherwise, when the next step begins", function()
+  it("detects at the next step that a rank weighted a loss differently", function()
     local all = run(4, [[
       local model, optimizer = start { gradient_accumulation_steps = 2 }
       local ok, problem = pcall(function()
@@ -127,7 +127,7 @@ describe("an engine on ranks with parts of the same layers", function()
       "micro-batch 4")
   end)
 
-  it("finds that a rank froze a parameter of which all have a copy", function()
+  it("detects that a rank froze a parameter of which all have a copy", function()
     local all = run(2, [[
       local model, optimizer = start {}
       local ok, problem = pcall(function()
@@ -143,7 +143,7 @@ describe("an engine on ranks with parts of the same layers", function()
     all_say(all, "other frozen parameters, than rank 0", "step 1", "step 2")
   end)
 
-  it("finds that a rank has no gradient of a parameter", function()
+  it("detects that a rank has no gradient of a parameter", function()
     local all = run(2, [[
       local model = start {}
       without = rank == 1
@@ -158,7 +158,7 @@ describe("an engine on ranks with parts of the same layers", function()
     end
   end)
 
-  it("makes the calls of a step as its dry run foresaw them, and others beside them", function()
+  it("makes the calls of a step as its dry run planned them, and others in addition", function()
     local all = run(4, [[
       local group, calls, own = mesh.group "tp", 0, false
       function exchange(x)
@@ -188,7 +188,7 @@ describe("an engine on ranks with parts of the same layers", function()
     for rank = 1, 3 do assert.equals(all[0].text:match "value %S+", all[rank].text:match "value %S+") end
   end)
 
-  it("names ranks that foresee other calls, before the step's first forward", function()
+  it("names ranks that plan other calls, before the step's first forward", function()
     local all = run(4, [[
       local group = mesh.group "tp"
       function exchange(x)
@@ -203,7 +203,7 @@ describe("an engine on ranks with parts of the same layers", function()
       .. "all_gather (call 1, fp32, 256 bytes), rank 3 all_reduce (call 1, fp32, 256 bytes)")
   end)
 
-  it("names ranks that leave what they foresaw", function()
+  it("names ranks that deviate from their plan", function()
     local all = run(2, [[
       local group, real = mesh.group "tp", false
       function exchange(x)
@@ -222,7 +222,7 @@ describe("an engine on ranks with parts of the same layers", function()
   end)
 
   for _, stage in ipairs { 0, 3 } do
-    it("finds that a copy of a parameter drifted, at stage " .. stage, function()
+    it("detects that a copy of a parameter drifted, at stage " .. stage, function()
       local all = run(4, ([[
         local stage = %d
         local model, optimizer = start { compare_ranks_every = 2, zero_optimization = { stage = stage } }

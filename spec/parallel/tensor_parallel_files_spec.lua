@@ -12,7 +12,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- A vocabulary that no number of ranks divides, and dropout.
+-- A vocabulary that is not a multiple of any number of ranks, and dropout.
 local SCRIPT = [[
   local gpt2 = require "models.gpt2"
   local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = optimizer_config,
@@ -60,7 +60,7 @@ local function through(at, from, to, weights, optimizer)
     or '{ type = "AdamW" }') .. SCRIPT)
 end
 
--- What a checkpoint has.
+-- The contents of a checkpoint.
 local function contents(name, step)
   local files, index = rank_files.open(("%s/%s/step-%08d"):format(folder, name, step))
   local all = { updates = index.updates, optimizer = index.state.optimizer }
@@ -69,8 +69,8 @@ local function contents(name, step)
   return all, index
 end
 
-describe("an engine whose layers ranks share out", function()
-  it("has the same checkpoint on every mesh, and goes on from it bit for bit", function()
+describe("an engine whose layers are cut among ranks", function()
+  it("has the same checkpoint on every mesh, and continues from it bit for bit", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     through({ 2, 1, 2, 0 }, nil, "a", "step")
     local want, index = contents("a", 2)
@@ -112,7 +112,7 @@ describe("an engine whose layers ranks share out", function()
     for name, t in pairs(model:state_dict()) do assert.truthy(is_wanted(name, t), name) end
   end)
 
-  it("takes SGD's momentum through meshes, too, and goes on from it bit for bit", function()
+  it("also moves SGD's momentum between meshes, and continues from it bit for bit", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local SGD = '{ type = "SGD", params = { lr = 0.1, momentum = 0.9 } }'
     through({ 2, 1, 2, 0 }, nil, "s", "step", SGD)

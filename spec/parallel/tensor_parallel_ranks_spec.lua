@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ranks that share out the layers of a model train as one rank does: losses, each tensor's gradient, norms, values and
--- masks of dropout; beside other axes, with what saves memory, and in generation. bench/mesh.lua has more layouts.
+-- Ranks among which a model's layers are cut train like one rank: losses, each tensor's gradient, norms, values and
+-- masks of dropout; together with other axes, with settings that save memory, and in generation. bench/mesh.lua has
+-- more layouts.
 local cjson = require "cjson"
 local lib = require "spec.ranks_lib"
 local mesh_lib = require "bench.mesh_lib"
@@ -49,10 +50,10 @@ local function copy(t, more)
   return all
 end
 
-describe("two ranks that share out layers", function()
+describe("two ranks with layers cut among them", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("train as one rank does, with dropout, a padded vocabulary and two micro-batches", function()
+  it("train like one rank, with dropout, a padded vocabulary and two micro-batches", function()
     local base = { micros = 2, steps = 2, options = { dropout = 0.2, vocab_size = 257 } }
     local one = run(1, { copy(base) })[1]
     local list = { copy(base, { tp = 2 }), copy(base, { tp = 2, config = { recompute = true } }),
@@ -65,7 +66,7 @@ describe("two ranks that share out layers", function()
     end
   end)
 
-  it("train rows that they cannot share out, or only some of them", function()
+  it("train rows that cannot be divided, or only in part", function()
     local base = { steps = 1, rows = 1, positions = 15, options = { dropout = 0.1 } }
     local one = run(1, { copy(base) })[1]
     agrees(run(2, { copy(base, { tp = 2 }) })[1], 2, one, "15 rows")
@@ -81,7 +82,7 @@ describe("two ranks that share out layers", function()
       ones[i] = run(1, { copy(case) })[1]
       cases[i] = copy(case, { tp = 2 })
     end
-    for i, pieces in ipairs { 3, 2, 4 } do                      -- rows of q, k and v beside all three products
+    for i, pieces in ipairs { 3, 2, 4 } do                      -- rows of q, k and v during all three products
       cases[#cases + 1] = copy(cases[i], { config = { tensor_parallel = { tp_overlap_comm = pieces } } })
       ones[#cases] = ones[i]
     end
@@ -91,7 +92,7 @@ describe("two ranks that share out layers", function()
     end
   end)
 
-  it("compute by the rows whose pieces travel where these are asked for, and by the composed ones else", function()
+  it("exchange rows in pieces if requested, and otherwise before and after products", function()
     lib.check(folder, 2, [[
       local ROWS = { "column_linear", "row_linear", "column_linear_grad" }
       local ids = {}
@@ -120,7 +121,7 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
-  it("draw the masks of one rank in attention of a model of one's own, which does not say its first head", function()
+  it("draw the masks of one rank in attention of a user's own model, which does not pass its first head", function()
     local MODEL = [[
       local ps = require "ps"
       local nn, F = ps.nn, ps.F
@@ -174,7 +175,7 @@ describe("two ranks that share out layers", function()
     ]]):format(unpack(one)))
   end)
 
-  it("share out a table that was resized, and the head that it is", function()
+  it("divide a resized table that is also the head", function()
     lib.check(folder, 2, [[
       local x = ps.randint(0, 250, { 2, 16 }, { dtype = "int32" })
       for _, family in ipairs { "gpt2", "llama" } do
@@ -194,7 +195,7 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
-  it("lay their chunks out anew together, where one of them alone has no room for them", function()
+  it("lay out their chunks again together if only one of them has no room for them", function()
     lib.check(folder, 2, [[
       local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })
       -- Whether a step gave the chunks a new layout, because of the budget of rank 1.
@@ -220,7 +221,7 @@ describe("two ranks that share out layers", function()
     ]])
   end)
 
-  it("generate what one rank generates, and say when they are asked for other things", function()
+  it("generate the same as one rank, and report different requests", function()
     local GENERATE = [[
       for _, family in ipairs { "gpt2", "llama" } do
         ps.manual_seed(3)
@@ -258,10 +259,10 @@ describe("two ranks that share out layers", function()
   end)
 end)
 
-describe("four ranks that share out layers, stages and rows", function()
+describe("four ranks with layers, stages and rows divided among them", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("train as one rank does, with ZeRO and in a pipeline", function()
+  it("train like one rank, with ZeRO and in a pipeline", function()
     local base = { micros = 2, steps = 1, options = { dropout = 0.1 } }
     local one = run(1, { copy(base) })[1]
     local list = {}
@@ -276,7 +277,7 @@ describe("four ranks that share out layers, stages and rows", function()
   end)
 
   -- In training, ranks would share the rows of these prompts, but not if keys and values are cached.
-  it("generate in a pipeline what one rank generates", function()
+  it("generate in a pipeline the same as one rank", function()
     local GENERATE = [[
       ps.manual_seed(3)
       local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false,

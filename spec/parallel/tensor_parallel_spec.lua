@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- How models are cut among ranks (ps/parallel/tensor/cut.lua): shards by name, bits of the uncut model, parameters that
--- all ranks have, and errors with the numbers. One process plays the ranks in turn; tensor_parallel_ranks_spec.lua has
--- them train.
+-- all ranks have, and errors with the numbers. One process performs the ranks in turn; tensor_parallel_ranks_spec.lua
+-- has them train.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local deferred = require "ps.nn.deferred"
@@ -26,7 +26,7 @@ end
 local FAMILIES = { gpt2 = { "causal_lm", "base", "sequence_classification" }, llama = { "causal_lm", "base" },
   qwen3 = { "causal_lm" }, bert = { "masked_lm", "base" }, roberta = { "masked_lm", "sequence_classification" } }
 
-describe("a model that ranks share out", function()
+describe("a model that is cut among ranks", function()
   it("has on each rank the bits of its part of the uncut model, under the same names", function()
     for family, tasks in pairs(FAMILIES) do
       for _, task in ipairs(tasks) do
@@ -80,7 +80,7 @@ describe("a model that ranks share out", function()
       model.transformer.h[0].attn.first_head })
   end)
 
-  it("says what is on all ranks alike, and whose gradients are sums", function()
+  it("lists the parameters that are whole on all ranks, and those whose gradients are sums", function()
     local function fn() return require("models.gpt2").new "tiny" end
     local model, said = cut(fn, 2, 0)
     for _, name in ipairs { "transformer.wpe.weight", "transformer.h.*.ln_1.weight", "transformer.h.*.mlp.c_proj.bias",
@@ -106,8 +106,8 @@ describe("a model that ranks share out", function()
   end)
 end)
 
-describe("a region whose rows are shared out", function()
-  it("gathers a rank's rows, and takes all rows as they are", function()
+describe("a region whose rows are divided", function()
+  it("gathers a rank's rows, and does not change all rows", function()
     local calls = {}
     local group = group_of(2, 0)
     for _, name in ipairs { "copy_to", "gathered_again" } do
@@ -125,7 +125,7 @@ describe("a region whose rows are shared out", function()
   end)
 end)
 
-describe("a model that cannot be shared out", function()
+describe("a model that cannot be cut", function()
   it("is an error with the numbers", function()
     fails({ "tensor_parallel.size = 4: transformer.h.0.attn has n_head = 2" },
       function() cut(function() return require("models.gpt2").new "tiny" end, 4, 0) end)
@@ -135,7 +135,7 @@ describe("a model that cannot be shared out", function()
       function() cut(function() return require("models.gpt2").new("tiny", { n_inner = 33 }) end, 2, 0) end)
   end)
 
-  it("is one without a table, or with a table that names nothing, or wrongly", function()
+  it("is refused without a table, or with a table that names nothing or a wrong module", function()
     local Net = nn.class "Net"
     function Net:init()
       self.fc = nn.Linear(4, 4)
@@ -163,7 +163,7 @@ describe("a model that cannot be shared out", function()
     end
   end)
 
-  it("is one whose products are inside of others' modules, and hears what to name", function()
+  it("is refused if its products are inside replaced modules, with the names to list", function()
     local Lora = nn.class "Lora"
     function Lora:init(base)
       self.base = base
@@ -181,7 +181,7 @@ describe("a model that cannot be shared out", function()
     end)
   end)
 
-  it("is one that has values already", function()
+  it("is refused if it already has values", function()
     local model = require("models.gpt2").new "tiny"
     fails({ "a parameter can be cut only before it has values" }, function()
       deferred.cut(model, model.transformer.wte.weight, shard.new { dim = 0, index = 0, count = 2,

@@ -79,8 +79,8 @@ local function mesh_script(folder, size, layers, settings)
   ]]):format(size, layers, settings)
 end
 
--- Bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg, exp_avg_sq and
--- gradient), 10 bytes per parameter while they are made, and 256 MiB.
+-- The bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg, exp_avg_sq
+-- and gradient), 10 bytes per parameter while they are made, and 256 MiB.
 local function file_of(parameters) return math.ceil(26 * parameters / 2 ^ 20 + 256) * 2 ^ 20 end
 
 -- A drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On a device
@@ -122,7 +122,7 @@ describe("a dry run that performs few micro-batches", function()
   teardown(function() ranks_lib.remove(folder) end)
 
   -- PS_PLAN_SEED=n draws others, PS_FULL=1 more.
-  it("gives the plan of one that performs all, byte for byte", function()
+  it("has the plan of one that performs all, byte for byte", function()
     local seed = tonumber(os.getenv "PS_PLAN_SEED" or 1)
     local function draw(list)
       seed = seed * 16807 % (2 ^ 31 - 1)
@@ -166,13 +166,13 @@ describe("a plan of a mesh", function()
       local off = run.tiers[1].peak / real.tiers[1].peak
       assert.truthy(off >= 0.97 and off <= 1.03, ("rank %d: planned %d, measured %d (%.4f)"):format(rank,
         run.tiers[1].peak, real.tiers[1].peak, off))
-      if rank - rank % 2 == run.rank then            -- ranks of tp send alike, those of dp own other parameters
+      if rank - rank % 2 == run.rank then            -- ranks of tp send the same, those of dp own different parameters
         assert.same(real.sent, { dp = run.axes.dp, tp = run.axes.tp })
       end
     end
   end)
 
-  it("sends what the theory says within a layer", function()
+  it("sends the theoretical bytes within a layer", function()
     for settings, factor in pairs { [""] = 10, [", tp_keep_gathered = true"] = 8, [", tp_overlap_comm = 3"] = 10 } do
       local function sent(layers)
         local said = plan(folder, 2, mesh_script(folder, "{ width = 256, positions = 128, rows = 8, micros = 2 }",
@@ -197,7 +197,7 @@ describe("a plan of a mesh", function()
     end
   end)
 
-  it("says that on cuda no rows travel beside products, and counts none so", function()
+  it("reports that on cuda no rows are exchanged during products, and counts none as such", function()
     local said = plan(folder, 2, mesh_script(folder, "{ width = 64, positions = 16, rows = 2, micros = 1 }", 1,
       "device = 'cuda', tensor_parallel = { size = 2, tp_overlap_comm = true }"), "--hardware", "h200x2")
     assert.truthy(said.fits, said.error and said.error.message)
@@ -214,7 +214,7 @@ describe("a plan of a mesh", function()
     assert.same({ "disk", file_of(said.parameters) }, { said.tiers[2].name, said.tiers[2].budget })
   end)
 
-  it("of one process says how it is planned", function()
+  it("of one process reports how it is planned", function()
     local ok, why = pcall(plan, folder, 1, mesh_script(folder, "{ width = 64, positions = 16, rows = 2, micros = 2 }",
       2, "tensor_parallel = { size = 2 }"))
     assert.is_false(ok)
@@ -250,7 +250,7 @@ describe("a plan of four stages", function()
     end)
   end
 
-  it("has the bytes that go between stages, and the schedule's bubble", function()
+  it("has the bytes sent between stages, and the schedule's bubble", function()
     local said = plan(folder, 4, script(folder, 'pipeline = { stages = 4, partition = "uniform" }'))
     local border = ROWS * POSITIONS * WIDTH * 4              -- bytes of fp32 activations
     for i, run in ipairs(said.runs) do
@@ -262,7 +262,7 @@ describe("a plan of four stages", function()
   end)
 
   -- Tensors below 64 KiB wait for Lua's collector. A dry run that never collected counted those of all micro-batches.
-  it("has room for many small micro-batches, as four real ranks have", function()
+  it("has room for many small micro-batches, like four real ranks", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local text = script(folder, 'pipeline = { stages = 4 }, memory = { host = "32MiB", disk = { path = "/tmp" } }', 40,
       2)
@@ -292,7 +292,7 @@ describe("a plan of four stages", function()
     end
   end)
 
-  it("gives all stages the tensors that are gathered", function()
+  it("counts the gathered tensors on all stages", function()
     local text = script(folder, 'pipeline = { stages = 4 }'):gsub("micro_batches%(x, x%)",
       "micro_batches(x, x, { gather = true })"):gsub("initialize { quiet", ("initialize { loss = function(out, given) "
       .. "return ps.F.cross_entropy(out.logits:reshape(-1, %d), given[2]:reshape(-1)) end, quiet"):format(VOCAB))
@@ -302,7 +302,7 @@ describe("a plan of four stages", function()
     assert.truthy(said.fits, said.error and said.error.message)
   end)
 
-  it("is printed by rank 0, or by all that are asked to", function()
+  it("is printed by rank 0, or by all ranks if requested", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     for asked, printed in pairs { ["true"] = { [0] = 1, 0 }, ['"all"'] = { [0] = 1, 1 } } do
       local said = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. ([[
@@ -318,7 +318,7 @@ describe("a plan of four stages", function()
     end
   end)
 
-  it("cuts by counted operations what cannot be measured dry, and says so", function()
+  it("cuts by counted operations if a dry run cannot measure, and reports that", function()
     local said = plan(folder, 4, script(folder, 'pipeline = { stages = 4, partition = "measured" }'))
     assert.same(1, #said.notes)
     assert.truthy(said.notes[1]:find("a dry run of a script cannot measure", 1, true), said.notes[1])

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- tools/plan.lua: a script runs dry to the end of its first step. What it says is held against real runs of the same
--- script: it trains in the least budget, to the bits of a roomy run, and is refused in 0.97 of that before its first
--- step.
+-- tools/plan.lua: a script runs dry to the end of its first step. The plan is compared with real runs of the same
+-- script: it trains in the least budget, with the bits of a run without tight budgets, and is refused in 0.97 of that
+-- budget before its first step.
 local cjson = require "cjson"
 local lfs = require "lfs"
 local pages = require "ps.planning.pages"
@@ -81,7 +81,7 @@ describe("the plan of a script", function()
     end)
   end
 
-  it("has the largest batch and the largest model, and tells how much is lacking", function()
+  it("has the largest batch and the largest model, and the number of missing bytes", function()
     local said, code = plan(path, "cpu", "4MiB")
     assert.equal(0, code)
     assert.equal(8, said.rows)
@@ -107,11 +107,11 @@ describe("the plan of a script", function()
     assert.truthy(said.largest_batch < 8)
   end)
 
-  it("is the same by --dry-run, whatever else is called plan.lua", function()
+  it("is the same by --dry-run, even if another file is called plan.lua", function()
     local by_option, _, code = run { PROGRAM, "--dry-run", "--json", "--find", "nothing", path, "cpu", "64MiB" }
     assert.equal(0, code)
     local one, other = plan("--find", "nothing", path, "cpu", "64MiB"), cjson.decode(by_option)
-    for _, said in ipairs { one, other } do                -- what a process takes is a measurement
+    for _, said in ipairs { one, other } do                -- the memory of a process is a measurement
       assert.truthy(said.process.nbytes == said.process.besides + said.tiers[1].peak and said.process.besides > 2 ^ 20)
       said.process = nil
     end
@@ -131,11 +131,11 @@ describe("the plan of a script", function()
   end)
 end)
 
-describe("what an engine's process takes", function()
+describe("the memory of an engine's process", function()
   -- In the second model a weight is as large as a chunk: the memory in which one was made could be kept for a chunk.
   for what, case in pairs { ["weights that share chunks"] = { layers = 12, inputs = 1024, chunk = 2 ^ 21 },
     ["weights as large as a chunk"] = { layers = 4, inputs = 4096, chunk = 2 ^ 22 } } do
-    it("is what its tiers have, of " .. what .. ": making the model leaves nothing behind", function()
+    it("is that of its tiers, for " .. what .. ": making the model leaves nothing behind", function()
       local why = check.sanitized()
       if why then return pending(why) end
       local path = write("taken.lua", ([[
@@ -161,14 +161,14 @@ print(anonymous() - before - tier.chunks - tier.other, tier.chunks)]]):format(ca
       assert.equal(0, code, said)
       local rest, chunks = out:match "^(%-?%d+)%s+(%d+)"
       assert.truthy(tonumber(chunks) >= case.layers * case.inputs * 1024 * 4, out)
-      assert.truthy(tonumber(rest) < 12 * 2 ^ 20, out)         -- the program's own; the model's making took 50 MB
+      assert.truthy(tonumber(rest) < 12 * 2 ^ 20, out)         -- of the program itself; making the model took 50 MB
     end)
   end
 end)
 
-describe("what a plan says of a process", function()
-  -- oneDNN packs these matrices into buffers of 2 MiB a thread, which stay in the heap; its code is several MiB.
-  it("has what oneDNN keeps of its products", function()
+describe("a plan's line about the process", function()
+  -- oneDNN packs these matrices into buffers of 2 MiB per thread, which stay in the heap; its code is several MiB.
+  it("includes the memory that oneDNN keeps of its products", function()
     local why = check.sanitized()
     if why then return pending(why) end
     local path = write("products.lua", [[
@@ -184,7 +184,8 @@ for step = 1, 3 do
   optimizer:step()
 end
 print(ps.peak_rss())]])
-    if not pages.resident() or not pages.of_files() then return pending "the system tells no pages of processes" end
+    if not pages.resident() or not pages.of_files() then return pending "the system does not report pages of " ..
+      "processes" end
     local said = plan("--find", "nothing", path)
     local out, problem, code = run { PROGRAM, path }
     assert.equal(0, code, problem)
@@ -193,8 +194,8 @@ print(ps.peak_rss())]])
   end)
 end)
 
-describe("what a dry run's process takes", function()
-  it("is no more where tensors are more, since ops compute nothing", function()
+describe("the memory of a dry run's process", function()
+  it("does not grow with the tensors, since ops compute nothing", function()
     local why = check.sanitized()
     if why then return pending(why) end
     local path = write("blocks.lua", [[
@@ -214,7 +215,7 @@ optimizer:step()]])
   end)
 end)
 
-describe("the plan of a machine that is not here", function()
+describe("the plan of another machine", function()
   local path = write("rented.lua", [[
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
@@ -233,7 +234,7 @@ optimizer:step()]])
     assert.equal(1313722368, said.parameters)             -- 24 x (12 C^2 + 13 C) + (50304 + 1024) C + 2 C
     local device = said.tiers[1]
     assert.truthy(device.budget < 0.8 * 80 * 2 ^ 30 and device.peak >= 14 * said.parameters)
-    -- six operations a parameter and token of the layers and the head, and the half of causal attention
+    -- six operations per parameter and token for the layers and the head, and half of attention, since it is causal
     local tokens, matrices = 2 * 1024, 24 * 12 * 2048 ^ 2 + 50304 * 2048
     assert.truthy(said.seconds.flops > 6 * tokens * matrices and said.seconds.flops < 1.1 * 6 * tokens * matrices)
     assert.truthy(said.seconds.step[1] < said.seconds.step[2])
@@ -261,7 +262,7 @@ optimizer:step()]])
       peak[card] = said.tiers[1].peak
     end
     assert.truthy(peak.h100 > 2816 * 50304 * 6)
-    -- a block of an arena is up to a 32nd larger than what is in it
+    -- a block of an arena is up to 1/32 larger than its contents
     assert.truthy(math.abs((peak.h200 - peak.h100) / ((4096 - 2816) * 50304 * 6) - 1) < 1 / 32, peak.h200 - peak.h100)
   end)
 
@@ -276,7 +277,7 @@ optimizer:step()]])
     assert.truthy(sum >= said.parameters and #said.owned == 4)
   end)
 
-  it("of several GPUs and a script of one process says what to do", function()
+  it("of several GPUs and a script of one process names the remedy", function()
     for option, way in pairs { ["--hardware=h200x8"] = "--hardware h200", ["--ranks=8"] = "--ranks 1" } do
       local name, value = option:match "(.*)=(.*)"
       local _, said, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", name, value, path }
@@ -287,13 +288,13 @@ optimizer:step()]])
     end
   end)
 
-  it("is by memory alone where the kernels do not run", function()
+  it("counts only memory if the kernels cannot run", function()
     local said = plan("--find", "nothing", "--hardware", "v100-32", path)
     assert.is_nil(said.seconds)
     assert.truthy(table.concat(said.notes, "\n"):find("only memory is counted", 1, true))
   end)
 
-  it("refuses a host memory that is none, and one of which a share is nothing, by the option and the key", function()
+  it("refuses an invalid host memory, and one too small for a share, by the option and the key", function()
     local own = write("own.lua", SCRIPT:gsub("memory = memory,", ""))
     for _, words in ipairs { "0", "0.5", "nan", "1e30", "many", "10%" } do
       local _, said, code = run { PROGRAM, "tools/plan.lua", "--host", words, own, "cpu" }
@@ -318,7 +319,7 @@ optimizer:step()]])
     end
   end)
 
-  it("of a file that is no table of a machine says what it lacks, and leaves the other files alone", function()
+  it("of an invalid table of a machine names the missing field, and does not affect the other tables", function()
     local hardware = require "ps.planning.hardware"
     local root, whole = paths.root, check.read(paths.root .. "/tools/hardware/xeon-amx-2.lua")
     lfs.mkdir(FOLDER .. "/tools")
@@ -352,21 +353,21 @@ describe("a dry run", function()
     for _, wanted in ipairs { ... } do assert.truthy(said:find(wanted, 1, true), said) end
   end
 
-  it("refuses a value that is read, with the script's line", function()
+  it("refuses a script that reads a value, with the script's line", function()
     refused([[
 local ps = require "ps"
 local t = ps.ones({ 2 }) * 3
 print(t:sum():item())]], "bad.lua:3: a value was read before the end of the first optimizer:step()")
   end)
 
-  it("lets a script read what it wrote itself", function()
+  it("lets a script read values that it wrote itself", function()
     refused([[
 local ps = require "ps"
 local t = ps.tensor { 3, 4 }
 if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
   end)
 
-  it("has the line of a script that fails, that has no step, and that leaves", function()
+  it("names the line of a script that fails, has no step, or exits", function()
     refused("local x = nil\nprint(x.y)", "bad.lua:2: attempt to index")
     refused("local = 3", "bad.lua:1:")
     refused("print 'nothing'", "ended without a call of optimizer:step()")
@@ -379,7 +380,7 @@ if t:tolist()[2] == 4 then error "as written" end]], "bad.lua:3: as written")
     assert.truthy(said:find("missing.lua", 1, true), said)
   end)
 
-  it("counts targets that are -100, where the script wrote them", function()
+  it("counts targets of -100 that the script wrote", function()
     local text = [[
 local ps = require "ps"
 local model, optimizer = ps.initialize { quiet = true, config = { gradient_accumulation_steps = 2 },
@@ -403,7 +404,7 @@ end]]
     assert.is_false(has_adam(plan("--find", "nothing", path)))
   end)
 
-  it("lets a script read files that it wrote, and leaves none behind", function()
+  it("lets a script read files that it wrote, and removes them", function()
     local target = FOLDER .. "/out"
     local path = write("writes.lua", ([[
 local ps = require "ps"
@@ -430,7 +431,7 @@ local own = assert(io.open(arg[0])):read "*a"
 assert(own:find("local ps", 1, true), "a file that is added to keeps what it has")
 ps.data.encode_text(("text "):rep(100), folder .. "/train.bin", ps.tokenizer.bytes())
 ps.save({ a = ps.tensor { 1, 2, 3 }, made = ps.randn { 1000, 1000 } }, folder .. "/saved.pt")
-local saved = ps.load(folder .. "/saved.pt")        -- values that the script knows are there, those that ops make are 0
+local saved = ps.load(folder .. "/saved.pt")        -- values that the script wrote are known, those of ops are 0
 assert(saved.a:tolist()[3] == 3 and saved.made:shape()[2] == 1000)
 ps.safetensors.save(folder .. "/saved.safetensors", { made = ps.randn { 1000, 1000 } }, nil, { checksums = true })
 assert(ps.load(folder .. "/saved.safetensors").made:numel() == 1e6)
@@ -458,7 +459,7 @@ optimizer:step()]]):format(target))
     assert(lfs.rmdir(temporary))                               -- it is empty
   end)
 
-  it("starts no program, and names what it was", function()
+  it("starts no program, and names the program", function()
     refused('io.popen("ls")', "bad.lua:1: a dry run does not start programs")
     refused('require("posix.unistd").fork()', "bad.lua:1: a dry run does not start programs")
   end)
@@ -474,7 +475,7 @@ optimizer:step()]]):format(target))
     assert.is_nil(lfs.attributes(FOLDER .. "/run"))
   end)
 
-  it("is refused in a process that a fork does not take along whole, and names the cause", function()
+  it("is refused in a process that a fork cannot copy, with the cause", function()
     local script = write("whole.lua", SCRIPT)
     local CALL = ('print(pcall(require("ps.planning").plan, { script = "%s", find = "nothing" }))'):format(script)
     local loaded = run { PROGRAM, write("loaded.lua", 'require "ps"\n' .. CALL) }

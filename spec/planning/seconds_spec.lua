@@ -1,8 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The seconds of a plan (lua/ps/planning/seconds.lua), from counts and speeds that are given, by formulas.
+-- The seconds of a plan (lua/ps/planning/seconds.lua), from given counts and speeds, compared with formulas.
 local seconds = require "ps.planning.seconds"
 
--- Speeds that are reached whole: operations 1e12, bytes of memory 1e9, of links between ranks 1e8 a second.
+-- Speeds with an efficiency of 1: 1e12 operations, 1e9 bytes of memory, and 1e8 bytes of links between ranks per
+-- second.
 local there = {
   table = { host = { flops = { fp32 = 1e12 }, bandwidth = 1e9 }, gpu = { between = 1e8 },
     links = { up = 1e9, down = 1e9 },
@@ -24,22 +25,23 @@ describe("the seconds of a plan", function()
   it("have each update by the bytes that it moves, once", function()
     local product = { name = "linear", flops = 3e12, bytes = 1 }
     local function of(update) return compute { ops = { product, update } } end
-    -- a parameter, fp32: Adam reads and writes it and two averages, 24 bytes, and reads 4 of the gradient
+    -- per fp32 parameter, Adam reads and writes the value and two averages, 24 bytes, and reads 4 bytes of the
+    -- gradient
     near(3 + 1000 / 1e6, of { name = "adam_", flops = 0, bytes = 28 * 1000 })
     near(3 + 1000 / 1e6 * 20 / 28, of { name = "sgd_", flops = 0, bytes = 20 * 1000 })          -- with momentum
     near(3 + 1000 / 1e6 * 12 / 28, of { name = "sgd_", flops = 0, bytes = 12 * 1000 })
   end)
 
-  it("add what ranks send each other within layers, but for rows beside products", function()
+  it("add the messages of ranks within layers, except for rows exchanged during products", function()
     local ops = { { name = "linear", flops = 1e12, bytes = 0 }, { name = "column_linear", flops = 2e12, bytes = 0 },
       { name = "row_linear", flops = 1e12, bytes = 0 }, { name = "column_linear_grad", flops = 3e12, bytes = 0 } }
     near(7 + 5, compute { ops = ops, axes = { tp = 5e8 } })
-    -- Products of 6 seconds, rows of 4 and 8 seconds in pieces, and a second of bytes that are in none.
+    -- Products of 6 seconds, rows of 4 and 8 seconds in pieces, and one second of other bytes.
     near(1 + 1 + 6 + 4 / 4, compute { ops = ops, axes = { tp = 5e8 }, pieces = { count = 4, nbytes = 4e8 } })
     near(1 + 1 + 8 + 6 / 3, compute { ops = ops, axes = { tp = 9e8 }, pieces = { count = 3, nbytes = 8e8 } })
   end)
 
-  it("have the same of each stage of a pipeline", function()
+  it("have the same for each stage of a pipeline", function()
     local vstage = { parts = 1, forward = 1, input = 1, weight = 1, numel = 1, held = 1, up = 0, down = 0 }
     local function stage(n)
       local copy = { stage = n }
