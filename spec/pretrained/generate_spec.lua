@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Generation: a model whose logits are a table written here, so that the ids are known; GPT-2 with its caches against
--- the same model without; attention with caches against the ops that it runs; chunks that move, ranks, programs.
--- oracle/generate_oracle.py holds ids to transformers'.
+-- Generation: a model whose logits are a table in this file, so that the ids are known; GPT-2 with and without its
+-- caches; attention with caches against the ops that it runs; chunks that move, ranks, programs.
+-- oracle/generate_oracle.py compares ids with transformers'.
 local ps = require "ps"
 local nn = ps.nn
 local gpt2 = require "models.gpt2"
@@ -15,7 +15,7 @@ local tokens = require "spec.tokenizer_lib"
 local fails = check.fails_saying
 local heads = require "ps.pretrained.heads"
 
--- A model whose next token depends on the last one alone: logits[a][b] for b behind a, rows from 0.
+-- A model whose next token depends only on the last one: logits[a][b] for b after a, rows from 0.
 local Chain = nn.class("Chain")
 function Chain:init(logits, config)
   self.table = nn.Embedding(#logits, #logits)
@@ -44,19 +44,19 @@ local function log_softmax(row)
 end
 
 describe("tokens of a known chain", function()
-  it("are the likeliest, and end at an end", function()
+  it("are the likeliest, and end at an end token", function()
     local model = Chain { { 0, 1, 0, 0 }, { 0, 0, 2, 1 }, { 0, 0, 0, 1 }, { 5, 0, 0, 0 } }
     assert.same({ 0, 1, 2, 3, 0, 1 }, generate(model, { 0 }, 5, { temperature = 0 }))
     assert.same({ 0, 1, 2 }, generate(model, { 0 }, 5, { do_sample = false, eos_token_id = 2 }))
     assert.same({ 0, 1, 2 }, generate(model, { 0 }, 5, { temperature = 0, eos_token_id = { 3, 2 } }))
     assert.same({ { 0, 1, 2 }, { 3, 0, 1, 2 } }, generate(model, { { 0 }, { 3 } }, 9, { temperature = 0,
       eos_token_id = 2 }))
-    -- the end is not allowed at first: 1 has 3 as its second best
+    -- the end token is not allowed at first: 1 has 3 as its second best
     assert.same({ 0, 1, 3, 0, 1, 2 }, generate(model, { 0 }, 9, { temperature = 0, eos_token_id = 2,
       min_new_tokens = 4 }))
   end)
 
-  it("follow a prompt of more ids than a call takes arguments", function()
+  it("follow a prompt with more ids than a call can have arguments", function()
     local model, prompt = Chain({ { 0, 1 }, { 1, 0 } }), {}
     function model:positions() return 20000 end -- luacheck: no self
     for i = 1, 9000 do prompt[i] = i % 2 end
@@ -67,7 +67,7 @@ describe("tokens of a known chain", function()
     end
   end)
 
-  it("repeat less: seen ones have a logit above 0 divided, one below multiplied", function()
+  it("repeat less: positive logits of seen tokens are divided, negative ones multiplied", function()
     local model = Chain { { -1, 2, 1.5, -1.1 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
     assert.same({ 1, 0, 1 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.3 }))
     assert.same({ 1, 0, 2 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.4 }))
@@ -79,7 +79,7 @@ describe("tokens of a known chain", function()
       repetition_penalty = 1.3 }))
   end)
 
-  it("do not give an n-gram again", function()
+  it("do not repeat an n-gram", function()
     local model = Chain { { 3, 2, 1 }, { 3, 2, 1 }, { 3, 2, 1 } }
     assert.same({ 0, 1, 2 }, generate(model, { 0 }, 2, { temperature = 0, no_repeat_ngram_size = 1 }))
     assert.same({ 0, 0, 1, 0, 2, 0 }, generate(model, { 0 }, 5, { temperature = 0, no_repeat_ngram_size = 2 }))
@@ -91,7 +91,7 @@ describe("tokens of a known chain", function()
     end)
   end)
 
-  it("go through a script's function, with ids padded left", function()
+  it("are passed through a script's function, with ids padded left", function()
     local model = Chain(drawn(5, 1))
     local shapes = {}
     local out = generate(model, { { 1, 2, 3 }, { 4 } }, 2, { temperature = 0, logits_processor = function(ids, logits)
@@ -105,7 +105,7 @@ describe("tokens of a known chain", function()
     end)
   end)
 
-  it("are drawn as often as top_k, top_p and min_p leave them", function()
+  it("are drawn with the frequencies that top_k, top_p and min_p leave", function()
     local logits = { 2, 1.5, 1, 0, -1, -3 }
     local model = Chain { logits, logits, logits, logits, logits, logits }
     local N = 4000
@@ -141,7 +141,7 @@ describe("tokens of a known chain", function()
 end)
 
 describe("beams", function()
-  -- The best sequences of n tokens behind `first`, by going through all of them.
+  -- The best sequences of n tokens after `first`, by trying all of them.
   local function best(model_rows, first, n, count)
     local all = { { score = 0, first } }
     for _ = 1, n do
@@ -166,7 +166,7 @@ describe("beams", function()
     return score
   end
 
-  it("as many as there are sequences find the best ones", function()
+  it("in the number of all sequences find the best ones", function()
     for seed = 1, 5 do
       local rows = drawn(4, seed)
       local got = generate(Chain(rows), { 2 }, 3, { num_beams = 16, num_return_sequences = 5 })
@@ -180,7 +180,7 @@ describe("beams", function()
     end
   end)
 
-  it("of one prompt do not depend on the others, nor their bits on their number", function()
+  it("of one prompt do not depend on the others, nor do their bits on the number of prompts", function()
     local rows = drawn(7, 3)
     local model = Chain(rows)
     local options = { num_beams = 3, num_return_sequences = 2, eos_token_id = 5, length_penalty = 0.5 }
@@ -215,7 +215,7 @@ describe("GPT-2's caches", function()
     return row
   end
 
-  it("give what the whole sequences give, of any lengths side by side, and beyond the last position", function()
+  it("equal those of whole sequences, for prompts of any lengths together, and past the last position", function()
     local prompts = { { 1, 2, 3, 4, 5 }, { 60 }, { 7, 7, 8 } }
     local together = model:generate(prompts, 50, { temperature = 0 })
     for i, prompt in ipairs(prompts) do
@@ -228,7 +228,7 @@ describe("GPT-2's caches", function()
     assert.same(plain(long, 20, 24), model:generate(long, 20, { temperature = 0 }))
   end)
 
-  it("come with an MLP in one call, whose bits are those of its ops", function()
+  it("use an MLP in one call, with the bits of its ops", function()
     for _, dtype in ipairs { "fp32", "bf16" } do
       ps.manual_seed(5)
       local wide = gpt2.new({ vocab_size = 61, n_positions = 24, n_layer = 1, n_head = 2, n_embd = 160,
@@ -252,7 +252,7 @@ describe("GPT-2's caches", function()
     end
   end)
 
-  it("are of parts that a run lists once", function()
+  it("use parts that a run lists once", function()
     local calls, parts = 0, model.parts
     rawset(model, "parts", function(self)
       calls = calls + 1
@@ -265,7 +265,7 @@ describe("GPT-2's caches", function()
     rawset(model, "parts", nil)
   end)
 
-  it("take what a tokenizer gives, without its padding", function()
+  it("accept a tokenizer's result, without its padding", function()
     local batch = { input_ids = ps.tensor({ { 1, 2, 0 }, { 0, 0, 9 } }, { dtype = "int32" }),
       attention_mask = ps.tensor({ { 1, 1, 0 }, { 0, 0, 1 } }, { dtype = "int32" }) }
     assert.same(model:generate({ { 1, 2 }, { 9 } }, 4, { temperature = 0 }), model:generate(batch, 4,
@@ -279,7 +279,7 @@ describe("GPT-2's caches", function()
       model:generate({ input_ids = { 1, 2, 5 }, attention_mask = { 1, 1, 0 } }, 3, { temperature = 0 }))
   end)
 
-  it("are those of chunks that move, with beams and prompts of several lengths", function()
+  it("are the same with chunks that move, with beams and prompts of several lengths", function()
     local disk, host = tokens.folder {}, 1400 * 1024
     local wide = { vocab_size = 61, n_positions = 24, n_layer = 6, n_head = 2, n_embd = 48, initializer_range = 0.3 }
     ps.manual_seed(4)
@@ -301,7 +301,7 @@ describe("GPT-2's caches", function()
     tokens.remove(disk)
   end)
 
-  it("are those of ranks that share the model", function()
+  it("are the same on ranks that share the model", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local folder = ranks.folder()
     local out = ranks.run(folder, 2, ranks.begin(folder) .. [[
@@ -332,7 +332,7 @@ describe("GPT-2's caches", function()
   end)
 end)
 
--- A step of attention against the same in calls of its own, each view and each op.
+-- Compares a step of attention with separate calls for each view and each op.
 describe("attention with caches", function()
   local B, H, G, S, D, at = 2, 4, 2, 9, 8, 5
   local F, where
@@ -371,7 +371,7 @@ describe("attention with caches", function()
     end
   end
 
-  it("of queries, keys and values side by side has the bits of the ops apart", function()
+  it("of adjacent queries, keys and values has the bits of the separate ops", function()
     ps.manual_seed(3)
     each(function(T, mask)
       local qkv, kv = rand(B, T, 3 * H * D), rand(B, 2 * H, S, D)
@@ -386,7 +386,7 @@ describe("attention with caches", function()
     end)
   end)
 
-  it("of queries, keys and values apart, turned or not, has the bits of the ops apart", function()
+  it("of separate queries, keys and values, rotated or not, has the bits of the separate ops", function()
     ps.manual_seed(4)
     each(function(T, mask)
       local angles = ps.randn({ 1, T, D / 2 }, { device = where.device })
@@ -405,7 +405,7 @@ describe("attention with caches", function()
     end)
   end)
 
-  it("is refused with a gradient, without room and with operands that do not fit", function()
+  it("is refused with a gradient, without room, and with operands that do not fit", function()
     F, where = ps.functional, {}
     local qkv, kv, k = rand(B, 1, 3 * H * D), rand(B, 2 * H, S, D), rand(B, 1, H * D)
     local function says(words, ...)
@@ -439,7 +439,7 @@ describe("text", function()
   end)
   teardown(function() tokens.remove(folder) end)
 
-  it("comes in pieces of whole characters", function()
+  it("is passed in pieces of whole characters", function()
     local ids = tok:encode("na\195\175ve \226\130\172!")
     local pieces, stream = {}, text.stream(tok)
     for _, id in ipairs(ids) do pieces[#pieces + 1] = stream:add(id) end
@@ -449,7 +449,7 @@ describe("text", function()
     assert.equal("\239\191\189", stream:finish())
   end)
 
-  it("of a first token keeps the blank that stands behind the prompt", function()
+  it("of a first token keeps the blank after the prompt", function()
     local blank = "\u{2581}"
     local llama = tokens.folder { ["tokenizer.json"] = { model = { type = "BPE", merges = {}, byte_fallback = true,
         vocab = { [blank .. "a"] = 0, [blank .. "b"] = 1, ["<0xC3>"] = 2, ["<0xA9>"] = 3 } },
@@ -499,7 +499,7 @@ describe("text", function()
     fails({ "stop_strings need the tokenizer" }, function() generate(model, { 1 }, 2, { stop_strings = "x" }) end)
   end)
 
-  it("is followed token by token, with -1 of rows that have ended", function()
+  it("is reported token by token, with -1 for rows that have ended", function()
     local model = Chain { { 0, 1, 0 }, { 0, 0, 1 }, { 1, 0, 0 } }
     local seen = {}
     generate(model, { { 0 }, { 1 } }, 5, { temperature = 0, eos_token_id = 2, on_token = function(ids, i)
@@ -513,7 +513,7 @@ describe("text", function()
   end)
 end)
 
-describe("what a folder says of generation", function()
+describe("a folder's settings of generation", function()
   local folder
   setup(function()
     folder = tokens.folder {}
@@ -527,7 +527,7 @@ describe("what a folder says of generation", function()
     return ps.from_pretrained(folder, { quiet = true })
   end
 
-  it("is followed where a script says nothing", function()
+  it("are followed if a script sets nothing", function()
     local model = with { transformers_version = "5.0", max_new_tokens = 3, bos_token_id = 1 }
     local greedy = model:generate({ 1, 2 }, 6, { temperature = 0 })
     assert.same(greedy, model:generate({ 1, 2 }, 6))
@@ -542,7 +542,7 @@ describe("what a folder says of generation", function()
       with({ repetition_penalty = 2 }):generate({ 1, 2 }, 6))
   end)
 
-  it("is looked for in config.json where there is no such file", function()
+  it("are searched in config.json if there is no generation_config.json", function()
     local greedy = with({ repetition_penalty = 2, eos_token_id = { 9 } }):generate({ 1, 2 }, 6)
     os.remove(folder .. "/generation_config.json")
     local fields = json.decode(check.read(folder .. "/config.json"))
@@ -558,7 +558,7 @@ describe("what a folder says of generation", function()
     by { bad_words_ids = json.null, repetition_penalty = json.null, do_sample = json.null, eos_token_id = json.null }
   end)
 
-  it("is refused by name where it is not supported", function()
+  it("are refused by name if they are not supported", function()
     for _, case in ipairs { { "typical_p", 0.9 }, { "bad_words_ids", { { 1 } } }, { "guidance_scale", 1.5 },
       { "suppress_tokens", { 3 } }, { "num_beam_groups", 2 }, { "renormalize_logits", true },
       { "cache_implementation", "quantized" } } do
@@ -587,7 +587,7 @@ describe("what a folder says of generation", function()
     end
   end)
 
-  it("holds for the programs, too", function()
+  it("also apply to the programs", function()
     local vocab = tokens.gpt2({}, { ["generation_config.json"] = { eos_token_id = 5 } })
     ps.manual_seed(2)
     local model = gpt2.new({ vocab_size = 257, n_positions = 32, n_layer = 1, n_head = 2, n_embd = 16,
@@ -620,7 +620,8 @@ describe("what a folder says of generation", function()
     out, code = run(("tools/generate.lua %s --start ab --repetition-penalty 0"):format(vocab))
     assert.same({ "generate: repetition_penalty is 0; it must be above 0\n", 1 }, { out, code })
     local plain = run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab))
-    -- A token that is special has no text, unless it is asked for: one sample as it comes, and several.
+    -- A special token has no text unless requested, for one sample that is printed as it is generated, and for
+    -- several.
     local config = json.decode(check.read(vocab .. "/tokenizer_config.json") or "{}")
     local last = tok:encode("ab")[2]
     config.added_tokens_decoder = { [tostring(last)] = { content = tok:decode { last }, special = true } }
@@ -636,7 +637,7 @@ describe("what a folder says of generation", function()
         return logits + ps.tensor { row }
       end })
     assert.same({ "a" }, pieces)
-    check.write(vocab .. "/generation_config.json", '{"num_beams": 3}')      -- beams are for who asks for them
+    check.write(vocab .. "/generation_config.json", '{"num_beams": 3}')      -- beams are used only if requested
     assert.same({ plain, 0 }, { run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab)) })
     out, code = run(("tools/generate.lua %s/config.json --start ab"):format(vocab))
     assert.same({ ("generate: from_pretrained: %s/config.json is a file; pass its folder, which needs a "

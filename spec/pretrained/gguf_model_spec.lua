@@ -80,7 +80,7 @@ local function llama(more)
 end
 
 describe("ps.from_pretrained of a GGUF file", function()
-  it("gives the numbers of a Llama, whose rows it puts back in order", function()
+  it("has the numbers of a Llama, whose rows it reorders", function()
     local model = llama()
     local path = write("llama.gguf", lib.file(meta_of("llama", SIZES), tensors_of(model, LLAMA, permuted)))
     local got = ps.from_pretrained(path)
@@ -93,7 +93,7 @@ describe("ps.from_pretrained of a GGUF file", function()
     same_logits(model, ps.from_pretrained(folder .. "/saved", { quiet = true }))
   end)
 
-  it("follows biases, tied tables and factors of rotary frequencies", function()
+  it("supports biases, tied tables and factors of rotary frequencies", function()
     local factors = {}
     for i = 1, 4 do factors[i] = 1 + i / 8 end
     local model = llama { attention_bias = true, tie_word_embeddings = true, rope_scaling = { rope_type = "longrope",
@@ -109,7 +109,7 @@ describe("ps.from_pretrained of a GGUF file", function()
     same_logits(model, got)
   end)
 
-  it("knows the factors of Llama 3.1", function()
+  it("recognises the factors of Llama 3.1", function()
     local scaling = { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
       original_max_position_embeddings = 8192 }
     local model = llama { rope_scaling = scaling, rope_theta = 500000, head_dim = 16 }
@@ -130,7 +130,7 @@ describe("ps.from_pretrained of a GGUF file", function()
     same_logits(model, got)
   end)
 
-  it("gives the numbers of GPT-2 and of Qwen 3, whose rows are as they are", function()
+  it("has the numbers of GPT-2 and of Qwen 3, whose rows are not reordered", function()
     local model = require("models.gpt2").new({ vocab_size = 40, n_positions = 64, n_embd = 32, n_layer = 2,
       n_head = 4 }):eval()
     local meta = { { "context_length", "uint32", 64 }, { "embedding_length", "uint32", 32 },
@@ -149,7 +149,7 @@ describe("ps.from_pretrained of a GGUF file", function()
       tensors_of(qwen, LLAMA)))))
   end)
 
-  it("refuses by name what would change the numbers", function()
+  it("refuses settings by name that would change the numbers", function()
     local list = tensors_of(llama(), LLAMA, permuted)
     local function refused(text, meta, tensors)
       check.fails(function() ps.from_pretrained(write("x.gguf", lib.file(meta, tensors or list))) end, text)
@@ -172,7 +172,7 @@ describe("model:save_gguf", function()
   local gguf = require "ps.io.gguf"
   local path = folder .. "/out.gguf"
 
-  it("writes a file that gives the same numbers, of each architecture, in fp32", function()
+  it("writes a file with the same numbers, for each architecture, in fp32", function()
     local scaling = { rope_type = "llama3", factor = 8, low_freq_factor = 1, high_freq_factor = 4,
       original_max_position_embeddings = 8192 }
     for _, model in ipairs { llama(), llama { tie_word_embeddings = true, attention_bias = true, mlp_bias = true },
@@ -199,7 +199,7 @@ describe("model:save_gguf", function()
     assert.equal(0, (hidden(bert) - hidden(got)):abs():max():item())
   end)
 
-  it("chooses types as llama-quantize does", function()
+  it("chooses types like llama-quantize", function()
     local model = require("models.llama").new({ vocab_size = 64, hidden_size = 256, intermediate_size = 288,
       num_hidden_layers = 8, num_attention_heads = 4, num_key_value_heads = 4, max_position_embeddings = 64 }):eval()
     local function types(kind)
@@ -239,7 +239,7 @@ describe("model:save_gguf", function()
     end
   end)
 
-  it("takes the tokenizer along, from a folder and from a file", function()
+  it("includes the tokenizer, from a folder and from a file", function()
     local model = llama { vocab_size = 259 }
     local source = folder .. "/source"
     model:save_pretrained(source)
@@ -277,7 +277,7 @@ describe("model:save_gguf", function()
     end
   end)
 
-  it("writes an engine's masters, and refuses what the format cannot hold", function()
+  it("writes an engine's masters, and refuses models that the format cannot express", function()
     local model = llama()
     local want = model:state_dict()["model.norm.weight"]:clone():keep()
     local engine = ps.initialize { quiet = true, model_func = function() return model end,
@@ -333,7 +333,7 @@ describe("a tokenizer in a GGUF file", function()
     assert.equal("ac aab", tok:decode { 7, 8, 2, 5, 4 })
   end)
 
-  it("finds words of BERT, whose parts it spells with ##", function()
+  it("finds words of BERT, with ## before their later parts", function()
     local blank = "\226\150\129"
     local tok = of { { "tokenizer.ggml.model", "string", "bert" },
       { "tokenizer.ggml.tokens", "string", { "[PAD]", "[UNK]", "[CLS]", "[SEP]", blank .. "play", "ing",

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Llama, Mistral, Qwen2 and Qwen3: frequencies of rotary embedding (transformers' numbers), masks of 4 dimensions
--- beside those of 2, windows, keys that are cached, parts, chunks, what is refused. Logits, losses, gradients and
--- training are held to transformers' by oracle/models_oracle.py.
+-- beside those of 2, windows, cached keys, parts, chunks, refusals. oracle/models_oracle.py compares logits, losses,
+-- gradients and training with transformers'.
 local ps = require "ps"
 local address = require("ps.nn.module").address
 local parts = require "ps.nn.parts"
@@ -19,7 +19,7 @@ end
 local function ids(rows, columns) return ps.randint(1, 256, { rows, columns }, { dtype = "int32" }) end
 local function largest(t) return t:abs():max():item() end
 
--- Additive: 0 where bool [T, T] sees, else the lowest fp32.
+-- Additive mask: 0 where bool [T, T] is true, else the lowest fp32 number.
 local function added(sees) return ps.where(sees, ps.zeros {}, ps.full({}, -3.4028234e38)) end
 
 local function causal(T, window)
@@ -28,7 +28,7 @@ local function causal(T, window)
 end
 
 describe("rotary embedding", function()
-  it("has transformers' frequencies of each kind", function()
+  it("has transformers' frequencies for each kind", function()
     for _, case in ipairs {
       { {}, 8, { 1, 0.100000001, 0.00999999978, 0.00100000005 }, 1 },
       { { rope_type = "linear", rope_theta = 500, factor = 4 }, 8, { 0.25, 0.05286856, 0.0111803403, 0.00236435398 },
@@ -55,7 +55,7 @@ describe("rotary embedding", function()
     end
   end)
 
-  it("is refused or an error where it is of another kind, or lacks what the kind needs", function()
+  it("is refused or an error if its kind is unknown, or lacks a setting that the kind needs", function()
     local llama = require "models.llama"
     for _, case in ipairs {
       { { rope_scaling = { rope_type = "proportional" } }, "llama: refused: rope_type = proportional: there are" },
@@ -81,7 +81,7 @@ describe("rotary embedding", function()
 end)
 
 describe("a head for tokens", function()
-  it("has no bias where config.json says null of it", function()
+  it("has no bias if config.json sets it to null", function()
     local rules = require("models.llama_config").llama
     local config = rules:from_file { token_classification_bias = json.null }
     assert.is_false(config.token_classification_bias)
@@ -91,7 +91,7 @@ describe("a head for tokens", function()
   end)
 end)
 
-describe("what a script says of rotary embedding", function()
+describe("a script's settings of rotary embedding", function()
   local folder
   setup(function()
     folder = os.tmpname()
@@ -101,12 +101,12 @@ describe("what a script says of rotary embedding", function()
 
   local LINEAR = { rope_type = "linear", factor = 3 }
 
-  it("stands in for what the file says in either way", function()
+  it("override the file's, in both forms", function()
     local x = ids(2, 9)
     local model = tiny("llama", { rope_parameters = { rope_theta = 50 } })
     model:save_pretrained(folder)
     local fields = json.decode(check.read(folder .. "/config.json"))
-    -- rope_theta and the kind that come out, of a file with fields and a script's options
+    -- the resulting rope_theta and kind, for a file with fields and a script's options
     local function found(changed, options)
       local all = {}
       for key, value in pairs(fields) do if key ~= "rope_parameters" then all[key] = value end end
@@ -131,7 +131,7 @@ describe("what a script says of rotary embedding", function()
     assert.same({ 70, "default" }, found(new, { rope_theta = 70 }))
     local got, config = found(old, { rope_theta = 70 })
     assert.same({ 70, "dynamic", 2 }, got)
-    assert.same({ 70, "dynamic" }, { config.rope_theta, config.rope_scaling.type })    -- as older versions read it
+    assert.same({ 70, "dynamic" }, { config.rope_theta, config.rope_scaling.type })    -- like older versions
     check.fails_saying({ "llama: rope_scaling and rope_parameters are two names of one setting" }, function()
       found(new, { rope_scaling = LINEAR, rope_parameters = LINEAR })
     end)
@@ -140,7 +140,7 @@ describe("what a script says of rotary embedding", function()
     end)
   end)
 
-  it("stands in for a preset's", function()
+  it("override a preset's", function()
     local model = require("models.llama").new("llama-3-8b", { vocab_size = 256, hidden_size = 32, intermediate_size = 8,
       num_hidden_layers = 1, head_dim = 4, rope_theta = 70 })
     assert.equal(70, model.model.rope.parameters.rope_theta)
@@ -149,7 +149,7 @@ end)
 
 describe("a causal model's positions", function()
   -- transformers' create_causal_mask: without a mask and a cache they tell the sequences of a row from each other.
-  it("that begin anew in a row are several sequences where use_cache is false", function()
+  it("that restart within a row are several sequences if use_cache is false", function()
     local x, anew = ids(2, 5), ps.tensor({ { 0, 1, 2, 0, 1 } }, "int64")
     for _, family in ipairs { "gpt2", "llama", "qwen3" } do
       local model = tiny(family)
@@ -169,7 +169,7 @@ describe("a causal model's positions", function()
 end)
 
 describe("Llama's family", function()
-  it("takes a mask of 4 dimensions, bool or added, as it takes the order of positions and one of keys", function()
+  it("accepts a mask of 4 dimensions, bool or additive, with the results of causal and key masks", function()
     for _, family in ipairs(FAMILIES) do
       local window = family == "mistral" and 3 or nil
       local model, x, T = tiny(family, { sliding_window = window }), ids(3, 9), 9
@@ -185,7 +185,7 @@ describe("Llama's family", function()
     end, "refused: attention_mask = int64: with 4 dimensions it must be bool, or floats to add")
   end)
 
-  it("sees the keys of a window alone, in the layers that have one", function()
+  it("sees only the keys of a window, in the layers that have one", function()
     local x = ids(1, 12)
     local y = x:clone()
     y[{ 0, 0 }] = (x[{ 0, 0 }] + 1):item() % 256
@@ -195,7 +195,8 @@ describe("Llama's family", function()
       for i = 1, 12 do if d[i] > 0 then first = i end end
       return first
     end
-    assert.equal(5, changed(tiny("mistral", { sliding_window = 3 })))              -- two layers look 2 back each
+    -- two layers see 2 positions back each
+    assert.equal(5, changed(tiny("mistral", { sliding_window = 3 })))
     assert.equal(12, changed(tiny("mistral", { sliding_window = 12 })))
     local both = { use_sliding_window = true, sliding_window = 3, max_window_layers = 0 }
     for _, family in ipairs { "qwen2", "qwen3" } do
@@ -212,7 +213,7 @@ describe("Llama's family", function()
       "layer_types has 1 entries, num_hidden_layers is 2")
   end)
 
-  it("continues sequences by cached keys as it does by all positions anew", function()
+  it("continues sequences by cached keys with the results of recomputing all positions", function()
     for _, family in ipairs(FAMILIES) do
       local model = tiny(family, { sliding_window = family == "mistral" and 4 or nil,
         max_position_embeddings = family ~= "llama" and 7 or nil })           -- they go on past those
@@ -226,7 +227,7 @@ describe("Llama's family", function()
     end
   end)
 
-  it("has parts that use each parameter, and give the bits of the model", function()
+  it("has parts that use each parameter, with the bits of the model", function()
     for _, family in ipairs(FAMILIES) do
       for _, task in ipairs { "causal_lm", "base", "sequence_classification", "token_classification" } do
         local model = tiny(family, { task = task, pad_token_id = 0, tie_word_embeddings = true })
@@ -247,7 +248,7 @@ describe("Llama's family", function()
     end
   end)
 
-  it("trains in chunks, with recomputation and from a saved folder as in plain memory", function()
+  it("trains in chunks, with recomputation and from a saved folder like in plain memory", function()
     local x = ids(4, 9)
     local folder = os.tmpname()
     os.remove(folder)
@@ -281,7 +282,7 @@ describe("Llama's family", function()
     os.execute("rm -rf " .. folder)
   end)
 
-  it("counts the work of a token", function()
+  it("counts the operations of a token", function()
     local model = tiny("llama", { tie_word_embeddings = false })
     local table_of = 256 * 32
     assert.equal(6 * (model:num_parameters() - table_of) + 12 * 2 * 32 * 10, model:flops_per_token(10))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Models of others besides GPT-2's language model (pretrained_spec.lua): BERT, RoBERTa and classifiers, found by
--- model_type, task and name; what of a file is taken, left, begun anew or refused; vocabularies of other sizes; several
--- files. Their numbers are held to transformers' by oracle/models_oracle.py.
+-- Models other than GPT-2's language model (pretrained_spec.lua): BERT, RoBERTa and classifiers, found by model_type,
+-- task and name; tensors of a file that are loaded, skipped, initialized or refused; vocabularies of other sizes;
+-- several files. oracle/models_oracle.py compares their numbers with transformers'.
 local ps = require "ps"
 local bert, roberta, gpt2 = require "models.bert", require "models.roberta", require "models.gpt2"
 local json = require "cjson"
@@ -61,7 +61,7 @@ local function change(name, fields)
 end
 
 describe("models by model_type", function()
-  it("are saved and found again, in each class", function()
+  it("can be saved and loaded, in each class", function()
     for _, family in ipairs { bert, roberta } do
       for _, task in ipairs(TASKS) do
         local model = family.new("tiny", { task = task })
@@ -76,7 +76,7 @@ describe("models by model_type", function()
     end
   end)
 
-  it("train in each class, in chunks as in plain memory", function()
+  it("train in each class, in chunks like in plain memory", function()
     for _, task in ipairs { "masked_lm", "sequence_classification", "token_classification", "question_answering" } do
       ps.manual_seed(5)
       local batch = batch_of(task, 4, 9)
@@ -111,7 +111,7 @@ describe("models by model_type", function()
     end
   end)
 
-  it("are refused by name where there is none, or not for that task", function()
+  it("are refused by name if there is none, or not for that task", function()
     bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "other")
     for _, case in ipairs {
       { { model_type = "mamba" }, "refused: model_type = mamba: there are bert, gpt2, llama, mistral, qwen2, qwen3" },
@@ -148,7 +148,7 @@ describe("models by model_type", function()
     fails({ "refused: adapter_config.json = LORA", "ps.lora.load" }, function() bert.from_pretrained(path "other") end)
   end)
 
-  it("are looked up in Hugging Face's cache by name", function()
+  it("are found in Hugging Face's cache by name", function()
     local home = path "home/hub/models--some--tiny-bert"
     os.execute(("mkdir -p %s/refs %s/snapshots"):format(home, home))
     local model = bert.new("tiny", { task = "base" })
@@ -169,7 +169,7 @@ describe("models by model_type", function()
 end)
 
 describe("a folder's weights", function()
-  it("give a body to another head, which begins as the seed has it; both are named", function()
+  it("give a body to another head, which is initialized from the seed; both are named", function()
     bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "body")
     local said = check.run("", ([[
       local ps = require "ps"
@@ -195,7 +195,7 @@ describe("a folder's weights", function()
     assert.same({ "classifier.bias", "classifier.weight" }, anew.loaded.missing)
   end)
 
-  it("are not drawn first: numbers of the seed are for what the files lack, the same as in a model of its own",
+  it("are not drawn first: the seed's numbers are for tensors that the files lack, with the values of a new model",
     function()
       local given = { task = "sequence_classification", num_labels = 3 }
       bert.new("tiny", { task = "masked_lm" }):save_pretrained(path "drawn")
@@ -217,7 +217,7 @@ describe("a folder's weights", function()
       assert.equal(bytes(ps.randn({ 3 })), bytes(after))
     end)
 
-  it("may have older names, no prefix, another's prefix and buffers", function()
+  it("may have older names, no prefix, another model's prefix, and buffers", function()
     local model = bert.new("tiny", { task = "masked_lm" })
     model:save_pretrained(path "old")
     local old = { ["embeddings.position_ids"] = ps.arange(32):reshape(1, 32) }
@@ -245,7 +245,7 @@ describe("a folder's weights", function()
     assert.same({ "cls.predictions.decoder.bias" }, untied.loaded.missing)
   end)
 
-  it("must have all of the body, and no more of it, but for layers that a script leaves out", function()
+  it("must have exactly the body's tensors, except for layers that a script leaves out", function()
     local model = bert.new("tiny", { task = "base" })
     model:save_pretrained(path "whole")
     local state = model:state_dict()
@@ -260,13 +260,13 @@ describe("a folder's weights", function()
     assert.same({ 1, 16 }, { shorter.config.num_hidden_layers, #shorter.loaded.left })
   end)
 
-  it("may be written in several files, with the tokenizer's beside them", function()
+  it("may be written in several files, together with the tokenizer's files", function()
     local model = bert.new("tiny", { task = "masked_lm" })
     model:save_pretrained(path "from")
     check.write(path "from/vocab.txt", "[PAD]\n")
     check.write(path "from/generation_config.json", "{}")
     local back = ps.from_pretrained(path "from")
-    back:save_pretrained(path "several")                   -- whole, which goes when several take its place
+    back:save_pretrained(path "several")                   -- one file, which is removed when several replace it
     back:save_pretrained(path "several", { max_shard_size = "20KB" })
     local index = json.decode(check.read(path "several/model.safetensors.index.json"))
     local files, total = {}, 0
@@ -297,7 +297,7 @@ describe("a folder's weights", function()
       function() back:save_pretrained(path "several", { max_shard_size = "5 GB?" }) end)
     for _, name in ipairs { "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
       "pytorch_model_tp_0_pp_0.bin", "placement.json" } do check.write(path("several/" .. name), "{}") end
-    model:save_pretrained(path "several")                  -- whole again: no reader finds other weights
+    model:save_pretrained(path "several")                  -- one file again: no reader finds other weights
     local whole = {}
     for file in lfs.dir(path "several") do
       if file:find "model[%-_.]" or file:find "place" then whole[#whole + 1] = file end
@@ -311,7 +311,7 @@ describe("a folder's weights", function()
 end)
 
 describe("a model whose layers were replaced", function()
-  it("is not saved as what config.json says", function()
+  it("is not saved under a config.json that does not describe it", function()
     local function replaced(change_it, ...)
       local model = gpt2.new("tiny", { task = "sequence_classification", num_labels = 3 })
       change_it(model)
@@ -337,7 +337,7 @@ describe("a model whose layers were replaced", function()
 end)
 
 describe("batches by names", function()
-  it("have masks, and rows of padding get no gradient from lookups", function()
+  it("have masks, and padding rows of tables get no gradient from lookups", function()
     local model = bert.new("tiny", { task = "token_classification", dropout = 0 })
     local x = ids(2, 6)
     x:narrow(1, 4, 2):fill_(0)
@@ -351,7 +351,7 @@ describe("batches by names", function()
     assert.truthy(grad:abs():amax():item() > 0)
   end)
 
-  it("leave padding out with unpad, with the numbers and masks of dropout that padded ones have", function()
+  it("skip padding with unpad, with the numbers and dropout masks of padded batches", function()
     local seen = ps.tensor({ { 1, 1, 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0, 0, 0 }, { 0, 0, 0, 0, 1, 1, 1 } }, "int32")
     local kept = seen:eq(1)
     kept:narrow(1, 0, 1):fill_(true)                             -- the first of a sequence is read by poolers
@@ -421,9 +421,11 @@ describe("batches by names", function()
     end
   end)
 
-  it("that leave out more or less from step to step train by one plan, in the least budget, to plain memory's bits",
+  it("that skip different amounts of padding in each step train by one plan, in the least budget, with plain " ..
+    "memory's bits",
     function()
-      local lengths = { 2, 9, 5, 9 }                                -- few rows of a sequence count, all, some
+      -- few rows of a sequence are needed, then all, then some
+      local lengths = { 2, 9, 5, 9 }
       for _, case in ipairs { { "sequence_classification" }, { "token_classification", true } } do
         local task, recompute = unpack(case)
         ps.manual_seed(5)
@@ -489,7 +491,7 @@ describe("batches by names", function()
 end)
 
 describe("a vocabulary", function()
-  it("is made larger and smaller, with its head", function()
+  it("can be made larger and smaller, with its head", function()
     for _, tied in ipairs { true, false } do
       local model = bert.new("tiny", { task = "masked_lm", tie_word_embeddings = tied })
       local old = model.bert.embeddings.word_embeddings.weight:detach():clone()
@@ -559,7 +561,7 @@ describe("bench/hf.lua", function()
 end)
 
 describe("models of every family", function()
-  it("say of zero tokens that there are none", function()
+  it("report that there are no tokens", function()
     for family, task in pairs { gpt2 = false, llama = false, mistral = false, qwen3 = false, bert = "base",
       roberta = "base" } do
       local model = require("models." .. family).new("tiny", task and { task = task } or nil)
@@ -611,7 +613,7 @@ describe("examples/finetune_bert.lua", function()
     assert.truthy(lfs.attributes(path "words out/vocab.txt"))
   end)
 
-  it("learns its drawn task without arguments", function()
+  it("learns its generated task without arguments", function()
     for seed = 1, 1 do                                       -- seeds 1 to 8 give 93.5 to 100 %
       local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --seed %d --json "
         .. "2>/dev/null"):format(paths.exe, paths.root, seed)))
@@ -623,7 +625,7 @@ describe("examples/finetune_bert.lua", function()
 end)
 
 describe("a BERT of several ranks", function()
-  it("is read in slices, and has the bits of one that is read whole", function()
+  it("is read in slices, with the bits of a model that is read whole", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     bert.new("tiny", { task = "sequence_classification" }):save_pretrained(path "sliced")
     local place = ranks.folder()

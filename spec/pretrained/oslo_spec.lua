@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- OSLO's tutorial of pipelines, in its order: inference, training, saving, loading and merging, and what of its calls
--- transformers gives defaults for.
+-- OSLO's tutorial of pipelines, in its order: inference, training, saving, loading and merging, and the defaults that
+-- transformers has for its calls.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
@@ -97,7 +97,7 @@ describe("generate without a count", function()
     return ids
   end
 
-  it("adds as many tokens as transformers: 20, or as far as positions go", function()
+  it("adds the same number of tokens as transformers: 20, or up to the last position", function()
     local model, remove = model_of()
     assert.same({ 20, 20, 7 }, { added(model, prompt(1)), added(model, prompt(12)), added(model, prompt(25)) })
     assert.equal(20, #model:generate(prompt(3), nil, NEVER) - 3)
@@ -117,7 +117,7 @@ describe("generate without a count", function()
     remove()
   end)
 
-  it("refuses two counts, and lengths that the prompt has already", function()
+  it("refuses two counts, and lengths that the prompt already has", function()
     local model, remove = model_of()
     fails(function() model:generate(prompt(3), 4, { max_new_tokens = 5 }) end, "pass one of the two")
     fails(function() model:generate(prompt(3), { max_length = 3 }) end, "max_length is 3, but a prompt has 3 tokens")
@@ -127,7 +127,7 @@ describe("generate without a count", function()
 end)
 
 describe("ps.from_config", function()
-  it("makes the model of a folder with fresh weights, and of fields with null and without meaning here", function()
+  it("makes the model of a folder with new weights, and from fields that are null or unknown here", function()
     local f = assert(io.open(folder .. "/config.json"))
     local fields = json.decode(f:read "*a")
     f:close()

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- save_parallelized, from_parallelized and their merging: folders of models that several ranks hold, as OSLO has them.
+-- save_parallelized, from_parallelized and their merging: folders of models that several ranks hold, in OSLO's form.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
@@ -47,7 +47,7 @@ describe("a model in one process", function()
     fails({ "merge_checkpoint" }, function() model:save_parallelized(path "out", { merge_checkpoint = true }) end)
   end)
 
-  it("replaces its folder, and no folder of somebody's", function()
+  it("replaces its own folder, and no foreign folder", function()
     local model = gpt2.new(CONFIG)
     model:save_parallelized(path "out")
     check.write(path "out/pytorch_model_tp_0_pp_1.bin", "of a larger layout")
@@ -84,7 +84,7 @@ describe("a model in one process", function()
     os.rename(path "merged.bin", path "out/pytorch_model.bin")
     assert.equal(bits(model:state_dict()), bits(ps.from_pretrained(path "out"):state_dict()))
     os.remove(path "out/pytorch_model.bin")
-    last["transformer.wte.weight"] = ps.zeros { 64, 32 }                 -- not what the first stage has
+    last["transformer.wte.weight"] = ps.zeros { 64, 32 }                 -- not the first stage's values
     ps.save(last, path "out/pytorch_model_tp_0_pp_1.bin")
     code, text = merge(path "out")
     assert.equal(1, code)
@@ -96,7 +96,7 @@ describe("a model in one process", function()
     assert.equal(1, (merge(path "out")))
   end)
 
-  it("is saved between backward and step, which goes on with its gradients", function()
+  it("can be saved between backward and step, which continues with its gradients", function()
     local function run(saves)
       ps.manual_seed(5)
       local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new(CONFIG) end,
@@ -117,7 +117,7 @@ describe("a model in one process", function()
     end
     local want = run(false)
     assert.equal(want, run(true))
-    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))       -- of the step before
+    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))       -- of the previous step
   end)
 end)
 
@@ -137,7 +137,7 @@ describe("a model that ranks have in stages", function()
     model:save_pretrained(folder .. "/pretrained")
   ]]
 
-  it("is saved, in stages, merged and as Hugging Face has it, and loaded on other ranks", function()
+  it("is saved in stages, merged and in Hugging Face's form, and loaded on other ranks", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     ps.manual_seed(3)
     local model = gpt2.new(CONFIG)

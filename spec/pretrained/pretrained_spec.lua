@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- GPT-2 folders of Hugging Face: every field of config.json that changes the numbers is done or refused by name, what
--- is saved is what was trained (of an engine its masters, of several ranks one file), and both directions against
--- transformers, where a Python with it is found (PS_TORCH_PYTHON names one).
+-- GPT-2 folders of Hugging Face: every field of config.json that changes the numbers is supported or refused by name,
+-- the saved weights are the trained ones (an engine's masters, one file for several ranks), and both directions
+-- against transformers, if a Python with it is found (PS_TORCH_PYTHON names one).
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
@@ -33,7 +33,7 @@ local function ids(rows, columns)
   return ps.randint(0, SMALL.vocab_size, { rows, columns }, { dtype = "int32" })
 end
 
--- A folder with this config.json (SMALL's fields where nothing else is said) and the weights of a model.
+-- A folder with this config.json (SMALL's fields unless overridden) and the weights of a model.
 local function write_folder(name, model, fields)
   model:save_pretrained(path(name))
   check.write(path(name) .. "/config.json", json.encode(with({ model_type = "gpt2" }, SMALL, fields or {})))
@@ -51,7 +51,7 @@ local function bytes_of(state)
   return all
 end
 
-local engine                                               -- the one that is open, should a test fail
+local engine                                               -- the open engine, in case a test fails
 
 local function initialize(options)
   local model, optimizer = ps.initialize(options)
@@ -109,7 +109,7 @@ local FIELDS = { {}, { scale_attn_weights = false }, { scale_attn_by_inverse_lay
   { activation_function = "silu" }, { activation_function = "quick_gelu" }, { activation_function = "tanh" } }
 
 describe("GPT-2's settings", function()
-  it("do what Hugging Face's formulas say", function()
+  it("follow Hugging Face's formulas", function()
     for i, fields in ipairs(FIELDS) do
       ps.manual_seed(i)
       local model, x = gpt2.new(with(SMALL, fields)), ids(2, 9)
@@ -132,7 +132,7 @@ describe("GPT-2's settings", function()
     end
   end)
 
-  it("train a head of its own, in an engine, too", function()
+  it("train a separate head, also in an engine", function()
     local x, y = ids(4, 8), ids(4, 8)
     local c = with(SMALL, { tie_word_embeddings = false })
     local function trained(config)
@@ -207,7 +207,7 @@ describe("GPT-2's settings", function()
     fails({ "add_cross_attention" }, function() gpt2.new { add_cross_attention = true } end)
   end)
 
-  it("have Hugging Face's other names, nulls and defaults", function()
+  it("accept Hugging Face's other names, nulls and defaults", function()
     local model = gpt2.new(SMALL)
     model:save_pretrained(path "alias")
     check.write(path "alias/config.json", json.encode { vocab_size = 61, max_position_embeddings = 37, hidden_size = 48,
@@ -230,7 +230,7 @@ describe("GPT-2's settings", function()
     assert.same({ { ["0"] = "no", ["1"] = "yes" }, { no = 0, yes = 1 } }, { fields.id2label, fields.label2id })
   end)
 
-  it("go by their other names in a script, too", function()
+  it("are also accepted by their other names in a script", function()
     local model, x = gpt2.new(SMALL), ids(2, 7)
     model:save_pretrained(path "script")
     local function loaded(options) return gpt2.from_pretrained(path "script", options):eval() end
@@ -243,11 +243,12 @@ describe("GPT-2's settings", function()
     fails({ "num_attention_heads = 4, but n_head = 6: they are two names" }, function()
       loaded { num_attention_heads = 4, n_head = 6 }
     end)
-    local c = gpt2.new("tiny", { dropout = 0.3, attn_pdrop = 0.2 }).config             -- one says it, the other all
+    -- one rank prints it, then all ranks
+    local c = gpt2.new("tiny", { dropout = 0.3, attn_pdrop = 0.2 }).config
     assert.same({ 0.2, 0.3, 0.3 }, { c.attn_pdrop, c.embd_pdrop, c.resid_pdrop })
   end)
 
-  it("are written as numbers of the kind that transformers 5 wants", function()
+  it("are written as numbers of the kind that transformers 5 needs", function()
     gpt2.new("tiny", { layer_norm_epsilon = 0, initializer_range = 1, attn_pdrop = 0 }):save_pretrained(path "floats")
     local text = check.read(path "floats/config.json")
     assert.truthy(text:find('"layer_norm_epsilon":0.0,', 1, true) and text:find('"initializer_range":1.0,', 1, true))
@@ -284,7 +285,7 @@ describe("GPT-2's files", function()
     os.remove(at .. "/model.safetensors")
     fails({ "no model file", at, "neither model.safetensors nor pytorch_model.bin" }, loaded)
     for i, half in ipairs(halves) do
-      half["h.0.attn.bias"] = i == 1 and ps.ones { 1, 1, 4, 4 } or nil  -- masks that old checkpoints carry
+      half["h.0.attn.bias"] = i == 1 and ps.ones { 1, 1, 4, 4 } or nil  -- masks that old checkpoints contain
       ps.save(half, ("%s/part-%d.bin"):format(at, i))
       ps.safetensors.save(("%s/part-%d.safetensors"):format(at, i), half)
     end
@@ -296,7 +297,7 @@ describe("GPT-2's files", function()
     os.remove(at .. "/pytorch_model.bin")
     check.write(at .. "/model.safetensors.index.json", index ".safetensors")
     assert.same(want, loaded())
-    -- what was saved last counts, whatever else lies there
+    -- the weights that were saved last are used, whatever other files exist
     local other = model_of()
     ps.no_grad(function() other.transformer.wpe.weight:fill_(3) end)
     other:save_pretrained(at)
@@ -352,7 +353,7 @@ describe("GPT-2's files", function()
     assert.same({ ["pytorch_model_tp_0_pp_0.bin"] = 1 }, (counted(function() ps.from_pretrained(at) end)))
   end)
 
-  it("may have the head of a tied model, which must be its table", function()
+  it("may have the head of a tied model, which must equal its table", function()
     local model = model_of()
     local state = model:state_dict()
     local at = write_folder("tied", model)
@@ -368,19 +369,20 @@ describe("GPT-2's files", function()
       fails({ name, "lm_head.weight differs from transformer.wte.weight", "tie_word_embeddings = false" },
         function() gpt2.from_pretrained(at) end)
     end
-    state["transformer.wte.weight"] = nil                  -- the head alone is the table, too
+    state["transformer.wte.weight"] = nil                  -- the head alone is also the table
     ps.save(state, at .. "/model.safetensors")
     local loaded = gpt2.from_pretrained(at)
     assert.equal(check.bytes(state["lm_head.weight"]), check.bytes(loaded.transformer.wte.weight))
     local untied = model_of { tie_word_embeddings = false }
     write_folder("untied", untied, { tie_word_embeddings = false })
     ps.safetensors.save(path "untied/model.safetensors", model:state_dict())
-    local fresh = gpt2.from_pretrained(path "untied", { quiet = true })      -- a head that the file lacks is the seed's
+    -- a head that the file lacks is initialized from the seed
+    local fresh = gpt2.from_pretrained(path "untied", { quiet = true })
     assert.same({ "lm_head.weight" }, fresh.loaded.missing)
     assert.truthy(fresh.lm_head.weight:abs():amax():item() > 0)
   end)
 
-  it("of a type that is not read are refused by it", function()
+  it("of an unsupported type are refused by the type's name", function()
     local at = write_folder("typed", gpt2.new(SMALL)) .. "/model.safetensors"
     local text, n = check.read(at):gsub('("transformer%.ln_f%.weight":{"dtype":")F32', "%1U32")
     assert.equal(1, n)
@@ -390,7 +392,7 @@ describe("GPT-2's files", function()
     end)
   end)
 
-  it("are as large as config.json says, which is seen before a model is made", function()
+  it("must have the sizes of config.json, which is checked before a model is made", function()
     local model = model_of { tie_word_embeddings = false, n_inner = 96 }
     for _, case in ipairs {
       { { n_layer = 1e9 }, "n_layer is 1000000000, but the files have weights of 3 layers" },
@@ -412,7 +414,7 @@ describe("GPT-2's files", function()
     fails({ "missing", "transformer.wte.weight" }, function() gpt2.from_pretrained(path "sized") end)
   end)
 
-  it("of another type than the model is made in are told once", function()
+  it("of another type than the model's are reported once", function()
     local model = model_of()
     write_folder("told", model, { torch_dtype = "bfloat16" })
     write_folder("told fp16", model, { dtype = "float16", torch_dtype = "bfloat16" })
@@ -429,7 +431,7 @@ describe("GPT-2's files", function()
       said)
   end)
 
-  it("say the type of their weights", function()
+  it("record the type of their weights", function()
     local model = model_of { tie_word_embeddings = false }
     write_folder("typed", model, { dtype = "bfloat16", torch_dtype = "float16", tie_word_embeddings = false })
     for dtype, word in pairs { fp32 = "float32", bf16 = "bfloat16", fp16 = "float16" } do
@@ -440,12 +442,12 @@ describe("GPT-2's files", function()
       local back = gpt2.from_pretrained(path "typed-again", { dtype = dtype })
       assert.same(bytes_of(loaded:state_dict()), bytes_of(back:state_dict()))
       assert.truthy(back:state_dict()["lm_head.weight"])
-      write_folder("typed-again", back, { tie_word_embeddings = false })              -- which says no type
+      write_folder("typed-again", back, { tie_word_embeddings = false })              -- without a type
       assert.equal(dtype, gpt2.from_pretrained(path "typed-again", { dtype = "auto" }):parameters()[1]:dtype())
     end
   end)
 
-  it("of an engine hold its masters", function()
+  it("of an engine contain its masters", function()
     for _, memory in ipairs { "plain", CHUNKS } do
       local model, optimizer = initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
         optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = memory },
@@ -465,7 +467,7 @@ describe("GPT-2's files", function()
     end
   end)
 
-  it("of several ranks are written once, whatever is shared out", function()
+  it("of several ranks are written once, at any ZeRO stage", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     for _, stage in ipairs { 0, 3 } do
       local all = ranks.check(folder, 2, ranks.TRAINING .. ([[
@@ -482,7 +484,7 @@ describe("GPT-2's files", function()
         train(model, optimizer, 1, 1)
         model:save_pretrained(folder .. "/ranks")
         for _, line in ipairs(sums(model)) do print("sum " .. line) end
-        -- one rank cannot write: all say so, and nobody waits
+        -- one rank cannot write: all ranks get the error, and none waits
         local ok, problem = pcall(model.save_pretrained, model, folder .. "/script.lua/under")
         assert(not ok and tostring(problem):find("script.lua", 1, true), tostring(problem))
         ok, problem = pcall(model.save_pretrained, model, folder .. "/rank" .. rank)
@@ -521,7 +523,7 @@ describe("transformers", function()
     end
   end)
 
-  it("writes folders that give the same logits here, and reads what is saved back", function()
+  it("writes folders with the same logits here, and reads the saved ones", function()
     if not python then return pending("no Python with transformers (PS_TORCH_PYTHON names one)") end
     check.write(path "between.lua", [[
       local ps, gpt2 = require "ps", require "models.gpt2"

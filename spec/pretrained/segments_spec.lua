@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Rows of several sequences (segment_ids; positions that begin again): the same as each sequence in a batch of its own.
--- On ref the same bits; on cpu losses to 2e-6 and gradients to 1e-5 of the tensor's largest. With windows, grouped
--- heads, dropout, recompute, chunks, stages and divided layers. oracle/packed_oracle.py holds them to transformers'.
+-- Rows of several sequences (segment_ids; positions that restart): the same results as each sequence in a separate
+-- batch. On ref the same bits; on cpu losses to 2e-6 and gradients to 1e-5 of the tensor's largest. With windows,
+-- grouped heads, dropout, recompute, chunks, stages and divided layers. oracle/packed_oracle.py compares them with
+-- transformers'.
 local ps = require "ps"
 local heads = require "ps.pretrained.heads"
 local check = require "spec.check_lib"
@@ -97,7 +98,7 @@ describe("rows of several sequences", function()
     end)
   end
 
-  it("have the same loss as their sequences, weighed by their targets, and predict nothing across borders", function()
+  it("have the same loss as their sequences, weighted by their targets, and predict nothing across borders", function()
     local model, ids, segments = tiny "llama", tokens "cpu", segments_of(LENGTHS)
     local labels = ids:clone()
     labels[{ 0, 5 }] = -100
@@ -112,7 +113,7 @@ describe("rows of several sequences", function()
     assert.near(sum / count, model(batch).loss:item(), 2e-6)
   end)
 
-  it("have positions that begin again in each", function()
+  it("have positions that restart in each", function()
     local places = heads.places_of(ps.tensor({ { 1, 1, 1, 2, 2, 0, 0, 0 }, { 0, 3, 3, 0, 4, 4, 4, 4 } }, "int32"))
     assert.same({ { 0, 1, 2, 0, 1, 0, 0, 0 }, { 0, 0, 1, 0, 0, 1, 2, 3 } }, places:tolist())
     for _, family in ipairs { "llama", "gpt2" } do
@@ -130,7 +131,7 @@ describe("rows of several sequences", function()
     assert.equal(check.bytes(first), check.bytes(model { input_ids = ids, segment_ids = other }.logits))
   end)
 
-  it("are computed again, and leave padding out, with the same bits", function()
+  it("can be recomputed, and skip padding, with the same bits", function()
     for _, family in ipairs { "llama", "gpt2", "bert" } do
       local ids, segments = tokens "cpu", segments_of(LENGTHS)
       local function run(options)
@@ -154,7 +155,7 @@ describe("rows of several sequences", function()
     assert.near(plain, without, 1e-6)
   end)
 
-  it("have dropout by row and element of the weights, as rows of one sequence have", function()
+  it("have dropout by row and element of the weights, like rows of one sequence", function()
     ps.manual_seed(3)
     local q = ps.randn { 2, 2, T, 8 }
     local function run(device, mask, causal)
@@ -169,7 +170,7 @@ describe("rows of several sequences", function()
     end
   end)
 
-  it("are what position_ids that restart mean to a model without a cache and a mask, as in transformers", function()
+  it("are assumed by a model without a cache and a mask if position_ids restart, as in transformers", function()
     for _, family in ipairs { "llama", "qwen3", "gpt2" } do
       local model, ids, segments = tiny(family), tokens "cpu", segments_of { { 40, 30 }, { 33, 37 } }
       local places = heads.places_of(segments)
@@ -187,7 +188,7 @@ describe("rows of several sequences", function()
     end
   end)
 
-  it("are refused beside a mask, in other shapes or types, and for one label per row", function()
+  it("are refused together with a mask, in other shapes or types, and for one label per row", function()
     local model, ids, segments = tiny "llama", tokens "cpu", segments_of(LENGTHS)
     check.fails(function()
       model { input_ids = ids, segment_ids = segments, attention_mask = ids }
@@ -210,7 +211,7 @@ end)
 describe("rows of several sequences on several ranks", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("train as on one process, with stages, divided layers, recompute and chunks", function()
+  it("train like one process, with stages, divided layers, recompute and chunks", function()
     local folder = lib.folder()
     local script = [[
       local kind = %q

@@ -38,7 +38,7 @@ describe("the page of a profile", function()
     return LEFT + (ts - made.begin) / (made.finish - made.begin) * (width - LEFT - RIGHT)
   end
 
-  it("shows the planted peak where the mouse is over it, and nothing of it beside it", function()
+  it("shows the planted peak if the mouse is over it, and not next to it", function()
     if not browser then return pending(browser_lib.NONE) end
     local made = opened()
     browser:mouse("memory", pixels(made, profile_lib.PEAK.ts) + 5, 100)
@@ -52,7 +52,7 @@ describe("the page of a profile", function()
     assert.same({}, browser.errors)
   end)
 
-  it("goes from moment to moment with the slider, and shows where the chunks are then", function()
+  it("moves from moment to moment with the slider, and shows the places of the chunks", function()
     if not browser then return pending(browser_lib.NONE) end
     opened()
     browser:value "document.getElementById('scrub').focus()"
@@ -78,23 +78,26 @@ describe("the page of a profile", function()
     local made = opened()
     local px = pixels(made, profile_lib.PEAK.ts) + 5
     browser:wheel("memory", px, 100, -600)
-    browser:mouse("memory", px + 40, 100)                    -- 40 pixels are now 9 us instead of 80: still the peak
+    -- 40 pixels are now 9 us instead of 80: this is still the peak
+    browser:mouse("memory", px + 40, 100)
     assert.matches("total 96%.000 MiB", text "readout")
     browser:mouse("reset", 5, 5, true)
     browser:mouse("memory", px + 60, 100)
     assert.matches("total 48%.000 MiB", text "readout")
   end)
 
-  it("asks for nothing but itself", function()
+  it("requests only itself", function()
     if not browser then return pending(browser_lib.NONE) end
     opened()
     assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())
     browser:value "fetch('http://127.0.0.1:9/').catch(() => 0), new Image().src = 'http://127.0.0.1:9/a.png', 1"
     browser:value "new Promise(done => setTimeout(done, 100))"
-    assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())       -- its policy refuses them
+    -- its policy refuses other requests
+    assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())
     check.write(folder .. "/other.html", "<!DOCTYPE html><img src='http://127.0.0.1:9/a.png'>")
     browser:open("file://" .. folder .. "/other.html")
-    assert.equal("http://127.0.0.1:9/a.png", browser:requests()[2])                   -- of another page they are seen
+    -- requests of another page are recorded
+    assert.equal("http://127.0.0.1:9/a.png", browser:requests()[2])
   end)
 
   it("of a profile without chunks has its memory", function()
@@ -133,7 +136,7 @@ describe("the dashboard of a run", function()
     end
     error(("'%s' does not come; the page says: %s"):format(pattern, now()))
   end
-  -- The code that a request is answered with. host: the name that it says it goes to.
+  -- The status code of the answer to a request. host: the host name in the request.
   local function status(path, host, method)
     local r = request.new_from_uri(address:match "^(http://[^/]*)/" .. path)
     if host then r.headers:upsert(":authority", host) end
@@ -156,7 +159,7 @@ describe("the dashboard of a run", function()
   end)
   teardown(function() os.execute("kill " .. pid) end)
 
-  it("shows the log's last step, and each new one when it comes; a resumed run begins anew", function()
+  it("shows the log's last step, and each new one as it arrives; a resumed run starts again", function()
     if not browser then return pending(browser_lib.NONE) end
     browser:open(address)
     says "^step 2  loss 4%.25  1234 tokens/s  lr 0%.001  host 3%.0 MiB$"
@@ -176,7 +179,7 @@ describe("the dashboard of a run", function()
     assert.same({}, browser.errors)
   end)
 
-  it("refuses who lacks the token, and other names of this machine", function()
+  it("refuses requests without the token, and other names of this machine", function()
     local token = address:match "%?token=(%x+)$"
     assert.equal(32, #token)
     assert.equal("200", status("/?token=" .. token))
@@ -188,7 +191,7 @@ describe("the dashboard of a run", function()
     assert.equal("405", status("/?token=" .. token, nil, "POST"))
   end)
 
-  it("of what is no run says so", function()
+  it("reports a path that is not a run", function()
     local function said(words)
       local p = io.popen(("'%s' '%s/tools/dashboard.lua' %s 2>&1"):format(paths.exe, paths.root, words))
       local text = p:read "*a"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Pictures of a profile: what is read of the file, PatrickStar's two figures, and files that are none.
--- spec/profile/browser_spec.lua has the page.
+-- Pictures of a profile: the data read from the file, PatrickStar's two figures, and invalid files.
+-- spec/profile/browser_spec.lua tests the page.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
@@ -52,7 +52,7 @@ local function areas(svg, colour)
 end
 
 describe("a profile", function()
-  it("is read as what each tier held, where each chunk was, and which part of a step ran", function()
+  it("is read as the bytes of each tier, the place of each chunk, and the part of the step", function()
     local path = folder .. "/profile.json"
     profile_lib.write(path)
     local p = read.file(path)
@@ -68,7 +68,7 @@ describe("a profile", function()
     assert.same({ "disk", "host" }, p.chunks[3].on)
   end)
 
-  it("without its first step begins with what held then", function()
+  it("without its first step begins with the values at that time", function()
     local path = folder .. "/profile.json"
     profile_lib.write(path)
     local p = read.file(path)
@@ -83,7 +83,7 @@ describe("a profile", function()
     check.fails_saying({ "all 2 steps are without a plan" }, function() read.drop_warmup(p) end)
   end)
 
-  it("may have chunks that were gone when it was saved", function()
+  it("may have chunks that no longer existed when it was saved", function()
     local p = read.file(changed(function(made)
       local function at(ts, what, on)
         table.insert(made.traceEvents, 5, { cat = "chunk", ph = "i", name = what, ts = ts,
@@ -94,7 +94,7 @@ describe("a profile", function()
       made.traceEvents[#made.traceEvents + 1] = { cat = "chunk", ph = "i", name = "allocate", ts = 5000,
         args = { chunk = 8, bytes = 4096, tier = "host", on = { "host" } } }
     end))
-    assert.equal(5, #p.chunks)                               -- chunk 9 came and went at one moment
+    assert.equal(5, #p.chunks)                               -- chunk 9 was made and freed at one moment
     local gone = p.chunks[5]
     assert.same({ 8, "gone", 4096, 5000, "host" }, { gone.id, gone.kind, gone.nbytes, gone.times[1], gone.on[1] })
     p = read.file(changed(function(made)
@@ -104,7 +104,7 @@ describe("a profile", function()
     assert.same({ 8, "param", true }, { p.chunks[3].id, p.chunks[3].kind, p.chunks[3].gone })
   end)
 
-  it("that is none, is cut off or damaged is an error that says what is wrong", function()
+  it("that is invalid, truncated or damaged is an error that names the fault", function()
     local function fails(text, ...)
       check.write(folder .. "/bad.json", text)
       check.fails_saying({ folder .. "/bad.json", ... }, function() read.file(folder .. "/bad.json") end)
@@ -142,7 +142,7 @@ describe("a profile", function()
 end)
 
 describe("a profile that was just saved", function()
-  it("is read: its tiers hold what they hold, and its chunks are where they are", function()
+  it("is read: with the contents of its tiers, and the places of its chunks", function()
     local path = folder .. "/saved.json"
     ps.profiler.start()
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
@@ -167,7 +167,7 @@ describe("a profile that was just saved", function()
       assert.equal(at[t].budget, tier.budget)
       assert.equal(at[t].chunks, tier.held[#tier.held])
     end
-    local peak = read.peak(p.tiers[1])                       -- of what ops found, without the scratch inside of them
+    local peak = read.peak(p.tiers[1])                       -- of the bytes when ops began, without their scratch
     assert.truthy(peak <= at[1].peak and peak > at[1].peak / 2, peak .. " of " .. at[1].peak)
     local where, on_device = {}, 0
     for _, chunk in ipairs(p.chunks) do
@@ -175,7 +175,7 @@ describe("a profile that was just saved", function()
       if where[chunk.id] == "device" then on_device = on_device + chunk.nbytes end
     end
     assert.equal(at[1].chunks, on_device)
-    for _, chunk in ipairs(chunks) do                        -- one that has memory may wait for its values
+    for _, chunk in ipairs(chunks) do                        -- a chunk with memory may still wait for its values
       if chunk.tiers.device then assert.equal("device", where[chunk.id], "chunk " .. chunk.id) end
     end
     read.drop_warmup(p)
@@ -187,7 +187,7 @@ describe("a profile that was just saved", function()
   end)
 end)
 
-describe("a profile that was begun before ps.initialize", function()
+describe("a profile that was started before ps.initialize", function()
   it("has no memory of a device without data", function()
     local path = folder .. "/early.json"
     ps.profiler.start()
@@ -219,7 +219,7 @@ describe("tools/profile_visualizer.lua", function()
     end
   end)
 
-  it("leaves the first step out with --rm_warmup, which takes PatrickStar's True and False", function()
+  it("leaves out the first step with --rm_warmup, which accepts PatrickStar's True and False", function()
     profile_lib.write(folder .. "/profile.json")
     for words, peak in pairs { ["--rm_warmup"] = "96 MiB at 0.4005", ["--rm_warmup=True"] = "96 MiB at 0.4005",
       ["--rm_warmup=False"] = "128 MiB at 0.25" } do
@@ -250,12 +250,12 @@ describe("tools/profile_visualizer.lua", function()
     assert.equal("\137PNG", check.read(folder .. "/access.png"):sub(1, 4))
   end)
 
-  it("says in a line what is wrong with its words or its file", function()
+  it("names in one line the fault of its arguments or its file", function()
     profile_lib.write(folder .. "/profile.json")
     check.write(folder .. "/cut.json", check.read(folder .. "/profile.json"):sub(1, 500))
     check.write(folder .. "/text.json", "no profile\n")
     local begins = check.read(folder .. "/profile.json"):sub(1, 700)
-    for length = 1, #begins - 1, 3 do                               -- wherever it is cut
+    for length = 1, #begins - 1, 3 do                               -- wherever it is truncated
       check.write(folder .. "/part.json", begins:sub(1, length))
       local _, why = pcall(read.file, folder .. "/part.json")
       assert.truthy(tostring(why):find(("it is cut off after %d bytes"):format(length), 1, true), why)
@@ -279,7 +279,7 @@ describe("tools/profile_visualizer.lua", function()
       assert.truthy(out:find(told, 1, true), out)
       assert.matches("^profile_visualizer.lua: [^\n]*\n$", out)
     end
-    -- gnuplot has commands of the shell, behind a line's "!"
+    -- gnuplot runs shell commands after a "!" at the beginning of a line
     local function renamed(made)
       for _, e in ipairs(made.traceEvents) do
         if e.name == "device" then e.name = "gpu\n!touch ran\n#" end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.profiler.save of several ranks: a file each, on one clock. Ranks of one machine have one clock in truth, so that a
--- skew that is planted is what has to be measured.
+-- ps.profiler.save of several ranks: a file for each rank, on one clock. Ranks of one machine share a clock, so a
+-- simulated skew must be measured exactly.
 local ps = require "ps"
 local json = require "cjson"
 local lib = require "spec.ranks_lib"
@@ -17,8 +17,8 @@ describe("profiles of ranks", function()
     all = lib.check(folder, 2, ([[
       local gpt2 = require "models.gpt2"
       if rank == 1 then ps.C.ps_test_record_skew(%d) end
-      -- What comms_logger counts. Two chunks of one layer each are a stripe; stage 1 adds up its gradients and gathers
-      -- its parameters, once a step.
+      -- Calls that comms_logger counts. Two chunks of one layer each are a stripe; stage 1 reduces its gradients and
+      -- gathers its parameters once per step.
       local function counted(logger, steps)
         print "begin"
         local logged, by = ps.initialize { config = { plan_print = false, chunk_size = 128 * 128 + 128,
@@ -90,7 +90,7 @@ describe("profiles of ranks", function()
     return list
   end
 
-  it("are files named by rank, which say whose they are", function()
+  it("are files named by rank, which contain the rank", function()
     for rank = 0, 1 do
       assert.same({ rank, 2 }, { about[rank].rank, about[rank].ranks })
       for _, e in ipairs(events[rank]) do assert.equal(rank, e.pid) end
@@ -99,7 +99,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  it("may be one rank's alone, which no other has to save", function()
+  it("may be saved by one rank alone", function()
     assert.truthy(all[0].text:find(("wrote %s/alone.rank0.json\n"):format(folder), 1, true))
     assert.is_nil(io.open(folder .. "/alone.rank1.json"))
     local alone = json.decode(check.read(folder .. "/alone.rank0.json"))
@@ -113,7 +113,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  it("have the skew of a clock, within the error that they state", function()
+  it("have the skew of a clock, within the stated error", function()
     assert.same({ 0, 0 }, { about[0].clock_offset_ns, about[0].clock_error_ns })
     local offset, wrong = about[1].clock_offset_ns, about[1].clock_error_ns
     assert.truthy(wrong > 0 and wrong < 0.2e9, wrong)
@@ -135,7 +135,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  it("have the messages of a pipeline's stages, as many bytes as go between them", function()
+  it("have the messages of a pipeline's stages, with their bytes", function()
     local sent = { [0] = of(0, "collective", "send"), of(1, "collective", "send") }
     local got = { [0] = of(0, "collective", "recv"), of(1, "collective", "recv") }
     for rank = 0, 1 do
@@ -153,7 +153,7 @@ describe("profiles of ranks", function()
     for rank = 0, 1 do assert.truthy(#of(rank, "wait", "message") > 0) end
   end)
 
-  it("have rows that travel in pieces, each exchange by itself, and the products beside them", function()
+  it("have rows that are exchanged in pieces, each exchange separately, and the products during them", function()
     for rank = 0, 1 do
       for name, features in pairs { column = 64, row = 32 } do
         local op = of(rank, "op", name .. "_linear")
@@ -171,7 +171,7 @@ describe("profiles of ranks", function()
         end
         assert.same(name == "row" and { 3, 3, 3, 1, 10 } or { 10, 3, 3, 3, 1 }, rows)
         assert.same({ "fp32", "cpu" }, { products[1].args.dtype, products[1].args.device })
-        -- While a piece travels, this rank's own rows are multiplied.
+        -- While a piece is sent, this rank's own rows are multiplied.
         local own = products[name == "row" and 5 or 1]
         for _, e in ipairs(pieces) do
           assert.truthy(op.ts <= e.ts and e.ts <= own.ts and own.ts + own.dur <= e.ts + e.dur + 0.002)
@@ -181,7 +181,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  -- The rows of the n-th engine that is asked for them, and all that the rank printed meanwhile.
+  -- The rows of the n-th engine whose rows are requested, and the rank's output meanwhile.
   local function counted(rank, n)
     local at, rows = 1, {}
     for _ = 1, n do at = select(2, all[rank].text:find("begin\n", at, true)) + 1 end
@@ -199,7 +199,7 @@ describe("profiles of ranks", function()
     for _, row in ipairs(rows) do if row.op == op and row.bytes == nbytes then return row end end
   end
 
-  it("are what comms_logger sums up: calls and bytes by formulas, bus bandwidth as NCCL's tests have it", function()
+  it("are summed by comms_logger: calls and bytes by formulas, bus bandwidth as in NCCL's tests", function()
     for rank = 0, 1 do
       local rows, text = counted(rank, 1)
       local stripe = tonumber(text:match "stripe: (%d+)")
@@ -222,12 +222,12 @@ describe("profiles of ranks", function()
     end
   end)
 
-  it("are what comms_logger prints: each call where it is verbose, and DeepSpeed's table, by rank 0", function()
+  it("are printed by comms_logger: each call if it is verbose, and DeepSpeed's table, by rank 0", function()
     local _, first = counted(0, 1)
     assert.truthy(first:find("quiet\ntold\n", 1, true))                 -- log_rows prints nothing
     assert.equal(7, select(2, first:gsub("comm op: all_reduce | time %(ms%): [%d.]+ | msg size: 2220 B | algbw", "")))
     local heading = "Comm%. Op +Message Size +Count +Total Latency%(ms%) +Avg Latency%(ms%) +algbw %(Gbps%) +busbw"
-    assert.equal(2, select(2, first:gsub(heading, "")))                   -- when asked, and as the engine closes
+    assert.equal(2, select(2, first:gsub(heading, "")))                   -- on request, and when the engine is closed
     assert.matches("\nall_reduce +2%.2 KiB +7 +%S+ +%S+ +%S+ +%S+\n", first)
     for n = 1, 2 do
       local _, other = counted(1, n)
@@ -236,7 +236,7 @@ describe("profiles of ranks", function()
     assert.falsy(select(2, counted(0, 2)):find "comm op:")
   end)
 
-  it("are summed up for the calls that comms_logger names", function()
+  it("are summed for the calls that comms_logger names", function()
     for rank = 0, 1 do
       local rows, seen = counted(rank, 2), {}
       for _, row in ipairs(rows) do seen[row.op] = true end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The record of events: what ps.profiler.save writes (docs/profiling.md), held to what the engine says of itself and to
--- costs worked out by hand.
+-- The record of events: the files of ps.profiler.save (docs/profiling.md), compared with the engine's own numbers and
+-- with costs computed by hand.
 local ps = require "ps"
 local json = require "cjson"
 local chunks = require "ps.memory.chunks"
@@ -56,14 +56,14 @@ local function engine(memory)
     config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = memory, chunk_size = 16384 } }
 end
 
--- Bytes that went up and down between tiers.
+-- The bytes copied up and down between tiers.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers()) do up, down = up + tier.bytes_up, down + tier.bytes_down end
   return up, down
 end
 
-describe("what an op costs", function()
+describe("the cost of an op", function()
   local cost, outs = ffi.new("ps_op_cost_info"), ffi.new "ps_tensor *[PS_MAX_OUT]"
   local function of_op(name, n_in, ins, attrs, n_out, out)
     local list = ffi.new "ps_tensor *[64]"
@@ -74,7 +74,7 @@ describe("what an op costs", function()
   end
   local function t(...) return ps.empty({ ... }, { device = "meta" }) end
 
-  it("is two FLOPs for a product's multiplication and addition, and each operand's bytes once", function()
+  it("is two FLOPs for each multiplication and addition of a product, and each operand's bytes once", function()
     assert.same({ 2 * 5 * 3 * 7, 4 * (15 + 21 + 35) }, { of_op("matmul", 2, { t(5, 3), t(3, 7) }, {}, 1, t(5, 7)) })
     assert.same({ 2 * 2 * 5 * 3 * 7, 4 * (30 + 21 + 70) },
       { of_op("matmul", 2, { t(2, 5, 3), t(1, 3, 7):expand { 2, 3, 7 } }, {}, 1, t(2, 5, 7)) })
@@ -82,8 +82,8 @@ describe("what an op costs", function()
       { of_op("linear", 4, { t(2, 3, 4), t(8, 4) }, { out_in = 1 }, 1, t(2, 3, 8)) })
   end)
 
-  it("is that of the pairs of query and key that see each other", function()
-    local q, k = t(2, 4, 5, 8), t(2, 2, 9, 8)                     -- queries at places 4 to 8
+  it("counts the visible pairs of query and key", function()
+    local q, k = t(2, 4, 5, 8), t(2, 2, 9, 8)                     -- queries at positions 4 to 8
     local seen = 5 + 6 + 7 + 8 + 9
     local function flops(attrs) return (of_op("attention", 4, { q, k, k }, attrs, 2, q)) end
     assert.equal(4 * 2 * 4 * 8 * 45, flops {})
@@ -91,7 +91,7 @@ describe("what an op costs", function()
     assert.equal(4 * 2 * 4 * 8 * 15, flops { causal = 1, window = 3 })
   end)
 
-  it("counts nothing for a view, and the rows of a table that are read", function()
+  it("counts nothing for a view, and only the rows of a table that are read", function()
     assert.same({ 0, 0 }, { of_op("permute", 1, { t(5, 3) }, {}, 1, t(3, 5)) })
     assert.same({ 0, 4 * (6 + 2 * 6 * 8) },
       { of_op("embedding", 2, { t(1000, 8), ps.empty({ 6 }, { device = "meta", dtype = "int32" }) }, {}, 1,
@@ -141,13 +141,13 @@ describe("ps.profiler", function()
     assert.equal(4 * 4 + 4 * 5 + 6 * 2, inside)
   end)
 
-  it("tells where chunks are and what tiers hold: its last events are what ps.chunks and ps.memory say", function()
+  it("has the places of chunks and the bytes of tiers: its last events agree with ps.chunks and ps.memory", function()
     local model, optimizer = engine { host = "1MiB", disk = { path = "/tmp", limit = "32MiB" } }
     train(model, optimizer, 1)
     ps.profiler.start()
     local up_before, down_before = moved()
     train(model, optimizer, 2)
-    ps.no_grad(function() return ps.ones { 2 } + 1 end)                 -- an op behind the last release of memory
+    ps.no_grad(function() return ps.ones { 2 } + 1 end)                 -- an op after the last release of memory
     local events, about = saved()
     local up_after, down_after = moved()
     local on, bytes, up, down = {}, {}, 0, 0
@@ -184,7 +184,7 @@ describe("ps.profiler", function()
     assert.truthy(most >= last + 3 * 64 * 64 * 8, most - last)           -- ref multiplies copies in fp64
   end)
 
-  it("keeps the newest events, counts those that it dropped, and the calls of all", function()
+  it("keeps the newest events, and counts the dropped events and all calls", function()
     local x = ps.ones { 4 }
     ps.profiler.start { events = 10 }
     for _ = 1, 40 do x = x * 1 end
@@ -208,7 +208,7 @@ describe("ps.profiler", function()
     assert.equal(0, #of((saved()), "op"))
   end)
 
-  it("knows no module after a call outside of all scopes that failed", function()
+  it("has no module after a failed call outside of all scopes", function()
     local Bad = nn.class("Bad")
     function Bad:init() self.inner = nn.Linear(3, 3) end                 -- which opens no scope
     function Bad:forward(x) return self.inner(x) end
@@ -218,7 +218,7 @@ describe("ps.profiler", function()
     end
   end)
 
-  it("knows the module after one that failed, and in a segment that runs again", function()
+  it("has the right module after one that failed, and in a recomputed segment", function()
     local Bad = nn.class("Bad")
     function Bad:forward(x) return x:matmul(ps.ones { 3, 3 }) end
     local bad, good = Bad(), Net(64)
@@ -269,14 +269,14 @@ describe("a report", function()
   end
   local function near(expected, found) assert.truthy(math.abs(expected - found) < 1e-9, expected .. " " .. found) end
 
-  it("says so where nothing was recorded", function()
+  it("reports that nothing was recorded", function()
     local p = assert(io.popen(("'%s' -e 'require(\"ps\").profiler.report()' 2>&1"):format(require("ps.paths").exe)))
     local out = p:read "*a"
     p:close()
     assert.matches("^nothing was recorded: call ps.profiler.start%(%) before[^\n]*\n$", out)
   end)
 
-  it("sums ops and modules a step, beside a limit and another profile", function()
+  it("sums ops and modules per step, next to a limit and another profile", function()
     local path, other = written(profile(1)), written(profile(0.5))
     local limits = { flops = 4e9, bytes = 4e9 }
     local rows = ps.profiler.report { file = path, against = other, limits = limits, quiet = true }
@@ -300,14 +300,15 @@ describe("a report", function()
     near(0.006, by["h.0"].seconds)
     near(0.006, by["h"].seconds)
     near(0.001, by["h.0"].waits)
-    near(0.001, by["h.0"].idle)                                          -- 6 ms less 4 of the op and 1 of the wait
+    -- 6 ms minus 4 ms of the op and 1 ms of the wait
+    near(0.001, by["h.0"].idle)
     near(0.001, by["(no module)"].seconds)
     assert.truthy(tostring(rows):find("3 older events were overwritten", 1, true))
     os.remove(path)
     os.remove(other)
   end)
 
-  it("holds products to the speed of their type", function()
+  it("compares products with the speed of their type", function()
     local path = written(profile(1))
     local function limits_of(flops)
       local rows = ps.profiler.report { file = path, limits = { flops = flops, bytes = 4e9 }, quiet = true }
@@ -318,7 +319,7 @@ describe("a report", function()
     near((4e6 / 4e9) / 0.001, update)
     assert.matches("the limit: 16.0 GFLOP/s in products of bf16, 2.0 GFLOP/s in products of fp32, 4.0 GB/s", text, 1,
       true)
-    products, update = limits_of { bf16 = 16e9 }                         -- who does not know fp32's speed tells none
+    products, update = limits_of { bf16 = 16e9 }                         -- without fp32's speed there is no limit
     assert.equal(nil, products)
     near((4e6 / 4e9) / 0.001, update)
     fails(function() limits_of { bf16 = 0 } end, "flops (a number, or one for each type) and bytes, both per second")
@@ -344,7 +345,7 @@ describe("a report", function()
     fails(function() ps.profiler.report { device = "gpu9" } end, "gpu9")
   end)
 
-  it("has no limit where the device of a profile is not here", function()
+  it("has no limit if this machine lacks the profile's device", function()
     local made = profile(1)
     for _, e in ipairs(made.traceEvents) do e.args.device = "gpu9" end
     local path = written(made)
@@ -352,7 +353,7 @@ describe("a report", function()
     os.remove(path)
   end)
 
-  it("refuses files that were cut, of others, and of another version, and wrong options", function()
+  it("refuses truncated files, files of other programs and versions, and wrong options", function()
     local whole = json.encode(profile(1))
     for text, words in pairs { [whole:sub(1, 300)] = "is not a profile, or", ['{"traceEvents":[]}'] = "it lacks",
         ["[1]"] = "it lacks", [whole:gsub('"version":1', '"version":2')] = "a profile of version 2" } do
