@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Benches with the smallest of models: that they run, and what they take is in proportion.
+-- Benches with the smallest of models: they run, and their results are plausible.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -26,7 +26,7 @@ describe("larger_than_memory.lua", function()
 end)
 
 describe("first_logits.lua", function()
-  it("writes the folder, loads it in a process of its own, and tells seconds and memory", function()
+  it("writes the folder, loads it in its own process, and prints seconds and memory", function()
     local folder = os.tmpname()
     os.remove(folder)
     local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/first_logits.lua' '%s' --make tiny "
@@ -44,7 +44,7 @@ end)
 describe("profiler_cost.lua", function()
   local instructions = require "bench.instructions_lib"
 
-  -- What the bench printed last, of so many steps that are counted.
+  -- The last line of the bench, with this number of counted steps.
   local function run(count)
     local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/profiler_cost.lua' --rounds 2 "
       .. "--steps 1 --count-steps %d"):format(paths.exe, paths.root, count))
@@ -52,7 +52,7 @@ describe("profiler_cost.lua", function()
     return require("cjson").decode(text:match("(%b{})\n$")), text
   end
 
-  it("times an event, an op and a step, and says what it did not count", function()
+  it("times an event, an op and a step, and names the figures that it did not count", function()
     local result, text = run(0)
     assert.truthy(result.event_ns > 1 and result.event_ns < 1e6, text)
     assert.truthy(math.abs(result.op_ns) < 1e6 and math.abs(result.on) < 10, text)
@@ -61,7 +61,7 @@ describe("profiler_cost.lua", function()
   end)
 
   if os.getenv "PS_FULL" and os.execute "command -v valgrind > /dev/null" == 0 then
-    it("counts the record's instructions where it is off", function()
+    it("counts the record's instructions while it is off", function()
       local result, text = run(1)
       assert.truthy(result.instructions > 1e6 and result.of_record > 100, text)
       assert.truthy(result.off < 1e-3, text)
@@ -123,7 +123,7 @@ describe("gpu_table.lua", function()
 
   local function has(text, pattern) assert.truthy(text:find(pattern), text) end
 
-  it("holds the fastest of each side against the goals, and says where there is no figure", function()
+  it("compares the fastest of each side with the goals, and marks missing figures", function()
     local text = table_of("speed", [[
 products|{"what":"matmul","n":8192,"tflops":700}
 products, PyTorch|{"what":"matmul","n":8192,"tflops":800,"peer":"torch 2"}
@@ -146,7 +146,7 @@ attention, PyTorch|{"what":"attention","kind":"flash","head":64,"forward_tflops"
     has(text, "head 128, forward, TFLOP/s +%- +%- +%- +0%.8  NO FIGURE")
   end)
 
-  it("weighs a step with copies, also against a peer with fewer layers", function()
+  it("compares a step with its copies, also with a peer that has fewer layers", function()
     local ours = [[
 state|{"what":"offload","parameters":4e9,"tokens_per_s":1000,"over_bound":%g,"link_share":%g,"step_s":1,]]
       .. [["compute_s":%g,"copies_s":0.9,"link_up_gb_per_s":20,"link_down_gb_per_s":20,"same_losses":true}

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- tools/chat.lua: the text that a conversation is, what is drawn for it, where it ends.
+-- tools/chat.lua: the text of a conversation, the tokens drawn for it, and its end.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local paths = require "ps.paths"
@@ -9,14 +9,14 @@ local tokens = require "spec.tokenizer_lib"
 local TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
   .. "{% if add_generation_prompt %}[assistant]{% endif %}"
 
--- Runs a tool with a folder and options; gives its output and exit status.
+-- Runs a tool with a folder and options; returns its output and exit status.
 local function run(tool, folder, options)
   return check.shell(("'%s' '%s'/tools/%s.lua %s --max-new 5 --temperature 0 --dtype fp32 %s")
     :format(paths.exe, paths.root, tool, folder, options))
 end
 
 describe("tools/chat.lua", function()
-  it("goes on with the conversation, until an empty line or the input's end", function()
+  it("continues the conversation until an empty line or the input's end", function()
     local folder = tokens.gpt2 { { "a", "b" } }
     ps.manual_seed(1)
     gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)
@@ -39,7 +39,7 @@ describe("tools/chat.lua", function()
     tokens.remove(folder)
   end)
 
-  it("writes each turn as the folder's chat template does", function()
+  it("writes each turn in the form of the folder's chat template", function()
     local folder = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template = TEMPLATE } })
     ps.manual_seed(1)
     gpt2.new("tiny", { vocab_size = 300, n_positions = 128 }):save_pretrained(folder)

@@ -54,7 +54,7 @@ describe("psluajit's command line", function()
     assert.same({ "table\n", "", 0 }, { run { "-lps.paths", "-e", "print(type(package.loaded['ps.paths']))" } })
   end)
 
-  it("gives scripts their arguments and the options before them", function()
+  it("passes scripts their arguments and the options before them", function()
     write("args.lua", "for i = -3, 3 do io.write(tostring(arg[i]), ' ') end print(...)")
     local out = run { "-e", "x = 1", "args.lua", "a", "-b" }
     assert.equal(paths.exe .. " -e x = 1 args.lua a -b nil a\t-b\n", out)
@@ -128,14 +128,14 @@ describe("psluajit's command line", function()
     assert.same({ "closed", 1 }, { out, code })
   end)
 
-  it("counts signals where a script asks for that, and else ends by them", function()
+  it("counts signals if a script requests that, and otherwise ends by them", function()
     local raise = 'local s, u = require "posix.signal", require "posix.unistd" '
       .. 'local function raise(n) s.kill(u.getpid(), s[n]) end '
     local catch = 'local ps = require "ps" ps.catch_interrupts() '
     local show = 'print(ps.interrupts()) io.stdout:flush() '
     for name, code in pairs { SIGHUP = 129, SIGTERM = 143, SIGINT = 130 } do
       local line = ("raise '%s' "):format(name)
-      if name ~= "SIGINT" then               -- which is an error at the script's line where nobody catches it
+      if name ~= "SIGINT" then               -- which is an error at the script's line unless it is caught
         local out, _, status = run { "-e", raise .. line .. "print 'on'" }
         assert.equal("", out)
         assert.equal(code, status)
@@ -144,7 +144,7 @@ describe("psluajit's command line", function()
       assert.equal("1\n", out)
       assert.equal(0, status)
       out, _, status = run { "-e", raise .. catch .. line .. show .. line .. show }
-      assert.equal(name == "SIGHUP" and "1\n1\n" or "1\n", out)        -- a lost terminal says so twice
+      assert.equal(name == "SIGHUP" and "1\n1\n" or "1\n", out)        -- a lost terminal sends the signal twice
       assert.equal(name == "SIGHUP" and 0 or code, status)
     end
   end)
@@ -194,7 +194,7 @@ describe("psluajit's command line", function()
     assert.matches("-e chunk", out, 1, true)
   end)
 
-  it("answers wrong options with the usage and exit code 1", function()
+  it("prints the usage and exits with 1 for wrong options", function()
     for _, args in ipairs { { "-q" }, { "-e" }, { "-l" }, { "-vE" }, { "-e", "x=1", "-b" }, { "--nosuch" } } do
       local out, err, code = run(args)
       assert.same({ "", 1 }, { out, code })
@@ -234,7 +234,7 @@ describe("psluajit's command line", function()
     assert.equal(("%s\t@%s/lua/ps/core/nearest.lua\n"):format(paths.root, paths.root), says("alone"))
   end)
 
-  it("takes its own modules before those of the current folder, and the user's models before its own", function()
+  it("prefers its own modules to those of the current folder, and the user's models to its own", function()
     assert(os.execute("mkdir -p " .. scratch .. "/ps/tensor " .. scratch .. "/models") == 0)
     write("ps/tensor/pretty.lua", "return 'not ours'")
     write("models/mine.lua", "return 'mine'")
@@ -246,7 +246,7 @@ describe("psluajit's command line", function()
     local tree
 
     setup(function()
-      -- A tree of its own beside a copy of the binary, as an installation has it.
+      -- A tree next to a copy of the binary, as in an installation.
       tree = scratch .. "/tree"
       assert(os.execute(("mkdir -p %s/bin %s/share/psluajit/lua/ps %s/share/psluajit/examples %s/share/psluajit/tools")
         :gsub("%%s", tree)) == 0)
@@ -278,12 +278,12 @@ describe("psluajit's command line", function()
       assert.equal("tool\tx\n", (run_installed { "tools/tool.lua", "x" }))
     end)
 
-    it("takes a script of the current folder first", function()
+    it("prefers a script of the current folder", function()
       write("hello.lua", "print('mine')")
       assert.equal("mine\n", (run_installed { "hello.lua" }))
     end)
 
-    it("says where it looked", function()
+    it("names the places that it searched", function()
       local out, err, code = run_installed { "missing.lua" }
       assert.same({ "", 1 }, { out, code })
       assert.matches("cannot open missing.lua: No such file or directory", err, 1, true)
@@ -294,7 +294,7 @@ describe("psluajit's command line", function()
       assert.is_nil(other:find("looked for", 1, true))
     end)
 
-    it("does not take a folder for a script", function()
+    it("does not run a folder as a script", function()
       local _, err, code = run_installed { "./tree" }
       assert.equal(1, code)
       assert.matches("cannot open ./tree: Is a directory", err, 1, true)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- tools/gguf.lua: what it prints of a file, conversions in both directions, and certificates.
+-- tools/gguf.lua: its output for a file, conversions in both directions, and certificates.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local gpt2 = require "models.gpt2"
@@ -11,7 +11,7 @@ local function run(options)
   return check.shell(("'%s' '%s'/tools/gguf.lua %s"):format(paths.exe, paths.root, options))
 end
 
--- The JSON on the last line of an output, before which notes about a small vocabulary stand.
+-- The JSON in the last line of an output; notes about a small vocabulary may precede it.
 local function last_object(out) return json.decode(out:match "([^\n]*)\n$") end
 
 -- Runs another program of the tree.
@@ -58,7 +58,7 @@ describe("tools/gguf.lua", function()
     assert.same(ps.tokenizer.from_pretrained(folder):encode "abba b", tok:encode "abba b")
   end)
 
-  it("verifies a file against its model, and says when it is another one", function()
+  it("verifies a file against its model, and reports a different model", function()
     run(("convert %s --out %s --type q8_0"):format(folder, file))
     local out, code = run(("verify %s --against %s --json"):format(file, folder))
     assert.equal(0, code, out)
@@ -82,7 +82,7 @@ describe("tools/gguf.lua", function()
     tokens.remove(stranger)
   end)
 
-  it("writes files that other programs take as they take a folder", function()
+  it("writes files that other programs accept like a folder", function()
     run(("convert %s --out %s --type f32"):format(folder, file))
     local ids = (ps.rand { 2, 5 } * 257):to("int32")
     ps.safetensors.save(folder .. "/inputs.safetensors", { input_ids = ids })
@@ -103,7 +103,7 @@ describe("tools/gguf.lua", function()
     assert.equal(said[folder .. "text"], said[file .. "text"])
   end)
 
-  it("says what is wrong with a file or an option, in a line", function()
+  it("names the fault of a file or an option in one line", function()
     local out, code = run(("info %s/config.json"):format(folder))
     assert.truthy(code == 1 and out:find("not a GGUF file", 1, true), out)
     out, code = run(("convert %s --out %s/dir --type q8_0"):format(folder, folder))

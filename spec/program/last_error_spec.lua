@@ -32,7 +32,7 @@ describe("the error that ends the ranks of a job", function()
 
   local function count(text, word) return select(2, text:gsub(word, "")) end
 
-  it("is printed by one of them, addresses aside", function()
+  it("is printed by one of them, ignoring addresses", function()
     local text = run [[ rank 0 'error "no disk at 0x1f"'; rank 1 'error "no disk at 0x2f"'; echo "ends $?" ]]
     assert.equal(1, count(text, "no disk"), text)
     assert.matches("ends 1", text, 1, true)
@@ -41,13 +41,13 @@ describe("the error that ends the ranks of a job", function()
     assert.equal(1, count(text, "no disk"), text)
   end)
 
-  it("is printed by all that have another one", function()
+  it("is printed by all ranks with a different error", function()
     local text = run [[ rank 0 'error "no disk 1"'; rank 1 'error "no disk 2"' ]]
     assert.equal(1, count(text, "no disk 1"), text)
     assert.equal(1, count(text, "no disk 2"), text)
   end)
 
-  it("is printed by a rank alone", function()
+  it("is printed by a single rank", function()
     assert.equal(1, count(run [[ rank 1 'error "no disk"' ]], "no disk"))
   end)
 
@@ -57,7 +57,7 @@ describe("the error that ends the ranks of a job", function()
     assert.equal(3, count(text, "no disk"), text)
   end)
 
-  it("is found behind the shells of ranks", function()
+  it("is found across the shells of ranks", function()
     write("rank.sh", ("%s -e 'error \"no disk\"'; true\n"):format(paths.exe))
     local text = run [[ for r in 0 1; do env PMI_RANK=$r PMI_SIZE=2 sh rank.sh; done ]]
     assert.equal(1, count(text, "no disk"), text)
@@ -79,7 +79,7 @@ describe("the error that ends the ranks of a job", function()
   end)
 
   it("is printed without waiting for a rank that cannot write it", function()
-    -- Rank 0 blocks on a full pipe that nobody reads, with the record locked, until rank 1 has ended.
+    -- Rank 0 blocks on a full pipe that no process reads, with the record locked, until rank 1 has ended.
     local long = [[error(("no disk "):rep(40000), 0)]]
     local text = run(([[
       mkfifo full
@@ -98,7 +98,7 @@ describe("the error that ends the ranks of a job", function()
     assert.equal(40000, count(slurp "err", "no disk "))
   end)
 
-  it("leaves no record behind once all ranks have failed", function()
+  it("leaves no record after all ranks have failed", function()
     local before = io.popen("ls /tmp/psluajit-error-* 2>/dev/null | sort"):read("*a")
     run [[ rank 0 'error "no disk here"'; rank 1 'error "no disk here"' ]]
     assert.equal(before, io.popen("ls /tmp/psluajit-error-* 2>/dev/null | sort"):read("*a"))

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The examples that write a model of their own, in five layouts that a command-line option chooses: losses of 20 steps
--- and gradients against those of plain memory, and of PyTorch from the same weights (where PS_TORCH_PYTHON names a
--- Python that has it); the pictures; what a wrong command line says.
+-- The examples that define a model, in five layouts selected by a command-line option: losses of 20 steps and
+-- gradients compared with plain memory, and with PyTorch from the same weights (if PS_TORCH_PYTHON names a Python with
+-- PyTorch); the pictures; errors of wrong command lines.
 local paths = require "ps.paths"
 local ps = require "ps"
 local check = require "spec.check_lib"
@@ -48,7 +48,7 @@ local function same_gradients(want, got)
   assert(n > 5, "gradients")
 end
 
--- The example, its picture, that one's height and width, and the share of the first loss that the last one is below.
+-- The example, its picture with height and width, and the share of the first loss below which the last one must be.
 local EXAMPLES = { { "denoiser", "denoised.pgm", 48, 160, 0.7 }, { "vit", "digits.pgm", 32, 160, 0.98 },
   { "two_towers", "towers.pgm", 160, 192, 0.8 }, { "moe", "experts.pgm", 48, 144, 0.9 },
   { "seq2seq", "sorted.pgm", 128, 128, 0.95 }, { "gpt", "rows.pgm", 96, 160, 0.95 } }
@@ -116,7 +116,7 @@ for _, case in ipairs(EXAMPLES) do
 end
 
 describe("an example's command line", function()
-  it("names the option that it has not, and the ranks that a layout runs on", function()
+  it("names the unknown option, and the number of ranks that a layout needs", function()
     local vit = ("'%s' '%s/examples/vit.lua' "):format(paths.exe, paths.root)
     check.fails(function() run(vit .. "--stride 2") end, "unknown option")
     assert.matches("--layout pipeline runs on 2 ranks, not on 1: psluajit launch.lua --nproc-per-node 2 vit.lua",

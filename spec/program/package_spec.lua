@@ -45,7 +45,7 @@ describe("a Debian package", function()
   end)
   teardown(function() os.execute(("rm -rf '%s'"):format(folder)) end)
 
-  it("runs where it is unpacked", function()
+  it("runs in the folder where it is unpacked", function()
     local program = ("cd / && env -u LUA_PATH '%s/usr/bin/psluajit' "):format(root)
     assert.matches("^psluajit %d", good(program .. "--version"))
     local script = [[-e 'local p, ps = require "ps.paths", require "ps"
@@ -91,7 +91,7 @@ describe("a Debian package", function()
     assert.equal("--nproc-per-node\n", completed("launch", "--npr"))
   end)
 
-  it("names what it depends on, and has all files by root, below /usr", function()
+  it("names its dependencies, and has all files owned by root, below /usr", function()
     local fields = good("dpkg-deb -f '" .. package .. "'")
     for _, name in ipairs { "libluajit-5.1-2", "libdnnl2", "libsodium23", "lua-argparse", "lua-cjson", "lua-filesystem",
       "lua-posix" } do

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- How a user finds things from the shell: lists of tools and examples, names without an ending, the nearest name of a
+-- Help for users at the shell: lists of tools and examples, names without an ending, the nearest name of a
 -- misspelt one, new projects, and the version.
 local lfs = require "lfs"
 local paths = require "ps.paths"
@@ -13,7 +13,7 @@ local function sh(command)
     paths.exe:match "^(.*)/", (command:gsub("'", "'\\''"))))
 end
 
--- Runs a command that must end well.
+-- Runs a command that must succeed.
 local function good(command)
   local text, code = sh(command)
   assert.equal(0, code, command .. "\n" .. text)
@@ -67,7 +67,7 @@ describe("psluajit's lists", function()
     file:close()
     assert.equal("my chat\n", good "psluajit chat")
     os.remove(folder .. "/chat")
-    assert(lfs.mkdir(folder .. "/tools"))                  -- a folder of that name is no script
+    assert(lfs.mkdir(folder .. "/tools"))                  -- a folder of that name is not a script
     assert.matches("launch", good "psluajit tools")
     lfs.rmdir(folder .. "/tools")
   end)
@@ -86,7 +86,7 @@ describe("a misspelt script", function()
     assert.is_nil(text:find("did you mean", 1, true))
   end)
 
-  it("may be the user's, in another folder, too", function()
+  it("may be the user's, also in another folder", function()
     assert(lfs.mkdir(folder .. "/mine"))
     assert(io.open(folder .. "/mine/experiment.lua", "w")):close()
     assert.matches("did you mean mine/experiment.lua?", sh "psluajit mine/experimnt.lua", 1, true)
@@ -138,7 +138,7 @@ describe("the version", function()
 end)
 
 describe("psluajit alone", function()
-  it("greets at a terminal with three things to try, which work, and prints nothing elsewhere", function()
+  it("greets at a terminal with three commands to try, which work, and prints nothing elsewhere", function()
     local terminal = require("spec.terminal_lib").start {}
     terminal:expect "Three things to try:\n"
     local statement, help = terminal:expect("psluajit new text DIR"):match "^  (ps%..-)  +%l[^\n]*\n  (help .-)  +%l"

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Standard input, output and error that are closed or full: no file of the program takes their place, and output that
--- got lost is a failure.
+-- Standard input, output and error that are closed or full: no file of the program gets their descriptors, and lost
+-- output is a failure.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
 local folder
 
--- Runs a script in the folder, with redirections; its exit code, and what the shell saw of it.
+-- Runs a script in the folder, with redirections; returns its exit code and the shell's output.
 local function run(script, redirections)
   check.write(folder .. "/script.lua", script)
   local p = assert(io.popen(("cd %s && (OMP_NUM_THREADS=1 timeout 300 %s script.lua %s; echo \"|$?\") 2>&1"):format(
@@ -74,7 +74,7 @@ describe("standard input, output and error", function()
   end)
   teardown(function() os.execute("rm -rf " .. folder) end)
 
-  it("that are closed are no file's", function()
+  it("that are closed are not used for files", function()
     local code, text = run([[
       local files = {}
       for i = 1, 4 do files[i] = assert(io.open("f" .. i, "wb")) end
@@ -87,7 +87,7 @@ describe("standard input, output and error", function()
     for i = 1, 4 do assert.equal("mine", check.read(folder .. "/f" .. i)) end
   end)
 
-  it("that are closed change no training", function()
+  it("that are closed do not affect training", function()
     assert.equal(0, (run(training("", tier), ">/dev/null")))
     local want = check.read(folder .. "/losses")
     assert.equal(4, select(2, want:gsub("\n", "")))

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- help: what the annotations say, of values and of names; and a model's summary.
+-- help: the annotations of values and of names; and a model's summary.
 local ps = require "ps"
 local help = require("ps.prompt.help").of(ps)
 local nn = ps.nn
@@ -11,7 +11,7 @@ local function has(text, ...)
 end
 
 describe("help", function()
-  it("tells a function's parameters, results and text, by value and by name", function()
+  it("prints a function's parameters, results and text, by value and by name", function()
     has(help.text(ps.F.gelu), "F.gelu(x, approximate?) -> ps.Tensor", "approximate?: \"none\"|\"tanh\"")
     assert.equal(help.text(ps.F.gelu), help.text "F.gelu")
     has(help.text "gelu", "F.gelu(", "t:gelu(", "ps.ops.gelu(")
@@ -21,7 +21,7 @@ describe("help", function()
     has(help.text "micro_batches", "model:micro_batches(")
   end)
 
-  it("tells of classes, modules, tensors and tables", function()
+  it("describes classes, modules, tensors and tables", function()
     has(help.text(nn.Linear), "Linear(inputs, outputs, options?)", "y = x weight^T + bias")
     assert.equal(help.text(nn.Linear), help.text(nn.Linear(2, 3)))
     assert.equal(help.text(nn.Linear), help.text "Linear")
@@ -38,13 +38,13 @@ describe("help", function()
     has(help.text(ps), "world_size", "randn              Normally distributed", "ones               All elements 1.")
   end)
 
-  it("names the nearest where nothing is called so", function()
+  it("suggests the nearest name if there is no such name", function()
     fails(function() help.text "gelo" end, "did you mean 'gelu'?")
   end)
 end)
 
 describe("tables at a terminal", function()
-  it("have colours where they are asked for, and the same text", function()
+  it("have colours if requested, and the same text", function()
     local pretty, view = require "ps.tensor.pretty", require "ps.memory.view"
     local list = view.chunks { { id = 0, kind = "param", index = 0, nbytes = 4096, used_nbytes = 4096, state = "HOLD",
       pins = 0, tiers = { host = true }, tensors = { "w" } } }
@@ -58,7 +58,7 @@ describe("tables at a terminal", function()
 end)
 
 describe("ps.engine", function()
-  it("tells what the open engine is doing", function()
+  it("describes the state of the open engine", function()
     assert.is_nil(ps.engine())
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return nn.Linear(40, 40) end,
       config = { train_batch_size = 2, plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } } } }

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Ctrl-C pauses a script on a terminal: what the prompt shows, what it may do, and that the run goes on to the bits of
--- one that was never paused.
+-- Ctrl-C pauses a script on a terminal: the contents of the prompt, its possibilities, and a run that continues with
+-- the bits of one that was never paused.
 local paths = require "ps.paths"
 local terminal = require "spec.terminal_lib"
 
@@ -17,8 +17,8 @@ local function script(text)
   return path
 end
 
--- A loop of 300 turns on plain memory that raises SIGINT in turn 250, as the terminal does for Ctrl-C, and prints its
--- losses' and parameters' bits at the end.
+-- A loop of 300 iterations on plain memory that raises SIGINT in iteration 250, like a terminal for Ctrl-C, and prints
+-- its losses' and parameters' bits at the end.
 local PLAIN = [[
 local ps = require "ps"
 local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -45,8 +45,8 @@ for i = 1, 300 do sum = sum * 1.0000001 + losses[i] end
 print(("end %.17g %.17g %.17g"):format(sum, net.weight:sum():item(), ps.randn({ 1 }):item()))
 ]]
 
--- Three steps of two micro-batches each, under an engine with dropout and recompute. stop("name") raises SIGINT where
--- the script's first argument names that place. The end tells the bits of all, and the trace.
+-- Three steps of two micro-batches each, under an engine with dropout and recompute. stop("name") raises SIGINT if the
+-- script's first argument is this name. The end prints the bits of all values, and the trace.
 local ENGINE = [[
 local ps = require "ps"
 local nn = ps.nn
@@ -118,7 +118,7 @@ describe("Ctrl-C on a terminal", function()
     return (assert(text:match "end [^\n]*", text))
   end
 
-  it("pauses a loop in turn 250 with its variables, and it goes on to the same bits", function()
+  it("pauses a loop in iteration 250 with its variables, and it continues with the same bits", function()
     local path = script(PLAIN)
     local whole = ends { path }
     local t = terminal.start { path, "pause" }
@@ -132,7 +132,7 @@ describe("Ctrl-C on a terminal", function()
     assert.equal("249", t:ask "#losses - 1")
     assert.equal("true", t:ask "ps.randn({ 3 }):sum():item() ~= ps.randn({ 3 }):sum():item()")
     assert.equal("true", t:ask "net(ps.ones { 2, 8 }):sum():item() ~= 0")
-    local said = t:ask "ps.zeros { 2 } + ps.zeros { 3 }"    -- a mistake of the prompt's, at no line of the script
+    local said = t:ask "ps.zeros { 2 } + ps.zeros { 3 }"    -- an error at the prompt, not at a line of the script
     assert.truthy(said:find "^add: " and not said:find("script.lua", 1, true), said)
     assert.truthy(t:ask("net.weight:zero_()"):find("to write into a parameter must wait", 1, true))
     assert.truthy(t:ask("loss:backward()"):find("backward must wait", 1, true))
@@ -150,8 +150,8 @@ describe("Ctrl-C on a terminal", function()
     assert.equal(whole, text:match "end [^\n]*")
   end)
 
-  -- Turns 57 and on are compiled where nothing keeps them from that, and turn 250 leaves the compiled code.
-  it("shows values that nothing reads, of functions that were running when a step began", function()
+  -- Iterations from 57 on are compiled unless something prevents that, and iteration 250 leaves the compiled code.
+  it("shows values that nothing reads again, in functions that were running when a step began", function()
     local t = terminal.start { script [[
       local ps = require "ps"
       local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -171,7 +171,7 @@ describe("Ctrl-C on a terminal", function()
     assert.falsy(text:find("may have been compiled", 1, true), text)
   end)
 
-  it("gives variables the values that were assigned, and keeps other names to itself", function()
+  it("assigns values to the script's variables, and keeps other names in the pause", function()
     local t = terminal.start { script [[
       local ps = require "ps"
       local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -199,7 +199,7 @@ describe("Ctrl-C on a terminal", function()
     assert.equal("7\n10\n50\n0.2\n2", t:ask "fresh, a, top, rate, counted")
     assert.equal("nil", t:ask "_G.fresh")
     t:wait(0.3)                                            -- until it reads
-    t:type "\4"                                            -- the end of input: it goes on
+    t:type "\4"                                            -- the end of input: the script continues
     t:expect "first\t10\t6\tnil\tnil\t50\n"
     t:expect "paused at "
     t:expect "> "
@@ -210,7 +210,7 @@ describe("Ctrl-C on a terminal", function()
     assert.truthy(text:find("end\t0.2\t120000\tnow\t2\n", 1, true), text)
   end)
 
-  it("raises an error in the script where it is aborted", function()
+  it("raises an error in the script when it is aborted", function()
     local t = terminal.start { script [[
       local signal, unistd = require "posix.signal", require "posix.unistd"
       local function inner()
@@ -234,7 +234,7 @@ describe("Ctrl-C on a terminal", function()
     assert.equal(1, status)
   end)
 
-  it("says where values may be old", function()
+  it("reports that values may be out of date", function()
     local t = terminal.start { script [[
       local sum = 0
       while true do
@@ -249,7 +249,7 @@ describe("Ctrl-C on a terminal", function()
     t:finish()
   end)
 
-  it("is an error as elsewhere for one of several ranks, and for psluajit's own tools", function()
+  it("is an ordinary interrupt for one of several ranks, and for psluajit's own tools", function()
     local path = script 'require("posix.signal").kill(require("posix.unistd").getpid(), 2) print "not reached"'
     local text, status = terminal.start({ path }, { RANK = "0", WORLD_SIZE = "2", LOCAL_RANK = "0",
       MASTER_ADDR = "127.0.0.1" }):finish()
@@ -264,7 +264,7 @@ describe("Ctrl-C on a terminal", function()
   local PLACES = { cpu = { "between", "forward", "recompute", "loss", "backward1", "backward2" },
     sim = { "forward", "backward1", "backward2" }, plain = { "recompute", "loss" } }
   for _, device in ipairs { "cpu", "sim", "plain" } do
-    it("pauses a step of an engine anywhere, and nothing of the pause is in it: " .. device, function()
+    it("pauses a step of an engine anywhere, without any effect on it: " .. device, function()
       local path = script(ENGINE)
       local whole = ends { path, "nowhere", device, folder }
       for _, place in ipairs(PLACES[device]) do
@@ -296,7 +296,7 @@ describe("Ctrl-C on a terminal", function()
     end)
   end
 
-  it("is the script's where it catches the signal", function()
+  it("is left to a script that catches the signal", function()
     local text = terminal.start({ script [[
       local ps = require "ps"
       ps.catch_interrupts()

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The prompt (driven through a pipe), what it prints and what TAB offers.
+-- The prompt (driven through a pipe), its output and the completions of TAB.
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
 local complete = require "ps.prompt.complete"
 local paths = require "ps.paths"
 local pretty = require "ps.tensor.pretty"
 
---- What the prompt answers to these lines: standard output without the banner, and standard error.
+--- The answers of the prompt to these lines: standard output without the banner, and standard error.
 ---@param input string
 local function prompt(input)
   local base = os.tmpname()
@@ -58,7 +58,7 @@ describe("psluajit -i of a script that fails", function()
 end)
 
 describe("psluajit -i of a script whose backward fails in C", function()
-  it("has the script's variables at the call of backward, of an engine and without one", function()
+  it("has the script's variables at the call of backward, with an engine and without one", function()
     local script, output = os.tmpname(), os.tmpname()
     for _, way in ipairs { "plain", "engine" } do
       check.write(script, ([[
@@ -127,7 +127,7 @@ local function train(i)
 end
 ]]
 
-  it("ends with the frames of where it was raised, at its line", function()
+  it("ends with the frames of its origin, at its line", function()
     for _, raises in ipairs { 'error "trouble"', "x:matmul(ps.ones { 3, 3 })", "local none = nil; none.field = 1" } do
       local out = run(write(NET:format(raises) .. "train(1)\ntrain(3)\n"))
       assert.matches("psluajit: [^\n]+\nstack traceback:\n", out)
@@ -139,7 +139,7 @@ end
     assert.matches("the error is a table, not a string: { code = 7 }\nstack traceback:\n", out, 1, true)
   end)
 
-  it("opens the prompt with the variables from there", function()
+  it("opens the prompt with the variables at its origin", function()
     local path = write(NET:format 'error "trouble"' .. "pcall(train, 3)\ntrain(3)\n")
     local out = run(("-i '%s'"):format(path), "deep, shown, i")
     assert.matches("> 6\n103\n3\n", out, 1, true)
@@ -156,17 +156,17 @@ end
 end)
 
 describe("the prompt", function()
-  it("prints what expressions give, and nothing for statements", function()
+  it("prints the values of expressions, and nothing for statements", function()
     assert.equal("> 2\n> \"a\"\n> > 3\n> 1\nnil\n> x\n> \n", (prompt "1+1\n'a'\ny = 3\n=y\n1, nil\nprint 'x'\n"))
   end)
 
-  it("reads on until a statement is complete", function()
+  it("reads further lines until a statement is complete", function()
     assert.equal("> >> >> 1\n2\n> \n", (prompt "for i = 1, 2 do\nprint(i)\nend\n"))
     assert.equal("> >> \"a\\nb\"\n> \n", (prompt "[[a\nb]]\n"))
     assert.equal("> >> 5\n> \n", (prompt "=2 +\n3\n"))
   end)
 
-  it("survives errors and shows where they came from", function()
+  it("survives errors and shows their origin", function()
     local out, err = prompt "error('boom')\nx x\nerror({})\nlocal function f() error('deep') end f()\n1\n"
     assert.equal("> > > > > 1\n> \n", out)
     assert.matches("boom\n", err, 1, true)
@@ -211,7 +211,7 @@ describe("ps.pretty", function()
     assert.equal("{ [-1] = 1, [true] = 2 }", format({ [-1] = 1, [true] = 2 }))
   end)
 
-  it("breaks what does not fit on a line", function()
+  it("wraps values that do not fit on a line", function()
     assert.equal("{\n  name = \"aaaaaaaaaa\",\n  other = { 1, 2, 3 }\n}",
       format({ name = "aaaaaaaaaa", other = { 1, 2, 3 } }, { width = 30 }))
   end)
@@ -246,7 +246,7 @@ describe("tensors at the prompt", function()
     assert.equal("tensor [2] fp32 cpu\n[ 0.5000, -1.2500]", pretty.format(ps.tensor({ 0.5, -1.25 })))
   end)
 
-  it("show a corner of what is large", function()
+  it("show a corner of large tensors", function()
     local text = pretty.format(ps.zeros({ 100, 100 }))
     assert.matches("tensor [100, 100] fp32 cpu\n[[0., 0., 0., ..., 0., 0., 0.],\n", text, 1, true)
     assert.matches(" ...,\n", text, 1, true)
@@ -258,7 +258,7 @@ describe("tensors at the prompt", function()
     assert.equal("{ w = tensor [3] fp32 cpu }", pretty.format({ w = ps.zeros({ 3 }) }))
   end)
 
-  it("say that they were dropped", function()
+  it("report that they were freed", function()
     local stale
     ps.scope(function() stale = ps.zeros({ 256, 256 }) + 1 end)
     assert.matches("its scope has ended", pretty.format(stale), 1, true)
@@ -296,7 +296,7 @@ describe("ps.complete", function()
     assert.same({ "odd" }, (complete.candidates("completion_target.nested['x y'].o")))
   end)
 
-  it("offers only what can be called after a colon", function()
+  it("offers only callable names after a colon", function()
     assert.same({ "method(", "run(" }, (complete.candidates("completion_target:")))
   end)
 
@@ -322,7 +322,7 @@ describe("ps.complete", function()
     assert.same({ "checkpoints" }, (complete.candidates("ps.checkp")))
   end)
 
-  it("offers what containers and modules have", function()
+  it("offers the members of containers and modules", function()
     rawset(_G, "completion_target", ps.nn.Sequential(ps.nn.Linear(2, 2)))
     local names = has("completion_target:", "append(", "forward(", "parameters(", "state_dict(", "train(")
     for name in pairs(names) do assert.is_nil(name:match("^_"), name) end
@@ -330,7 +330,7 @@ describe("ps.complete", function()
   end)
 
   for _, memory in ipairs { "chunks", "plain" } do
-    it("offers the engine's own, and what its model has: " .. memory, function()
+    it("offers the engine's own names, and those of its model: " .. memory, function()
       local config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } } }
       if memory == "plain" then config.memory = "plain" end
       local model, optimizer = ps.initialize { quiet = true, config = config,
@@ -368,7 +368,7 @@ describe("ps.complete", function()
     assert.equal("constant, 0 steps, lr 0.25", pretty.format(schedule))
   end)
 
-  it("offers nothing where nothing can be known, and never raises or calls", function()
+  it("offers nothing if nothing can be known, and never raises an error or calls a function", function()
     for _, text in ipairs { "", "nosuch.", "f().", "1.", "\"abc", "completion_target.name.", "a..", "x:y:", ")." } do
       assert.has_no.errors(function() complete.candidates(text) end)
     end
@@ -378,7 +378,7 @@ describe("ps.complete", function()
     assert.same({}, (complete.candidates("completion_target.trap.a.b")))
   end)
 
-  it("inserts what is certain and lists the rest", function()
+  it("inserts the common part and lists the rest", function()
     assert.same({ "arget" }, { complete.tab("completion_t", 80) })
     assert.same({ "" }, { complete.tab("nosuch.", 80) })
     local insert, listing = complete.tab("completion_target.n", 80)
@@ -413,13 +413,13 @@ describe("the prompt", function()
     assert.equal("> >> > 2\n> \n", out)
   end)
 
-  it("runs README's first listing, as it is pasted", function()
+  it("runs README's first listing when pasted", function()
     local folder = ranks_lib.folder()
     local text = check.read(paths.root .. "/README.md"):match "```lua\n(.-)\n```"
     local ids = {}
     for i = 1, 400 do ids[i] = i % 250 end
     require("ps").data.write_tokens(folder .. "/tokens.bin", ids)
-    -- The same script for a small model and a shard of its own.
+    -- The same script with a small model and its own shard.
     for from, to in pairs { ['gpt2.new("gpt2", {'] = 'gpt2.new("tiny", { vocab_size = 50257, n_positions = 1024,',
       ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens.bin"] = folder .. "/tokens.bin",
       ['dtype = "bf16"'] = 'dtype = "fp32"' } do
@@ -432,7 +432,7 @@ describe("the prompt", function()
     ranks_lib.remove(folder)
   end)
 
-  it("leaves at exit and quit, and tells what there is at ?", function()
+  it("ends at exit and quit, and prints an overview at ?", function()
     for _, word in ipairs { "exit", "exit()", "quit", "quit()" } do
       local out, err = prompt("1\n" .. word .. "\n2\n")
       assert.same({ "> 1\n> \n", "" }, { out, err })
@@ -444,7 +444,7 @@ describe("the prompt", function()
     end
   end)
 
-  it("tells the value of an error that is no text", function()
+  it("prints the value of an error that is not a text", function()
     for raises, told in pairs { ["error { code = 3 }"] = "table, not a string: { code = 3 }",
       ["error()"] = "nil, not a string: nil", ["error(true)"] = "boolean, not a string: true" } do
       local out, err = prompt(raises .. "\n1\n")
