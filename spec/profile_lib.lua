@@ -7,7 +7,7 @@ local lib = {}
 
 local MIB = 2 ^ 20
 
---- The peak of the device behind the first step, and of all, in bytes and microseconds.
+--- The peak of the device after the first step, and of all steps, in bytes and microseconds.
 lib.PEAK = { nbytes = 96 * MIB, ts = 1400.5 }
 lib.FIRST_PEAK = { nbytes = 128 * MIB, ts = 250 }
 

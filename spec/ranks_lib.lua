@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For specs of several processes: runs a script as ranks of one world, and gives what each said.
+-- For specs of several processes: runs a script as ranks of one group, and returns the output of each.
 local paths = require "ps.paths"
 local lfs = require "lfs"
 local ps = require "ps"
@@ -18,7 +18,8 @@ end
 ---@param folder string
 function lib.remove(folder) os.execute(("rm -r '%s'"):format(folder)) end
 
---- Environment in which device cuda is emulated (spec/emulate), NCCL, too; nil where this build has no such plug-in.
+--- The environment in which the device cuda and NCCL are emulated (spec/emulate); nil if this build has no such
+--- plug-in.
 ---@return string?
 function lib.emulated()
   local build = paths.exe:match("^(.*)/[^/]*$")
@@ -27,22 +28,22 @@ function lib.emulated()
   return ("LD_LIBRARY_PATH='%s' PS_CUDA_PLUGIN='%s'"):format(libraries, plugin)
 end
 
---- What a spec says that is skipped for want of it, by `if lib.no_gloo() then return pending(lib.no_gloo()) end`.
+--- The reason for skipping a spec, by `if lib.no_gloo() then return pending(lib.no_gloo()) end`.
 lib.NO_EMULATED = "this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)"
 local NO_GLOO = "needs a build with Gloo (libgloo-dev)"
 
---- Why there are no emulated GPUs; nil where there are.
+--- The reason why there are no emulated GPUs; nil if there are.
 ---@return string?
 function lib.no_emulated() return not lib.emulated() and lib.NO_EMULATED or nil end
 
---- Why there are no several processes; nil where Gloo is in this build.
+--- The reason why there cannot be several processes; nil if this build has Gloo.
 ---@return string?
 function lib.no_gloo()
   return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name == "EUNSUP" and NO_GLOO or nil
 end
 
---- Runs a script as `size` ranks at once, which meet at file://FOLDER/rendezvous; gives what each said, and its exit
---- code.
+--- Runs a script as `size` ranks at once, which meet at file://FOLDER/rendezvous. Returns the output and exit code of
+--- each.
 ---@param folder string
 ---@param size integer
 ---@param script string
@@ -69,7 +70,7 @@ function lib.run(folder, size, script, settings)
   return out
 end
 
---- What scripts of ranks begin with: ps, nn, group, rank, size and folder.
+--- The beginning of scripts of ranks: ps, nn, group, rank, size and folder.
 ---@param folder string
 ---@return string
 function lib.begin(folder)
@@ -82,10 +83,10 @@ function lib.begin(folder)
   ]]):format(folder)
 end
 
---- Behind `begin`: steps of a language model on batches of six rows, of which each rank takes its own, and what it has
---- then.
+--- Code after `begin`: steps of a language model on batches of six rows, of which each rank uses its own, and the
+--- rank's tensors afterwards.
 lib.TRAINING = [[
-  -- A row's first `step` targets do not count, so that ranks have different numbers of them.
+  -- A row's first `step` targets are ignored, so that ranks have different numbers of targets.
   local function batch(step)
     local x = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
     local y = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
@@ -100,7 +101,7 @@ lib.TRAINING = [[
       optimizer:step()
     end
   end
-  -- "name sum sum-of-squares" of every tensor that is here, by name.
+  -- "name sum sum-of-squares" of every tensor on this rank, by name.
   local function sums(model)
     local lines = {}
     for name, t in pairs(model:state_dict()) do
@@ -112,7 +113,7 @@ lib.TRAINING = [[
   end
 ]]
 
---- Behind `begin`: losses of optimizer steps on rows of random tokens, others on each rank, as text.
+--- Code after `begin`: losses of optimizer steps on rows of random tokens, different on each rank, as text.
 lib.LOSSES = [[
   local function losses(model, optimizer, steps, vocab, shape)
     local seen = {}
@@ -128,7 +129,7 @@ lib.LOSSES = [[
   end
 ]]
 
---- Runs a script behind `begin` as `size` ranks of one group; fails unless every rank comes to its end.
+--- Runs a script after `begin` as `size` ranks of one group. Fails unless every rank reaches its end.
 ---@param folder string
 ---@param size integer
 ---@param script string

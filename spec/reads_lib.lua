@@ -21,7 +21,7 @@ local function reader()
   end
 end
 
---- Notes reads from now on, of every configuration that is checked, until `stop` is called.
+--- From now on, records the reads of every configuration that is checked, until `stop` is called.
 ---@return table<string, table<string, boolean>> reads by path (of a schedule's parameters: "PATH of SCHEDULE"): files
 ---@return fun() stop
 function lib.record()
@@ -71,7 +71,7 @@ function lib.record()
   end
 end
 
---- What was read, as text for another process: a line "FILE PATH" for each.
+--- The recorded reads, as text for another process: a line "FILE PATH" for each.
 ---@param reads table<string, table<string, boolean>>
 ---@return string
 function lib.text(reads)
@@ -82,7 +82,7 @@ function lib.text(reads)
   return table.concat(lines)
 end
 
---- Adds what `text` of another process says.
+--- Adds the reads in `text` from another process.
 ---@param reads table<string, table<string, boolean>>
 ---@param text string
 function lib.add(reads, text)

@@ -2,10 +2,10 @@
 -- psluajit spec/run.lua [--list] [--jobs N] [FILE | NAME | FOLDER/]...
 -- Runs specs under busted, inside this very interpreter: all spec/*/*_spec.lua but those of spec/cluster, or those
 -- given (repl, repl_spec and repl_spec.lua are short for spec/prompt/repl_spec.lua, prompt/ for all of that folder).
--- One line a file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The exit code is
--- 1 when something failed. Of several files each has a process of its own: what one leaves behind (tensors in upvalues,
--- a heap that every collection walks) is nothing to the next, and one that crashes fails alone. With --jobs N, N files
--- run side by side, but for those of alone.txt, which run before them, one by one.
+-- Prints one line per file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The
+-- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
+-- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
+-- run at the same time, except those of alone.txt, which run before them, one by one.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[] every spec, in order
@@ -47,7 +47,8 @@ local function specs_in(name)
   return found
 end
 
--- The specs that a list in spec/ names, one a line. A name without a spec ends the run: it has moved, or is misspelt.
+-- The specs that a list in spec/ names, one per line. A name without a spec ends the run, since the spec was moved or
+-- is misspelt.
 local function listed(list)
   local found = {}
   for line in io.lines(("%s/%s"):format(folder, list)) do
@@ -104,8 +105,8 @@ end
 ---@return string
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- Runs files in processes of their own, `number` at a time, passes their lines on and counts their results. A file that
--- has others beside it says all at its end, so that its lines stay together.
+-- Runs files in their own processes, `number` at a time, prints their lines and counts their results. If several run
+-- at a time, the lines of a file are printed together at its end.
 local function run_apart(list, number)
   if #list == 0 then return end
   local END = "spec/run.lua: that was "
@@ -140,7 +141,7 @@ local function run_apart(list, number)
   end
 end
 
--- Of several files those of alone.txt come first: nothing may run beside them.
+-- The files of alone.txt run first: nothing else may run at the same time.
 ---@param list string[]
 ---@return string[] alone
 ---@return string[] others
@@ -226,7 +227,7 @@ busted.subscribe({ "file", "end" }, function(file)
   return nil, true
 end)
 
-package.loaded["busted.luajit"] = function() end      -- it would cache ffi.typeof by its first argument only
+package.loaded["busted.luajit"] = function() end      -- luassert would cache ffi.typeof only by its first argument
 require "busted.modules.test_file_loader"(busted, { "lua" })(files, {}, { excludes = {} })
 require "busted.execute"(busted)(1, {})
 

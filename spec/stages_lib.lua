@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- For specs of models cut into stages: tables of schedules, and engines that are one of a pipeline's ranks without the
--- others.
+-- For specs of models cut into stages: tables of schedules, and engines of one rank of a pipeline without the other
+-- ranks.
 local pipe_table = require "ps.parallel.pipeline.table"
 local pipe_of = require "ps.engine.pipeline.row"
 local row_driver = require "ps.engine.pipeline.driver"
@@ -9,7 +9,7 @@ local table_driver = require "ps.engine.step.table"
 
 local lib = {}
 
---- The table of a schedule, forwards and backwards alone.
+--- The table of a schedule, only with forwards and backwards.
 ---@param schedule string
 ---@param ranks integer
 ---@param virtual integer virtual stages of each
@@ -21,8 +21,8 @@ end
 
 local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, row_driver.new
 
---- Engines that ps.initialize makes from now on are rank `rank` of a pipeline whose other ranks are nobody: the model
---- is laid out, and cannot be trained.
+--- From now on, ps.initialize makes engines of rank `rank` of a pipeline without other ranks: the model is laid out,
+--- but cannot be trained.
 ---@param table_ ps.pipe.Table
 ---@param rank integer
 function lib.play(table_, rank)
@@ -35,7 +35,7 @@ function lib.play(table_, rank)
   row_driver.new = table_driver.new -- luacheck: ignore 122
 end
 
---- They are not any more.
+--- Undoes the change.
 function lib.stop()
   setup.configure, pipe_of.join, pipe_of.new, row_driver.new = configure, join, new, drive -- luacheck: ignore 122
 end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit on a terminal: a program whose input and output are a pseudo-terminal, which also is its controlling one, so
--- that Ctrl-C is typed as on a real one.
+-- psluajit on a terminal: a program whose input and output are a pseudo-terminal, which is also its controlling
+-- terminal, so that Ctrl-C works as on a real terminal.
 local paths = require "ps.paths"
 local fcntl, poll = require "posix.fcntl", require "posix.poll"
 local signal, stdlib = require "posix.signal", require "posix.stdlib"
@@ -43,7 +43,7 @@ function lib.start(args, env)
   return setmetatable({ pid = pid, fd = fd, text = "", seen = 0 }, Terminal)
 end
 
---- Waits for more output; false: none came in time, or the program has ended.
+--- Waits for more output; false: there was none in time, or the program has ended.
 ---@param seconds number
 ---@return boolean
 function Terminal:read(seconds)
@@ -54,7 +54,7 @@ function Terminal:read(seconds)
   return true
 end
 
---- Waits until the program has printed a plain text behind what was expected last; gives what came before it.
+--- Waits until the program has printed a plain text after the previously expected one. Returns the output before it.
 ---@param what string
 ---@param seconds? number default 30
 ---@return string before
@@ -79,13 +79,13 @@ function Terminal:type(text) unistd.write(self.fd, text) end
 --- Types Ctrl-C.
 function Terminal:interrupt() self:type "\3" end
 
---- Types a statement at the prompt that prints something; gives that.
+--- Types a statement at the prompt that prints something. Returns its output.
 ---@param statement string
 ---@return string
 function Terminal:ask(statement)
   self:type(statement .. "\n")
   self:expect(statement)
-  repeat                                                    -- the terminal echoes what comes ahead of the prompt, too
+  repeat                                                    -- the terminal also echoes input that precedes the prompt
     local said = self:expect "\n> ":gsub("^%s+", "")
     if said:sub(1, #statement + 1) == statement .. "\n" then said = said:sub(#statement + 2) end
     if said ~= "" then return said end
@@ -99,7 +99,7 @@ function Terminal:run(statement)
   if said ~= "ran" then error(said, 2) end
 end
 
---- Takes output for a while.
+--- Reads output for a while.
 ---@param seconds number
 function Terminal:wait(seconds)
   local clock = require "ps".now
@@ -116,7 +116,7 @@ function Terminal:ended()
   return self.status ~= nil
 end
 
---- Waits for the program's end, and gives all that it printed and its status; it is killed when that takes too long.
+--- Waits for the program's end. Returns its whole output and its status. A program that takes too long is killed.
 ---@param seconds? number default 60
 ---@return string text, integer status, string how "exited" or "killed"
 function Terminal:finish(seconds)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small tokenizers for specs: folders as Hugging Face has them, and byte-pair encoding written out.
+-- Small tokenizers for specs: folders in Hugging Face's form, and byte-pair encoding by its definition.
 local json = require "cjson"
 local lfs = require "lfs"
 local write = require("spec.check_lib").write
@@ -39,7 +39,7 @@ end
 
 function lib.remove(path) os.execute("rm -r '" .. path .. "'") end
 
---- A vocabulary of the 256 letters, of what merges make, and of "<|endoftext|>"; ids in that order.
+--- A vocabulary of the 256 letters, the results of merges, and "<|endoftext|>"; ids in that order.
 ---@param merges string[][] pairs of tokens as files spell them
 ---@return table<string, integer> vocab
 function lib.vocab(merges)
@@ -53,7 +53,7 @@ function lib.vocab(merges)
   return vocab
 end
 
---- merges.txt of merges.
+--- The text of merges.txt.
 function lib.merges_text(merges)
   local lines = { "#version: 0.2" }
   for _, pair in ipairs(merges) do lines[#lines + 1] = pair[1] .. " " .. pair[2] end
@@ -70,7 +70,7 @@ function lib.gpt2(merges, more)
   return lib.folder(files)
 end
 
---- Byte-pair encoding of a word as it is defined: the leftmost of the pairs of lowest rank becomes one, until there is
+--- Byte-pair encoding of a word by its definition: the leftmost of the pairs of lowest rank is merged, until there is
 --- none.
 ---@param word string
 ---@param merges string[][]

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What caller_spec.lua tries: calls with wrong arguments, each a line of a script that has ps, gpt2, nn, F, optim,
+-- The calls of caller_spec.lua: calls with wrong arguments, each a line of a script that has ps, gpt2, nn, F, optim,
 -- sched, x (a tensor [2, 3]) and TEXT (the path of a text).
 -- Each line must fail.
 local calls = [==[
@@ -376,7 +376,7 @@ require "ps.checkpoints.merge".run()
 require "ps.train.plot".text()
 ]==]
 
--- The same of a model that is made by ps.initialize, with these in the configuration.
+-- The same for a model made by ps.initialize, with these keys in the configuration.
 local settings = [==[
 config="nope.json"
 config=TEXT
@@ -406,7 +406,7 @@ config={optimizer={type="AdamW", params={lr=1}}}, param_groups=3
 config={optimizer={type="AdamW", params={lr=1}}}, local_rank="a"
 ]==]
 
--- Calls of functions and methods without what they are of, and numbers that are no counts: the error begins with the
+-- Calls of functions and methods without their object, and invalid counts: the error begins with the
 -- script's line and has these words. A line and its words, with | between them.
 local named = [==[
 ps.var(3) | ps.var | a tensor | a number

@@ -40,7 +40,7 @@ local RATED = { "bytes", "byte", "times", "seconds", "milliseconds", "microsecon
   "copies", "micro-batches", "once", "twice", "steps", "hour" }
 local RATES = { "a second", "a parameter", "a step", "a token", "a row" }
 
--- True cases: text in which a phrase is meant as it stands. The second test finds those that no file has any more.
+-- Allowed cases: text in which a phrase is correct. A test finds those that no file has any more.
 local PLACES = {}
 
 local BEGINNINGS = { "What ", "Who ", "Of " }
@@ -53,7 +53,8 @@ local function lines_of(path)
   return lines
 end
 
---- The paragraphs of a page without its listings: their text on one line, code as one word, and where they begin.
+--- The paragraphs of a page without its listings: their text on one line, with code as one word, and the line of their
+--- beginning.
 ---@return { text: string, line: integer, table: boolean }[] paragraphs
 local function paragraphs(path)
   local out, open, fence, blank = {}, nil, false, true

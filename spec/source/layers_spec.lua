@@ -38,8 +38,8 @@ local function paths_of(folder, names)
   return lists[key]
 end
 
--- Lines of files below a folder of the tree that fit a pattern, as "path: line", but for those of `owner`. part: a text
--- that such lines have, which is faster to find than the pattern.
+-- Lines of files below a folder of the tree that fit a pattern, as "path: line", except those of `owner`. part: a text
+-- that such lines contain, which is faster to find than the pattern.
 local function elsewhere(folder, names, pattern, owner, part)
   local found = {}
   for _, path in ipairs(paths_of(folder, names)) do
@@ -54,7 +54,7 @@ local function elsewhere(folder, names, pattern, owner, part)
 end
 
 describe("a step", function()
-  it("is written by engine/step.c alone: others have it by a const pointer, and assign nothing through it", function()
+  it("is written only by engine/step.c: others have a const pointer, and assign nothing through it", function()
     assert.same({}, elsewhere("src", "*.[ch]*", "step%->[%w_.]+ *[-+|]?=[^=]", "src/engine/step.c"))
     assert.same({}, elsewhere("src", "*.[ch]*", "step%->[%w_.]+[-+][-+]", "src/engine/step.c"))
     local free = elsewhere("src", "*.[ch]*", "%f[%w]ps_step %*", "src/engine/step.c")
@@ -67,7 +67,7 @@ describe("a step", function()
     assert.same({}, free)
   end)
 
-  it("is driven by lua/ps/engine/step/actions.lua alone", function()
+  it("is driven only by lua/ps/engine/step/actions.lua", function()
     assert.same({}, elsewhere("lua", "*.lua", "C%.ps_step_%l+", "lua/ps/engine/step/actions.lua"))
     assert.same({}, elsewhere("lua", "*.lua", "C%.ps_engine_update%f[%W]", "lua/ps/engine/state/optimizer.lua"))
     assert.same({}, elsewhere("lua", "*.lua", "C%.ps_engine_sq_norm", "lua/ps/engine/state/optimizer.lua"))
@@ -83,7 +83,7 @@ describe("the state of a step", function()
     assert.same({}, found)
   end)
 
-  it("does not tell whether there is a pipeline: engine.driver does", function()
+  it("does not say whether there is a pipeline: engine.driver does", function()
     assert.same({}, elsewhere("lua", "*.lua", "engine%.pipe%f[%W]", "", "engine.pipe"))
     assert.same({}, elsewhere("lua", "*.lua", "[^.]%f[%w]engine%.pipeline%f[^%w_]", "", "engine.pipeline"))
   end)
@@ -111,13 +111,13 @@ describe("Lua's collector", function()
 end)
 
 describe("a thread", function()
-  it("is started by base/thread.c alone, which blocks its signals", function()
+  it("is started only by base/thread.c, which blocks its signals", function()
     assert.same({}, elsewhere("src", "*.[ch]*", "%f[%w]pthread_create *%(", "src/base/thread.c"))
   end)
 end)
 
 -- Lines that write a field of a struct within a struct, in files that do not fit the pattern of its owner.
----@param before string pattern of what stands before the inner struct's name
+---@param before string pattern of the text before the inner struct's name
 ---@param owners table<string, string|string[]> by the inner struct's name
 ---@param declared string the file that declares it
 local function written_elsewhere(before, owners, declared)
@@ -151,7 +151,7 @@ describe("a storage", function()
   local OWNERS = { tape = "src/grad/", replay = "src/tensor/replay%.", engine = "src/engine/", offload = "src/offload/",
     scope = "src/tensor/scope%.c" }
 
-  it("has notes of layers above, each in the struct of its layer, which alone writes it", function()
+  it("has fields of upper layers, each in the struct of its layer, which only that layer writes", function()
     -- [^x]: ctx->tape is the context's.
     assert.same({}, written_elsewhere("[^x]%->", OWNERS, "src/mem/mem.h"))
   end)
@@ -165,7 +165,7 @@ describe("a context", function()
     recorded = "src/tensor/dispatch%.c", anomaly = "src/tensor/anomaly%.c", tape = "src/grad/",
     ranks = { "src/collectives/", "src/groups%.c" }, engine = "src/engine/" }
 
-  it("has the state of each layer in that layer's struct, which it alone writes", function()
+  it("has the state of each layer in that layer's struct, which only this layer writes", function()
     assert.same({}, written_elsewhere("ctx%->", OWNERS, "src/tensor/tensor.h"))
   end)
 
@@ -173,13 +173,13 @@ describe("a context", function()
 end)
 
 describe("layers", function()
-  it("are kept by the sources", function()
+  it("are respected by the sources", function()
     local out, code = check(paths.root)
     assert.equal("", out)
     assert.equal(0, code)
   end)
 
-  it("are kept by the objects, whatever their sources include", function()
+  it("are respected by the objects, whatever their sources include", function()
     if not lfs.attributes(BUILD .. "/CMakeFiles/ps_engine.dir/src") then
       return pending "no objects beside the program"
     end
@@ -190,7 +190,7 @@ describe("layers", function()
 
   -- mem/a.c includes base alone, as it may; a header there declares a function of the tensors above it. The source of
   -- mem/moved.c is gone, so that its object does not count.
-  it("are not evaded by what a header includes", function()
+  it("cannot be evaded by the includes of a header", function()
     if os.execute("command -v cc >/dev/null 2>&1") ~= 0 then return pending "cc is not installed" end
     local tree = os.tmpname()
     os.remove(tree)
@@ -217,11 +217,11 @@ describe("layers", function()
     os.execute("rm -r " .. tree)
     assert.equal(1, code)
     assert.truthy(out:find("src/mem/a.c uses above of src/tensor/t.c", 1, true), out)
-    assert.truthy(out:find("src/base/b.c uses dnnl_init of a library that src/backend/cpu/onednn.c", 1, true), out)
+    assert.truthy(out:find("src/base/b.c uses dnnl_init of a library that only src/backend/cpu/onednn.c", 1, true), out)
     assert.equal(2, select(2, out:gsub("\n", "")))
   end)
 
-  it("are what the tool looks at", function()
+  it("are checked by the tool", function()
     local tree = os.tmpname()
     os.remove(tree)
     for _, folder in ipairs { "src/mem", "src/ops", "src/comm", "lua/ps/tensor", "models" } do

@@ -15,14 +15,14 @@ local function lines_of(command)
   return lines
 end
 
--- Sources: C, Lua, CMake, shell. Corpora and golden data are none.
+-- Sources: C, Lua, CMake, shell. Corpora and golden data are excluded.
 local function sources()
   return lines_of("ls CMakeLists.txt Makefile 2>/dev/null; find " .. FOLDERS ..
     " -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cmake'" ..
     " -o -name '*.lua' -o -name '*.def' -o -name 'CMakeLists.txt' -o -name '*.sh' | sort")
 end
 
---- Calls check(line) on every line of every source; it gives a reason or nil.
+--- Calls check(line) on every line of every source; it returns a reason or nil.
 local function complaints(check)
   local found = {}
   for _, path in ipairs(sources()) do
@@ -52,7 +52,7 @@ describe("the sources", function()
     end))
   end)
 
-  -- Tables and code are as wide as they are.
+  -- Tables and code may be wider.
   it("keep the prose of their documents short", function()
     local found = {}
     for _, path in ipairs(lines_of "ls *.md spec/README.md docs/*.md") do
@@ -86,7 +86,7 @@ describe("the sources", function()
     end))
   end)
 
-  it("leave arrays of any length to ps.array, which looks at it", function()
+  it("use ps.array for arrays of any length, which checks the length", function()
     assert.same({}, complaints(function(line, path)
       if path:match("^lua/") and path ~= "lua/ps/core/array.lua" and line:find("[?]", 1, true) then
         return "an array whose length nobody checks; see lua/ps/core/array.lua"
@@ -105,9 +105,10 @@ describe("the sources", function()
     end))
   end)
 
-  -- Programs ask an error's fields (ps.Error), since its text is for people and may change. Cutting it is no reading:
-  -- its first line, and what io.open puts in front. caller.lua knows the places that Lua itself puts there.
-  it("do not read what errors say", function()
+  -- Programs read an error's fields (ps.Error), since its text is for people and may change. Shortening the text is
+  -- allowed: to its first line, or without the prefix of io.open. caller.lua handles the positions that Lua itself
+  -- adds.
+  it("do not parse the texts of errors", function()
     local names = { "err", "problem", "why", "message", "msg", "said" }
     local calls = { "find", "match", "gmatch", "gsub" }
     local cuts = { ':match("^[^\\n]*")', ':gsub("^.*: ", "")' }
@@ -133,9 +134,9 @@ describe("the sources", function()
     end))
   end)
 
-  -- A level is a guess of how many calls lie between an error and the script; caller.error looks. A global of
+  -- A level guesses the number of calls between an error and the script; caller.error determines it. A global of
   -- ps.strict is where it is used, in psluajit's own files, too.
-  it("count no calls to say where an error comes from", function()
+  it("count no calls to find the origin of an error", function()
     local counts, exempt = {}, { ["lua/ps/core/strict.lua"] = true, ["lua/ps/engine/init.lua"] = true,
       ["lua/ps/engine/step/trained.lua"] = true,
       ["lua/ps/config/doc.lua"] = true }

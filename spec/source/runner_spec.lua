@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- spec/run.lua counts every file it is given, alone and side by side: files that pass, fail, skip or crash.
--- tools/test.sh sums up what was skipped.
+-- spec/run.lua counts every given file, alone and with others at the same time: files that pass, fail, skip or crash.
+-- tools/test.sh lists the skipped tests.
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 local ranks = require "spec.ranks_lib"
@@ -23,7 +23,7 @@ describe("the runner of specs", function()
   teardown(function() ranks.remove(folder) end)
 
   for jobs = 1, 3 do
-    it("counts what each file did, " .. jobs .. " at a time", function()
+    it("counts the results of each file, " .. jobs .. " at a time", function()
       local files = {}
       for name in pairs(FILES) do files[#files + 1] = ('"%s/%s_spec.lua"'):format(folder, name) end
       local p = assert(io.popen(("'%s' '%s/spec/run.lua' --jobs %d %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
@@ -36,7 +36,7 @@ describe("the runner of specs", function()
     end)
   end
 
-  it("has specs that README.md lists, each in its folder, and check.txt something of every folder", function()
+  it("has specs that README.md lists, each in its folder, and check.txt names one in every folder", function()
     local listed, missing, folder_of, checked = {}, {}, {}, {}
     local at
     for line in check.read(paths.root .. "/spec/README.md"):gmatch "[^\n]+" do
@@ -65,7 +65,7 @@ describe("the runner of specs", function()
     end
   end)
 
-  it("refuses a list that names no spec", function()
+  it("refuses a list with a name that is not a spec", function()
     local tree = folder .. "/lists"
     assert(os.execute(("mkdir -p '%s/spec/a' && cp '%s/spec/run.lua' '%s/spec/'"):format(tree, paths.root, tree)) == 0)
     check.write(tree .. "/spec/a/there_spec.lua", 'it("a", function() end)')
@@ -83,7 +83,7 @@ describe("the runner of specs", function()
     assert.matches("computing.txt names 'gone', and there is no such spec", run())
   end)
 
-  it("sums up what was skipped, by reason, in the lines before the last", function()
+  it("lists the skipped tests, by reason, in the lines before the last", function()
     local build = paths.exe:match "^(.*)/"
     local p = assert(io.popen(("cd '%s' && CI= PS_TEST_ISA=none tools/test.sh '%s' '%s/skips_spec.lua' "
       .. "'%s/passes_spec.lua' '%s/skips_more_spec.lua' 2>&1"):format(paths.root, build, folder, folder, folder)))
