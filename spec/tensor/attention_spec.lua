@@ -1,14 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A query that sees one key: the weight is 1 whatever the scores are, so dq is exactly 0, and so is what it adds to dk.
--- Rounding that is left there becomes steps of Adam, whose size does not depend on the gradient's. On the cpu, on ref,
--- and on the emulated device cuda (all its kernels: of halves with and without masks, of other types). Large scores, by
--- float64: their rounding may not come into the weights once more by way of lse.
+-- A query that sees one key: its weight is 1 whatever the scores, so dq is exactly 0, and so is its contribution to
+-- dk. A rounding error there would become a full step of Adam, whose size does not depend on the gradient's. Tested on
+-- the cpu, on ref, and on the emulated device cuda (all its kernels: for half types with and without masks, and for
+-- other types). Large scores, compared with float64: their rounding must not enter the weights a second time through
+-- lse.
 local cuda = require "spec.cuda_lib"
 
 local CHECKS = [[
   local devices, dtypes, quick = ...                      -- quick: fewer heads and settings, no long cases
   local H = quick and 1 or 2
-  -- T, S, causal, the hidden keys of both samples; sure: for each sample the queries that see one key at most
+  -- T, S, causal, the hidden keys of both samples; sure: for each sample the queries that see at most one key
   local function upto(n)
     local list = {}
     for i = 0, n - 1 do list[#list + 1] = i end
@@ -31,7 +32,7 @@ local CHECKS = [[
     ps.manual_seed(3)
     local function draw(n) return ps.randn({ 2, H, n, D }, { dtype = dtype, device = "ref" }) end
     local q, k, v, dy = draw(case.T), draw(case.S), draw(case.S), draw(case.T)
-    if sees_dk then                                   -- dy of those alone: all that they give dk
+    if sees_dk then                                   -- dy only of those queries: their whole contribution to dk
       local keep = ps.zeros({ 2, 1, case.T, 1 }, { device = "ref" })
       for b = 0, 1 do for _, i in ipairs(case.sure[b + 1]) do keep[{ b, 0, i }] = 1 end end
       dy = dy * keep:to(dtype)
@@ -69,7 +70,7 @@ local CHECKS = [[
             local _, only = run(case, device, dtype, D, p, true)
             assert(largest(only) == 0, ("%s: dk: %g"):format(what, largest(only)))
           end
-          if device ~= "ref" then                     -- the others are as they were
+          if device ~= "ref" then                     -- the others are unchanged
             local bound = dtype == "fp64" and 1e-12 or dtype == "fp32" and 1e-5 or dtype == "fp16" and 0.01 or 0.08
             local want = { run(case, "ref", dtype, D, p) }
             for i, got in ipairs { dq, dk, dv } do
@@ -115,7 +116,7 @@ describe("with scores of ten and more", function()
     return { y:to "fp64", Q:grad():to "fp64", K:grad():to "fp64", V:grad():to "fp64" }
   end
 
-  it("the weights of backward are those of forward, by float64, where a block has all keys", function()
+  it("the weights of backward are those of forward, by float64, if a block has all keys", function()
     for _, T in ipairs { 3, 17, 64 } do
       ps.manual_seed(3)
       local function draw(scale) return ps.randn { 8, 4, T, 16 } * scale end
@@ -137,7 +138,7 @@ describe("attention refuses", function()
   local F = ps.functional
   local q, k = ps.randn { 2, 4, 3, 8 }, ps.randn { 2, 2, 5, 8 }
 
-  it("heads of keys that do not divide heads, and windows of attention that is not causal", function()
+  it("heads of keys that do not divide the heads, and windows of non-causal attention", function()
     check.fails(function() F.attention(q, ps.randn { 2, 3, 5, 8 }, ps.randn { 2, 3, 5, 8 }) end,
       "3 heads of keys do not divide 4 heads")
     check.fails(function() F.attention(q, k, k, { window = 2 }) end, "a window needs causal attention")
@@ -151,7 +152,7 @@ describe("attention refuses", function()
       "a mask of 4 dimensions must be bool")
   end)
 
-  it("no rotation by other angles than x has positions", function()
+  it("a rotation by a number of angles other than the positions of x", function()
     check.fails(function() F.rope(q, ps.zeros { 1, 4, 4 }, ps.zeros { 1, 4, 4 }) end,
       "cos and sin must be fp32 [2 or 1, 3, at most 4]")
   end)

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gradients: what is recorded, how gradients meet in leaves, and what wrong uses are told.
+-- Gradients: recording, accumulation in leaves, and the errors of wrong use.
 local ps = require "ps"
 local tensor, F = ps.tensor, ps.F
 
@@ -11,7 +11,7 @@ local fails = require("spec.check_lib").fails
 before_each(function() ps.manual_seed(1) end)
 
 describe("backward", function()
-  it("adds over all paths", function()
+  it("sums over all paths", function()
     local x = leaf { 1, 2, 3 }
     local y = x * x
     local z = (y + y * 2 + x):sum()                    -- 3 x^2 + x
@@ -19,7 +19,7 @@ describe("backward", function()
     assert.same({ 7, 13, 19 }, x:grad():tolist())
   end)
 
-  it("adds up over calls, until the gradient is cleared", function()
+  it("accumulates over calls until the gradient is cleared", function()
     local x = leaf { 1, 2 }
     x:sum():backward();
     (x * 2):sum():backward()
@@ -42,7 +42,7 @@ describe("backward", function()
     assert.equal(2 ^ 60, x:grad():item())
   end)
 
-  it("takes a gradient for what is no single value", function()
+  it("takes a gradient for a tensor of several values", function()
     local x = leaf { { 1, 2 }, { 3, 4 } }
     local y = x * x
     fails(function() y:backward() end, "backward", "[2, 2]")
@@ -53,7 +53,7 @@ describe("backward", function()
     x:set_grad(nil);
     (x + 0):backward(given)
     x:grad():fill_(5)
-    assert.same({ { 1, 1 }, { 1, 1 } }, given:tolist())            -- the caller's gradient is no one else's
+    assert.same({ { 1, 1 }, { 1, 1 } }, given:tolist())            -- the caller's gradient is not shared
   end)
 
   it("does not share bytes between gradients", function()
@@ -77,7 +77,7 @@ describe("backward", function()
     fails(function() tensor({ 1 }):backward() end, "requires a gradient")
   end)
 
-  it("ends at leaves that want none, and at integers", function()
+  it("ends at leaves that require none, and at integers", function()
     local x, k = leaf { 1, 2 }, tensor { 5, 6 }
     local y = (x * k):sum()
     y:backward()
@@ -91,13 +91,13 @@ describe("backward", function()
     assert.is_false((x * 2):needs_grad())
   end)
 
-  it("starts at a leaf, too", function()
+  it("can also start at a leaf", function()
     local x = leaf(3)
     x:backward()
     assert.equal(1, x:grad():item())
   end)
 
-  it("shares the gradient of ties", function()
+  it("shares the gradient of tied tensors", function()
     local a, b = leaf { 1, 2, 3 }, leaf { 3, 2, 1 }
     a:maximum(b):sum():backward()
     assert.same({ 0, 0.5, 1 }, a:grad():tolist())
@@ -113,13 +113,13 @@ describe("backward", function()
     assert.same({ 1, 1, 1, 0 }, x:grad():tolist())
   end)
 
-  it("keeps what was not chosen out", function()
+  it("gives no gradient to elements that were not selected", function()
     local x = leaf { 0, 4 }
     ps.where(x:gt(0), x, 1):sqrt():sum():backward()
     assert.same({ 0, 0.25 }, x:grad():tolist())
   end)
 
-  it("goes through indexing and views of a leaf", function()
+  it("passes through indexing and views of a leaf", function()
     local w = leaf { { 1, 2, 3 }, { 4, 5, 6 } };
     (w[0] * 2 + w[{ {}, 1 }]:sum() + w:t()[2]:sum()):sum():backward()
     assert.same({ { 2, 5, 5 }, { 0, 3, 3 } }, w:grad():tolist())
@@ -143,7 +143,7 @@ describe("backward", function()
     assert.same({ 2, 2 }, x:grad():tolist())
   end)
 
-  it("sums in fp32 when a leaf asks for it", function()
+  it("sums in fp32 if a leaf requests it", function()
     local narrow, wide = leaf({ 1 }, "bf16"), leaf({ 1 }, "bf16"):grad_in_fp32(true)
     for _ = 1, 300 do
       (narrow * 1):sum():backward();
@@ -159,7 +159,7 @@ describe("backward", function()
     assert.same({ 8, 8, 8, 8, 8 }, b:grad():tolist())
   end)
 
-  it("adds the uses of a tied weight", function()
+  it("sums over the uses of a tied weight", function()
     local w = random({ 6, 4 }, "fp64")
     local index = tensor({ 1, 3, 1 }, "int64")
     local function loss() return F.lm_loss(F.embedding(index, w):tanh(), w, index) end
@@ -221,7 +221,7 @@ describe("recording", function()
     assert.same({ 5 }, x:tolist())
   end)
 
-  it("refuses to write over what needs a gradient", function()
+  it("refuses to overwrite tensors that need a gradient", function()
     local x = leaf { 1, 2 }
     fails(function() x:add_(1) end, "in place", "no_grad")
     fails(function() x[0] = 1 end, "in place")
@@ -231,7 +231,7 @@ describe("recording", function()
     assert.same({ 2, 3 }, x:tolist())
   end)
 
-  it("notices that a saved tensor was changed", function()
+  it("detects that a saved tensor was changed", function()
     local x, w = leaf { 1, 2 }, leaf { 3, 4 }
     local y = (x * w):sum()
     ps.no_grad(function() w:add_(1) end)
@@ -252,7 +252,7 @@ describe("recording", function()
     y:backward()
   end)
 
-  it("tells whether a tensor was made from others", function()
+  it("reports whether a tensor was made from others", function()
     local from = require("ps.core.scope").made_from
     local x, w = leaf { 1, 2 }, leaf { 3, 4 }
     local y, z = x * w, w:exp()
@@ -267,7 +267,7 @@ describe("recording", function()
     assert.is_true(from(ps.recompute(function(t) return t * 2 end, sum), { y }))
   end)
 
-  it("tells which ops made a tensor, and does not look beyond those", function()
+  it("reports the ops that made a tensor, and does not search past them", function()
     local native = require "ps.core.ffi"
     local C, ffi = native.C, native.ffi
     local function number(t) return tonumber(C.ps_tensor_op_number(t)) end

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Values and gradients at edges: NaN, infinities, zeros and their signs, elements that are chosen. What is expected is
--- PyTorch 2.15's. On the cpu, on ref, and on the emulated device cuda, in a process of its own (PS_EDGES=cuda).
+-- Values and gradients at edges: NaN, infinities, zeros and their signs, selected elements. The expected values are
+-- PyTorch 2.15's. Tested on the cpu, on ref, and on the emulated device cuda in its own process (PS_EDGES=cuda).
 local ps = require "ps"
 local cuda = require "spec.cuda_lib"
 local DEVICE = os.getenv("PS_EDGES")
@@ -20,7 +20,7 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
     local function leaf(values) return ps.tensor(values, { dtype = dtype, device = device, requires_grad = true }) end
     local function plain(values) return ps.tensor(values, { dtype = dtype, device = device }) end
 
-    -- The gradients of the inputs of fn, with respect to the sum of what it gives.
+    -- The gradients of the inputs of fn, with respect to the sum of its result.
     local function gradients(fn, ...)
       local inputs, found = {}, {}
       for i, values in ipairs { ... } do inputs[i] = leaf(values) end
@@ -60,13 +60,13 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
         assert.equal("1 0, 0 1", gradients(ps.minimum, { 1, 3 }, { 2, 2 }))
       end)
 
-      it("relu passes the gradient of NaN, and steps pass none", function()
+      it("relu passes the gradient at NaN, and step functions pass none", function()
         assert.equal("1 0 0 1 0", gradients(function(x) return x:relu() end, { nan, 0, -0.0, 1, -1 }))
         assert.equal("0 0", gradients(function(x) return x:floor() * inf end, { 1.5, nan }))
         assert.equal("0 0", gradients(function(x) return x:sign() * plain { nan, 2 } end, { 1.5, 0 }))
       end)
 
-      it("the largest pass their gradient to what they were taken from", function()
+      it("the largest elements pass their gradient to their origins", function()
         assert.equal("1 2 2", gradients(function(x)
           local values = x:topk(2)
           return ps.cat({ values, x }, 0)
@@ -87,7 +87,7 @@ end
 
 if not DEVICE then
   describe("at edges, on the device cuda,", function()
-    it("it is the same", function()
+    it("the results are the same", function()
       local lacking = cuda.lacks_kernels()
       if lacking then return pending(lacking) end
       local out, code = cuda.child({ "spec/run.lua", "edge_gradients" }, { PS_EDGES = "cuda" })

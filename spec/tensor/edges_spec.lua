@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Values at the edges of types and functions, against constants that are known: signs of zero, subnormal results, tails
--- of gelu, types of integers, sums in fp64. Drawn comparisons with PyTorch are those of spec/oracle.
+-- Values at the edges of types and functions, compared with known constants: signs of zero, subnormal results, tails
+-- of gelu, types of integers, sums in fp64. spec/oracle has randomly drawn comparisons with PyTorch.
 local ps = require "ps"
 
 local DEVICES = { "cpu", "ref" }
@@ -62,7 +62,7 @@ for _, device in ipairs(DEVICES) do
       assert.equal(0, slope(ps.gelu, -40, device))
     end)
 
-    it("a gradient of a division overflows only where its value does", function()
+    it("a gradient of a division overflows only if its value does", function()
       local a = ps.tensor({ 0 }, { device = device })
       local b = ps.tensor({ 1e-40 }, { device = device, requires_grad = true })
       a:div(b):backward(ps.tensor({ 3 }, { device = device }))
@@ -102,7 +102,7 @@ it("the gradient of a matrix that a batch is multiplied with is rounded once", f
 end)
 
 describe("integers", function()
-  it("stay what they are under floor, ceil, round and relu", function()
+  it("are unchanged by floor, ceil, round and relu", function()
     for _, dtype in ipairs { "int32", "int64" } do
       local x = ps.tensor({ -3, 0, 7 }, dtype)
       for _, name in ipairs { "floor", "ceil", "round" } do
@@ -115,25 +115,25 @@ describe("integers", function()
     assert.same({ 0, 200 }, ps.tensor({ 0, 200 }, "uint8"):relu():tolist())
   end)
 
-  it("beside a single fp64 number give fp64", function()
+  it("with a single fp64 number give fp64", function()
     local y = ps.tensor({ 1, 2 }, "int32") + ps.tensor(0.1, "fp64")
     assert.equal("fp64", y:dtype())
     assert.same({ 1 + 0.1, 2 + 0.1 }, y:tolist())
   end)
 
-  it("are subtracted in place as they are", function()
+  it("are subtracted in place exactly", function()
     assert.same({ 3, 5 }, ps.tensor({ 10, 20 }, "uint8"):sub_(ps.tensor({ 7, 15 }, "uint8")):tolist())
   end)
 end)
 
 describe("add_ with a factor", function()
-  it("does not round the product to the type of what is added", function()
+  it("does not round the product to the type of the addend", function()
     local x = ps.tensor({ 1 + 2 ^ -7 }, "bf16")
     assert.equal(100 + 100 / 128, ps.zeros({ 1 }, { dtype = "fp32" }):add_(x, 100):item())
     local third = ps.tensor({ 1 / 3 }, "fp32")
     assert.equal(1e10 * third:double():item(), ps.zeros({ 1 }, { dtype = "fp64" }):add_(third, 1e10):item())
   end)
-  it("applies it to numbers, too", function()
+  it("also applies it to numbers", function()
     assert.same({ 7 }, ps.tensor({ 1 }):add_(2, 3):tolist())
   end)
 end)

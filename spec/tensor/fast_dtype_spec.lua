@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.fast_dtype: the type that it names, and the way in which the processor multiplies bf16, by products' own time.
+-- ps.fast_dtype: the type that it names, and the processor's method of multiplying bf16, by the time of products.
 local ps = require "ps"
 
--- Seconds of the processor for a product of 1024^3 in each type: the least of several, in turn, on one thread.
+-- Processor seconds for a product of 1024^3 in each type: the smallest of several alternating runs on one thread.
 local function seconds()
   local threads, least, of = ps.threads(), { fp32 = math.huge, bf16 = math.huge }, {}
   ps.set_threads(1)
@@ -19,7 +19,7 @@ local function seconds()
 end
 
 describe("fast_dtype", function()
-  it("is bf16 only where its products are faster than fp32's, and they are never much slower", function()
+  it("is bf16 only if its products are faster than fp32's, and these are never much slower", function()
     local took, fast = seconds(), ps.fast_dtype()
     local said = ("%s; fp32 %.1f ms, bf16 %.1f ms"):format(ps.device("cpu").description, took.fp32 * 1e3,
       took.bf16 * 1e3)

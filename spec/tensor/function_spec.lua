@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.Function on plain tensors: what forward and backward get, what C keeps of a call, and the errors of wrong
--- functions.
+-- ps.autograd.Function on plain tensors: the arguments of forward and backward, the state that C keeps of a call, and
+-- the errors of wrong functions.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local tensor, Function = ps.tensor, ps.autograd.Function
@@ -43,18 +43,18 @@ describe("a function of a script", function()
     assert.same(Exp.apply(x):tolist(), x:exp():tolist())
   end)
 
-  it("has several inputs and outputs, and values that are no tensors", function()
+  it("has several inputs and outputs, and values that are not tensors", function()
     assert.truthy(ps.autograd.gradcheck(function(x, y)
       local a, b = Mix(x, 1.5, y)
       return a, b * b
     end, { random({ 2, 3 }, "fp64"), random({ 2, 3 }, "fp64") }))
     local x, y = leaf { 1, 2 }, leaf { 3, 4 }
-    local _, b = Mix(x, 2, y)                                -- no gradient comes to the first output
+    local _, b = Mix(x, 2, y)                                -- the first output gets no gradient
     b:sum():backward()
     assert.same({ 1, 1 }, x:grad():tolist())
   end)
 
-  it("is told which inputs need a gradient, and need give none for the others", function()
+  it("knows which inputs need a gradient, and may return none for the others", function()
     local needs
     local F = Function { name = "F", forward = function(ctx, a, b, n)
       needs = ctx.needs_input_grad
@@ -66,11 +66,11 @@ describe("a function of a script", function()
     assert.same({ 7, 7 }, b:grad():tolist())
     assert.is_nil(a:grad())
     local c = leaf { 1, 1 }
-    F(c, b, 1):sum():backward()                              -- nil for an input that wants one: none comes
+    F(c, b, 1):sum():backward()                              -- nil for an input that needs a gradient: it gets none
     assert.is_nil(c:grad())
   end)
 
-  it("gets zeros for outputs without a gradient, or nil where it asks for that", function()
+  it("gets zeros for outputs without a gradient, or nil if requested", function()
     local got
     local function make(materialize)
       local F = Function "F"
@@ -99,7 +99,7 @@ describe("a function of a script", function()
     assert.same({ 4, true, true, true }, { got.n, got[2] == nil, got[3] == nil, got[4] == nil })
   end)
 
-  it("records nothing within, and needs no node where nothing requires a gradient", function()
+  it("records nothing inside, and needs no node if nothing requires a gradient", function()
     local inside
     local F = Function { name = "F", forward = function(_, x)
       inside = x * x
@@ -114,7 +114,7 @@ describe("a function of a script", function()
     assert.is_false((inside * 1):needs_grad() and inside.node == nil)
   end)
 
-  it("may give an input back, the same tensor twice, or one that it closes over", function()
+  it("may return an input, the same tensor twice, or one that it closes over", function()
     local kept = leaf { 5 }
     local F = Function { name = "F", forward = function(_, x)
       local y = x * 2
@@ -141,7 +141,7 @@ describe("a function of a script", function()
     assert.same((y / x):tolist()[1] > 0, true)
     local masks = (x:grad() * x:detach() - y:detach()):abs():amax():item()
     assert.truthy(masks < 1e-6, masks)
-    assert.is_false(before:tolist()[1] == after:tolist()[1])         -- backward took no number from what follows
+    assert.is_false(before:tolist()[1] == after:tolist()[1])         -- backward used no number of later draws
   end)
 
   it("runs again in each recomputation, and its backward once", function()
@@ -160,7 +160,7 @@ describe("a function of a script", function()
     assert.same({ 24, 32 }, x:grad():tolist())
   end)
 
-  it("finds saved tensors whole, or changed in place: an error", function()
+  it("gets saved tensors unchanged, or raises an error if they were changed in place", function()
     local x = random { 300, 300 }                            -- large enough for scopes
     local y = ps.scope(function() return Exp(x * 1) end)
     collectgarbage()
@@ -192,7 +192,7 @@ describe("a function of a script", function()
     assert.same({ 8, 8 }, x:grad():tolist())
   end)
 
-  it("adds gradients of half types that come in fp32", function()
+  it("sums gradients of half types that arrive in fp32", function()
     local F = Function { name = "F", forward = function(_, x) return x * 2 end,
       backward = function(_, dy) return dy:to "fp32" * 2 end }
     local x = leaf({ 1, 2 }, "bf16")
@@ -202,7 +202,7 @@ describe("a function of a script", function()
   end)
 end)
 
-describe("what C has of functions and hooks", function()
+describe("the C functions of functions and hooks", function()
   local C, ctx = ps.C, ps.ctx
   local none = ps.ffi.new("ps_tensor *[1]")
 
@@ -275,9 +275,9 @@ describe("a wrong function", function()
     assert.truthy(x:grad())
     x:set_grad(nil)
   end
-  after_each(works)                                          -- the tape is as before
+  after_each(works)                                          -- the tape is unchanged
 
-  it("is told of another number of gradients", function()
+  it("is an error with another number of gradients", function()
     fails(with(function(_, dy) return dy, dy end), "backward of F returned 2 gradients", "has 1 inputs")
     fails(with(function() end), "backward of F returned 0 gradients", "has 1 inputs")
     local F = Function { name = "F", forward = function(_, a, b) return a * b end,
@@ -285,14 +285,14 @@ describe("a wrong function", function()
     fails(function() F(x, x):sum():backward() end, "returned 1 gradients", "has 2 inputs")
   end)
 
-  it("is told of another shape, type or device", function()
+  it("is an error with another shape, type or device", function()
     fails(with(function(_, dy) return dy:sum() end), "backward of F returned gradient 1 of shape []", "of shape [2, 3]")
     fails(with(function(_, dy) return dy:to "fp64" end), "gradient 1 of type fp64", "type fp32")
     fails(with(function(_, dy) return dy:to "int32" end), "gradient 1 of type int32", "type fp32")
     fails(with(function(_, dy) return dy:to "ref" end), "gradient 1", "on device ref", "on cpu")
   end)
 
-  it("is told of values that are no gradients", function()
+  it("is an error with values that are not gradients", function()
     fails(with(function() return 1 end), "backward of F returned a number as gradient 1")
     local F = Function { name = "F", forward = function(_, a, n) return a * n end,
       backward = function(_, dy) return dy, dy end }
@@ -303,7 +303,7 @@ describe("a wrong function", function()
     end), "backward of F changed its gradient in place")
   end)
 
-  it("is told of errors within, at the script's line", function()
+  it("has the script's line in errors inside it", function()
     fails(with(function() error "own problem" end), "function_spec.lua", "own problem")
     fails(with(function() return ps.ones { 2 } + ps.ones { 3 } end), "[2]", "[3]")
     fails(with(nil), "F has no backward")
@@ -314,7 +314,7 @@ describe("a wrong function", function()
     fails(with(print, function() end), "forward of F returned nothing")
   end)
 
-  it("is told where ctx's methods belong", function()
+  it("gets an error for ctx's methods in the wrong place", function()
     local held
     with(function(ctx, dy)
       held = ctx
@@ -332,7 +332,7 @@ describe("a wrong function", function()
     fails(function() Function { fwd = print } end, "fwd")
   end)
 
-  it("is told of a second backward, and of one within a backward", function()
+  it("gets an error for a second backward, and for one inside a backward", function()
     local y = Exp(x):sum()
     y:backward()
     fails(function() y:backward() end, "a second time")
@@ -350,7 +350,7 @@ end)
 describe("1,000 calls", function()
   local function used() return ps.memory "cpu" end
 
-  -- Runs fn, 100 times first, then 1,000 times; what memory and Lua hold more at the end.
+  -- Runs fn 100 times, then 1,000 times. Returns the additional bytes in use and in Lua at the end.
   local function grown(fn)
     for _ = 1, 100 do fn() end
     ps.collect_all()
@@ -372,7 +372,7 @@ describe("1,000 calls", function()
       a:sum():backward()
       handle:remove()
       x:set_grad(nil)
-      Exp(x):register_hook(print)                            -- no backward comes to this one
+      Exp(x):register_hook(print)                            -- this one gets no backward
       pcall(function()
         local bad = Function { name = "bad", forward = function(_, v) return v * 1 end, backward = function() end }
         bad(x):sum():backward()

@@ -7,7 +7,7 @@ local tensor, grad = ps.tensor, ps.autograd.grad
 local function leaf(value, dtype) return tensor(value, { dtype = dtype, requires_grad = true }) end
 
 describe("ps.autograd.grad", function()
-  it("gives gradients of leaves and of what lies between, and touches no leaf's own", function()
+  it("returns gradients of leaves and of intermediate tensors, and does not change a leaf's own", function()
     local x, w = leaf { 1, 2 }, leaf { 3, 4 }
     local h = x * w
     local y = (h * h + x):sum()
@@ -18,14 +18,14 @@ describe("ps.autograd.grad", function()
     fails(function() y:backward() end, "a second time")
   end)
 
-  it("adds to no gradient that a leaf has", function()
+  it("does not add to a leaf's existing gradient", function()
     local x = leaf { 1, 2 };
     (x * 3):sum():backward()
     assert.same({ 2, 4 }, grad((x * x):sum(), x):tolist())
     assert.same({ 3, 3 }, x:grad():tolist())
   end)
 
-  it("stops at the inputs, and leaves the rest of the graph whole", function()
+  it("stops at the inputs, and keeps the rest of the graph", function()
     local calls = 0
     local F = ps.autograd.Function { name = "F", forward = function(_, v) return v * 2 end,
       backward = function(_, dy)
@@ -42,7 +42,7 @@ describe("ps.autograd.grad", function()
     assert.same({ 2, 2 }, x:grad():tolist())
   end)
 
-  it("takes gradients of its outputs, and several outputs", function()
+  it("accepts gradients of its outputs, and several outputs", function()
     local x = leaf { 1, 2 }
     local a, b = x * 2, x * x
     assert.same({ 2 + 3 * 2, 20 + 4 * 4 }, grad({ a, b }, x, { grad_outputs = { tensor { 1, 10 }, tensor { 3, 4 } } })
@@ -52,7 +52,7 @@ describe("ps.autograd.grad", function()
     assert.same({ 7, 8 }, grad(y, y, { grad_outputs = tensor { 7, 8 } }):tolist())
   end)
 
-  it("sees hooks, and recomputed functions", function()
+  it("runs hooks, and recomputed functions", function()
     local x, w = leaf { 1, 2 }, leaf { 3, 4 }
     w:register_hook(function(g) return g * 100 end)
     local out = ps.recompute(function(v) return v * w * w end, x)
@@ -61,14 +61,14 @@ describe("ps.autograd.grad", function()
     assert.is_nil(w:grad())
   end)
 
-  it("names inputs that nothing depends on, or gives nil", function()
+  it("names inputs that no output depends on, or returns nil", function()
     local x, z = leaf { 1 }, leaf { 2 }
     fails(function() grad(x * 2, { x, z }) end, "no output depends on input 2", "allow_unused")
     local gx, gz, n = grad(x * 2, { x, z }, { allow_unused = true })
     assert.same({ { 2 }, true, true }, { gx:tolist(), gz == nil, n == nil })
   end)
 
-  it("refuses what it cannot do", function()
+  it("refuses invalid arguments", function()
     local x = leaf { 1, 2 }
     fails(function() grad((x * x):sum(), x, { create_graph = true }) end, "create_graph", "gradients of gradients")
     fails(function() (x * x):sum():backward { create_graph = true } end, "create_graph")
@@ -112,7 +112,7 @@ describe("retain_graph", function()
     assert.is_nil(next(require("ps.core.scope").waiting))
   end)
 
-  it("gives several gradients of one graph", function()
+  it("computes several gradients of one graph", function()
     local x = leaf { 1, 2 }
     local h = x * x
     local y = h:exp():sum()
@@ -129,7 +129,7 @@ describe("retain_graph", function()
 end)
 
 describe("ps.autograd.gradcheck", function()
-  it("finds a backward that is wrong", function()
+  it("detects a wrong backward", function()
     local Wrong = ps.autograd.Function { name = "Wrong", forward = function(_, x) return x * x end,
       backward = function(_, dy) return dy * 2 end }
     local x = ps.randn({ 3 }, { dtype = "fp64", requires_grad = true })
@@ -139,7 +139,7 @@ describe("ps.autograd.gradcheck", function()
     assert.is_nil(x:grad())
   end)
 
-  it("draws no random number of the script's, and takes fp64", function()
+  it("uses no random numbers of the script, and requires fp64", function()
     ps.manual_seed(3)
     local want = ps.rand({ 2 }):tolist()
     ps.manual_seed(3)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t[{ ... }] with index tensors, masks and new axes, read and written, held to PyTorch's shapes and elements; where,
--- cumsum, dropout and item by PyTorch's rules.
+-- t[{ ... }] with index tensors, masks and new axes, read and written, compared with PyTorch's shapes and elements;
+-- where, cumsum, dropout and item by PyTorch's rules.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
@@ -37,7 +37,7 @@ describe("index tensors", function()
     end)
   end
 
-  it("take an element of each row", function()
+  it("select an element of each row", function()
     local x = ps.arange(12):reshape(3, 4)
     is({ 1, 6, 11 }, x[{ ps.arange(3), tensor({ 1, 2, 3 }, "int64") }])
     local p = ps.nn.Parameter(ps.zeros { 2, 3 })
@@ -46,7 +46,7 @@ describe("index tensors", function()
     is({ { 1, 0, 0 }, { 0, 0, 2 } }, p:grad())
   end)
 
-  it("that lie outside are an error", function()
+  it("out of range are an error", function()
     fails(function() return a[{ i, tensor({ 0, 3 }, "int64") }] end, "index 3 of dimension 1 with size 3")
     fails(function() return a[{ tensor({ -3, 0 }, "int64"), j }] end, "index -3 of dimension 0 with size 2")
     fails(function() return a[tensor({ -3 }, "int64")] end, "index -3 of dimension 0 with size 2")
@@ -56,7 +56,7 @@ describe("index tensors", function()
     fails(function() return a[{ i, tensor { 0.5 } }] end, "index 2 is a tensor of fp32")
   end)
 
-  it("count from the end where they are negative", function()
+  it("count from the end if they are negative", function()
     local x = ps.arange(12):reshape(3, 4)
     is({ { 8, 9, 10, 11 }, { 4, 5, 6, 7 } }, x[tensor({ -1, 1 }, "int32")])
     is({ 11, 5 }, x[{ tensor({ -1, 1 }, "int64"), tensor({ 3, -3 }, "int32") }])
@@ -64,11 +64,11 @@ describe("index tensors", function()
   end)
 end)
 
-describe("index tensors that are written through", function()
+describe("writes through index tensors", function()
   local function at(...) return tensor({ ... }, "int64") end
 
   -- Values of PyTorch 2.15.
-  it("take a number, a value for each, or one that broadcasts", function()
+  it("accept a number, a value for each, or one that broadcasts", function()
     local x = ps.zeros { 3, 4 }
     x[{ at(0, -1), at(1, 2) }] = tensor { 5, 6 }
     is({ { 0, 5, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 6, 0 } }, x)
@@ -76,7 +76,7 @@ describe("index tensors that are written through", function()
     is({ { 0, 5, 0, 0 }, { 7, 7, 7, 7 }, { 0, 0, 6, 0 } }, x)
     x[{ all, at(3, 0) }] = tensor { 1, 2 }
     is({ { 2, 5, 0, 1 }, { 2, 7, 7, 1 }, { 2, 0, 6, 1 } }, x)
-    x[{ { 0, 2 }, at(1, 1) }] = tensor { { 8, 9 }, { 3, 4 } }          -- of equal ones the last
+    x[{ { 0, 2 }, at(1, 1) }] = tensor { { 8, 9 }, { 3, 4 } }          -- of equal indices the last one
     is({ { 2, 9, 0, 1 }, { 2, 4, 7, 1 }, { 2, 0, 6, 1 } }, x)
     x[{ tensor { true, false, true }, at(0) }] = 0
     is({ { 0, 9, 0, 1 }, { 2, 4, 7, 1 }, { 0, 0, 6, 1 } }, x)
@@ -92,7 +92,7 @@ describe("index tensors that are written through", function()
     fails(function() x[at(0, 1)] = nil end, "the value is missing")
   end)
 
-  it("have gradients by index_put, and are refused in place where one is needed", function()
+  it("have gradients by index_put, and are refused in place if a gradient is needed", function()
     local x, v = ps.nn.Parameter(ps.ones { 3, 2 }), ps.nn.Parameter(tensor { { 1, 2 }, { 3, 4 }, { 5, 6 } })
     local y = x:index_put(at(2, 0, 2), v)
     is({ { 3, 4 }, { 1, 1 }, { 5, 6 } }, y);
@@ -143,9 +143,9 @@ describe("index tensors that are written through", function()
   end)
 end)
 
-describe("a mask that is written through", function()
+describe("writes through a mask", function()
   -- Values of PyTorch 2.15.
-  it("takes a value for all, or one for each", function()
+  it("accept a value for all, or one for each", function()
     local b = ps.zeros { 2, 2 }
     b[tensor { { true, false }, { true, true } }] = tensor { 1, 2, 3 }
     is({ { 1, 0 }, { 2, 3 } }, b)
@@ -186,7 +186,7 @@ end)
 
 describe("where", function()
   local v, mask = tensor { 3, 1, 2 }, tensor { true, false, true }
-  it("keeps the tensor where the condition is true", function()
+  it("keeps the tensor's elements if the condition is true", function()
     is({ 3, 0, 2 }, v:where(mask, 0))
     is({ 3, 7, 2 }, v:where(mask, ps.full({ 1 }, 7)))
     is({ 3, 0, 2 }, ps.where(mask, v, 0))
@@ -196,7 +196,7 @@ describe("where", function()
     p:where(mask, 0):sum():backward()
     is({ 1, 0, 1 }, p:grad())
   end)
-  it("takes a condition of bool", function()
+  it("requires a condition of bool", function()
     fails(function() return mask:where(1, 0) end, "t:where(condition, other)", "ps.where(condition, a, b)")
     fails(function() return mask:where(v, v) end, "condition is a tensor of fp32")
     fails(function() return ps.where(tensor { 1, 0, 2 }, v, 0) end, "condition is a tensor of fp32", "ne(0)")

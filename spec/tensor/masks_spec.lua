@@ -1,11 +1,11 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dropout of parts: whoever has which rows, columns or heads, the masks are those of the whole, element by element.
+-- Dropout of parts: whatever rows, columns or heads a part has, its masks are those of the whole, element by element.
 local ps = require "ps"
 local F = ps.functional
 
 local function same(a, b) return a:ne(b):to("fp32"):sum():item() == 0 end
 
--- fn with the numbers of one dropout, whatever was drawn before.
+-- Calls fn with the random numbers of one dropout, whatever was drawn before.
 local function numbered(fn)
   local rng = ps.rng()
   rng.seed, rng.step, rng.sample, rng.op = 5, 3, 2, 7
@@ -41,9 +41,9 @@ for _, device in ipairs { "ref", "cpu" } do
         end
       end)
 
-      it("take no longer than their elements, however large the sample is", function()
+      it("take time in proportion to their elements, however large the sample is", function()
         local x = ps.ones({ 64 }, { dtype = dtype, device = device })
-        local began = os.clock()                  -- the processor's seconds, whatever else the machine does
+        local began = os.clock()                  -- processor seconds, which do not depend on other load
         local part = numbered(function() return F.dropout(x, 0.5, true, { first = 2 ^ 33, per_sample = 2 ^ 34 }) end)
         assert(os.clock() - began < 5)
         local known = numbered(function()
@@ -85,7 +85,7 @@ for _, device in ipairs { "ref", "cpu" } do
 end
 
 describe("masks of parts", function()
-  it("refuse numbers that none can have", function()
+  it("refuse invalid numbers", function()
     local x = ps.ones { 2, 3 }
     local function by_number(rows, n) return function() F.dropout(x, 0.5, true, { rows = rows, per_sample = n }) end end
     for _, case in ipairs {

@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Numbers beside tensors that are no fp32: integers, bool and half types, and what a type cannot hold; norms, variances
--- and running sums of them. The values expected are PyTorch 2.15's on the same input.
+-- Numbers together with tensors that are not fp32: integers, bool and half types, and numbers that a type cannot hold;
+-- norms, variances and running sums of them. The values expected are PyTorch 2.15's on the same input.
 local ps = require "ps"
 local check_lib = require "spec.check_lib"
 local tensor = ps.tensor
 local fails = check_lib.fails
 local nan, inf = 0 / 0, 1 / 0
 
--- Within a few roundings of fp32; NaN and infinities are themselves.
+-- Equal within a few roundings of fp32; NaN and infinities must be the same.
 local function near(expected, t, dtype, tol)
   if dtype then assert.equal(dtype, t:dtype()) end
   local got = t:reshape(-1):double():tolist()
@@ -20,7 +20,7 @@ local function near(expected, t, dtype, tol)
 end
 
 describe("a number beside integers", function()
-  it("divides and is divided as what it is", function()
+  it("divides and is divided with its own value", function()
     near({ 0.5, 0 }, tensor { true, false } / 2, "fp32")
     near({ 0.25, 0 }, tensor({ 1, 2 }):eq(tensor { 1, 3 }) / 4, "fp32")
     near({ 1 / 300, 2 / 300 }, tensor({ 1, 2 }, "uint8") / 300, "fp32")
@@ -33,20 +33,20 @@ describe("a number beside integers", function()
     near({ 2.5 }, tensor(5, "int64") / 2, "fp32")
   end)
 
-  it("is a base and an exponent as what it is", function()
+  it("is a base and an exponent with its own value", function()
     near({ 2, 1 }, ps.pow(2, tensor { true, false }), "fp32")
     near({ 300 }, ps.pow(300, tensor({ 1 }, "uint8")), "fp32")
     near({ 2 ^ -33 }, ps.pow(2 ^ -33, tensor({ 1 }, "int32")), "fp32")
   end)
 
-  it("is compared as what it is, beyond the type's range too", function()
+  it("is compared with its own value, also outside the type's range", function()
     local x = tensor({ 2 ^ 53, -2 ^ 53 }, "int64")
     assert.same({ true, true }, x:lt(1e300):tolist())
     assert.same({ true, true }, x:gt(-inf):tolist())
     assert.same({ false, false }, x:ge(2 ^ 63):tolist())
   end)
 
-  it("is refused where the integer must hold it and cannot", function()
+  it("is refused if the integer type must hold it and cannot", function()
     local x, mask = tensor({ 1, 2 }, "uint8"), tensor { true, false }
     fails(function() return x:masked_fill(mask, 300) end, "300", "uint8", "0 to 255")
     fails(function() return ps.where(mask, x, 300) end, "300", "uint8")
@@ -72,7 +72,7 @@ describe("a number beside integers", function()
     assert.same({ -2 ^ 63 }, tensor({ -2 ^ 63 }, "int64"):tolist())
   end)
 
-  it("becomes the nearest one where the engine writes doubles", function()
+  it("becomes the nearest number when the engine writes doubles", function()
     for dtype, want in pairs { uint8 = { 0, 255, 0, 0, 255 }, int32 = { -2 ^ 31, 2 ^ 31 - 1, 0, -1, 300 },
                                int64 = { -2 ^ 63, 2 ^ 63, 0, -1, 300 }, bool = { true, true, true, true, true } } do
       local t = ps.zeros({ 5 }, { dtype = dtype })
@@ -81,14 +81,14 @@ describe("a number beside integers", function()
     end
   end)
 
-  it("has a type of its own beside bool", function()
+  it("has its own type together with bool", function()
     local y = ps.where(tensor { true, false }, tensor { true, true }, 2)
     assert.equal("int64", y:dtype())
     assert.same({ 1, 2 }, y:tolist())
   end)
 end)
 
-describe("a number beside half types", function()
+describe("a number together with half types", function()
   it("divides and is divided without their rounding", function()
     near({ 10000 }, 1e5 / tensor({ 10 }, "fp16"), "fp16")
     near({ 0, 0 }, tensor({ 0, 1 }, "fp16") / 1e300, "fp16")
@@ -130,7 +130,7 @@ describe("norm, var and std", function()
     near({ 0 }, ps.zeros({ 0 }):norm())
   end)
 
-  it("have gradient 0 where they are 0", function()
+  it("have the gradient 0 if they are 0", function()
     local function gradient(values, fn)
       local x = tensor(values, { requires_grad = true })
       fn(x):backward()
@@ -154,8 +154,8 @@ describe("norm, var and std", function()
   end)
 end)
 
-describe("what is written in place", function()
-  it("keeps its type: integers take no fraction, float tensor or quotient", function()
+describe("tensors that are written in place", function()
+  it("keep their type: integers accept no fraction, float tensor or quotient", function()
     local t = tensor({ 7, 8 }, "int32")
     fails(function() t:add_(1.5) end, "add_: a fraction with a tensor of int32")
     fails(function() t:add_(2, 0.5) end, "add_: a fraction")

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Gradients of every op that has a rule, driven by the case table (spec/cases.lua): against finite differences in fp64
--- on ref, and cpu's in fp32 and bf16 against those; on all paths by which gradients meet: a leaf that has one already,
--- a tensor used twice, a gradient that waits, views, sums in fp32.
+-- on ref, and cpu's in fp32 and bf16 against those; on all paths by which gradients are accumulated: a leaf with an
+-- existing gradient, a tensor used twice, a pending gradient, views, sums in fp32.
 local ps = require "ps"
 local ffi = require "ffi"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
@@ -124,7 +124,7 @@ local function check_gradients(row, set)
   local name = row[1]
   local wrt = differentiable(row, set)
   for _, dtype in ipairs { "fp32", "bf16" } do
-    -- The same values in every type: rounded to the narrow one first.
+    -- The same values in every type: rounded to the narrowest one first.
     local narrow, n = make_inputs(set, dtype)
     local wide = {}
     for i = 1, n do wide[i] = narrow[i] and (narrow[i]:is_float() and narrow[i]:double() or narrow[i]) end
@@ -149,7 +149,7 @@ local function check_gradients(row, set)
     for how, f in pairs(plans) do
       local got = gradients(name, set, narrow, n, wrt, p, "cpu", dtype, how)
       local tol, floor = row.gtol and row.gtol[dtype] or GTOL[dtype], (row.gfloor or NO_FLOOR)[dtype] or row.floor or 0
-      if how == "inner" then floor = floor + tol end       -- 2 g + 1 may be small where 2 g is not
+      if how == "inner" then floor = floor + tol end       -- 2 g + 1 may be small if 2 g is not
       for _, i in ipairs(wrt) do
         assert.equal(how == "fp32" and "fp32" or dtype, got[i]:dtype())
         compare(describe_set(name, dtype .. " on cpu", set, narrow, n, how .. ", gradient " .. i), got[i],

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Every op of ops.def, driven by the case table (spec/cases.lua): the cpu kernels against ref for all types, odd sizes,
--- layouts and extreme values, and outputs that are added to. PS_LIST=1 prints whose kernel runs each op.
--- PS_TEST_DEVICE=cuda tests that device's kernels instead (spec/backend/cuda_spec.lua does so in a process of its own);
--- PS_TEST_SKIP=fp16 leaves a type out, PS_TEST_TYPES=bf16 takes one type alone, and PS_TEST_PART=2/8 takes every
--- eighth op, from the second on: so that a device that fails for good at one op still answers for the others.
+-- layouts and extreme values, and accumulating outputs. PS_LIST=1 prints the backend whose kernel runs each op.
+-- PS_TEST_DEVICE=cuda tests that device's kernels instead (spec/backend/cuda_spec.lua does so in a process of its
+-- own); PS_TEST_SKIP=fp16 leaves out a type, PS_TEST_TYPES=bf16 tests only one type, and PS_TEST_PART=2/8 tests every
+-- eighth op, from the second on, so that a device that fails permanently at one op is still tested with the others.
 local ps = require "ps"
 local ffi = require "ffi"
 local H = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/op_harness.lua")
@@ -33,7 +33,7 @@ local function check_outputs(row, what, got, want, n_out, dtype, rooms)
   end
 end
 
--- oneDNN's matrix products keep their bits over thread numbers with AVX-512, not with AVX2.
+-- oneDNN's matrix products have the same bits for all numbers of threads with AVX-512, not with AVX2.
 local WIDE = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
 local PRODUCTS = {}
 for _, name in ipairs(WIDE and {} or { "matmul", "linear", "linear_grad", "linear_gelu_backward", "mlp", "lm_loss" }) do
@@ -125,7 +125,7 @@ for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remain
   HOST[name] = true
 end
 
--- What the device does not do: collectives, moves between two devices that are not the host, and ops of the host.
+-- Ops that the device does not run: collectives, moves between two devices that are not the host, and ops of the host.
 local function runs_there(name)
   return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
 end
@@ -179,7 +179,7 @@ local WILD = { 1 / 0, -1 / 0, 0 / 0 }
 
 local function edge_tensor(dtype, wild, device)
   local list, n = {}, #EDGES
-  for pass = 1, 3 do                                   -- so that both vector bodies and tails see each
+  for pass = 1, 3 do                                   -- so that each occurs in vector bodies and in tails
     for i = 1, n do
       local x = EDGES[(i + pass * 5) % n + 1]
       if wild or dtype ~= "fp16" or math.abs(x) < 65520 then list[#list + 1] = x end
@@ -236,7 +236,7 @@ describe("at the edges of their range " .. DEVICE .. " agrees with ref:", functi
   end)
 end)
 
--- -- outputs that are added to --------------------------------------------------------------------------------------
+-- -- accumulating outputs --------------------------------------------------------------------------------------
 --- ps_apply with an output given.
 local function apply_into(name, ins, attrs, given)
   local c_in = ffi.new("ps_tensor *[?]", #ins)
@@ -295,7 +295,7 @@ describe("an output that is given", function()
       end
     end)
   end)
-  it("takes the gradient of an embedding", function()
+  it("accumulates the gradient of an embedding", function()
     each(function(s, dtype, out)
       both("embedding_backward", dtype, out, { { shape = { s[2] }, low = 0, high = s[1], index = true },
            { shape = { s[2], s[3] }, low = -2, high = 2 } }, { s[1], s[3] },

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Writing in place where source and destination share bytes, and where elements of the destination do.
+-- Writing in place if source and destination share bytes, and if elements of the destination do.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 
@@ -8,7 +8,7 @@ local DEVICES = { "cpu", "ref" }
 local function range(n, device, dtype) return ps.arange(0, n, 1, { dtype = dtype or "fp32", device = device }) end
 
 describe("a copy between views that overlap", function()
-  it("gives what a copy from a clone gives", function()
+  it("has the result of a copy from a clone", function()
     for _, device in ipairs(DEVICES) do
       local w = ps.tensor({ { 1, 2 }, { 3, 4 } }, { device = device })
       w:copy_(w:t())
@@ -17,7 +17,7 @@ describe("a copy between views that overlap", function()
       assert.same({ { 1, 3 }, { 1, 3 } }, w:tolist())
       w:copy_(w)
       assert.same({ { 1, 3 }, { 1, 3 } }, w:tolist())
-      w[{ {}, 0 }] = w[{ {}, 1 }]                               -- side by side: nothing overlaps
+      w[{ {}, 0 }] = w[{ {}, 1 }]                               -- adjacent: nothing overlaps
       assert.same({ { 3, 3 }, { 3, 3 } }, w:tolist())
       local n = 64
       local big = range(n * n, device):reshape(n, n):contiguous()
@@ -27,7 +27,7 @@ describe("a copy between views that overlap", function()
     end
   end)
 
-  it("shifts, however long, to both sides", function()
+  it("shifts by any distance in both directions", function()
     for _, m in ipairs { 5, 2 ^ 18 + 3 } do
       for _, dtype in ipairs { "fp32", "uint8" } do
         for way = 0, 1 do
@@ -41,7 +41,7 @@ describe("a copy between views that overlap", function()
     end
   end)
 
-  it("adds what was there before", function()
+  it("adds the earlier values", function()
     for _, device in ipairs(DEVICES) do
       local v = range(6, device)
       v:narrow(0, 1, 5):add_(v:narrow(0, 0, 5))
@@ -54,7 +54,7 @@ describe("a copy between views that overlap", function()
   end)
 end)
 
-describe("a tensor whose elements lie in one place", function()
+describe("a tensor whose elements share memory", function()
   it("is not written into element by element", function()
     for _, device in ipairs(DEVICES) do
       local e = ps.zeros({ 1 }, { device = device }):expand(4)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- One parameter as several inputs of one op, in plain memory and in an engine. By the chain rule its gradient is the
--- sum of those of distinct leaves with the same values, which are what is compared with.
+-- sum of the gradients of distinct leaves with the same values, which is the expected value.
 local ps = require "ps"
 local nn, F = ps.nn, ps.functional
 local N = 4
@@ -21,7 +21,7 @@ local cases = {
     end },
 }
 
--- The values of a parameter, fractions that fp32 and bf16 hold.
+-- The values of a parameter: fractions that are exact in fp32 and bf16.
 local function values(case, dtype)
   local shape, n = case.bias and { N } or { N, N }, case.bias and N or N * N
   return (ps.arange(0, n, 1, { dtype = "fp32" }) * 0.125 - 0.75):reshape(shape):to(dtype)

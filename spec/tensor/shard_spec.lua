@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Shard descriptions (ps.tensor.shard): which rectangles of a whole tensor each rank of tensor parallelism has.
+-- Shard descriptions (ps.tensor.shard): the rectangles of a whole tensor on each rank of tensor parallelism.
 local ps = require "ps"
 local shard = require "ps.tensor.shard"
 local fails = require("spec.check_lib").fails_saying
@@ -7,7 +7,7 @@ local nn = ps.nn
 
 local function pieces(given) return shard.pieces(shard.new(given)) end
 
--- The whole tensor put together from all ranks' shards, by their pieces alone, with the number of times each element
+-- The whole tensor, assembled from all ranks' shards only by their pieces, with the number of times each element
 -- was written.
 local function joined(whole, given)
   local t, times, parts, any = ps.zeros(whole:shape()), ps.zeros(whole:shape()), {}, nil
@@ -45,7 +45,7 @@ describe("a shard", function()
     assert.same({ 1, 3, 5 }, shard.of_whole(desc, ps.arange(6)):tolist())
   end)
 
-  it("of a padded vocabulary has padding behind its rows, and may be padding alone", function()
+  it("of a padded vocabulary has padding after its rows, and may consist of padding", function()
     local given = { dim = 0, count = 4, full_shape = { 5, 2 }, padded = 3, index = 2 }
     assert.same({ { offset = { 4, 0 }, shape = { 1, 2 }, at = { 0, 0 } } }, pieces(given))
     local whole = ps.ones { 5, 2 }
@@ -56,7 +56,7 @@ describe("a shard", function()
     assert.same({ { 0, 0 }, { 0, 0 } }, shard.of_whole(shard.new(given), whole):tolist())
   end)
 
-  it("of each rank, put together, is the whole tensor, each element once", function()
+  it("of all ranks together are the whole tensor, each element once", function()
     for _, case in ipairs {
       { shape = { 12 }, dim = 0, blocks = 3, count = 4 }, { shape = { 3, 24 }, dim = 1, blocks = 3, count = 2 },
       { shape = { 7, 3 }, dim = 0, count = 4, padded = 1 }, { shape = { 2, 6, 3 }, dim = 1, count = 3 },
@@ -112,7 +112,7 @@ describe("a shard", function()
     end
   end)
 
-  it("belongs to a parameter, and goes to the tensor that takes its place", function()
+  it("belongs to a parameter, and moves to the tensor that replaces it", function()
     local desc = shard.new { dim = 0, index = 0, count = 2, full_shape = { 8 } }
     local p, q = nn.Parameter(ps.zeros { 4 }), nn.Parameter(ps.zeros { 4 })
     assert.is_nil(shard.of(p))

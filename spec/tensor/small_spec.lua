@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Small functions of tensors against formulas and counts: products with zeros, what is drawn (counts, seeds, threads),
--- comparisons of whole tensors, diagonals, and what wrong uses are told. spec/oracle/rows_small.py has PyTorch.
+-- Small functions of tensors against formulas and counts: products with zeros, random draws (counts, seeds, threads),
+-- comparisons of whole tensors, diagonals, and errors of wrong use. spec/oracle/rows_small.py has PyTorch.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
 local tensor, F = ps.tensor, ps.F
 
 describe("a product", function()
-  it("has the product of the others as gradient, at zeros, too", function()
+  it("has the product of the other elements as gradient, also at zeros", function()
     for _, case in ipairs { { { 2, 3, 4 }, { 12, 8, 6 } }, { { 2, 0, 4 }, { 0, 8, 0 } },
                             { { 0, 3, 0, 2 }, { 0, 0, 0, 0 } } } do
       local x = ps.nn.Parameter(tensor(case[1]))
@@ -32,7 +32,7 @@ describe("a product", function()
 end)
 
 describe("comparisons of whole tensors", function()
-  it("say yes and no as booleans", function()
+  it("return booleans", function()
     local inf, nan = math.huge, 0 / 0
     local a = tensor { 1, inf, -inf, nan }
     is({ true, true, true, false }, a:isclose(a))
@@ -142,7 +142,7 @@ describe("draws", function()
     end
   end)
 
-  it("of randperm are permutations, each as likely", function()
+  it("of randperm are permutations, all equally likely", function()
     ps.manual_seed(1)
     for _, n in ipairs { 0, 1, 2, 1000 } do
       is(ps.arange(n):tolist(), (ps.randperm(n):sort()))
@@ -158,7 +158,7 @@ describe("draws", function()
     fails(function() return ps.randperm(-1) end, "ps.randperm: n")
   end)
 
-  it("of bernoulli and multinomial have the frequencies asked for", function()
+  it("of bernoulli and multinomial have the requested frequencies", function()
     ps.manual_seed(2)
     local n = 40000
     local hits = ps.full({ n }, 0.3):bernoulli():sum():item()
@@ -171,7 +171,8 @@ describe("draws", function()
       local got, p = many:eq(k - 1):sum():item(), w / 8
       assert(math.abs(got - p * n) <= 5 * math.sqrt(n * p * (1 - p)), got)
     end
-    -- Without replacement: the first is as likely as its weight, no category comes twice, none of weight 0 comes.
+    -- Without replacement: the first draw has the probabilities of the weights, no category occurs twice, and none
+    -- with weight 0.
     local first, rows = { 0, 0, 0, 0 }, 4000
     local drawn = weights:reshape(1, 4):expand(rows, 4):multinomial(3)
     assert.same({ rows, 3 }, drawn:shape())
@@ -193,7 +194,7 @@ describe("draws", function()
     fails(function() return ps.arange(3):bernoulli() end, "bernoulli takes floats, not int64")
   end)
 
-  it("of a shape like another's have its type and device", function()
+  it("with another tensor's shape have its type and device", function()
     local x = ps.zeros({ 2, 3 }, { dtype = "bf16" })
     assert.equal("bf16", ps.rand_like(x):dtype())
     assert.equal("fp64", ps.randn_like(x, { dtype = "fp64" }):dtype())

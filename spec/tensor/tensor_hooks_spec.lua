@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t:register_hook on plain tensors: when hooks run, what they replace, how they end, and what wrong ones are told.
+-- t:register_hook on plain tensors: when hooks run, what they replace, how they are removed, and the errors of wrong
+-- hooks.
 local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local tensor = ps.tensor
@@ -7,7 +8,7 @@ local tensor = ps.tensor
 local function leaf(value, dtype) return tensor(value, { dtype = dtype, requires_grad = true }) end
 
 describe("a hook of a tensor", function()
-  it("sees the whole gradient once, whatever came before it was registered", function()
+  it("gets the whole gradient once, whatever was computed before its registration", function()
     local x = leaf { 1, 2 }
     local y = x * 2
     local early = y * 3
@@ -28,7 +29,7 @@ describe("a hook of a tensor", function()
     assert.same({ 22, 22 }, x:grad():tolist())
   end)
 
-  it("of a leaf runs once a backward, with the sum of that backward alone", function()
+  it("of a leaf runs once per backward, with the sum of only that backward", function()
     local x, seen = leaf { 1, 2 }, {}
     local before = (x * 5):sum()                             -- made before the hook
     local handle = x:register_hook(function(g)
@@ -46,7 +47,7 @@ describe("a hook of a tensor", function()
     assert.equal(2, #seen)
   end)
 
-  it("of outputs of one op see their own gradients", function()
+  it("of outputs of one op get their own gradients", function()
     local x = leaf { { 3, 1 }, { 2, 4 } }
     local values = x:topk(1, 1)
     local seen
@@ -55,7 +56,7 @@ describe("a hook of a tensor", function()
     assert.same({ { 1 }, { 1 } }, seen)
   end)
 
-  it("of a loss sees 1; of the root and a leaf at once both run", function()
+  it("of a loss gets 1; hooks of the root and of a leaf both run", function()
     local x = leaf { 4 }
     local order = {}
     x:register_hook(function() order[#order + 1] = "x" end)
@@ -96,7 +97,7 @@ describe("a hook of a tensor", function()
     assert.same({ 6, 6 }, x:grad():tolist())
   end)
 
-  it("stays with a parameter that model:to makes anew", function()
+  it("stays with a parameter that model:to replaces", function()
     local layer, n = ps.nn.Linear(2, 2), 0
     local handle = layer.weight:register_hook(function() n = n + 1 end)
     layer:to "bf16"
@@ -107,7 +108,7 @@ describe("a hook of a tensor", function()
     assert.equal(1, n)
   end)
 
-  it("goes with its tensor", function()
+  it("is freed with its tensor", function()
     local waiting = require("ps.core.scope").waiting
     local function count()
       local n = 0
@@ -138,7 +139,7 @@ describe("a wrong hook", function()
     x:set_grad(nil)
   end)
 
-  it("is told what it returned", function()
+  it("gets an error that names its wrong result", function()
     fails(with(function() return 3 end), "a hook of a tensor of shape [1, 2] returned a number", "a tensor like")
     fails(with(function() return true end), "returned a boolean")
     fails(with(function(g) return g:sum() end), "returned a tensor of fp32, shape []",
@@ -149,7 +150,7 @@ describe("a wrong hook", function()
     fails(with(function() error "mine" end), "mine")
   end)
 
-  it("is told at once that it would never run", function()
+  it("is refused at once if it would never run", function()
     fails(function() tensor({ 1 }):register_hook(print) end, "requires no gradient")
     fails(function() x:register_hook(3) end, "register_hook")
     local y = x * 1
@@ -157,7 +158,7 @@ describe("a wrong hook", function()
     fails(function() y:register_hook(print) end, "would never run")
   end)
 
-  it("of a leaf leaves no gradient behind when it fails", function()
+  it("of a leaf leaves no gradient when it fails", function()
     local w = leaf { 1, 2 }
     local handle = w:register_hook(function() error "no" end)
     fails(function() (w * w):sum():backward() end, "no")

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Computing with ps.tensor as a PyTorch user expects it: arithmetic, comparisons, reductions, products, values read and
--- printed, and what wrong uses are told.
+-- Computing with ps.tensor as a PyTorch user expects: arithmetic, comparisons, reductions, products, reading and
+-- printing of values, and errors of wrong use.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local count, fails, is = check.count, check.fails, check.is
@@ -205,7 +205,7 @@ describe("values", function()
 end)
 
 describe("a wrong use", function()
-  it("of a device without data is told", function()
+  it("of a device without data is an error", function()
     local m = ps.zeros({ 2, 3 }, { device = "meta" })
     assert.same({ 2, 2 }, m:matmul(m:t()):shape())
     fails(function() m:tolist() end, "meta", "no data")
@@ -255,8 +255,8 @@ describe("a wrong use", function()
   end)
 end)
 
-describe("what is made of other methods", function()
-  it("says what is wrong with a call", function()
+describe("composed methods", function()
+  it("name the fault of a call", function()
     local t = count(2, 3)
     fails(function() t:tile(2) end, "tile: 1 numbers for 2 dimensions")
     fails(function() t:tile(2, 2, 2, 2, 2) end, "tile: 10 dimensions", "the limit is 8")
@@ -275,7 +275,7 @@ describe("what is made of other methods", function()
     fails(function() ps.eye(2.5) end, "ps.eye: the rows")
   end)
 
-  it("leaves empty tensors empty, and infinities what they are", function()
+  it("keep empty tensors empty, and infinities unchanged", function()
     assert.same({ 0, 3 }, ps.zeros({ 0, 3 }):flip { 0, 1 }:shape())
     assert.same({ 0, 3 }, ps.zeros({ 0, 3 }):roll(1, 0):shape())
     assert.same({ 0, 0 }, ps.eye(0):shape())

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.tensor as a PyTorch user expects it: creation, types, views and indexing.
+-- ps.tensor as a PyTorch user expects: creation, types, views and indexing.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local count, fails, is = check.count, check.fails, check.is
@@ -19,7 +19,7 @@ describe("creation", function()
     assert.same({ 2, 3 }, ps.randn_like(ps.zeros { 2, 3 }):shape())
   end)
 
-  it("takes numbers and nested tables", function()
+  it("accepts numbers and nested tables", function()
     is(5, tensor(5), "fp32")
     is({ { 1, 2, 3 }, { 4, 5, 6 } }, tensor { { 1, 2, 3 }, { 4, 5, 6 } }, "fp32")
     is({ true, false }, tensor { true, false }, "bool")
@@ -65,7 +65,7 @@ describe("creation", function()
     is(5, k:amax())
   end)
 
-  it("knows types by PyTorch's names too", function()
+  it("also accepts PyTorch's names of types", function()
     for alias, name in pairs { float32 = "fp32", bfloat16 = "bf16", half = "fp16", double = "fp64", long = "int64",
       byte = "uint8" } do
       assert.equal(name, ps.zeros({ 1 }, { dtype = alias }):dtype())
@@ -74,7 +74,7 @@ describe("creation", function()
     fails(function() ps.zeros({ 1 }, { device = "tpu" }) end, "tpu")
   end)
 
-  it("refuses shapes that cannot be", function()
+  it("refuses invalid shapes", function()
     fails(function() ps.zeros { 1, 1, 1, 1, 1, 1, 1, 1, 1 } end, "9 dimensions")
     fails(function() ps.zeros { 2, 1.5 } end, "must be a whole number, not 1.5")
     fails(function() ps.zeros { "a" } end, "must be a whole number, not a")
@@ -85,7 +85,7 @@ describe("creation", function()
 end)
 
 describe("types", function()
-  it("are promoted as PyTorch does", function()
+  it("are promoted like in PyTorch", function()
     local function type_of(a, b) return (ps.ones({ 2 }, { dtype = a }) + ps.ones({ 2 }, { dtype = b })):dtype() end
     assert.equal("fp32", type_of("bf16", "fp16"))
     assert.equal("fp32", type_of("bf16", "fp32"))
@@ -94,7 +94,7 @@ describe("types", function()
     assert.equal("int64", type_of("int32", "int64"))
     assert.equal("int32", type_of("uint8", "int32"))
     assert.equal("uint8", type_of("bool", "uint8"))
-    -- a tensor without dimensions counts only by its category
+    -- of a tensor without dimensions, only the category matters
     assert.equal("bf16", (ps.ones({ 2 }, { dtype = "bf16" }) + tensor(1)):dtype())
     assert.equal("int32", (ps.ones({ 2 }, { dtype = "int32" }) * tensor(2, "int64")):dtype())
     assert.equal("fp32", (ps.ones({ 2 }, { dtype = "int32" }) * tensor(2)):dtype())
@@ -341,8 +341,8 @@ describe("indexing", function()
 end)
 
 describe("bytes of a tensor", function()
-  -- Some MiB are copied in pieces, by several threads, which begin where huge pages do.
-  it("are those that were written, however many and wherever they lie", function()
+  -- Some MiB are copied in pieces, by several threads, which begin at borders of huge pages.
+  it("are those that were written, for any number and alignment", function()
     local ffi = require "ffi"
     local MIB = 2 ^ 20
     local from = ffi.new("uint32_t[?]", 3 * MIB)
@@ -364,8 +364,8 @@ describe("bytes of a tensor", function()
     end
   end)
 
-  -- The processor does not reach the memory of sim, which bytes of a file get to by way of a buffer.
-  it("are those of a file's tensor, and a file that was cut is an error whichever thread meets it", function()
+  -- The processor cannot access the memory of sim; bytes of a file are copied there through a buffer.
+  it("are those of a file's tensor, and a truncated file is an error, whichever thread detects it", function()
     local MIB = 2 ^ 20
     local path = os.tmpname()
     local tensors = { few = ps.arange(0, 5, 1, { dtype = "int32", device = "cpu" }),
@@ -380,7 +380,7 @@ describe("bytes of a tensor", function()
         file:read_into(name, all:narrow(0, 1, n))
         all = all:to("cpu")
         assert.equal(0, all:narrow(0, 1, n):ne(t):sum():item(), name .. " on " .. device)
-        assert.equal(0, all[0]:item())                        -- nothing in front of them and behind
+        assert.equal(0, all[0]:item())                        -- nothing before and after them is changed
         assert.equal(0, all[n + 1]:item())
       end
     end
@@ -393,7 +393,7 @@ describe("bytes of a tensor", function()
       assert.equal("EIO", problem.name)
       assert.truthy(tostring(problem):find(("%s was truncated from %d to"):format(path, length), 1, true),
         tostring(problem))
-      assert.equal(0, t:fill_(0):to("cpu"):sum():item())      -- it is as usable as before
+      assert.equal(0, t:fill_(0):to("cpu"):sum():item())      -- it is still usable
     end
     file:close()
     os.remove(path)
@@ -401,7 +401,7 @@ describe("bytes of a tensor", function()
 end)
 
 describe("a NaN", function()
-  it("is a number to Lua, whatever its other bits are", function()
+  it("is a number in Lua, whatever its other bits", function()
     local ffi = require "ffi"
     -- as doubles these would be a nil, a boolean, a string and the like
     for _, bits in ipairs { 0xffffffff, 0xffe00001, 0xfff80000, 0x7fc00001, 0xff800001 } do

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tokenizers of Hugging Face's files: GPT-2's byte-pair encoding, WordPiece, batches, and files that are no good. What
--- they give on drawn texts is held to the packages tokenizers and tiktoken by spec/oracle/tokens_oracle.py.
+-- Tokenizers of Hugging Face's files: GPT-2's byte-pair encoding, WordPiece, batches, and invalid files.
+-- spec/oracle/tokens_oracle.py compares results on drawn texts with the packages tokenizers and tiktoken.
 local ps = require "ps"
 local json = require "cjson"
 local check_lib = require "spec.check_lib"
@@ -43,7 +43,7 @@ describe("GPT-2's tokenizer", function()
     assert.equal(266, tok.vocab_size)
   end)
 
-  it("is that of GPT-2 on the texts for which these are all of GPT-2's merges that count", function()
+  it("equals GPT-2's on the texts for which these are all the merges of GPT-2 that matter", function()
     -- Their order is that of GPT-2's file. \196\160 is a blank and \196\138 a new line.
     local text = "\196\160 w\no r\nl l\nl d\ne l\n\196\160w or\n\196\138 \196\138\ne ll\n\196\160wor ld\n"
       .. "H e\nor ld\n\196\160 x\nl o\nw orld\nell o\nH el\nH ello\nll o\nw o\n\196\160w o\nH ell\nr l\n"
@@ -68,7 +68,7 @@ describe("GPT-2's tokenizer", function()
     assert.same(tok:encode "x\239\191\189", tok:encode "x\237")
   end)
 
-  it("gives back what it was given", function()
+  it("restores the text", function()
     local tok = gpt2()
     for _, text in ipairs { "the cat", " \t\n\n ", "caf\195\169 \240\159\152\128", "'s 'll 12,3", ("a"):rep(1000),
       "\0" } do
@@ -82,7 +82,7 @@ describe("GPT-2's tokenizer", function()
     assert.same({ "the", " cat" }, tok:batch_decode { { THE }, { S_CAT } })
   end)
 
-  it("knows special tokens in texts", function()
+  it("recognises special tokens in texts", function()
     local tok = gpt2()
     assert.same({ THE, END, THE }, tok:encode "the<|endoftext|>the")
     assert.truthy(#tok:encode("<|endoftext|>", { split_special_tokens = true }) > 1)
@@ -99,7 +99,7 @@ describe("GPT-2's tokenizer", function()
     assert.equal("\196\160the", tok:id_to_token(S_THE))
   end)
 
-  it("takes settings of tokenizer_config.json", function()
+  it("uses settings of tokenizer_config.json", function()
     local tok = gpt2 { ["tokenizer_config.json"] = { add_bos_token = true, add_prefix_space = true,
       model_max_length = 4,
       padding_side = "left", bos_token = { content = "<|endoftext|>" }, pad_token = "!" } }
@@ -139,7 +139,7 @@ describe("GPT-2's tokenizer", function()
     for _, merges in ipairs { drawn, others } do
       local tok = open(lib.folder { ["vocab.json"] = vocab, ["merges.txt"] = lib.merges_text(merges) })
       for n = 1, 124 do
-        n = n > 120 and 4000 + 97 * (n - 120) ^ 2 or n            -- longer ones go by parts of 2,048 bytes
+        n = n > 120 and 4000 + 97 * (n - 120) ^ 2 or n            -- longer words are encoded in parts of 2,048 bytes
         local word = {}
         for i = 1, n do word[i] = ("abc"):sub(math.random(3), -1):sub(1, 1) end
         word = table.concat(word)
@@ -150,7 +150,7 @@ describe("GPT-2's tokenizer", function()
     assert.equal(249, at)
   end)
 
-  it("takes a time that grows as a word does", function()
+  it("takes time in proportion to the length of a word", function()
     local tok = gpt2()
     local function seconds(n)
       local best = math.huge
@@ -163,11 +163,11 @@ describe("GPT-2's tokenizer", function()
       return best
     end
     local short, long = seconds(2 ^ 15), seconds(2 ^ 19)
-    -- 16 times on a machine by itself; its square would be 256 times
+    -- 16 times on an idle machine; quadratic time would be 256 times
     assert.truthy(long < 16 * 8 * short, ("%g s, 16 times as long %g s"):format(short, long))
   end)
 
-  it("says where tokens stand, in bytes and whole characters", function()
+  it("returns the positions of tokens, in bytes and whole characters", function()
     local tok = gpt2()
     local text = "the cat\195\169<|endoftext|>\255the"
     local offsets = tok(text, { offsets = true }).offsets:tolist()[1]
@@ -178,7 +178,7 @@ describe("GPT-2's tokenizer", function()
 end)
 
 describe("BERT's tokenizer", function()
-  it("makes text plain, and words of pieces", function()
+  it("normalises text, and splits words into pieces", function()
     local tok = bert()
     assert.same({ 2, ID.un, ID["##aff"], ID["##able"], ID["!"], 3 }, tok:encode "UNaffable!")
     assert.same({ 2, ID.cafe, ID[","], 1, ID["\228\184\173"], 3 }, tok:encode "Caf\195\169, x\228\184\173")
@@ -190,14 +190,14 @@ describe("BERT's tokenizer", function()
     assert.same({ ID.a }, tok:encode("a", { add_special_tokens = false }))
   end)
 
-  it("keeps capitals and accents where its files say so", function()
+  it("keeps capitals and accents if its files say so", function()
     local tok = bert { do_lower_case = false }
     assert.same({ 2, 1, ID.hello, 1, 3 }, tok:encode "Hello hello caf\195\169")
     tok = bert { strip_accents = false }
     assert.same({ 2, ID.hello, 1, 3 }, tok:encode "Hello caf\195\169")
   end)
 
-  it("puts tokens together again", function()
+  it("joins tokens again", function()
     local tok = bert()
     assert.equal("[CLS] unaffable, a! [SEP]", tok:decode(tok:encode "unaffable, a!"))
     assert.equal("unaffable", tok:decode(tok:encode "UNaffable", { skip_special_tokens = true }))
@@ -217,7 +217,7 @@ describe("BERT's tokenizer", function()
     assert.equal("a's b't!", tok:decode(tok:encode(text), { skip_special_tokens = true }))
   end)
 
-  it("makes batches of pairs, cut and filled", function()
+  it("makes batches of pairs, truncated and padded", function()
     local tok = bert()
     local batch = tok({ "a b", "a" }, { text_pair = { "hello", "b b b" }, padding = "max_length", max_length = 7,
       truncation = true, offsets = true })
@@ -225,7 +225,7 @@ describe("BERT's tokenizer", function()
     assert.same({ { 0, 0, 0, 0, 1, 1, 0 }, { 0, 0, 0, 1, 1, 1, 1 } }, batch.token_type_ids:tolist())
     assert.same({ { 1, 1, 1, 1, 1, 1, 0 }, { 1, 1, 1, 1, 1, 1, 1 } }, batch.attention_mask:tolist())
     assert.same({ 2, 3 }, batch.offsets:tolist()[1][3])
-    -- A text without a token of its own has special ones alone.
+    -- A text without tokens has only special ones.
     local empty = bert()({ "", " " }, { offsets = true })
     assert.same({ { 2, 3 }, { 2, 3 } }, empty.input_ids:tolist())
     assert.same({ { { 0, 0 }, { 0, 0 } }, { { 0, 0 }, { 0, 0 } } }, empty.offsets:tolist())
@@ -239,8 +239,8 @@ describe("BERT's tokenizer", function()
   end)
 end)
 
-describe("what a tokenizer is asked for", function()
-  it("is done or refused", function()
+describe("an option of a tokenizer", function()
+  it("is supported or refused", function()
     local tok = gpt2()
     fails(function() tok({ "the", "the the the" }) end, "text 1 has 1 tokens, another has 3", "padding = true")
     fails(function() tok({ "the", "the cat" }, { padding = true }) end, "no pad_token", "tokenizer.eos_token")
@@ -258,7 +258,7 @@ describe("what a tokenizer is asked for", function()
     assert.same({ { THE } }, tok("the", { truncation = "only_second", max_length = 2 }).input_ids:tolist())
     local odd = { truncation = true, max_length = 3, padding = true, pad_to_multiple_of = 2 }
     fails(function() tok("the cat", odd) end, "truncation to 3 tokens and pad_to_multiple_of = 2")
-    -- the second text's type is 1 where nothing in the files says another
+    -- the second text's type is 1 unless the files say otherwise
     assert.same({ { 0, 1, 1 } }, tok("the", { text_pair = "the cat", token_type_ids = true }).token_type_ids:tolist())
   end)
 end)
@@ -275,7 +275,7 @@ describe("bench/tokenize.lua", function()
 end)
 
 describe("a tokenizer's folder", function()
-  it("is written again as it was, but for what a script has set", function()
+  it("is saved unchanged, except for settings of the script", function()
     local tok = gpt2 { ["tokenizer_config.json"] = { model_max_length = 64, eos_token = "<|endoftext|>",
       extra_list = {}, chat = { a = 1 } }, ["generation_config.json"] = { eos_token_id = 1 } }
     local from, to = folders[#folders], folder(os.tmpname())
@@ -314,7 +314,7 @@ describe("a tokenizer's folder", function()
   end)
 end)
 
-describe("tokenizers' files that are no good", function()
+describe("invalid tokenizer files", function()
   local function refused(files, ...)
     local path = folder(lib.folder(files))
     fails(function() ps.tokenizer.from_pretrained(path) end, ...)
@@ -327,7 +327,7 @@ describe("tokenizers' files that are no good", function()
     return { ["tokenizer.json"] = whole }
   end
 
-  it("are named, with what is wrong", function()
+  it("are named, with the fault", function()
     fails(function() ps.tokenizer.from_pretrained "/nowhere/at/all" end, "there is no folder or file /nowhere/at/all")
     refused({}, "neither tokenizer.json", "vocab.txt")
     refused({ ["vocab.json"] = '{"a":', ["merges.txt"] = "" }, "vocab.json", "byte 5")
@@ -353,7 +353,7 @@ describe("tokenizers' files that are no good", function()
     refused({ ["tokenizer.json"] = '{"a":' .. ("["):rep(100000) }, "deeper than 512")
   end)
 
-  it("mean the same with a byte order mark before them", function()
+  it("mean the same with a byte order mark", function()
     local mark = "\239\187\191"
     local function marked(files)
       for name, text in pairs(files) do files[name] = mark .. (type(text) == "table" and json.encode(text) or text) end
@@ -366,7 +366,7 @@ describe("tokenizers' files that are no good", function()
     assert.same({ 257 }, marked({ ["vocab.json"] = vocab, ["merges.txt"] = merges }):encode "the")
   end)
 
-  it("of words may have a line twice, which has the last line's number", function()
+  it("of words may have a line twice, with the number of the last one", function()
     local tok = open(lib.folder { ["vocab.txt"] = "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\na\n\n\n" })
     assert.same({ 7, 6 }, tok:encode("a b", { add_special_tokens = false }))
     assert.same({ 10, "a" }, { tok.vocab_size, tok:id_to_token(7) })
@@ -406,7 +406,7 @@ describe("tokenizers' files that are no good", function()
       "post_processor.single", "[X]")
   end)
 
-  it("may spell characters, or bytes of those without a token, as Llama 2's do", function()
+  it("may spell characters, or bytes of characters without a token, as in Llama 2", function()
     local words = { ["<unk>"] = 0, ["\u{2581}"] = 259, a = 260, b = 261, ["\u{2581}a"] = 262, ["\u{2581}ab"] = 263 }
     for byte = 0, 255 do words[("<0x%02X>"):format(byte)] = 1 + byte end
     words["<s>"] = 257
@@ -426,7 +426,7 @@ describe("tokenizers' files that are no good", function()
     local tok = llama()
     assert.same({ 263, 262, 1 + 0xc3, 1 + 0xa9, 259, 259, 261 }, tok:encode "ab a\u{e9}  b")
     assert.same({ 259, 263 }, tok:encode " ab")
-    -- transformers' class has steps of its own: a blank at the beginning is the one that would be put there.
+    -- transformers' class has its own steps: a blank at the beginning replaces the one that would be added.
     local NAME = '{"tokenizer_class":"LlamaTokenizer"'
     for settings, want in pairs {
       ['}'] = { { 263 }, { 259, 263 }, { 263, 257, 260 }, "ab", " ab" },
@@ -461,14 +461,14 @@ describe("tokenizers' files that are no good", function()
     assert.equal("A", tok:decode { 1 + 0x41 })
     assert.same({ 259, 261, 261, 261, 260 }, tok:encode "bb\u{4e2d}\u{4e2d}a")
     tok = llama()
-    -- A text is one word: long ones come to what short ones are, joined.
+    -- A text is one word: a long one has the joined ids of short ones.
     local ids, want = tok:encode(("ab "):rep(5000)), {}
     for i = 1, 5000 do want[i] = 263 end
     want[5001] = 259
     assert.same(want, ids)
   end)
 
-  it("may be ranks of tokens, any two of which merge that together are one", function()
+  it("may be ranks of tokens, in which any two tokens merge that together are a token", function()
     local function file(text, name)
       return lib.folder { [name or "qwen.tiktoken"] = text } .. "/" .. (name or "qwen.tiktoken")
     end
@@ -491,7 +491,7 @@ describe("tokenizers' files that are no good", function()
   end)
 
   -- transformers' classes of tokenizers, which take these settings rather than tokenizer.json's.
-  it("follow what tokenizer_config.json says instead, where it names the class", function()
+  it("follow tokenizer_config.json instead if it names the class", function()
     local function by(config, parts)
       local files = json_of(parts)
       files["tokenizer_config.json"] = config
@@ -518,7 +518,7 @@ describe("tokenizers' files that are no good", function()
     assert.same({ "left", "left", 33 }, { tok.padding_side, tok.truncation_side, tok.pad_token_id })
   end)
 
-  it("follow the tokens that tokenizer_config.json names beside tokenizer.json's, as transformers does", function()
+  it("use the tokens of tokenizer_config.json in addition to tokenizer.json's, like transformers", function()
     local function by(config, added)
       local files = json_of { added_tokens = added }
       files["tokenizer_config.json"] = config
@@ -538,18 +538,18 @@ describe("tokenizers' files that are no good", function()
     local tok = by({ eos_token = { content = "the", lstrip = true } })
     assert.same({ 257, 257 }, tok:encode "the  the")
     assert.equal("", tok:decode(tok:encode "the  the", { skip_special_tokens = true }))
-    -- one that is added already keeps its blanks; a new one has the next id
+    -- a token that is already added keeps its blanks; a new one gets the next id
     tok = by({ eos_token = { content = "<x>", lstrip = true }, extra_special_tokens = { "<y>" } },
       { { id = 266, content = "<x>" } })
     assert.same({ 32, 266, 267 }, tok:encode " <x><y>")
     assert.equal(" ", tok:decode(tok:encode " <x><y>", { skip_special_tokens = true }))
-    -- the word of added_tokens_decoder counts more than that of tokenizer.json
+    -- added_tokens_decoder takes precedence over tokenizer.json
     tok = by({ added_tokens_decoder = { ["266"] = { content = "<x>", rstrip = true } } },
       { { id = 266, content = "<x>" } })
     assert.same({ 266, 257 }, tok:encode "<x>  the")
   end)
 
-  it("may add tokens that begin with the blanks which the one before takes along", function()
+  it("may add tokens that begin with the blanks that the previous token swallows", function()
     local tok = open(lib.folder(json_of { added_tokens = { { id = 267, content = "<x>", rstrip = true },
       { id = 268, content = " <y>" } } }))
     assert.same({ 267, 268, 257 }, tok:encode "<x> <y>the")
@@ -561,10 +561,10 @@ describe("tokenizers' files that are no good", function()
       { "\u{2126}", "\u{3a9}" }, { "a\u{323}\u{307}", "\u{1ea1}\u{307}" }, { "\u{958}", "\u{915}\u{93c}" } } do
       assert.same({ pair[2]:byte(1, -1) }, tok:encode(pair[1]))
     end
-    -- one character becomes two, which both stand where it stood (as in the package tokenizers)
+    -- one character becomes two, both at its position (as in the package tokenizers)
     local offsets = tok(" \u{f73}", { offsets = true }).offsets:tolist()[1]
     assert.same({ { 0, 1 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 } }, offsets)
-    -- U+0FA7 becomes two characters of three bytes, and the mark behind them keeps its own place
+    -- U+0FA7 becomes two characters of three bytes, and the mark after them keeps its own position
     offsets = tok("\u{fa7}\u{301}", { offsets = true }).offsets:tolist()[1]
     assert.same({ { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 3, 5 }, { 3, 5 } }, offsets)
   end)
@@ -583,7 +583,7 @@ describe("tokenizers' files that are no good", function()
     assert.same({ 97, 98 }, tok:encode "ab")
   end)
 
-  it("have patterns of Oniguruma, which mean here what they mean there or are refused", function()
+  it("have patterns of Oniguruma, which have the same meaning here or are refused", function()
     local small = lib.vocab { { "b", "\196\138" } }                 -- b and a line's end
     local function split(pattern)
       return { ["tokenizer.json"] = { model = { type = "BPE", vocab = small, merges = { "b \196\138" } },
@@ -607,7 +607,7 @@ describe("tokenizers' files that are no good", function()
       return ps.tokenizer.from_pretrained(ranks, { pattern = pattern, special_tokens = {} })
     end
     assert.same({ 4, 5, 1 }, by("\\n+|[ab]+$|[ab]+"):encode "ab\n\nb")
-    assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- "$" is the end of the text alone, as in Rust
+    assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- "$" is only the end of the text, as in Rust
     fails(function() by "[a&&b]" end, "pattern", "'&&' has another meaning in PCRE2")
     lib.remove(ranks:match "^(.*)/")
   end)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The accuracy next to the loss: the share of targets whose logit is the first largest of its row. Loss ops count the
--- hits, which are added up over micro-batches, ranks and stages. The specs compare them with argmax of the logits.
+-- hits, which are summed over micro-batches, ranks and stages. The specs compare them with argmax of the logits.
 local ps = require "ps"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
@@ -40,7 +40,7 @@ local function expected(logits, target, ignore)
 end
 
 describe("the hits that loss ops count", function()
-  it("are those of argmax, of which several may be the largest, in every type and length of a row", function()
+  it("are those of argmax, with ties, in every type and length of a row", function()
     for _, dtype in ipairs { "fp32", "bf16", "fp16", "fp64" } do
       for i, V in ipairs { 1, 2, 7, 31, 32, 33, 130, 2047, 2049, 4100 } do
         local N = V > 1000 and 9 or 40
@@ -57,7 +57,7 @@ describe("the hits that loss ops count", function()
     end
   end)
 
-  it("are in panels and in rows that are longer than what a kernel keeps those of argmax, too", function()
+  it("are also those of argmax in panels, and in rows longer than a kernel keeps", function()
     local x, w, target = whole(1, { 1100, 3 }), whole(2, { 20, 3 }), targets(3, 1100, 20, -100)
     local _, hits = ops.lm_loss(x, w, target, nil, -100, 1, 7, 1, 1)
     assert.same(expected(F.linear(x, w), target, -100), hits:tolist())
@@ -67,7 +67,7 @@ describe("the hits that loss ops count", function()
     assert.same({ 0, 3 }, select(2, ops.cross_entropy(logits, target + 69999 - target, -100, 1, 1)):tolist())
   end)
 
-  it("leave every bit of the loss and of the gradients", function()
+  it("do not change the loss and the gradients", function()
     for _, dtype in ipairs { "fp32", "bf16" } do
       local x, w = whole(1, { 70, 8 }, dtype) * 0.37, whole(2, { 50, 8 }, dtype) * 0.29
       local target = targets(3, 70, 50, -100)
@@ -83,7 +83,7 @@ describe("the hits that loss ops count", function()
     end
   end)
 
-  it("are none in a row whose log-sum-exp is no number, and -inf is a logit as any", function()
+  it("are none in a row whose log-sum-exp is NaN, and -inf is an ordinary logit", function()
     local inf, nan = math.huge, 0 / 0
     local rows = { { 1, 3, 3 }, { nan, 3, 1 }, { -inf, -inf, -inf }, { -inf, 2, -inf }, { inf, 1, 1 }, { 3, nan, 1 } }
     for device, at in pairs { ref = "ref", cpu = "cpu" } do
@@ -109,7 +109,7 @@ describe("the score of a loss", function()
     loss_weight.forget()
   end)
 
-  it("is that of the ops which made it: of losses, factors, sums, classes' weights and smoothed labels", function()
+  it("is that of the ops that made it: losses, factors, sums, weights of classes and smoothed labels", function()
     local x = logits:detach():requires_grad(true)
     local weight = ps.tensor { 1, 2, 3, 4, 5, 6 }
     for name, loss in pairs {
@@ -131,7 +131,7 @@ describe("the score of a loss", function()
     assert.same({ 2 * want[1], 2 * want[2] }, { loss_weight.score(as_one) })
   end)
 
-  it("counts no target of a class that weighs nothing, unless labels are smoothed", function()
+  it("counts no target of a class of weight 0, unless labels are smoothed", function()
     local weight = ps.tensor { 1, 0, 1, 1, 1, 1 }
     local without = ps.tensor(target:tolist(), "int64")
     without = ps.where(without:eq(1), -100, without)
@@ -142,7 +142,7 @@ describe("the score of a loss", function()
     assert.same(want, { loss_weight.score(smoothed) })
   end)
 
-  it("is unknown of losses of other ops, without reduction, and while nobody watches", function()
+  it("is unknown for losses of other ops, without reduction, and if it is not requested", function()
     assert.is_nil(loss_weight.score((logits ^ 2):mean()))
     assert.is_nil(loss_weight.score(F.cross_entropy(logits, target, { reduction = "none" }):mean()))
     off()
@@ -152,7 +152,7 @@ describe("the score of a loss", function()
   end)
 end)
 
-describe("hits of logits that ranks share out", function()
+describe("hits of logits that are cut among ranks", function()
   for size = 2, 3 do
     it(("are those of the whole logits, ranks: %d"):format(size), function()
       if lib.no_gloo() then return pending(lib.no_gloo()) end
@@ -201,7 +201,7 @@ describe("hits of logits that ranks share out", function()
 end)
 
 -- A training and an evaluation of 8 rows in micro-batches, whose targets are ignored unevenly. The rate is 0, so that
--- the accuracy is that of the first weights. A model of the script's own gives it, by argmax.
+-- the accuracy is that of the first weights. The script computes it by argmax with a model of its own.
 local RUN = [[
   local gpt2 = require "models.gpt2"
   local OPTIONS = { n_layer = 2, n_embd = 16, n_head = 2, vocab_size = 12, n_positions = 8, embd_pdrop = 0,
@@ -220,7 +220,7 @@ local RUN = [[
   local hits, count = first:eq(y):sum():item(), y:ne(-100):sum():item()
   assert(hits > 2 and hits < count and count < 60)
   local want, dp = hits / count, DP
-  -- rows of this rank, in n parts, again and again
+  -- rows of this rank in n parts, repeatedly
   local function parts(n)
     local at, rows, from = 0, 8 / dp / n, dp > 1 and rank * 8 / dp or 0
     return function()
@@ -274,7 +274,7 @@ local RUN = [[
   if EVENTS then engine:close() end
 ]]
 
--- How engines of a layout are made.
+-- The arguments of ps.initialize for a layout.
 local function engine_of(config)
   return ([[ps.initialize { model_func = make, config = { plan_print = false, steps_per_print = 1,
     train_micro_batch_size_per_gpu = 8 / DP / 2, gradient_accumulation_steps = 2,
@@ -314,7 +314,7 @@ describe("train.run and evaluate count the accuracy of", function()
 end)
 
 describe("a log of an older version", function()
-  it("goes on with lines that have the new columns", function()
+  it("continues with lines that have the new columns", function()
     check.write(folder .. "/text", ("a line of text to learn\n"):rep(50))
     local gpt2 = require "models.gpt2"
     local model = gpt2.new "tiny"

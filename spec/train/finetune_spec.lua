@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- examples/finetune.lua: a chat model learns conversations, on one process and on two, within a budget; it is
--- continued, and its folder talks. Data that are no conversations are refused before the model is read.
+-- continued, and its folder is used for a chat. Data that are not conversations are refused before the model is read.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local check = require "spec.check_lib"
@@ -102,7 +102,7 @@ describe("examples/finetune.lua", function()
     assert(perplexity("--adapter " .. one) < 0.9 * perplexity "")
   end)
 
-  it("ends on Ctrl-C with a checkpoint, and no rank blames the other", function()
+  it("ends on Ctrl-C with a checkpoint, without errors about other ranks", function()
     for _, at in ipairs { "before:", "step %d+/" } do
       local p = assert(io.popen(("exec 2>&1; echo $$; OMP_NUM_THREADS=1 exec '%s' '%s/tools/launch.lua' "
         .. "--nproc-per-node 2 '%s/examples/finetune.lua' --model %s --data %s --out %s/stopped --epochs 100000")
@@ -122,7 +122,7 @@ describe("examples/finetune.lua", function()
     end
   end)
 
-  it("resumes an adapter from a checkpoint that has only what is trained", function()
+  it("resumes an adapter from a checkpoint with only the trained values", function()
     local one, two = folder .. "/whole", folder .. "/parts"
     local words = ("--data %s --batch 8 --lr 1e-2 --lora 4 --dora"):format(data)
     local out, code = run(words .. " --epochs 4 --out " .. one)
@@ -131,7 +131,7 @@ describe("examples/finetune.lua", function()
       os.execute(("rm -rf %s; cp -r %s %s"):format(two, one, two))
       local each = ranks and words:gsub("%-%-batch 8", "--batch 4") or words
       local newest = ps.checkpoints.info(two .. "/run")
-      -- Back to the first checkpoint that is kept.
+      -- Returns to the first kept checkpoint.
       local names = io.popen(("ls -d %s/run/step-*"):format(two)):read "*a"
       local first = names:match "(step%-%d+[^\n]*)"
       check.write(two .. "/run/latest", first .. "\n")
@@ -158,7 +158,7 @@ describe("examples/finetune.lua", function()
     os.execute(("mv %s/model.kept %s/model.safetensors"):format(folder, folder))
   end)
 
-  it("refuses data that are no conversations", function()
+  it("refuses data that are not conversations", function()
     check.write(folder .. "/text.jsonl", '{"text": "abc"}\n')
     local out, code = run(("--data %s/text.jsonl --out %s/none"):format(folder, folder))
     assert.truthy(code == 1 and out:find("text.jsonl:1: a row in the form 'text' is not a conversation", 1, true), out)
@@ -204,6 +204,6 @@ describe("examples/finetune.lua", function()
     out, code = run(("--data %s --out %s --epochs 2 --batch 8 --resume"):format(data, to))
     os.remove(jinja)
     assert.equal(0, code, out)
-    assert.equal(12, #losses(to))                          -- 42 rows are 5 batches of 8, and one that is filled
+    assert.equal(12, #losses(to))                          -- 42 rows are 5 batches of 8, and one that is filled up
   end)
 end)

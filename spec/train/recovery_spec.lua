@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- examples/train_chunked.lua under the launcher: killed and started again, with as many ranks or fewer, told to leave,
--- and resumed. What an unhurt run saves in the end is what these save, byte for byte where the ranks are as many.
+-- examples/train_chunked.lua under the launcher: killed and restarted, with the same number of ranks or fewer,
+-- interrupted by a signal, and resumed. The last checkpoint equals that of an undisturbed run, byte for byte if the
+-- number of ranks is the same.
 local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -20,7 +21,7 @@ setup(function()
   for i = 1, 3000 do words[i] = ("%d and %d. "):format(i % 17, i % 5) end
   write("text", table.concat(words))
   write("config.json", [[{ "train_batch_size": 8, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } } }]])
-  -- The example, with something that happens to one rank of the first attempt when a checkpoint has been written.
+  -- The example, with a fault of one rank of the first attempt after a checkpoint has been written.
   write("hurt.lua", ([[
     local checkpoints, signal = require "ps.checkpoints", require "posix.signal"
     local unistd = require "posix.unistd"
@@ -32,7 +33,7 @@ setup(function()
       if what == "kill" and os.getenv "RANK" == "1" then signal.kill(unistd.getpid(), signal.SIGKILL) end
       if what == "term" and os.getenv "RANK" == "0" then
         signal.kill(unistd.getppid(), signal.SIGTERM)
-        while require("ps").interrupts() == 0 do           -- the launcher passes it on when it gets to run
+        while require("ps").interrupts() == 0 do           -- the launcher forwards it when it runs
           require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e6 }
         end
       end
@@ -53,8 +54,8 @@ setup(function()
 end)
 teardown(function() os.execute("rm -r " .. folder) end)
 
--- Twelve steps with a checkpoint after every fourth: what the launcher wrote, its exit code, the last checkpoint (as
--- one file: in those of the ranks are numbers of the save).
+-- Twelve steps with a checkpoint after every fourth: returns the launcher's output, its exit code, and the last
+-- checkpoint as one file, since those of the ranks contain numbers of the save.
 local function train(out, options, what, more)
   local text, code = check.shell(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 3000 "
     .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
@@ -65,8 +66,8 @@ local function train(out, options, what, more)
   return text, code, read "last.safetensors"
 end
 
-describe("a failure that other ranks are told of", function()
-  -- Runs a script as two ranks: what the launcher said, its exit code.
+describe("a failure that other ranks report", function()
+  -- Runs a script as two ranks. Returns the launcher's output and exit code.
   local function run(script, options)
     write("fails.lua", script)
     return check.shell(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 300 "
@@ -74,8 +75,8 @@ describe("a failure that other ranks are told of", function()
       paths.exe, paths.root, options or ""))
   end
 
-  -- Rank 0 blames `what`, as its watch would say, and ends. Rank 1 does `rank_1` when the launcher has taken that in:
-  -- no process of that id is left.
+  -- Rank 0 fails with the error `what`, like its watch, and ends. Rank 1 runs `rank_1` after the launcher has seen
+  -- this: no process of that id is left.
   local function told(what, rank_1, options, rank_0)
     os.remove(folder .. "/ready")
     os.remove(folder .. "/seen")
@@ -111,7 +112,7 @@ describe("a failure that other ranks are told of", function()
   it("is shown once", function()
     if no_gloo then return pending(no_gloo) end
     local begin = "local ps = require 'ps' ps.init_distributed { quiet = true } "
-    -- by the rank that failed, and not by the one that is told of it
+    -- by the rank that failed, and not by the one that reports it
     local text, code = run(begin .. "if ps.rank() == 1 then error 'of one rank' end "
       .. "ps.mesh.group 'world':all_reduce(ps.ones { 2 })", "--log-dir logs")
     assert.equal(1, code, text)
@@ -126,7 +127,7 @@ describe("a failure that other ranks are told of", function()
     text, code = run(begin .. "error 'of all ranks'")
     assert.equal(1, code, text)
     assert.equal(1, count(text, "of all ranks"), text)
-    -- each of two unlike ones
+    -- each of two different ones
     os.remove(folder .. "/ignores")
     text = run [[
       local time, signal = require "posix.time", require "posix.signal"
@@ -149,7 +150,7 @@ describe("a failure that other ranks are told of", function()
     assert.is_nil(text:find "\30")
   end)
 
-  it("is that of the rank that failed, though another one ended before it", function()
+  it("is that of the rank that failed, although another one ended before it", function()
     for _, what in ipairs { "1 EIO", "1 ETIME", "7 EIO\\n1 EINVAL" } do
       local text, code = told(what, "os.exit(3)")
       assert.equal(3, code, text)
@@ -158,13 +159,13 @@ describe("a failure that other ranks are told of", function()
     end
   end)
 
-  it("is that of the rank that failed, though it takes a while to end", function()
+  it("is that of the rank that failed, although it takes a while to end", function()
     local text, code = told("1 EIO", "time.nanosleep { tv_sec = 1, tv_nsec = 5e8 } os.exit(3)")
     assert.equal(3, code, text)
     assert.matches("launch: rank 1 .* failed first, [^\n]*: exit code 3; it wrote nothing\n", text)
   end)
 
-  it("is that of the first where no other one fails, or where it spoke of itself", function()
+  it("is that of the first rank if no other one fails, or if it reported itself", function()
     for _, rank_1 in ipairs { "os.exit(0)", "time.nanosleep { tv_sec = 20, tv_nsec = 0 }" } do
       local text, code = told("1 EIO", rank_1, "--grace 1")
       assert.equal(1, code, text)
@@ -172,13 +173,13 @@ describe("a failure that other ranks are told of", function()
     end
   end)
 
-  it("is that of the first where it blames itself", function()
+  it("is that of the first rank if it reports itself", function()
     local text, code = told("0 EIO", "os.exit(3)")
     assert.equal(1, code, text)
     assert.matches("launch: rank 0 .* failed first", text)
   end)
 
-  it("is told by the watch, not by what a script prints", function()
+  it("comes from the watch, not from the output of a script", function()
     local text, code = told("", [[os.exit(3)]], nil, 'io.stderr:write("psluajit: rank 1 (h) failed: x\\n")')
     assert.equal(1, code, text)
     assert.matches("launch: rank 0 .* failed first, [^\n]*: exit code 1; its last lines:\n", text)
@@ -201,7 +202,7 @@ describe("a failure that other ranks are told of", function()
   end)
 end)
 
-describe("a training that is hurt", function()
+describe("a disturbed training", function()
   if no_gloo then return pending(no_gloo) end
   local whole, whole_text
 
@@ -212,7 +213,7 @@ describe("a training that is hurt", function()
     assert.truthy(whole)
   end)
 
-  it("goes on from its last checkpoint after a rank was killed", function()
+  it("continues from its last checkpoint after a rank was killed", function()
     local text, code, last = train("killed", "--nproc-per-node 2 --max-restarts 1", "kill2")
     assert.equal(0, code, text)
     assert.matches("launch: rank 1 .* failed first, .*killed by signal 9", text)
@@ -222,7 +223,7 @@ describe("a training that is hurt", function()
     assert.equal(whole_text:match("held%-out loss [^\n]*"), text:match("held%-out loss [^\n]*"))
   end)
 
-  it("goes on with fewer ranks and the same batches", function()
+  it("continues with fewer ranks and the same batches", function()
     local text, code = train("fewer", "--nproc-per-node 1:2 --max-restarts 1", "kill1")
     assert.equal(0, code, text)
     assert.matches("launch: restart 1 of 1, with 1 of 2 ranks\n", text, 1, true)
@@ -232,13 +233,13 @@ describe("a training that is hurt", function()
     assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
   end)
 
-  -- A folder with what an earlier run had left after eight steps.
+  -- A folder with the files of an earlier run after eight steps.
   local function left_by_another(name)
     assert(os.execute(("cp -r %s/killed %s/%s && cd %s/%s && rm -r step-00000012 && echo step-00000008 >latest"):format(
       folder, folder, name, folder, name)) == 0)
   end
 
-  it("begins anew without a checkpoint, and does not take an earlier run's for its own", function()
+  it("starts again without a checkpoint, and does not use an earlier run's", function()
     left_by_another "again"
     local text, code, last = train("again", "--nproc-per-node 2 --max-restarts 1", "kill0", "--force")
     assert.equal(0, code, text)
@@ -247,7 +248,7 @@ describe("a training that is hurt", function()
     assert.is_true(last == whole)
   end)
 
-  it("is refused where a folder holds a run, and when it is started again, too", function()
+  it("is refused if a folder holds a run, also when it is restarted", function()
     left_by_another "refused"
     local text, code = train("refused", "--nproc-per-node 2 --max-restarts 1")
     assert.equal(1, code, text)
@@ -260,7 +261,7 @@ describe("a training that is hurt", function()
     assert.equal("step-00000008", read("refused/latest"):match("%S+"))
   end)
 
-  it("ends all ranks when the port is another program's", function()
+  it("ends all ranks if another program has the port", function()
     local fd, port = assert(require("ps.launch.port").bound())
     assert(require("posix.sys.socket").listen(fd, 8))
     local start = ps.now()
@@ -271,7 +272,7 @@ describe("a training that is hurt", function()
     assert.is_true(ps.now() - start < check.PROMPT_S)
   end)
 
-  it("saves and leaves when told, is not started again, and resumes", function()
+  it("saves and ends after a signal, is not restarted, and resumes", function()
     local text, code, last = train("told", "--nproc-per-node 2 --max-restarts 1 --grace 20", "term1")
     assert.equal(0, code, text)
     assert.matches("launch: SIGTERM: passed on to the ranks", text, 1, true)

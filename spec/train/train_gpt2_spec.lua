@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- examples/train_gpt2.lua: a run, one that goes on, and what --resume refuses, which changes no file.
+-- examples/train_gpt2.lua: a run, a resumed run, and runs that --resume refuses without changing a file.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -22,7 +22,7 @@ local function files(out)
   return all
 end
 
--- What an example says, and its exit code.
+-- The output of an example, and its exit code.
 local function example(options, name)
   local command = ("cd %s && OMP_NUM_THREADS=1 timeout 300 %s %s/examples/%s %s 2>&1; echo \"|$?\""):format(folder,
     paths.exe, paths.root, name or "train_gpt2.lua", options)
@@ -62,14 +62,14 @@ describe("train_gpt2.lua", function()
 
   teardown(function() os.execute("rm -rf " .. folder) end)
 
-  it("has nothing to go on from where no run was, and leaves nothing there", function()
+  it("has nothing to continue in a folder without a run, and leaves no file there", function()
     local text, code = train("text.txt", 8, "--resume")
     assert.equal(1, code, text)
     assert.truthy(text:find("run holds no checkpoint", 1, true), text)
     assert.is_nil(lfs.attributes(folder .. "/run"))
   end)
 
-  it("goes on with the data it began with", function()
+  it("continues with the data of its start", function()
     local text, code = train("text.txt", 4)
     assert.equal(0, code, text)
     text, code = train("text.txt", 6, "--resume")
@@ -77,7 +77,7 @@ describe("train_gpt2.lua", function()
     assert.truthy(text:find("resumed from run/step-00000004", 1, true), text)
   end)
 
-  it("refuses to go on with other data, and leaves the run's files as they are", function()
+  it("refuses to continue with other data, and does not change the run's files", function()
     refused("other.txt", "--resume", "run/train.bin", "other.txt", "--out")
     refused("alike.txt", "--resume", "run/train.bin", "alike.txt")        -- of the same length
     refused("nowhere.txt", "--resume", "nowhere.txt")
@@ -86,20 +86,20 @@ describe("train_gpt2.lua", function()
     assert.truthy(text:find("resumed from run/step-00000006", 1, true), text)
   end)
 
-  it("begins anew without --resume", function()
+  it("starts a new run without --resume", function()
     local before = files "run"
     local text, code = train("other.txt", 1)
     assert.equal(0, code, text)
     assert.not_equal(before["train.bin"], files("run")["train.bin"])
   end)
 
-  it("says that a new run replaces an earlier one", function()
+  it("prints that a new run replaces an earlier one", function()
     local text, code = train("other.txt", 1)
     assert.equal(0, code, text)
     has(text, "run has an earlier run (at run/step-00000001", "), which the new one replaces")
   end)
 
-  it("--resume alone goes on with the run's own options, to the same bits", function()
+  it("--resume alone continues with the run's own options, to the same bits", function()
     local options = SMALL .. "--accumulate 2 --lr 0.003 --dropout 0.1 --seed 7 --steps 6 --eval-every 3 --data text.txt"
     local text, code = example(options .. " --out whole")
     assert.equal(0, code, text)
@@ -111,13 +111,13 @@ describe("train_gpt2.lua", function()
     has(text, "resumed from cut/step-00000004", "6 steps; held-out loss every 3 steps, on 2 batches")
     local whole, cut = files "whole", files "cut"
     assert.truthy(whole["step-00000006.safetensors"] == cut["step-00000006.safetensors"])
-    local function losses(log)                                                  -- all but tokens a second
+    local function losses(log)                                                  -- all except tokens per second
       return (log:gsub(",%d+,([^,\n]*,[^,\n]*,[^,\n]*\n)", ",%1"))
     end
     assert.equal(losses(whole["log.csv"]), losses(cut["log.csv"]))
   end)
 
-  it("--resume refuses what would make it another run, and says what else is new", function()
+  it("--resume refuses options that would make it another run, and prints other changes", function()
     local before = files "cut"
     for option, value in pairs { model = "small", batch = 4, seq = 8, accumulate = 1, dtype = "bf16", lr = 0.001,
       dropout = 0, seed = 8 } do
@@ -139,7 +139,7 @@ describe("train_gpt2.lua", function()
       "--eval-batches is 3 from here on; it was 2", "7 steps; held-out loss every 3 steps, on 3 batches")
   end)
 
-  it("holds a tenth out of a text in one line, too, and says which text is too short", function()
+  it("also holds out a tenth of a text in one line, and names a text that is too short", function()
     write("line.txt", ("words in one line "):rep(200) .. "\n")
     local text, code = example(SMALL .. "--data line.txt --out one --steps 2")
     assert.equal(0, code, text)
@@ -150,7 +150,7 @@ describe("train_gpt2.lua", function()
     has(text, "train_gpt2.lua: few/held_out.bin: 2 tokens are fewer than a window of 16 and its targets, 17 together")
   end)
 
-  it("--minutes takes as many steps as fit, and says so", function()
+  it("--minutes runs as many steps as fit, and prints their number", function()
     local text, code = example(SMALL .. "--data text.txt --out timed --minutes 0.02")
     assert.equal(0, code, text)
     local steps = text:match "measured %d+ steps: [%d.]+ s each on this machine.* 0%.02 minutes have room for (%d+) "
@@ -159,7 +159,7 @@ describe("train_gpt2.lua", function()
     assert.truthy(tonumber(steps) > 1, text)
   end)
 
-  it("train_chunked.lua says in one line what is wrong with its configuration, files and budgets", function()
+  it("train_chunked.lua names in one line the fault of its configuration, files and budgets", function()
     write("key.json", '{ "optimzer": {} }')
     write("value.json", '{ "optimizer": { "params": { "lr": -1 } } }')
     write("cut.json", "{")

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The log of ps.train.run: a resumed run loses no line of it, and a disk that takes no more neither ends the run nor
--- goes unnoticed.
+-- The log of ps.train.run: a resumed run loses no line of it, and a full disk neither ends the run nor remains
+-- unreported.
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
 local json = require "cjson"
@@ -27,8 +27,8 @@ local function steps_of(path)
   return steps
 end
 
--- Runs fn while the system's write takes `room` bytes in all and then says that the disk is full; gives a function
--- that frees the disk.
+-- Runs fn while the system's write accepts `room` bytes in total and then reports a full disk. Returns a function that
+-- frees the disk.
 local function on_small_disk(room, fn)
   local write = unistd.write
   local function free() unistd.write = write end
@@ -43,7 +43,7 @@ local function on_small_disk(room, fn)
   if not ok then error(problem, 0) end
 end
 
--- Gives the tests of a block a folder, with a text to learn.
+-- Makes a folder with a text for the tests of a block.
 local function own_folder()
   setup(function()
     folder = os.tmpname()
@@ -57,20 +57,20 @@ end
 describe("the log of a training", function()
   own_folder()
 
-  it("keeps its old file whole until the resumed run's is there", function()
+  it("keeps its old file intact until the resumed run's is complete", function()
     local path, old = folder .. "/whole.csv", folder .. "/old.csv"
     ps.train.run(options { log = path })
-    check.write(path, check.read(path) .. "5,1.0,0.")          -- a line that a crash cut
+    check.write(path, check.read(path) .. "5,1.0,0.")          -- a line that a crash truncated
     assert(lfs.link(path, old))
     local before = check.read(old)
     local result = ps.train.run(options { log = path, start = 3, steps = 5 })
-    assert.equal(before, check.read(old))                      -- nobody wrote into the file that was there
+    assert.equal(before, check.read(old))                      -- the existing file was not written
     assert.same({ 1, 2, 3, 4, 5 }, steps_of(path))
     assert.equal(5, #result.history)
     assert.equal(before:match "\n(3,[^\n]*)\n", check.read(path):match "\n(3,[^\n]*)\n")
   end)
 
-  it("is an error before the first step where it cannot be written", function()
+  it("is an error before the first step if it cannot be written", function()
     assert(lfs.link("/dev/full", folder .. "/full.csv", true))
     for _, path in ipairs { folder .. "/full.csv", folder, folder .. "/nowhere/log.csv" } do
       local o = options { log = path }
@@ -83,7 +83,7 @@ describe("the log of a training", function()
     end)
   end)
 
-  it("that the disk does not take ends the run with an error, after its checkpoint", function()
+  it("that the disk rejects ends the run with an error, after its checkpoint", function()
     local path = folder .. "/lost.csv"
     on_small_disk(45, function()
       check.fails_saying({ "reached step 4", path, "lacks its last 3 lines", "No space left on device",
@@ -110,7 +110,7 @@ describe("the log of a training", function()
     local function numbers(name)
       return (check.read(folder .. name):gsub(",%d+,([^,\n]*,[^,\n]*,[^,\n]*)\n", ",%1\n"))
     end
-    assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all but the tokens a second
+    assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all except the tokens per second
   end)
 
   -- The lines of a JSONL log, decoded.
@@ -120,7 +120,7 @@ describe("the log of a training", function()
     return list
   end
 
-  it("stands beside the CSV file as JSON, a line for each step, which a resumed run keeps", function()
+  it("is next to the CSV file as JSON, a line for each step, which a resumed run keeps", function()
     local began = os.time()
     ps.train.run(options { log = folder .. "/both.csv",
       eval = { every = 2, data = function()
@@ -147,7 +147,7 @@ describe("the log of a training", function()
     assert.not_equal(list[4].time, after[4].time)
   end)
 
-  it("is in the folder of checkpoints where the run asks for no CSV file, with the tiers of an engine", function()
+  it("is in the folder of checkpoints if the run has no CSV file, with the tiers of an engine", function()
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
       config = { plan_print = false, fp16 = { enabled = true, initial_scale_power = 4 } } }
     ps.train.run(options { model = model, optimizer = optimizer, steps = 1,
@@ -173,7 +173,7 @@ end)
 describe("callbacks of a training", function()
   own_folder()
 
-  it("hear of steps, evaluations and checkpoints in their order", function()
+  it("are called for steps, evaluations and checkpoints in their order", function()
     local heard = {}
     local result = ps.train.run(options { steps = 2, checkpoint = { folder = folder .. "/run" },
       eval = { every = 2, data = function()
@@ -195,7 +195,7 @@ describe("callbacks of a training", function()
     assert.matches("step%-00000002", result.saved)
   end)
 
-  it("that fail or answer otherwise end it with an error", function()
+  it("that fail or return another value end it with an error", function()
     check.fails_saying({ "no luck" }, function()
       ps.train.run(options { callbacks = { step = function() error "no luck" end } })
     end)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.train.run and evaluate of several ranks: one log, one history, the mean of all ranks' losses, a signal to any rank
--- ends the run on all after the same step, and what goes wrong on one is an error of all.
+-- ps.train.run and evaluate of several ranks: one log, one history, the mean of all ranks' losses, a signal to any
+-- rank ends the run on all after the same step, and a fault on one rank is an error on all.
 local ranks = require "spec.ranks_lib"
 local lib = require "spec.check_lib"
 
@@ -14,7 +14,7 @@ setup(function()
 end)
 teardown(function() ranks.remove(folder) end)
 
--- Behind ranks_lib's beginning: start(stage) makes model, optimizer, and what train.run takes.
+-- Code after ranks_lib's beginning: start(stage) makes the model, the optimizer, and the arguments of train.run.
 local BEGIN = [[
   local gpt2, train = require "models.gpt2", ps.train
   local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -73,7 +73,7 @@ describe("train.run of two ranks", function()
     end
   end)
 
-  it("goes on from what it saved, and all have the history of the log", function()
+  it("continues from its checkpoint, and all ranks have the history of the log", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local said = same(2, [[
       local path = folder .. "/resumed"
@@ -94,7 +94,7 @@ describe("train.run of two ranks", function()
     assert.truthy(said:find("1:[%d.]+:%- 2:"), said)
   end)
 
-  it("ends on both after one step, saved, when signals come to each at another time", function()
+  it("ends on both after the same step, with a checkpoint, when signals reach them at different times", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     local said = same(2, [[
       local count = 0
@@ -113,7 +113,7 @@ describe("train.run of two ranks", function()
     assert.truthy(said:match("^2 true"), said)
   end)
 
-  it("fails on both where the loss of one is no number, and where held-out batches are not as many", function()
+  it("fails on both if the loss of one is not a number, and if their numbers of held-out batches differ", function()
     if ranks.no_gloo() then return pending(ranks.no_gloo()) end
     same(2, [[
       local options = start { loss = function(m, ...) return rank == 1 and m(...) * (0 / 0) or m(...) end }
@@ -164,7 +164,7 @@ end)
 describe("evaluate", function()
   local ps = require "ps"
 
-  it("weighs batches by their targets, and has no loss where none counts", function()
+  it("weights batches by their targets, and has no loss if all are ignored", function()
     local model = require("models.gpt2").new "tiny"
     local function batches(masks)
       local n = 0

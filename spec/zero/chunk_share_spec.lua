@@ -1,13 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Who owns which chunk: for any list of chunks and number of ranks, shares as even as whole chunks allow, and stripes
--- with one chunk of a rank at most, of one group.
+-- The owners of chunks: for any list of chunks and number of ranks, shares are as even as whole chunks allow, and
+-- stripes have at most one chunk per rank, all of one group.
 local share = require "ps.engine.layout.share"
 local pack = require "ps.engine.layout.pack"
 
 local function numel(row) return row.numel end
 
 describe("chunk_share.out", function()
-  it("gives chunk k to rank k mod N where all have one size", function()
+  it("gives chunk k to rank k mod N if all have the same size", function()
     local rows = {}
     for i = 1, 14 do rows[i] = { group = 1, numel = 4096 } end
     local made = share.out(rows, 4, numel)
@@ -46,7 +46,7 @@ describe("chunk_share.out", function()
     end
   end)
 
-  it("has the search choose sizes that make even shares", function()
+  it("makes the search choose sizes with even shares", function()
     local entries = { { numel = 50257 * 768, dtype = "bf16", trains = true } }
     for i = 1, 48 do entries[i + 1] = { numel = 3 * 768 * 768 + 64 * i, dtype = "bf16", trains = true } end
     for _, size in ipairs { 2, 3 } do

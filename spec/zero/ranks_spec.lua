@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Training with several processes: the same losses and parameters as one process with all rows, the same bits on every
--- rank, and ranks that disagree end with an error that says on what.
+-- rank, and ranks that disagree end with an error that names the difference.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -59,7 +59,7 @@ describe("several processes", function()
     end)
   end
 
-  it("drop out other elements each, with no loader to number their samples", function()
+  it("drop out different elements, without a loader that numbers their samples", function()
     local all = run(2, ([[
       local ps = require "ps"
       local nn = ps.nn
@@ -89,7 +89,7 @@ describe("several processes", function()
     ["a buffer"] = { 2, "if ps.rank() == 0 then ps.no_grad(function() model.count:add_(1) end) end",
       "buffer count of rank 0 has different bits" },
   } do
-    it("that drift apart find it: " .. name, function()
+    it("that drift apart detect it: " .. name, function()
       local all = run(3, ([[
         local ps = require "ps"
         local nn = ps.nn
@@ -120,7 +120,7 @@ describe("several processes", function()
     end)
   end
 
-  it("that disagree on the model all end with an error that says so", function()
+  it("that disagree on the model all end with an error about the model", function()
     local all = run(2, ([[
       local ps = require "ps"
       local nn = require "ps.nn"
@@ -134,7 +134,7 @@ describe("several processes", function()
     end
   end)
 
-  it("that disagree on the configuration all end with an error that says in what", function()
+  it("that disagree on the configuration all end with an error that names the key", function()
     local all = run(3, ([[
       local ps = require "ps"
       ps.init_distributed { rendezvous = "file://%s/rendezvous" }
@@ -199,7 +199,7 @@ describe("several processes", function()
     end
   end)
 
-  it("are told when a parameter has its gradient on some only", function()
+  it("get an error if a parameter has a gradient only on some of them", function()
     local all = run(2, ([[
       local ps = require "ps"
       local nn = require "ps.nn"
@@ -225,7 +225,7 @@ describe("several processes", function()
     end
   end)
 
-  it("are told, by name, when one of them has no gradient in a whole stripe of chunks", function()
+  it("get an error, with names, if one of them has no gradient in a whole stripe of chunks", function()
     for stage = 0, 2 do
       local all = run(2, ([[
         local ps = require "ps"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Between backward and step, where gradients lie in the places of parameters: what had none can be read, on all ranks
--- at once and at every stage, and a step that fails leaves every parameter what it was. And passes that never end, with
--- exchanges under way.
+-- Between backward and step, where gradients lie in the places of parameters: parameters without a gradient can be
+-- read, on all ranks at once and at every stage, and a failing step leaves every parameter unchanged. Also passes that
+-- never end, with exchanges under way.
 local lib = require "spec.ranks_lib"
 
 local folder
@@ -25,7 +25,7 @@ local PARTLY = [[
 describe("between backward and step", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  it("parameters without a gradient are read at every stage, those with one by nobody", function()
+  it("parameters without a gradient can be read at every stage, those with one cannot", function()
     lib.check(folder, 2, PARTLY .. [[
       for _, device in ipairs { "cpu", "sim" } do
         for _, clipping in ipairs { 0, 0.5 } do
@@ -44,7 +44,7 @@ describe("between backward and step", function()
               local loss = model(x)
               model:backward(loss)
               see(loss)
-              if step > 1 then                             -- what the first step did, the others expect
+              if step > 1 then                             -- the others expect the results of the first step
                 see(model.module.list[1].weight)
                 see(model.module.list[5].bias)
                 local ok, why = pcall(see, model.module.list[2].weight)
@@ -64,8 +64,9 @@ describe("between backward and step", function()
     ]])
   end)
 
-  -- A reduction that fails leaves sums, or parts of them, where values were; of later ones, too, that were under way.
-  it("a reduction that fails leaves no parameter other than its master", function()
+  -- A reduction that fails leaves sums, or parts of them, in the places of values; so do later ones that were under
+  -- way.
+  it("a reduction that fails leaves every parameter equal to its master", function()
     local all = lib.check(folder, 2, PARTLY .. ([[
       local function mismatch(model)
         for _, row in ipairs(require("ps.nn.handle").of(model).built.list) do
@@ -99,7 +100,7 @@ describe("between backward and step", function()
         return requests
       end
       for stage = 0, 3, full and 1 or 3 do
-        local requests = ps.tensor({ try(stage, 1e6) }, { dtype = "int32" })   -- the last of them are of reductions
+        local requests = ps.tensor({ try(stage, 1e6) }, { dtype = "int32" })   -- the last of them belong to reductions
         requests = group:broadcast(requests, 1):item()
         for n = full and 0 or requests - 24, requests, full and 1 or 3 do try(stage, n) end
       end
@@ -111,7 +112,7 @@ end)
 describe("a model that fails in the middle of a pass", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  -- Stripes that the next layer wants are on their way then.
+  -- Stripes for the next layer are then being gathered.
   local FAILS = PARTLY .. [[
     local WHERE, WHO = AT, "WHOSE"
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return Partly() end,
@@ -137,21 +138,21 @@ describe("a model that fails in the middle of a pass", function()
   ]]
   local function failing(at, whose) return (FAILS:gsub("AT", at):gsub("WHOSE", whose)) end
 
-  it("can begin anew, be closed, or be left as it is at the script's end", function()
+  it("can be repeated, closed, or left at the script's end", function()
     for where = 1, 3 do
       lib.check(folder, 2, failing(where, "all") .. "fail_at = nil; step(); model:close()")
       lib.check(folder, 2, failing(where, "all") .. "model:close()")
       lib.check(folder, 2, failing(where, "all"))
     end
   end)
-  it("on one rank is an error on the others, which end as they should", function()
+  it("on one rank is an error on the others, which end normally", function()
     lib.check(folder, 2, failing(2, "one"))
     lib.check(folder, 2, failing(2, "one") .. "model:close()")
   end)
 
-  -- Finalizers run in any order at a script's end. Here the step's is the first, and the engine still looks at the step
-  -- when it waits for the exchange that rank 0 comes to late. The C library fills memory that went back.
-  it("waits for exchanges under way before memory goes, whatever goes first", function()
+  -- Finalizers run in any order at a script's end. Here the step's finalizer is the first, and the engine still reads
+  -- the step while it waits for the exchange that rank 0 reaches late. The C library overwrites freed memory.
+  it("waits for exchanges under way before memory is freed, in any order of finalizers", function()
     local late, n = failing(2, "one"):gsub("return tanh%(x%)",
       [[if calls + 1 == fail_at and rank == 0 then os.execute("sleep 0.3") end %0]])
     assert.equal(1, n)

@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sharding: with any stage, ranks, budgets and settings the parameters are those of stage 0, bit for bit; where
--- micro-batches are added up in another order, nearly. What each rank holds, saves and loads; what it refuses.
+-- Sharding: with any stage, ranks, budgets and settings the parameters are those of stage 0, bit for bit, or nearly if
+-- micro-batches are summed in another order. Also the tensors that each rank holds, saves and loads, and its refusals.
 local lib = require "spec.ranks_lib"
 
 local folder
 
--- Trains a small GPT-2 with each stage in turn and prints sums of what this rank owns: before, and after the steps.
+-- Trains a small GPT-2 with each stage in turn and prints sums of the tensors that this rank owns, before and after
+-- the steps.
 local TRAIN = lib.TRAINING .. [[
   local gpt2 = require "models.gpt2"
   local function show(tag, model) for _, line in ipairs(sums(model)) do print(tag .. " " .. line) end end
@@ -114,7 +115,7 @@ describe("sharding", function()
     end)
   end
 
-  -- A script that a share of state, a model with odd corners or a budget is looked at in.
+  -- A script for tests of the share of state, of models with unusual parameters, and of budgets.
   local function check(size, script) return lib.check(folder, size, script) end
 
   it("trains models with tied, unused and frozen parameters, and dense ones of many sizes", function()
@@ -158,7 +159,7 @@ describe("sharding", function()
     ]])
   end)
 
-  it("keeps a share of the state, and never the whole model while it is made", function()
+  it("keeps a share of the state, and never the whole model during its construction", function()
     check(4, [[
       local function make(stage)
         return ps.initialize { quiet = true, config = { plan_print = false, bf16 = { enabled = true },
@@ -186,7 +187,7 @@ describe("sharding", function()
     ]])
   end)
 
-  it("gives each rank its tensors, which go on together, alone, merged and on one rank", function()
+  it("gives each rank its tensors, from which training continues together, separately, merged, on one rank", function()
     check(3, [[
       local gpt2 = require "models.gpt2"
       local function make()
@@ -235,7 +236,7 @@ describe("sharding", function()
     ]])
   end)
 
-  it("reads anew what an optimizer's saved state, or a model's, has brought", function()
+  it("reads parameters again after an optimizer's or a model's state was loaded", function()
     check(2, [[
       for stage = 0, 3 do
         local model, optimizer = ps.initialize { quiet = true, model_func = function() return nn.Linear(64, 64) end,
@@ -257,7 +258,7 @@ describe("sharding", function()
     ]])
   end)
 
-  it("is as stage 0 for models that write their parameters, and for reads between backward and step", function()
+  it("equals stage 0 for models that write their parameters, and for reads between backward and step", function()
     check(2, [[
       local Shrink = nn.class("Shrink")
       function Shrink:init()
@@ -304,7 +305,7 @@ describe("sharding", function()
     ]])
   end)
 
-  it("refuses, by name, gradients that only ranks have that do not own them, with micro-batches, too", function()
+  it("refuses, by name, gradients that exist only on ranks that do not own them, also with micro-batches", function()
     check(2, [[
       local Odd = nn.class("Odd")
       function Odd:init()
@@ -338,8 +339,8 @@ describe("sharding", function()
     ]])
   end)
 
-  -- One rank finds no memory somewhere in a step: it goes on, or both end with an error; none crashes, hangs, or takes
-  -- part in another exchange than the other.
+  -- One rank runs out of memory somewhere in a step: it continues, or both end with an error; neither crashes, hangs,
+  -- or takes part in another exchange than the other.
   it("survives a failure of memory on one rank anywhere in a step", function()
     local by = os.getenv "PS_FULL" and 3 or 83
     local all = check(2, ([[
@@ -380,7 +381,7 @@ describe("sharding", function()
     assert.truthy(failed > 0 and went_on > 0, failed .. " failed, " .. went_on .. " went on")
   end)
 
-  it("says what cannot be: reads on one rank alone, and stages without a number", function()
+  it("refuses reads on a single rank, and invalid stages", function()
     local all = lib.run(folder, 2, [[
       local ps = require "ps"
       ps.init_distributed { quiet = true, timeout = 2, rendezvous = "file://]] .. folder .. [[/rendezvous" }
