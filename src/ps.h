@@ -893,8 +893,8 @@ void ps_step_abandon(ps_step *step);
 enum { PS_UNCOLLECTED = 16 };
 int ps_step_collects(ps_step *step);
 /* Ends the step. *trace: the trace of this step; if it went as expected, that is the expected trace; -1: none.
- * PS_ESTATE: actions are still due. trace NULL: abandons the step. Its gradients are dropped (an error: some stayed,
- * and a later call drops them), and the next step gets its dropout numbers. */
+ * PS_ESTATE: actions are still due. trace NULL: abandons the step: its gradients are dropped (if that fails, a later
+ * call drops the rest), and the next step uses the same dropout numbers. */
 int ps_step_end(ps_step *step, int32_t *trace);
 
 /* -- pipelines: the tables of a step whose model is cut into stages (src/pipe, docs/pipeline.md) -------------------

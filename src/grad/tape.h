@@ -6,8 +6,8 @@
 #define PS_TAPE_H
 #include "tensor/tensor.h"
 
-/* ps_node.op of nodes without an op: a recompute segment; the tensors that a stage of a pipeline received; a gradient
- * of a parameter that was put off; a function of the script; a leaf with hooks, where its gradients are summed. */
+/* ps_node.op of nodes without an op: a recompute segment; the tensors that a stage of a pipeline received; the delayed
+ * gradient of a parameter; a function of the script; a leaf with hooks, where its gradients are summed. */
 enum { SEGMENT = -1, BOUNDARY = -2, RELAY = -3, CALL = -4, LEAF = -5 };
 
 typedef struct edge {

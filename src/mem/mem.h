@@ -49,7 +49,7 @@ struct ps_storage {
         struct ps_replay *of;   /* the dry run of a pipeline that made it (tensor/replay.h); or NULL */
         int64_t number;         /* its number among the storages of that dry run */
         int32_t noted;          /* its place in that dry run, or -1 */
-        bool scripted;          /* a script may have had a header of the storage */
+        bool scripted;          /* a script may have held a tensor of this storage */
     } replay;
     struct {
         ps_scope *of;           /* the scope that will drop the storage, or NULL */

@@ -60,7 +60,7 @@ local function init_conv(self, name, n, in_channels, out_channels, kernel_size, 
   self.padding = options.padding or 0
   if type(self.padding) ~= "string" then self.padding = each(self.padding, n, name .. ": padding", 0) end
   if type(self.padding) == "string" and self.padding ~= "same" and self.padding ~= "valid" then
-    error(("%s: padding is '%s' (there are same, valid, numbers)"):format(name, self.padding))
+    error(("%s: padding is '%s' (allowed: 'same', 'valid', numbers)"):format(name, self.padding))
   end
   for i = 1, n do
     if self.padding == "same" and self.stride[i] ~= 1 then

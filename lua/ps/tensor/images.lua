@@ -55,7 +55,7 @@ local function padding_of(value, n, w, stride, dilation, call)
     return { p[1], p[2], p[1], p[2] }
   end
   if value == "valid" then return { 0, 0, 0, 0 } end
-  if value ~= "same" then error(("%s: padding is '%s' (there are same, valid, numbers)"):format(call, value)) end
+  if value ~= "same" then error(("%s: padding is '%s' (allowed: 'same', 'valid', numbers)"):format(call, value)) end
   local p = { 0, 0, 0, 0 }
   for i = 3 - n, 2 do
     if stride[i] ~= 1 then

@@ -368,7 +368,7 @@ local function width_of(self, asked, rows)
   for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
   if padding == true or padding == "longest" then padding = "longest"
   elseif type(padding) == "string" and padding ~= "max_length" and padding ~= "do_not_pad" then
-    error(("tokenizer: padding is '%s' (there are true, false, longest, max_length, do_not_pad)"):format(padding))
+    error(("tokenizer: padding is '%s' (allowed: true, false, longest, max_length, do_not_pad)"):format(padding))
   elseif padding ~= "max_length" then
     for i, row in ipairs(rows) do
       if row.n ~= longest then

@@ -488,8 +488,8 @@ local function example_of(module, pipeline)
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
--- The costs of a model's parts before a batch is known. The elements of a part's parameters stand for its operations.
--- The parts are counted when the first batch arrives (row.lua).
+-- The costs of a model's parts before a batch is known. Until then a part's number of parameter elements is used in
+-- place of its operations. The parts are counted when the first batch arrives (row.lua).
 local function by_parameters(module)
   local costs = {}
   for i, part in ipairs(parts.of(module)) do

@@ -415,9 +415,9 @@ static void forward_queries(const attn *a, work *w, int64_t b, int64_t h, int64_
 }
 
 /* -- forward of one query ----------------------------------------------------------------------------------------- */
-/* A model that continues a text asks for one query of each head. Blocks have the cost of 16, and make panels of all
- * keys that one query reads. Here lanes are keys, or the output's elements. Each sum has its order in blocks, and so
- * the bits of that query among others. */
+/* A model that continues a text asks for one query of each head. Blocks would cost as much as 16 queries, and pack all
+ * keys for a single query. Here lanes are keys, or elements of the output. Each sum has the same order as in blocks,
+ * so the bits are the same as when the query is one of many. */
 static bool is_one_query(const attn *a)
 {
     return a->T == 1 && a->S > 0 && !a->drop && !ps_has(&a->mask) && a->window <= 0;

@@ -253,7 +253,7 @@ SCALAR(min_i32, int32_t, int32_t, int32_t, 2, x < y ? x : y)
 SCALAR(max_i64, int64_t, int64_t, int64_t, 2, x > y ? x : y)
 SCALAR(min_i64, int64_t, int64_t, int64_t, 2, x < y ? x : y)
 
-/* By op: block functions of the three lane types, and of the four other types (NULL: not in this file). */
+/* For each op: the functions for the three lane types and for the four other types (NULL: this file has none). */
 typedef struct row { const loop_fn *lanes; loop_fn f64, i32, i64, u8; } row;
 static const row rows[PS_OP_COUNT] = {
     [PS_OP_affine] = { .lanes = u_affine }, [PS_OP_clamp] = { .lanes = u_clamp },
