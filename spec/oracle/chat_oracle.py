@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Chat templates: the text of psluajit against that of transformers, byte for byte.
+"""Chat templates: psluajit's text against that of transformers, byte for byte.
 
-The templates are those that the source of PyPI's llama-cpp-python ships (tools/oracle.sh unpacks them). Each gets drawn
-conversations: with and without system message, tools, calls of tools, reasoning, other scripts, quotes, empty content,
-content in parts, several turns of the assistant, wrong orders. Where transformers raises an error, psluajit has to
-raise one, too.
+The templates come from the source package of PyPI's llama-cpp-python (tools/oracle.sh unpacks them). Each is run with
+drawn conversations: with and without a system message, tools, tool calls, reasoning, other scripts, quotes, empty
+content, content in parts, several turns of the assistant in a row, and wrong orders of roles. If transformers raises an
+error, psluajit must raise one, too.
 
-Then the parts that models have to produce, against a table written from the models' cards; the parts of generation
-blocks in the templates for training that TRL ships; and ids and masks of a small tokenizer whose template has
-generation blocks, with messages that spell special tokens (transformers' sanitize_control_tokens).
+Other cases compare the parts of a text that the model is to produce with a table written from the models' cards; the
+generation blocks of TRL's templates for training; and ids and masks of a small tokenizer whose template has generation
+blocks, with messages that spell special tokens (transformers' sanitize_control_tokens).
 """
 import copy
 import datetime
@@ -141,7 +141,7 @@ def first_difference(a, b):
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def texts(run, paths, date):
-    """Cases, and for each a function of psluajit's result that says what is off."""
+    """Returns cases, each with a function that returns what is wrong with psluajit's result."""
     for path in paths:
         with open(path, encoding="utf-8") as f:
             template = f.read()
@@ -237,7 +237,7 @@ def trained(paths, date):
 
 # -- generation blocks -----------------------------------------------------------------------------------------------
 def training_templates():
-    """The templates of TRL's package that have generation blocks; the package itself is not imported."""
+    """The templates of TRL's package that have generation blocks. The package is not imported."""
     found = importlib.util.find_spec("trl")
     if not found:
         sys.exit("chat_oracle.py: TRL is missing; tools/oracle.sh python installs it")
@@ -248,7 +248,7 @@ def training_templates():
 
 
 def merged(text, spans):
-    """The parts of a text at spans, of which neighbours are one."""
+    """The parts of a text at the given spans; neighbouring spans are joined."""
     joined = []
     for first, last in spans:
         if first == last:

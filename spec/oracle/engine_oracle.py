@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Whole training runs of the engine against PyTorch and transformers.
 
-A case is a small GPT-2 of transformers' making, batches with masked labels, and a drawn configuration: type, accumulation,
-the loop (written by hand, or model:micro_batches of the step's whole batch), optimizer, clipping, loss scale, memory, changes
-of the learning rate, a stop and a resume. The engine trains it, a loop of PyTorch trains it in the same types, and the same
-loop trains it in float64, which is the truth.
+A case is a small GPT-2 made by transformers, batches with masked labels, and a drawn configuration: type, accumulation,
+the loop (written by hand, or model:micro_batches with the step's whole batch), optimizer, clipping, loss scale, memory,
+changes of the learning rate, a stop and a resume. The engine trains it, a PyTorch loop trains it in the same types, and
+the same loop trains it in float64, which counts as the exact result.
 
-The loop takes the mean over all targets of a step (those that are not -100), which is what docs/memory.md promises of
-micro-batches. A parameter tensor is wrong where its distance to float64 (2-norm) is more than twice that of PyTorch; where
-PyTorch's own distance on that tensor is below its average over the model, the average counts, since sums in another order
-round elsewhere. Moments are judged in the same way, losses and norms by the largest distance in the run.
+The loop takes the mean over all targets of a step (those that are not -100), as docs/memory.md promises for
+micro-batches. A parameter tensor is wrong if its distance to float64 (2-norm) is more than twice PyTorch's. If
+PyTorch's own distance on that tensor is below PyTorch's average over the model, that average is used instead, since
+sums in another order round differently. Averages are judged in the same way, losses and norms by the largest distance
+in the run.
 
-PyTorch's distance in one run is partly luck. Where that rule finds something off, PyTorch runs NEARBY times more, from
-weights that differ by one rounding of the type that computes, and its largest distance counts. A run that rounds elsewhere
-is no further away; one that computes something else is.
+PyTorch's distance in one run is partly luck. If this rule finds an error, PyTorch runs NEARBY more times, from weights
+that differ by one rounding of the computation's type, and its largest distance is used. A correct run that rounds
+differently is within that distance; a run that computes something else is not.
 """
 import copy
 import functools
@@ -32,12 +33,13 @@ IGNORED = -100
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}     # half an ulp of 1
 HALF_MAX = 65504.0
-NEARBY = 12                # enough that one more run from there is hardly ever twice as far away as the farthest of them
+# Enough runs that one more is hardly ever twice as far away as the farthest of them.
+NEARBY = 12
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 def draw_memory(rng, numel, folder):
-    """Where state lies: the bits must not depend on it, so any draw is right."""
+    """Where the state is. The bits must not depend on it, so any draw is right."""
     kind = rng.choice(["plain", "chunks", "budget", "disk", "sim"])
     if kind == "plain":
         return {"memory": "plain"}
@@ -55,7 +57,7 @@ def draw_memory(rng, numel, folder):
 
 
 def draw_scale(rng):
-    """The fp16 block: a fixed scale, or a dynamic one that overflows and grows within the run."""
+    """The fp16 block: a fixed scale, or a dynamic one that overflows and grows during the run."""
     block = {"enabled": True}
     if rng.random() < 0.4:
         block["loss_scale"] = 2.0 ** rng.randint(0, 10)
@@ -78,7 +80,7 @@ def draw_optimizer(rng):
 
 
 def averages(entry):
-    """What an optimizer keeps of a parameter, by PyTorch's names."""
+    """The tensors that an optimizer keeps for a parameter, by PyTorch's names."""
     return {key: value for key, value in entry.items() if key != "step" and torch.is_tensor(value)}
 
 
@@ -86,7 +88,8 @@ def draw_case(rng):
     heads = rng.randint(1, 3)
     case = {"type": rng.choice(["fp32", "fp32", "fp32", "bf16", "fp16"]), "accumulate": rng.choice([1, 1, 2, 3, 4]),
             "steps": rng.choice([6, 10, 20]), "groups": rng.random() < 0.4, "rates": {}}
-    case["gpt2"] = dict(vocab_size=rng.randint(11, 61), n_positions=rng.randint(8, 16), n_layer=rng.randint(1, 2), n_head=heads,
+    case["gpt2"] = dict(vocab_size=rng.randint(11, 61), n_positions=rng.randint(8, 16), n_layer=rng.randint(1, 2),
+                        n_head=heads,
                         n_embd=heads * rng.choice([4, 8, 12]), layer_norm_epsilon=rng.choice([1e-5, 1e-6]),
                         activation_function=rng.choice(["gelu_new", "gelu"]), initializer_range=0.1)
     case["rows"], case["positions"] = rng.randint(1, 3), rng.randint(2, case["gpt2"]["n_positions"])
@@ -124,7 +127,8 @@ def draw_batches(rng, case):
             elif case["mask"] == "prompts":
                 for r in range(rows):
                     y[r, : rng.randint(0, T)] = IGNORED
-            elif case["mask"] == "whole micro-batches" and case["accumulate"] > 1 and micro == 1 + step % case["accumulate"]:
+            elif (case["mask"] == "whole micro-batches" and case["accumulate"] > 1
+                  and micro == 1 + step % case["accumulate"]):
                 y[:] = IGNORED
             elif case["mask"] == "a whole step" and step == empty_step:
                 y[:] = IGNORED
@@ -132,10 +136,10 @@ def draw_batches(rng, case):
     return batches
 
 
-# -- the loop of PyTorch ------------------------------------------------------------------------------------------------
+# -- the loop of PyTorch -----------------------------------------------------------------------------------------------
 class Scaler:
-    """DeepSpeed's FP16_Optimizer._update_scale, written from its description: the scale halves when hysteresis overflows
-    have come, and doubles after each window of good steps."""
+    """DeepSpeed's FP16_Optimizer._update_scale, written from its description: the scale is halved after `hysteresis`
+    overflows, and doubled after each window of good steps."""
 
     def __init__(self, block):
         self.dynamic = not block.get("loss_scale")
@@ -161,12 +165,13 @@ class Scaler:
 
 @functools.lru_cache(maxsize=1)
 def loaded(path):
-    """A case's model, which each of its loops copies: reading it takes as long as some steps."""
+    """A case's model. Each loop copies it, since reading it takes as long as several steps."""
     return GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
 
 
 class Loop:
-    """compute: the type of parameters, activations and gradients. master: that of what the optimizer updates."""
+    """compute: the type of parameters, activations and gradients. master: the type of the values that the optimizer
+    updates."""
 
     def __init__(self, case, compute, master):
         self.case, self.compute, self.master = case, compute, master
@@ -176,7 +181,8 @@ class Loop:
         self.params = dict(self.model.named_parameters())
         self.names = list(self.params)
         if case["groups"]:
-            self.names = [n for n in self.names if n.endswith("bias")] + [n for n in self.names if not n.endswith("bias")]
+            self.names = ([n for n in self.names if n.endswith("bias")]
+                          + [n for n in self.names if not n.endswith("bias")])
         self.masters = {n: initial[n].to(master).requires_grad_() for n in self.names}
         config = case["config"]
         given = config["optimizer"]["params"]
@@ -190,7 +196,7 @@ class Loop:
         self.losses, self.norms, self.skipped, self.largest = [], [], [], []
 
     def step(self, number, batches, skip=None):
-        """skip: what the engine decided about this step, for the loop in float64, where nothing overflows."""
+        """skip: whether the engine skipped this step; used by the float64 loop, in which nothing overflows."""
         case = self.case
         if str(number) in case["rates"]:
             for group in self.optimizer.param_groups:
@@ -203,7 +209,8 @@ class Loop:
             count = int((y != IGNORED).sum())
             logits = self.model(x.long()).logits
             wide = logits if self.compute == torch.float64 else logits.float()
-            loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), y.long().flatten(), ignore_index=IGNORED, reduction="sum")
+            loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), y.long().flatten(), ignore_index=IGNORED,
+                                                     reduction="sum")
             self.losses.append(float(loss.detach()) / count if count else None)
             if count == 0:
                 continue
@@ -211,7 +218,7 @@ class Loop:
             (loss * (scale / total)).backward()
             for n, p in self.params.items():
                 sums[n] += p.grad.to(self.master)
-        if total == 0:                                   # nothing to learn: the step is skipped, the loss scale stays
+        if total == 0:                                   # no targets: the step is skipped, the loss scale stays
             self.largest.append(0.0)
             self.skipped.append(True)
             self.norms.append(None)
@@ -242,7 +249,7 @@ class Loop:
                 p.copy_(self.masters[n])
 
     def perturb(self, seed):
-        """Moves every weight by one rounding of the type that computes."""
+        """Changes every weight by one rounding of the computation's type."""
         gen = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for m in self.masters.values():
@@ -281,7 +288,7 @@ def trained_state(case):
 
 
 def judge_inspected(case, inspected):
-    """What is wrong with ps.inspect's mean, std, min and max of the parameters that the engine saved."""
+    """The errors of ps.inspect's mean, std, min and max of the parameters that the engine saved."""
     off = []
     saved = torch.load(os.path.join(case["out"], "trained.pt"), weights_only=False)["model"]
     for name in case["names"]:
@@ -295,7 +302,7 @@ def judge_inspected(case, inspected):
 
 
 def kinds(state):
-    """Parameters and the optimizer's averages apart: names by kind."""
+    """Parameters and the optimizer's averages separately: names by kind."""
     of = {}
     for n in state:
         of.setdefault(n.partition(" ")[2], []).append(n)
@@ -303,7 +310,7 @@ def kinds(state):
 
 
 def judge_state(ours, theirs, truth):
-    """What is wrong with the engine's tensors, a line each. theirs: the states of PyTorch's runs."""
+    """The errors of the engine's tensors, one line each. theirs: the states of PyTorch's runs."""
     off = []
     for names in kinds(truth):
         distance = {n: max(float((t[n].double() - truth[n]).norm()) for t in theirs) for n in names}
@@ -321,24 +328,26 @@ def judge_state(ours, theirs, truth):
 
 
 def judge_numbers(what, ours, theirs, truth):
-    """Losses or norms, one by one; None stands where there is no number (a micro-batch without targets)."""
+    """Judges losses or norms, one by one. None: there is no number (a micro-batch without targets)."""
     if len(ours) != len(truth):
         return [f"{len(ours)} {what}s, not {len(truth)}"]
     off = []
-    worst = max((abs(t - s) for run in theirs for t, s in zip(run, truth) if s is not None and math.isfinite(t)), default=0.0)
+    worst = max((abs(t - s) for run in theirs for t, s in zip(run, truth) if s is not None and math.isfinite(t)),
+                default=0.0)
     for i, (got, want) in enumerate(zip(ours, truth)):
-        if want is not None and math.isfinite(theirs[0][i]) and not abs(float(got) - want) <= 2 * worst + 2.0**-23 * abs(want):
+        if (want is not None and math.isfinite(theirs[0][i])
+                and not abs(float(got) - want) <= 2 * worst + 2.0**-23 * abs(want)):
             off.append(f"{what} {i + 1}: {float(got):.9g}, float64 {want:.9g}, PyTorch at most {worst:.3g} off")
     return off
 
 
 def kept(numbers, skipped):
-    """Of numbers one a step, those of the steps that were made."""
+    """From one number per step, the numbers of the steps that were not skipped."""
     return [n for n, skip in zip(numbers, skipped) if not skip]
 
 
 def judge(case, batches, trained=trained_state):
-    """What is wrong with a case, a line each. trained: gives the engine's tensors."""
+    """The errors of a case, one line each. trained: a function that returns the engine's tensors."""
     with open(os.path.join(case["out"], "result.json")) as f:
         result = json.load(f)
     if "error" in result:
@@ -359,7 +368,8 @@ def judge(case, batches, trained=trained_state):
         return made
 
     theirs = loop(TYPES[case["type"]], torch.float32)
-    # Both decide by gradients that round differently; near the largest half number they may differ, and then go apart.
+    # Both decide by gradients that round differently. Near the largest half number they may decide differently, after
+    # which the runs diverge.
     for i, (a, b) in enumerate(zip(result["skipped"], theirs.skipped)):
         total = sum(int((batches[first + i, m][1] != IGNORED).sum()) for m in range(1, case["accumulate"] + 1))
         if a != b and total > 0:
@@ -369,7 +379,7 @@ def judge(case, batches, trained=trained_state):
                 return []
             return [f"step {first + i}: skipped = {a}, PyTorch {b}, largest gradient {largest:.3g}"]
     truth = loop(torch.float64, torch.float64, skipped=theirs.skipped)
-    if case["way"] == "ours, torch":                     # PyTorch goes on from what the engine saved
+    if case["way"] == "ours, torch":                     # PyTorch continues from the state that the engine saved
         follower = Loop(case, TYPES[case["type"]], torch.float32)
         follower.load(os.path.join(case["out"], "trained.pt"))
         for step in range(last + 1, case["steps"] + 1):
@@ -382,7 +392,8 @@ def judge(case, batches, trained=trained_state):
     def look(runs_of):
         off = judge_numbers("loss", result["losses"], [r.losses[:n_losses] for r in runs_of], truth.losses[:n_losses])
         if case["config"].get("gradient_clipping"):
-            off += judge_numbers("norm", kept(result["norms"], theirs.skipped), [kept(r.norms[:n_norms], theirs.skipped) for r in runs_of],
+            off += judge_numbers("norm", kept(result["norms"], theirs.skipped),
+                                 [kept(r.norms[:n_norms], theirs.skipped) for r in runs_of],
                                  kept(truth.norms[:n_norms], theirs.skipped))
         return off + judge_state(ours, [r.state() for r in runs_of], truth.state())
 
@@ -404,7 +415,8 @@ def make_model(rng, case):
     model.save_pretrained(case["model"])
     case["names"] = [n for n, _ in model.named_parameters()]
     if case["groups"]:
-        case["names"] = [n for n in case["names"] if n.endswith("bias")] + [n for n in case["names"] if not n.endswith("bias")]
+        case["names"] = ([n for n in case["names"] if n.endswith("bias")]
+                         + [n for n in case["names"] if not n.endswith("bias")])
     return model
 
 
@@ -421,7 +433,8 @@ def prepare(run, index):
     case["config"].update(memory)
     if case["way"] == "ours, ours":
         case["second"] = "ours"
-        case["second_config"] = {k: v for k, v in case["config"].items() if k not in ("memory", "chunk_size", "eviction", "device")}
+        case["second_config"] = {k: v for k, v in case["config"].items()
+                                 if k not in ("memory", "chunk_size", "eviction", "device")}
         case["second_config"].update({"device": "cpu"} | draw_memory(rng, numel, folder))
     if case["way"] == "torch, ours":
         case["first"], case["started"] = "torch", os.path.join(case["out"], "started.pt")
@@ -434,7 +447,8 @@ def prepare(run, index):
 
 def told(case):
     config = {k: v for k, v in case["config"].items() if k != "plan_print"}
-    return json.dumps({k: case[k] for k in ("type", "way", "mask", "accumulate", "loop", "steps", "rows", "positions", "groups",
+    return json.dumps({k: case[k] for k in ("type", "way", "mask", "accumulate", "loop", "steps", "rows", "positions",
+                                            "groups",
                                             "resume_at", "rates", "gpt2") if k in case} | {"config": config})
 
 

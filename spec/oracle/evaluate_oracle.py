@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Evaluations of ps.evaluate against those of lm-eval on the same small models: log-probabilities of texts in windows,
-perplexities by word and byte, sums of log-probabilities of choices and the choices themselves; exact match and F1 of
-answers against SQuAD's measures.
+"""ps.evaluate against lm-eval on the same small models: log-probabilities of texts in windows, perplexities per word
+and per byte, sums of log-probabilities of choices, and the choices themselves; also exact match and F1 of answers
+against SQuAD's measures.
 
-Each case draws a model of GPT-2's or Llama's kind, a tokenizer that puts a token before texts or does not, texts of up
-to several windows, and questions. Choices may differ if lm-eval's own two largest numbers are closer than 1e-4 of their
-size.
+Each case draws a model like GPT-2 or Llama, a tokenizer that may put a token before texts, texts of up to several
+windows, and questions. Choices may differ if lm-eval's two largest numbers differ by less than 1e-4 of their size.
 """
 import collections
 import json
@@ -61,7 +60,7 @@ def drawn_model(rng, tok, positions):
 
 
 def normalized(s):
-    """The changes of SQuAD's script: small letters, no punctuation, no articles, single spaces."""
+    """Normalizes as SQuAD's script does: lower case, no punctuation, no articles, single spaces."""
     s = "".join(c for c in s.lower() if c not in set(string.punctuation))
     return re.sub(r"\b(a|an|the)\b", " ", s).split()
 

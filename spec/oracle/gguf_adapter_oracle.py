@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Adapters in GGUF files: psluajit against llama.cpp's converter.
 
-PEFT writes adapters with drawn options over small folders of Llama, Qwen 2 and Qwen 3. convert_lora_to_gguf.py
-(tools/oracle.sh unpacks it) and psluajit make a GGUF file of each. Metadata and the bytes of all tensors must be equal.
-psluajit then makes a folder of the converter's file, whose tensors must be those that PEFT wrote.
+PEFT writes adapters with drawn options for small folders of Llama, Qwen 2 and Qwen 3. convert_lora_to_gguf.py
+(tools/oracle.sh unpacks it) and psluajit each make a GGUF file of the adapter. The metadata and the bytes of all
+tensors must be equal. psluajit then makes a folder of the converter's file; its tensors must be those that PEFT wrote.
 """
 import contextlib
 import io
@@ -44,7 +44,7 @@ def draw(rng, index):
 
 
 def convert(case):
-    """llama.cpp's converter, in this process."""
+    """Runs llama.cpp's converter in this process."""
     said = io.StringIO()
     arguments, sys.argv = sys.argv, ["convert_lora_to_gguf.py", "--base", case["model"], "--outfile", case["theirs"],
                                      case["adapter"]]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """GGUF files: psluajit against the package gguf and llama.cpp's own vocabularies.
 
-The package writes drawn metadata of every type, and tensors of every type that psluajit reads, whose blocks are random
-bytes: scales are then also infinite, NaN, denormal and negative. Metadata, and the values of the package's dequantize,
-must be equal, bit for bit (a NaN equals any NaN). A type that psluajit lacks must be refused by its name. What psluajit
-writes of drawn values must have the bytes of the package's quantize.
+The package writes drawn metadata of every type, and tensors of every type that psluajit reads. Their blocks are random
+bytes, so some scales are infinite, NaN, denormal or negative. Metadata, and the values of the package's dequantize,
+must be equal, bit for bit (a NaN equals any NaN). psluajit must refuse a type that it lacks, by its name. The drawn
+values that psluajit writes must have the bytes of the package's quantize.
 
-The vocabularies are those that the source of PyPI's llama-cpp-python ships with texts and their ids (tools/oracle.sh
-unpacks them). Each must give these ids, or be one of REFUSED, whose tokenizer psluajit refuses by name.
+The vocabularies come with texts and their ids from the source package of PyPI's llama-cpp-python (tools/oracle.sh
+unpacks them). For each, psluajit must give these ids, or refuse the tokenizer by name as listed in REFUSED.
 """
 import glob
 import json
@@ -66,7 +66,7 @@ def shown(kind, value):
 
 
 def write(rng, path, numpy_rng):
-    """A drawn file. Gives what psluajit should say of its metadata, and the values of its tensors."""
+    """Writes a drawn file. Returns the metadata that psluajit should report, and the values of the tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     if rng.random() < 0.5:
         writer.add_custom_alignment(rng.choice([32, 64, 256]))
@@ -155,7 +155,7 @@ def drawn(run):
 
 
 def to_write(run):
-    """Drawn values, among them zeros and tiny ones, for psluajit to write in each type of WRITTEN."""
+    """Drawn values, including zeros and tiny ones, that psluajit writes in each type of WRITTEN."""
     job = []
     for index in run.indices[:40]:
         rng = run.random(index + 1000000)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adapters of PEFT over drawn models of every family and head, through bench/hf.lua and back.
+"""PEFT adapters over drawn models of every family and head, read and written by bench/hf.lua.
 
 The folders and batches are those of models_oracle.py. PEFT makes an adapter with drawn options (LoRA, rsLoRA, DoRA;
-ranks and alphas by patterns; linear layers, transposed ones, tables, heads; biases; heads that are trained as a whole)
-and writes it. One half of the cases reads that folder (--adapter), the other half begins from its tensors (--lora).
-Logits, loss, gradients of the adapter's tensors and losses of 20 steps are held against PEFT in float64. Then PEFT
-reads the adapter that psluajit trained: every key, and the logits of psluajit with this adapter are PEFT's. A merged
-folder of tools/merge_adapter.lua has the logits of PEFT's merge.
+ranks and alphas by patterns; linear layers, transposed layers, tables, heads; biases; fully trained heads) and writes
+it. Half of the cases read that folder (--adapter), the other half begin from its tensors (--lora). Logits, loss,
+gradients of the adapter's tensors and losses of 20 steps are compared with PEFT in float64. Then PEFT reads the adapter
+that psluajit trained: it must know every key, and its logits must equal psluajit's. A folder that
+tools/merge_adapter.lua has merged must have the logits of PEFT's merge.
 
-A drawn share of adapters asks for what is not supported: it must be refused by the name of that field, with exit
+Some of the drawn adapters ask for unsupported features: psluajit must refuse them by the name of the field, with exit
 status 2.
 """
 import json
@@ -53,7 +53,7 @@ def draw_case(rng, index):
     untied = "CausalLM" in name and case["fields"].get("tie_word_embeddings") is False
     if isinstance(options["target_modules"], list) and untied and rng.random() < 0.5:
         options["target_modules"] = options["target_modules"] + ["lm_head"]
-    plain = index % 2 == 1                          # psluajit makes the adapter; else it reads PEFT's
+    plain = index % 2 == 1                          # psluajit makes the adapter; otherwise it reads PEFT's
     if not plain:
         if rng.random() < 0.3:
             pattern = rng.choice(["query", "q_proj", "c_attn", r"layers\.0\..*", r"layer\.0\..*"])
@@ -81,7 +81,7 @@ def base_of(case, dtype=torch.float32):
 
 
 def noisy(model, seed):
-    """All that trains is moved away from its start, so that B is not zero."""
+    """Moves all trained values away from their start, so that B is not zero."""
     torch.manual_seed(seed % 2 ** 31)
     with torch.no_grad():
         for p in model.parameters():
@@ -101,7 +101,7 @@ def reference(case, folder, dtype):
     batch = models.as_theirs(case, load_file(os.path.join(case["model"], "batch.safetensors")), dtype)
     if dtype == torch.float64 and case["family"] == "gpt2":
         body = model.get_base_model()
-        for block in body.transformer.h if hasattr(body, "transformer") else body.h:       # it insists on fp32
+        for block in body.transformer.h if hasattr(body, "transformer") else body.h:       # PEFT requires fp32
             block.attn.reorder_and_upcast_attn = False
     got = model.get_base_model()(**batch)
     out = {k: got[k].detach() for k in ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
@@ -148,7 +148,7 @@ def change(folder, fields):
 
 
 def begin(case, folder):
-    """Puts the adapter's tensors among the inputs, as --lora takes them, and gives the options."""
+    """Adds the adapter's tensors to the inputs, in the form of --lora, and returns the options."""
     inputs = load_file(os.path.join(case["model"], "inputs.safetensors"))
     tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     lora = {"lora." + n: t for n, t in tensors.items() if ".base_layer." not in n and ".lora_" in n}
@@ -160,7 +160,7 @@ def begin(case, folder):
 
 
 def check_back(run, case):
-    """PEFT reads what psluajit trained, and computes with it what psluajit computes."""
+    """Checks that PEFT reads the adapter that psluajit trained, and computes the same results."""
     folder = os.path.join(case["model"], "adapter")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

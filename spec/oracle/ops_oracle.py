@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every row of ops.def, and the methods of tensors over them, against PyTorch."""
+"""Every row of ops.def, and the methods of tensors that use them, against PyTorch."""
 import os
 import re
 import sys
@@ -37,7 +37,7 @@ def uncovered():
 
 
 def unknown_names():
-    """Names in docs/pytorch.md that torch does not have."""
+    """Names in docs/pytorch.md that do not exist in torch."""
     with open(os.path.join(HERE, "..", "..", "docs", "pytorch.md")) as f:
         rows = [line.split("|") for line in f if line.startswith("| `")]
     names = [re.findall("`([^`]+)`", row[2] if len(row) == 6 else row[1]) for row in rows]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the parts of the oracle (spec/oracle/*_oracle.py) share: drawing, running psluajit, judging.
+"""Code that the parts of the oracle (spec/oracle/*_oracle.py) share: drawing cases, running psluajit, judging results.
 
-A part has rows; a row draws cases. A case is a piece of Lua and a function of PyTorch that should compute the same from the
-same inputs. `main` draws the cases, runs the Lua of some hundred in one psluajit (run_cases.lua), computes outputs and
-gradients with PyTorch in the same types and again in float64, and judges. See README.md beside this file.
+A part has rows; a row draws cases. A case is a piece of Lua and a PyTorch function that should compute the same results
+from the same inputs. `main` draws the cases, runs the Lua of several hundred of them in one psluajit (run_cases.lua),
+computes outputs and gradients with PyTorch in the same types and again in float64, and judges. See README.md in this
+folder.
 """
 import argparse
 import copy
@@ -28,35 +29,37 @@ TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 FLOATS = ("fp32", "bf16", "fp16", "fp64")
 INTS = ("int32", "int64", "uint8", "bool")
-# bits of the significand, exponent of the smallest normal number, that of the largest
+# bits of the significand, exponents of the smallest normal number and of the largest
 FORMAT = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch.float16: (11, -14, 15),
           torch.float64: (53, -1022, 1023)}
 
 
 # -- cases -----------------------------------------------------------------------------------------------------------
 class Mode:
-    """How PyTorch computes now: in the types drawn, or (exact) with every float as float64."""
+    """How PyTorch computes: in the drawn types, or (exact) with every float as float64."""
 
     def __init__(self, exact, change=None, dtype=None):
-        """change: what moves float64 numbers by the last bit of the arithmetic; dtype: what saved results are rounded to."""
+        """change: a function that changes float64 numbers by the last bit of the computation's type. dtype: the type to
+        which results are rounded that are saved for the gradient."""
         self.exact, self.change, self.dtype_saved = exact, change, dtype
 
     @property
     def move_rounded(self):
-        """What moves a result that is saved for the gradient by its rounding, or None."""
+        """The change that rounding makes to a result that is saved for the gradient, or None."""
         if not (self.exact and self.change):
             return None
         return lambda y: self.change(y, 2.0 ** -FORMAT[self.dtype_saved][0]) if self.dtype_saved else self.change(y)
 
     def dtype(self, name):
-        """The dtype of that name; in the reference every float type is float64."""
+        """The dtype of that name. In the reference every float type is float64."""
         return torch.float64 if self.exact and name in FLOATS else TYPES[name]
 
     def to(self, x, name):
         return x.to(self.dtype(name))
 
     def saved(self, fn, slope, x):
-        """fn(x), whose gradient is slope(fn(x)): the rounded result is an input of it, and moves with the others."""
+        """fn(x), whose gradient is slope(fn(x)). The gradient reads the rounded result, so that is changed like an
+        input."""
         return FromResult.apply(x, fn, slope, self.move_rounded) if self.move_rounded else fn(x)
 
 
@@ -74,7 +77,8 @@ class FromResult(torch.autograd.Function):
 
 
 class Input:
-    """A tensor as it lies in the file, and the view of it that the case takes (Lua text of `x`, function of PyTorch)."""
+    """A tensor as it is in the file, and the view of it that the case uses (the Lua text of `x`, and a PyTorch
+    function)."""
 
     def __init__(self, base, grad=False, lua="", view=None):
         self.base, self.grad, self.lua, self.view = base, grad and base.dtype.is_floating_point, lua, view
@@ -84,10 +88,10 @@ class Input:
 
 
 class Case:
-    """lua: body of a function of (ps, x, e), x[1] the first input. fn(x, mode): PyTorch, a list or one of tensors and
-    numbers. exact: equal to PyTorch's in the same type, bit for bit (comparisons, copies, what IEEE 754 rounds); a set of
-    names like {"out0", "grad1"} or True. slack, absolute: relative and absolute distances that are allowed besides, each with
-    its reason where it is set."""
+    """lua: the body of a function of (ps, x, e); x[1] is the first input. fn(x, mode): PyTorch's results, one or a list
+    of tensors and numbers. exact: results equal PyTorch's in the same type, bit for bit (comparisons, copies,
+    operations that IEEE 754 rounds): a set of names like {"out0", "grad1"}, or True. slack, absolute: additional
+    relative and absolute distances that are allowed. Each use of them gives a reason."""
 
     def __init__(self, lua, fn, inputs=(), exact=False, slack=0.0, absolute=0.0, device="cpu", note=""):
         self.lua, self.fn, self.inputs, self.exact = lua, fn, list(inputs), exact
@@ -102,8 +106,8 @@ class Case:
 
 
 class Row:
-    """A name, a function draw(d) -> Case of a Draw, the rows of ops.def that it covers, and its share of the cases.
-    mixes: elements of a result are sums over many of the inputs (see bound_of)."""
+    """A name, a function draw(d) that makes a Case from a Draw, the rows of ops.def that it covers, and its share of
+    the cases. mixes: elements of a result are sums over many elements of the inputs (see bound_of)."""
 
     def __init__(self, name, draw, ops=(), weight=1.0, mixes=False):
         self.name, self.draw, self.ops, self.weight = name, draw, ops.split() if isinstance(ops, str) else ops, weight
@@ -112,7 +116,7 @@ class Row:
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 class Draw:
-    """Everything that is drawn for one case; the same seed, part and index draw the same case, whatever others do."""
+    """The random choices for one case. The same seed, part and index give the same case, independent of other cases."""
 
     def __init__(self, seed, part, index, attempt=0):
         self.rng = random.Random("%d:%s:%d:%d" % (seed, part, index, attempt))
@@ -132,11 +136,11 @@ class Draw:
         return self.rng.uniform(low, high)
 
     def dtype(self, *names):
-        """A type's name, of the float types unless others are given."""
+        """The name of a type: a float type unless other types are given."""
         return self.rng.choice(names or ("fp32", "fp32", "fp32", "bf16", "fp16", "fp64"))
 
     def size(self):
-        """Mostly a few, sometimes beyond a vector's width, sometimes none."""
+        """A size: mostly small, sometimes larger than a vector, sometimes 0."""
         r = self.rng.random()
         if r < 0.04:
             return 0
@@ -149,8 +153,9 @@ class Draw:
                 return shape
 
     def values(self, shape, dtype="fp32", low=None, high=None, special=0.0):
-        """Numbers of a type. Without bounds: normal of a drawn scale, or few whole numbers (ties). special: the share of
-        cases that hold NaN, infinities, signed zeros, denormals and the largest numbers."""
+        """Numbers of a type. Without bounds: normally distributed with a drawn scale, or few different whole numbers
+        (so that some are equal). special: the share of cases with NaN, infinities, zeros of both signs, denormals and
+        the largest numbers."""
         torch_type = TYPES[dtype]
         if dtype == "bool":
             return torch.rand(shape, generator=self.gen) < self.rng.choice((0.0, 0.3, 0.5, 0.9))
@@ -176,7 +181,8 @@ class Draw:
         return x
 
     def laid_out(self, x, grad=False, plain=0.55, expand=True):
-        """An Input whose view has x's shape: contiguous, transposed, a slice, or with steps of 0 (then other values)."""
+        """An Input whose view has x's shape: contiguous, transposed, a slice, or with strides of 0 (which needs other
+        values)."""
         n = x.dim()
         if n == 0 or self.chance(plain):
             return Input(x, grad)
@@ -196,7 +202,8 @@ class Draw:
             for d in dims:
                 base = base.narrow(d, 0, 1)
             shape = list(x.shape)
-            return Input(base.contiguous(), grad, "x:expand(%s)" % ", ".join(map(str, shape)), lambda t: t.expand(shape))
+            return Input(base.contiguous(), grad, "x:expand(%s)" % ", ".join(map(str, shape)),
+                         lambda t: t.expand(shape))
         size = x.shape[dim]
         step = 1 if how == "offset" else self.rng.choice((2, 3))
         before, after = self.rng.randint(0, 3), self.rng.randint(0, 2)
@@ -237,15 +244,15 @@ def lua(value):
 
 # -- PyTorch's side --------------------------------------------------------------------------------------------------
 class Result:
-    """Outputs and gradients (by number of the input; None where there is none), in float64 or the case's types."""
+    """Outputs and gradients (by the number of the input; None: no gradient), in float64 or the case's types."""
 
     def __init__(self, outs, grads, sources=()):
         self.outs, self.grads, self.sources = outs, grads, sources
 
 
 def compute(case, draw=None, exact=False, change=None, graph=False):
-    """Runs the case's PyTorch. The first run draws the gradients of the outputs. change(x) alters float inputs. graph:
-    outputs and gradients depend on all float inputs and gradients of outputs, `sources`."""
+    """Runs the case in PyTorch. The first run draws the gradients of the outputs. change(x) alters float inputs. graph:
+    keeps outputs and gradients connected to all float inputs and gradients of outputs (`sources`)."""
     floats = [i.base.dtype for i in case.inputs if i is not None and i.base.dtype.is_floating_point]
     mode, leaves, xs = Mode(exact, change, floats[0] if len(set(floats)) == 1 else None), [], []
     change = change or (lambda x: x)
@@ -291,14 +298,14 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
 
 # -- the judge -------------------------------------------------------------------------------------------------------
 CONDITIONED = 256          # elements of a tensor whose condition is computed
-NEARBY = 4                 # inputs near by at which PyTorch's own distance is measured
+NEARBY = 4                 # neighbouring inputs for which PyTorch's own distance is measured
 UNLUCKY, AGAIN = 4, 8      # see Part.unlucky
-MOVED = 8                  # how often inputs are moved by their last bit
-WIDEST = 8.0               # see bound_of: how far PyTorch's worst element may widen the others
+MOVED = 8                  # how many times inputs are changed by their last bit
+WIDEST = 8.0               # see bound_of: the most by which PyTorch's worst element widens the bounds of others
 
 
 def ulp(value, dtype):
-    """The distance of neighbouring numbers of a type at |value| (float64)."""
+    """The distance between neighbouring numbers of a type at |value| (float64)."""
     bits, least, most = FORMAT[dtype]
     _, exponent = torch.frexp(value.abs())
     exponent = torch.clamp(torch.where(torch.isfinite(value) & (value != 0), exponent - 1, least), least, most)
@@ -306,12 +313,13 @@ def ulp(value, dtype):
 
 
 def rounding(dtype):
-    """The last bit, relative, of the arithmetic that gives a result of this type: half types are computed in fp32."""
+    """The relative size of the last bit of the computation behind a result of this type: half types are computed in
+    fp32."""
     return 2.0 ** (-52 if dtype == torch.float64 else -23)
 
 
 def last_bit(x, gen):
-    """Every finite float that is not 0 moved to a neighbour of its type, drawn."""
+    """Moves every finite float except 0 to a random one of its two neighbours."""
     if not x.dtype.is_floating_point:
         return x
     up = torch.rand(x.shape, generator=gen) < 0.5
@@ -320,14 +328,15 @@ def last_bit(x, gen):
 
 
 class Second:
-    """The second look at a case, made only where the plain rule finds something off: PyTorch's distance, and the exact
-    result itself, at inputs that differ in their last bit."""
+    """A second judgement of a case, made only if the plain rule finds an error: PyTorch's distance, and the exact
+    result, for inputs that differ in their last bit."""
 
     def __init__(self, case):
         self.case, self.near, self.moved = case, {}, {}
 
     def get(self, kind, key, dtype):
-        """[PyTorch's distance] near by, and [float64] of inputs moved by the last bit of the arithmetic."""
+        """Lists of PyTorch's distances for neighbouring inputs, and of float64 results for inputs changed by the last
+        bit of the computation."""
         gen = torch.Generator().manual_seed(self.case.index)
         wide = dtype == torch.float64
 
@@ -350,13 +359,13 @@ class Second:
 
         def pick(result):
             return (result.outs[key] if kind == "out" else result.grads.get(key)).double()
-        factor = 2.0 ** -29 if wide else 1.0                       # float64 is no measure of itself; see bound_of
+        factor = 2.0 ** -29 if wide else 1.0               # float64 cannot be compared with itself; see bound_of
         return ([(pick(a) - pick(b)).abs() * factor for a, b in self.near[wide]],
                 [pick(m) for m in self.moved[dtype]])
 
     def condition(self, kind, key, mask, dtype):
-        """The largest distance that inputs moved by their last bit give the elements of mask, to first order: the sum of
-        |derivative x input| times that bit. Of the first CONDITIONED of them; 0 elsewhere."""
+        """The largest first-order change of the elements of mask if inputs change by their last bit: the sum of
+        |derivative x input| times that bit. It is computed for the first CONDITIONED elements, and is 0 elsewhere."""
         case = self.case
         found = torch.zeros(mask.shape, dtype=torch.float64)
         try:
@@ -373,7 +382,7 @@ class Second:
         return found
 
     def exact_at(self, neighbour):
-        """float64 of the inputs that `neighbour` makes of those in the case's types."""
+        """The float64 result for the inputs that `neighbour` makes from those in the case's types."""
         case = self.case
         given, ups = case.inputs, case.ups
         case.inputs = [None if i is None else
@@ -389,20 +398,20 @@ class Second:
 def bound_of(theirs, exact, dtype, near, moved, mixes):
     """The distance from float64 that an element may have.
 
-    The plain rule is 2 x PyTorch's distance + 1 ulp. PyTorch's distance at one element is partly luck: it is 0 where its
-    roundings happen to cancel, and a sum in another order then looks wrong. Facts that do not look at our numbers take
-    the luck out:
-    - PyTorch's distance is the largest that it has at the element for a few inputs that differ in their last bit. Of
-      float64 itself there is nothing more exact to compare with: there the distance of float32 stands for it, x 2^-29.
-    - Measured in scales, its largest distance in the whole tensor holds for each element, since all come from one
-      algorithm; but WIDEST at most, so that one element for which PyTorch is bad does not excuse the others. The scale of
-      an element is half an ulp, beside how far the exact result moves with inputs moved at random by the last bit of the
-      arithmetic (2^-23; of float64 2^-52).
-    - Of a product, a reduction, a softmax, a loss (a row that `mixes`) all elements are sums over the same terms: there
-      its largest distance in the tensor is its distance, in absolute terms. Gradients are those of the views there, not of
-      what the views are of: adding up gradients that cancel would say nothing about the op.
-    - A result that is exact for some inputs which differ from the given ones in that last bit is as good as any algorithm
-      promises: `condition` of those elements that are off by the first two.
+    The plain rule is 2 x PyTorch's distance + 1 ulp. But PyTorch's distance at one element is partly luck: it is 0 if
+    its roundings happen to cancel, and a sum in another order then looks wrong. So the rule is widened, always without
+    looking at psluajit's numbers:
+    - PyTorch's distance at an element is the largest for a few inputs that differ in their last bit. For float64 there
+      is nothing more exact to compare with, so the distance of float32 is used, times 2^-29.
+    - PyTorch's largest distance in the whole tensor, measured in units of each element's scale, applies to each
+      element, since one algorithm computes them all. The factor is at most WIDEST, so that one element for which
+      PyTorch is bad does not excuse the others. The scale of an element is half an ulp, plus the change of the exact
+      result if inputs change at random by the last bit of the computation (2^-23; for float64 2^-52).
+    - In a product, a reduction, a softmax or a loss (a row that `mixes`) all elements are sums over the same terms.
+      There PyTorch's distance is its largest absolute distance in the tensor. Such rows compare gradients of the views,
+      not of the tensors below the views: adding up gradients that cancel would say nothing about the op.
+    - A result that is exact for inputs which differ from the given ones only in the last bit is as good as any
+      algorithm promises. `condition` computes this for the elements that fail the first two rules.
     """
     unit = ulp(exact, dtype)
     spread = torch.zeros_like(exact)
@@ -419,7 +428,8 @@ def bound_of(theirs, exact, dtype, near, moved, mixes):
 
 
 class Off:
-    """What is wrong with an output or a gradient of a case. rounding: it is too far away, but by no more than UNLUCKY."""
+    """The error of an output or a gradient of a case. rounding: it is too far away, but by at most the factor
+    UNLUCKY."""
 
     def __init__(self, what, text, rounding=False):
         self.what, self.text, self.rounding = what, text, rounding
@@ -433,7 +443,7 @@ def describe(tensor):
 
 
 def judge(case, kind, key, ours, theirs, exact, second, used):
-    """None, or an Off. used: a dictionary that counts the differences on purpose that applied, by name."""
+    """An Off, or None if the result is right. used: counts, by name, the intended differences that applied."""
     what = "%s%d" % (kind, key)
     if ours is None and theirs is None:
         return None
@@ -447,15 +457,16 @@ def judge(case, kind, key, ours, theirs, exact, second, used):
         theirs = theirs.to(ours.dtype)
     dtype = ours.dtype
     o, t, r = ours.double(), theirs.double(), exact.double()
-    # A gradient comes through the results: where they have fewer bits, so has it.
-    arithmetic = min([dtype] + [out.dtype for out in case.result.outs if kind == "grad" and out.dtype.is_floating_point],
+    # A gradient is computed from the results: if they have fewer bits, it has fewer bits, too.
+    arithmetic = min([dtype] + [out.dtype for out in case.result.outs if kind == "grad"
+                                and out.dtype.is_floating_point],
                      key=lambda t: FORMAT[t][0] if t.is_floating_point else 99)
     if not dtype.is_floating_point:
         off = ours != theirs
         bound = torch.zeros_like(o)
     else:
         same = (o == t) & (torch.signbit(o) == torch.signbit(t)) | torch.isnan(o) & torch.isnan(t)
-        rounded = r.to(dtype).double()                    # what is rounded correctly is right, whatever PyTorch has
+        rounded = r.to(dtype).double()                    # a correctly rounded result is right, whatever PyTorch's is
         same_as_rounded = (o == rounded) & (torch.signbit(o) == torch.signbit(rounded))
         finite = torch.isfinite(o) & torch.isfinite(t) & torch.isfinite(r)
         zeros = (o == 0) & (t == 0) & (torch.signbit(o) != torch.signbit(t)) & ~same_as_rounded
@@ -483,13 +494,15 @@ def judge(case, kind, key, ours, theirs, exact, second, used):
                                                  math.inf, math.inf, math.inf), torch.full_like(o, -1.0))
     at, rounding = int(distance.reshape(-1).argmax()), float(distance.max()) <= UNLUCKY
     o, t, r, bound = (v.reshape(-1)[at].item() for v in (o, t, r, bound))
-    return Off(what, "%d of %d elements of %s are off; element %d is %.9g, PyTorch's %.9g, in float64 %.17g: distance %.3g, "
+    return Off(what,
+               "%d of %d elements of %s are off; element %d is %.9g, PyTorch's %.9g, in float64 %.17g: distance %.3g, "
                "PyTorch's %.3g, allowed %.3g" % (int(off.sum()), off.numel(), describe(ours), at, o, t, r, abs(o - r),
                                                 abs(t - r), bound), rounding)
 
 
 # -- running psluajit ------------------------------------------------------------------------------------------------
-ISAS = [{}, {}, {}, {"PS_CPU_ISA": "avx2", "DNNL_MAX_CPU_ISA": "AVX2"}, {"PS_CPU_ISA": "sse2", "DNNL_MAX_CPU_ISA": "SSE41"}]
+ISAS = [{}, {}, {}, {"PS_CPU_ISA": "avx2", "DNNL_MAX_CPU_ISA": "AVX2"},
+        {"PS_CPU_ISA": "sse2", "DNNL_MAX_CPU_ISA": "SSE41"}]
 
 
 def start(psluajit, folder, cases, isa, threads):
@@ -508,8 +521,10 @@ def start(psluajit, folder, cases, isa, threads):
         for k, up in enumerate(case.ups):
             if up is not None:
                 tensors["%s.up.%d" % (name, k)] = up.contiguous().clone()
-        listed.append({"id": name, "code": case.lua if " return " in case.lua else "return " + case.lua, "inputs": names,
-                       "views": views, "wrt": wrt, "device": case.device, "single": len(case.ups) == 1, "leaves": "views" if case.mixes else "bases"})
+        listed.append({"id": name, "code": case.lua if " return " in case.lua else "return " + case.lua,
+                       "inputs": names,
+                       "views": views, "wrt": wrt, "device": case.device, "single": len(case.ups) == 1,
+                       "leaves": "views" if case.mixes else "bases"})
     save_file(tensors, os.path.join(folder, "in.safetensors"))
     with open(os.path.join(folder, "cases.json"), "w") as f:
         json.dump(listed, f)
@@ -519,7 +534,7 @@ def start(psluajit, folder, cases, isa, threads):
 
 
 def finish(process, folder):
-    """(results by id, tensors), or the text of what went wrong."""
+    """(results by id, tensors), or the text of the error."""
     try:
         code = process.wait(600)
     except subprocess.TimeoutExpired:
@@ -533,7 +548,7 @@ def finish(process, folder):
 
 
 class Part:
-    """One run of a part: its options, its counts, and what it says."""
+    """One run of a part: its options, counts and output."""
 
     def __init__(self, name, options):
         self.name, self.options = name, options
@@ -561,7 +576,7 @@ class Part:
             self.say(case, "\n     ".join(map(str, found)))
 
     def look(self, case, exact, tensors):
-        """What is wrong with a case's outputs and gradients."""
+        """The errors of a case's outputs and gradients."""
         name, second, found = str(case.index), Second(case), []
         for k, theirs in enumerate(case.result.outs):
             found.append(judge(case, "out", k, tensors.get("%s.out.%d" % (name, k)), theirs, exact.outs[k], second,
@@ -573,14 +588,16 @@ class Part:
         return [f for f in found if f is not None]
 
     def unlucky(self, case):
-        """Whether a rounding that is too large here is not so at most inputs that differ in their last bit. Of thousands
-        of cases one has such a draw; what computes wrongly, or with too few bits, does so near by as well. Only where
-        the distance is at most UNLUCKY times what is allowed: more is wrong at once, and so are NaN, signs and types."""
+        """Whether a result that is too far away is within the bound for most inputs that differ in their last bit. This
+        happens by chance in one of thousands of cases. A wrong or imprecise computation also fails for the neighbouring
+        inputs. Only for distances of at most UNLUCKY times the bound: a larger distance is an error at once, and so are
+        NaN, wrong signs and wrong types."""
         gen, again = torch.Generator().manual_seed(case.index + 1), []
         for k in range(AGAIN):
             other = copy.copy(case)
             other.index = k
-            other.inputs = [None if i is None else Input(last_bit(i.base, gen), i.grad, i.lua, i.view) for i in case.inputs]
+            other.inputs = [None if i is None else Input(last_bit(i.base, gen), i.grad, i.lua, i.view)
+                            for i in case.inputs]
             other.ups = [None if u is None else last_bit(u, gen) for u in case.ups]
             other.result = compute(other)
             again.append(other)
@@ -592,11 +609,12 @@ class Part:
         if isinstance(answer, str) or any("error" in r for r in answer[0].values()):
             return False
         wrong = sum(bool(self.look(other, compute(other, exact=True), answer[1])) for other in again)
-        print("oracle %s: %d is off by a rounding, and so are %d of %d cases near by" % (self.name, case.index, wrong, AGAIN))
+        print("oracle %s: %d is off by a rounding, and so are %d of %d cases near by" % (self.name, case.index, wrong,
+                                                                                         AGAIN))
         return 2 * wrong <= AGAIN
 
     def draw(self, row, index):
-        """The case of that number. What PyTorch refuses (bool - bool, say) is drawn again."""
+        """The case with that number. If PyTorch refuses a case (such as bool - bool), another one is drawn."""
         for attempt in range(30):
             draw = Draw(self.options.seed, self.name, index, attempt)
             try:
@@ -612,7 +630,7 @@ class Part:
         return None
 
     def batch(self, cases, isa, threads):
-        """Runs cases together; where psluajit crashes, each alone."""
+        """Runs cases together. If psluajit crashes, runs each alone."""
         folder, self.environment = tempfile.mkdtemp(prefix="oracle-"), (isa, threads)
         try:
             process = start(self.options.psluajit, folder, cases, isa, threads)
@@ -633,8 +651,8 @@ class Part:
 
 
 def main(name, rows, cases):
-    """Runs a part: its rows in turn (by weight), `cases` in all unless --cases says otherwise. Exits with 1 when any is
-    off."""
+    """Runs a part: its rows in turn (by weight), `cases` cases in all unless --cases gives another number. Exits with
+    status 1 if any case is wrong."""
     parser = argparse.ArgumentParser(description="Compares psluajit with PyTorch on drawn cases: " + name)
     parser.add_argument("--psluajit", default="build/psluajit")
     parser.add_argument("--seed", type=int, default=1)
@@ -677,6 +695,6 @@ def main(name, rows, cases):
 
 
 def environment(seed, batch):
-    """Instruction set and threads of a batch."""
+    """The instruction set and the number of threads of a batch of cases."""
     rng = random.Random("%d:%d" % (seed, batch))
     return rng.choice(ISAS), rng.choice((1, 2))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of several sequences: folders of each family from transformers, of models_oracle.py's drawn fields, through
-bench/packed.lua.
+"""Rows with several sequences: bench/packed.lua against transformers, for folders of each family with the drawn fields
+of models_oracle.py.
 
-transformers computes the same sequences as a batch with padding: losses of single positions, and the gradients of their
-sum. Causal models also get them packed, as position_ids that begin again, without a cache and a mask, and bench/hf.lua
-has to give the same logits.
+transformers computes the same sequences as a batch with padding: the loss of each position, and the gradients of their
+sum. transformers' causal models also compute the packed rows, with position_ids that restart, without a cache and a
+mask, and bench/hf.lua must give the same logits.
 """
 import os
 import subprocess
@@ -17,7 +17,7 @@ import models_oracle
 import runs
 
 CLASSES = [c for c in sorted(set(models_oracle.CLASSES)) if "LM" in c[1]]
-LOSS, GRADIENT = 2e-6, 1e-5              # of the largest, where that is above 1; of the tensor's largest
+LOSS, GRADIENT = 2e-6, 1e-5              # relative to the largest loss (at least 1), and to the largest gradient
 NOTHING = 1e-6                           # of the largest of all gradients: rounding of what is 0, such as keys' biases
 
 
@@ -87,7 +87,7 @@ def reference(case, ids, dtype):
 
 
 def by_places(run, case, ids, segments, env):
-    """The logits of restarted positions, from hf.lua and from transformers."""
+    """The logits of rows with restarted positions, from hf.lua and from transformers."""
     places = torch.zeros(ids.shape, dtype=torch.int32)
     for r, at, n in sequences(case):
         places[r, at:at + n] = torch.arange(n, dtype=torch.int32)

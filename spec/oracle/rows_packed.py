@@ -31,7 +31,7 @@ def unpacked(raw, kind):
 
 
 def packed_rows(d, rows):
-    """A type and rows of random blocks of it, whose scales are small."""
+    """A type, and rows of random blocks of it with small scales."""
     kind = d.choice(*PACKED)
     block, nbytes = (64, 36) if kind == "NF4" else gguf.GGML_QUANT_SIZES[kind]
     count = d.int(1, 3)

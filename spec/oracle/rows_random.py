@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: what is drawn by Philox counters, sampling, updates in place, the group of one process."""
+"""Rows of the part `ops`: numbers drawn by Philox counters, sampling, updates in place, the group of one process."""
 import math
 
 import numpy as np
@@ -17,7 +17,7 @@ def counters(first, count):
 
 
 def place(d, dtype, shape=None):
-    """A tensor to be overwritten."""
+    """A tensor that the op overwrites."""
     return Input(d.values(d.shape() if shape is None else shape, dtype))
 
 
@@ -183,7 +183,7 @@ def sample(d):
 
 
 def adam(d):
-    """One call of the fused update against torch.optim's formula in float64."""
+    """Compares one call of the fused update with torch.optim's formula in float64."""
     dtype, shape, adamw = d.dtype("fp32", "bf16", "fp16"), d.shape(0, 2), d.int(0, 1)
     t, lr, b1, b2 = d.int(1, 50), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.999, 0.95)
     eps, wd, scale = d.choice(1e-8, 1e-6), d.choice(0, 0.1), d.choice(1, 0.5, 1 / 3)
@@ -237,7 +237,7 @@ def sgd(d):
 
 
 def update(op, d, states, attrs, formula, shape=None, tail=0):
-    """A row of an optimizer's update: param (its own master), grad and states, against a formula in float64."""
+    """An optimizer's update: param (which is its own master), grad and states, against a formula in float64."""
     shape = shape or d.shape(1, 2)
     inputs = [Input(d.values(shape, "fp32")), Input(d.values(shape, "fp32", -1, 1))] + states(shape)
     names = ", ".join("x[%d]" % (i + 3) for i in range(len(inputs) - 2))
@@ -340,8 +340,8 @@ def adafactor(d):
 
 
 def small_adam(d):
-    """The first update of AdamW with averages in 8 bits, and any with averages in bf16: the parameter's value, which is
-    computed before averages are rounded."""
+    """The first update of AdamW with averages in 8 bits, and any update with averages in bf16. Only the parameter's
+    value is compared, since it is computed before the averages are rounded."""
     eight, n, lr, b1, b2 = d.int(0, 1), d.int(1, 600), d.choice(1e-3, 0.1), d.choice(0.9, 0.5), d.choice(0.99, 0.95)
     t, wd, eps = 1 if eight else d.int(1, 9), d.choice(0, 0.1), 1e-8
     inputs = [Input(d.values([n], "fp32")), Input(d.values([n], "fp32", -1, 1))]
@@ -366,7 +366,7 @@ def small_adam(d):
 
 
 def halves(d):
-    """An fp32 tensor that goes into a weight and its remainder, and back."""
+    """An fp32 tensor that is split into a weight and its remainder, and joined again."""
     n = d.int(0, 100)
     text = ("local w, low = ps.empty({ %d }, { dtype = 'bf16' }), ps.zeros({ %d }, { dtype = 'uint8' }) "
             "ps.ops.remainder_split_ { w, low, x[1] } return ps.ops.remainder_join(w, low), w" % (n, 2 * n))
@@ -384,7 +384,7 @@ ALONE = ("all_reduce all_gather reduce_scatter broadcast copy_to_tp reduce_from_
 
 
 def alone(d):
-    """The ops of several ranks in the group of this process: what they are given, and so is the gradient."""
+    """The ops of several ranks in a group of one process: they return their input, and so does the gradient."""
     name = d.choice(*ALONE.split())
     text = ("local group = require('ps').dist.self() "
             "return ps.ops.%s(x[1], ps.C.ps_group_number(group.c), 1, 0, 0)" % name)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What parts of the oracle share whose cases are whole runs of a script: options, drawing, running psluajit, counting.
+"""Code that is shared by parts of the oracle whose cases are whole runs of a script: options, drawing, running
+psluajit, counting.
 
-Such a part draws its cases, writes them into a folder, has one psluajit run them all by a script beside it, and judges what
-it wrote. Parts whose cases are single calls share oracle.py instead.
+Such a part draws its cases, writes them to a folder, runs them all in one psluajit with a script of this folder, and
+judges the results. Parts whose cases are single calls use oracle.py instead.
 """
 import argparse
 import json
@@ -19,7 +20,8 @@ PLACE = ("index", "out", "model", "data", "seed")
 
 
 def quiet_transformers():
-    """PyTorch on one thread, since small cases gain nothing by more, and transformers without notes and progress bars."""
+    """Limits PyTorch to one thread, since small cases do not gain from more, and silences transformers' notes and
+    progress bars."""
     import torch
     import transformers
     torch.set_num_threads(1)
@@ -33,7 +35,7 @@ def distance(a, b):
 
 
 class Run:
-    """One run of a part. folder: for its files; it goes in the end, unless --keep names it."""
+    """One run of a part. folder: for its files; it is removed at the end unless --keep names it."""
 
     def __init__(self, name, cases):
         parser = argparse.ArgumentParser(description="Compares psluajit with PyTorch on drawn cases: " + name)
@@ -54,12 +56,13 @@ class Run:
         self.count = self.off = 0
 
     def random(self, index):
-        """The random numbers of one case: the same seed, part and index draw the same case, whatever others do."""
+        """The random numbers of one case. The same seed, part and index give the same case, independent of other
+        cases."""
         return random.Random("%d:%s:%d" % (self.seed, self.name, index))
 
     def cases(self, draw):
-        """The cases that draw(rng, index) gives, in turn, each with the keys of PLACE: its index, its own empty folder `out`, paths
-        there for a model's folder and for data, which nobody has made yet, and a seed for PyTorch's numbers."""
+        """Yields the cases that draw(rng, index) returns, with the keys of PLACE: the case's index, its own empty
+        folder `out`, paths in it for a model's folder and for data (which do not exist yet), and a seed for PyTorch."""
         for index in self.indices:
             rng = self.random(index)
             out = os.path.join(self.folder, str(index))
@@ -70,23 +73,24 @@ class Run:
                           "data": os.path.join(out, "data.safetensors"), "seed": rng.getrandbits(62)}
 
     def psluajit(self, script, *arguments):
-        """Runs a script beside this file. It catches what cases raise; if it ends otherwise, no case of it counts."""
+        """Runs a script of this folder. The script catches errors of single cases; if the script itself fails, no case
+        counts."""
         env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
         subprocess.run([self.program, os.path.join(HERE, script), *arguments], check=True, env=env, timeout=LIMIT_S)
 
     def ranks(self, script, count, *arguments):
-        """Runs a script as `count` ranks. Where it ends with an error, the cases that it did not come to are off."""
+        """Runs a script on `count` ranks. If it fails, the cases that it did not reach are wrong."""
         env = dict(os.environ, OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         root = os.path.dirname(os.path.dirname(HERE))
         subprocess.run([self.program, os.path.join(root, "tools", "launch.lua"), "--nproc-per-node", str(count),
                         os.path.join(HERE, script), *arguments], check=False, env=env, timeout=LIMIT_S)
 
     def judged_case(self, case, off):
-        """Counts a case of `cases`; where it is off, what was drawn for it is shown."""
+        """Counts a case of `cases`. If it is wrong, prints what was drawn for it."""
         self.judged(case["index"], off, json.dumps({k: v for k, v in case.items() if k not in PLACE}))
 
     def judged(self, index, off, told):
-        """Counts a case. off: a line for each thing that is wrong with it; told: the case, in a line."""
+        """Counts a case. off: a line for each error of the case; told: the case, in one line."""
         self.count += 1
         if off:
             self.off += 1
@@ -96,7 +100,7 @@ class Run:
             print("     again: %s --only %d:%d" % (os.path.relpath(sys.argv[0]), self.seed, index), flush=True)
 
     def end(self):
-        """Says how it went and exits, with 1 where a case is off."""
+        """Prints the result and exits, with status 1 if a case is wrong."""
         if not self.kept:
             shutil.rmtree(self.folder, ignore_errors=True)
         print("oracle %s: %d cases, %d off" % (self.name, self.count, self.off))

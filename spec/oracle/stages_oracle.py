@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole steps of pipelines, of two and three processes, against PyTorch and transformers in one.
+"""Whole steps of pipelines of two and three processes, against PyTorch and transformers in one process.
 
-A case is what engine_oracle.py draws (a small GPT-2, masked labels, types, loss scales, clipping, learning rates), cut into
-stages: a schedule, virtual stages, m micro-batches that the rows need not divide into, a tied or an untied head. Each step's
-batch is given whole, and labels are masked so unevenly that micro-batches have very different numbers of targets, some none.
-What engine_oracle.py calls wrong is wrong here: losses, which must be one number on all ranks, norms, parameters, moments.
+A case is drawn by engine_oracle.py (a small GPT-2, masked labels, types, loss scales, clipping, learning rates) and cut
+into stages: a schedule, virtual stages, m micro-batches (the number of rows need not be divisible by m), a tied or an
+untied head. Each step's batch is given as a whole, and labels are masked so unevenly that the micro-batches' numbers of
+targets are very different, and some are zero. Losses, norms, parameters and averages are judged as in engine_oracle.py.
+The loss must be the same on all ranks.
 """
 import glob
 import json
@@ -25,7 +26,8 @@ def draw_case(rng, index):
     case = engine.draw_case(rng)
     for key in ("resume_at", "loop"):
         case.pop(key, None)
-    schedule, ranks = NAMES[index % len(NAMES)], RANKS[(index + index // len(NAMES)) % len(RANKS)]     # each with each, in turn
+    # All pairs of a schedule and a number of ranks, in turn.
+    schedule, ranks = NAMES[index % len(NAMES)], RANKS[(index + index // len(NAMES)) % len(RANKS)]
     virtual = rng.choice(SCHEDULES[schedule])
     case.update(way="straight", steps=3, ranks=ranks, rates={"2": 2e-3} if rng.random() < 0.5 else {})
     case["gpt2"].update(n_layer=ranks * virtual + rng.randint(0, 1), tie_word_embeddings=rng.random() < 0.5)
@@ -38,17 +40,20 @@ def draw_case(rng, index):
 
 
 def draw_batches(rng, case):
-    """x, y int32 [rows, positions] of each step, and of each of its micro-batches: the first ones have a row more."""
+    """x, y int32 [rows, positions] of each step and of each of its micro-batches. The first micro-batches have one row
+    more."""
     whole, cut, V, T, m = {}, {}, case["gpt2"]["vocab_size"], case["positions"], case["accumulate"]
     empty_step = rng.randint(1, case["steps"])
     for step in range(1, case["steps"] + 1):
         sizes = [case["rows"] // m + (i < case["rows"] % m) for i in range(m)]
         pieces = []
         for micro, rows in enumerate(sizes, 1):
-            x, y = (torch.tensor([[rng.randrange(V) for _ in range(T)] for _ in range(rows)], dtype=torch.int32) for _ in "xy")
+            x, y = (torch.tensor([[rng.randrange(V) for _ in range(T)] for _ in range(rows)], dtype=torch.int32)
+                    for _ in "xy")
             share = {"none": 0.0, "some": 0.4, "prompts": rng.random()}.get(case["mask"], 0.0)
             y[torch.tensor([[rng.random() < share for _ in range(T)] for _ in range(rows)])] = engine.IGNORED
-            if case["mask"] == "whole micro-batches" and micro == 1 + step % m or case["mask"] == "a whole step" and step == empty_step:
+            if (case["mask"] == "whole micro-batches" and micro == 1 + step % m
+                    or case["mask"] == "a whole step" and step == empty_step):
                 y[:] = engine.IGNORED
             pieces.append((x, y))
             cut[step, micro] = (x, y)
@@ -57,7 +62,7 @@ def draw_batches(rng, case):
 
 
 def trained_state(case):
-    """Parameters and moments of a checkpoint, of which each rank has written its own."""
+    """Parameters and averages of a checkpoint, in which each rank has written its own."""
     out = {}
     for path in glob.glob(os.path.join(case["out"], "checkpoints", "step-*", "rank-*.safetensors")):
         for name, tensor in load_file(path).items():
