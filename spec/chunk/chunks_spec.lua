@@ -151,7 +151,7 @@ describe("chunks", function()
     end
   end)
 
-  -- Activations are most of the other tensors, and Adam, whose chunks are the largest set, runs after they are freed.
+  -- Most of the other tensors are activations. They are freed before Adam runs, which needs the most chunks at once.
   it("get the room that other tensors leave at an op's moment if they need it, under every policy", function()
     local case = named("large", { rows = { 64 }, clip = 1 })
     local plain = L.run(case, { memory = "plain" })

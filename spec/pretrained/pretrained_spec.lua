@@ -117,7 +117,7 @@ describe("GPT-2's settings", function()
         local want = formula(model, with(SMALL, fields), x)
         local distance = (model(x):double() - want):abs():amax():item()
         assert.truthy(want:abs():amax():item() > 1 and distance < 3e-5, json.encode(fields) .. " " .. distance)
-        -- the loss and the cached way of generate use the same
+        -- the loss, and generate with its cache, compute the same logits
         local y = ids(2, 9)
         local loss = F.cross_entropy(want:reshape(18, 61), y:reshape(18):to("int64"))
         assert.truthy(math.abs(loss:item() - model(x, y):item()) < 1e-5)

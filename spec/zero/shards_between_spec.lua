@@ -9,7 +9,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- A model that leaves some of its parameters, of several chunks, without a gradient.
+-- A model in which some parameters, in several chunks, get no gradient.
 local PARTLY = [[
   local Partly = nn.class("Partly")
   function Partly:init()
