@@ -341,7 +341,7 @@ describe("indexing", function()
 end)
 
 describe("bytes of a tensor", function()
-  -- Some MiB are copied in pieces, by several threads, which begin at borders of huge pages.
+  -- Several threads copy large tensors. The piece of each thread begins at the border of a huge page.
   it("are those that were written, for any number and alignment", function()
     local ffi = require "ffi"
     local MIB = 2 ^ 20

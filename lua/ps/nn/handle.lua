@@ -37,7 +37,7 @@ function handle.module(model)
   return engine and engine.module or model
 end
 
---- The module's function that a handle's wrapper calls; any other function is returned as it is.
+--- The module's function that a wrapper of a handle calls. A function that is not a wrapper is returned unchanged.
 ---@param fn function
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
