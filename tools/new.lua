@@ -66,4 +66,7 @@ if os.execute(quiet:format(paths.exe, paths.root, (dir:gsub("'", "'\\''")))) ~= 
 end
 
 print(("wrote %s; README.md there says what each file is. To run it:\n\n    cd %s"):format(dir, dir))
-for line in read(root .. "/" .. args.kind .. "/README.md"):gmatch "\n    (psluajit[^\n]*)" do print("    " .. line) end
+local on_path = os.execute "command -v psluajit >/dev/null 2>&1" == 0
+for rest in read(root .. "/" .. args.kind .. "/README.md"):gmatch "\n    psluajit( [^\n]*)" do
+  print("    " .. (on_path and "psluajit" or paths.exe) .. rest)
+end

@@ -1,0 +1,53 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Records of benches: bench/record.lua, and the files of docs/benchmarks/, each of which docs/benchmarks.md links.
+local check = require "spec.check_lib"
+local json = require "cjson"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+
+local function record(path, command)
+  return check.shell(("cd '%s' && '%s' bench/record.lua '%s' '%s'"):format(paths.root, paths.exe, path, command))
+end
+
+describe("bench/record.lua", function()
+  it("writes the machine, the day, the command and the last line's JSON", function()
+    local path = os.tmpname()
+    local said, code = record(path, [[echo first; echo "{\"a\": 1.5, \"list\": [1, 2], \"b\": {\"text\": \"x/y\"}}"]])
+    assert.equal(0, code, said)
+    local read = json.decode(check.read(path))
+    assert.same({ a = 1.5, list = { 1, 2 }, b = { text = "x/y" } }, read.result)
+    assert.matches("^echo first", read.command)
+    assert.matches("^%d%d%d%d%-%d%d%-%d%d$", read.date)
+    assert.matches(", %d+ cores$", read.machine)
+    os.remove(path)
+  end)
+
+  it("records nothing of a command without JSON", function()
+    local path = os.tmpname()
+    os.remove(path)
+    local said, code = record(path, "echo no figures")
+    assert.equal(1, code)
+    assert.matches("'echo no figures' ended without a line of JSON; nothing was recorded", said, 1, true)
+    assert.is_nil(lfs.attributes(path))
+  end)
+end)
+
+describe("the records of docs/benchmarks/", function()
+  it("are complete, name a bench that exists, and are linked", function()
+    local page, n = check.read(paths.root .. "/docs/benchmarks.md"), 0
+    for name in lfs.dir(paths.root .. "/docs/benchmarks") do
+      if name:find "%.json$" then
+        n = n + 1
+        local read = json.decode(check.read(paths.root .. "/docs/benchmarks/" .. name))
+        for _, field in ipairs { "command", "machine", "date", "commit" } do
+          assert.equal("string", type(read[field]), name .. ": " .. field)
+        end
+        assert.equal("table", type(read.result), name)
+        local script = read.command:match "bench/[%w_]+%.lua"
+        assert(script and lfs.attributes(paths.root .. "/" .. script, "mode"), name .. ": " .. read.command)
+        assert.matches("(benchmarks/" .. name .. ")", page, 1, true)
+      end
+    end
+    assert(n >= 2, n)
+  end)
+end)
