@@ -114,6 +114,9 @@ function serialize.load(path, options)
     if format == "pt" then value = file:value(options.device)
     else
       for _, name in ipairs(file:names()) do value[name] = file:tensor(name, options.device or "cpu") end
+      for name, first in pairs(file.metadata) do            -- further names of a tensor (ps.safetensors.save)
+        if value[name] == nil then value[name] = value[first] end
+      end
     end
     shard_note.mark(value, file:shards())
     return value
