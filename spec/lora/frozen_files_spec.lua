@@ -5,6 +5,7 @@
 local ps = require "ps"
 local chunks = require "ps.memory.chunks"
 local check = require "spec.check_lib"
+local handle = require "ps.nn.handle"
 local paths = require "ps.paths"
 local fails = check.fails
 
@@ -78,6 +79,8 @@ describe("a frozen base in an engine with a disk tier", function()
       assert.same(want, got)
       local at = tier "disk"
       assert(at.chunks < 4 * MIB)
+      local tiers = handle.of(model).plan.forecast.tiers
+      assert(tiers[#tiers].peak < 4 * MIB, tiers[#tiers].peak)          -- of the disk's file, as the plan prints it
       if not os.getenv "PS_STRESS" then assert(at.bytes_down < 2 * MIB, at.bytes_down) end       -- what is trained
       assert(at.bytes_up > 3 * 10 * MIB, at.bytes_up)      -- more than half of it is read again in each step
     end

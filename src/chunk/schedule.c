@@ -468,6 +468,9 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
     request r;
     ps_plan first, steady;
     int32_t bad = -1;
+    int64_t sources = 0;                                  /* bytes that the disk's file does not have */
+    for (int32_t i = 0; i < cs->n_chunks; i++)
+        if (!cs->chunks[i].dead && cs->chunks[i].n_source) sources += cs->chunks[i].nbytes;
     *out = (ps_step_forecast){ .n_moments = trace->n_moments, .n_uses = trace->n_uses };
     int rc = request_open(cs, trace, &r);
     out->resident = r.resident_nbytes;
@@ -485,6 +488,7 @@ int ps_chunks_predict(ps_chunks *cs, const ps_trace *trace, ps_step_forecast *ou
             for (int t = 0; t < cs->n_tiers; t++) {
                 int64_t chunks = first.peak[t] > steady.peak[t] ? first.peak[t] : steady.peak[t];
                 if (chunks > r.in.capacity[t] && !is_disk(cs, t)) chunks = r.in.capacity[t];
+                if (is_disk(cs, t)) chunks = chunks > sources ? chunks - sources : 0;
                 out->other[t] = is_disk(cs, t) ? 0 : trace->other_peak[t];
                 out->peak[t] = chunks + out->other[t] + (t == 0 ? r.resident_nbytes : 0);
             }
