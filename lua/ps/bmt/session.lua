@@ -252,7 +252,7 @@ end
 --- shard, those of the first rank with that shard.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
-  if session.elsewhere(tensor) then return end
+  if session.elsewhere(tensor) or tensor:device() == "meta" then return end    -- on meta until its file is mapped
   if tensor:dtype() ~= self.dtype then
     error(("a parameter is %s, but the first one was %s: all parameters of a model of ps.bmt must have one "
       .. "dtype"):format(
