@@ -128,6 +128,16 @@ describe("the check of the HTML", function()
   end)
 end)
 
+describe("the groups of docs/api.md", function()
+  it("have an example each, except the fields of tables", function()
+    for title in check.read(paths.root .. "/docs/api.md"):gmatch "\n## ([^\n]+)" do
+      local group = entry.page_name(title)
+      local path = ("%s/tools/site/examples/%s.lua"):format(paths.root, group)
+      assert.equal(group ~= "fields" and "file" or nil, lfs.attributes(path, "mode"), group)
+    end
+  end)
+end)
+
 describe("the example of", function()
   for name in lfs.dir(paths.root .. "/tools/site/examples") do
     local group = name:match "^([%w_]+)%.lua$"
