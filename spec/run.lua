@@ -1,11 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- psluajit spec/run.lua [--list] [--jobs N] [FILE | NAME | FOLDER/]...
+-- psluajit spec/run.lua [--list] [--jobs N] [--only WORDS] [FILE | NAME | FOLDER/]...
 -- Runs specs under busted, inside this very interpreter: all spec/*/*_spec.lua but those of spec/cluster, or those
 -- given (repl, repl_spec and repl_spec.lua are short for spec/prompt/repl_spec.lua, prompt/ for all of that folder).
 -- Prints one line per file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The
 -- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
 -- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
--- run at the same time, except those of alone.txt, which run before them, one by one.
+-- run at the same time, except those of alone.txt, which run before them, one by one. With --only WORDS,
+-- only tests whose full name (as a failure prints it) contains these words run: `run.lua ops --only softplus`.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[] every spec, in order
@@ -64,7 +65,7 @@ end
 local alone_ones = listed "alone.txt"
 for _, list in ipairs { "computing.txt", "check.txt" } do listed(list) end
 
-local files, only_list, jobs = {}, false, 1
+local files, only_list, jobs, words, or_none = {}, false, 1, nil, false
 local at = 1
 while arg[at] do
   local a = arg[at]
@@ -77,6 +78,14 @@ while arg[at] do
       io.stderr:write("spec/run.lua: --jobs is '" .. tostring(arg[at]) .. "'; expected a whole number from 1\n")
       os.exit(1)
     end
+  elseif a == "--only" then
+    at = at + 1
+    words = arg[at]
+    if not words then
+      io.stderr:write("spec/run.lua: --only needs words of the names of tests\n")
+      os.exit(1)
+    end
+  elseif a == "--or-none" then or_none = true             -- of a part of a run: another part may have the words
   elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
   elseif short then files[#files + 1] = short
   elseif a:match "/$" and specs_in(a)[1] then
@@ -98,6 +107,10 @@ local passed, failed, skipped = 0, 0, 0
 
 local function finish()
   print(("busted: %d passed, %d failed, %d skipped"):format(passed, failed, skipped))
+  if words and not or_none and passed + failed + skipped == 0 then
+    io.stderr:write(("spec/run.lua: no test of these specs has '%s' in its name\n"):format(words))
+    os.exit(1)
+  end
   os.exit(failed == 0 and 0 or 1)
 end
 
@@ -111,7 +124,8 @@ local function run_apart(list, number)
   if #list == 0 then return end
   local END = "spec/run.lua: that was "
   local lock = os.tmpname()
-  local run = ("%s %s \"$1\" 2>&1; echo \"%s$1\""):format(quoted(arg[-1]), quoted(arg[0]), END)
+  local run = ("%s %s %s \"$1\" 2>&1; echo \"%s$1\""):format(quoted(arg[-1]), quoted(arg[0]),
+    words and "--or-none --only " .. quoted(words) or "", END)
   if number > 1 then
     run = ("said=$(mktemp) && { %s; } >\"$said\"; flock \"$0\" cat \"$said\"; rm \"$said\""):format(run)
   end
@@ -184,6 +198,17 @@ end
 local function print_problem(kind, element, message)
   io.stdout:write(("%s: %s\n  %s\n"):format(kind, full_name(element), (tostring(message):gsub("\n", "\n  "))))
   io.stdout:flush()
+end
+
+if words then
+  -- A test that is not registered does not run. Its file's other tests count as ever.
+  for _, kind in ipairs { "it", "pending" } do
+    busted.subscribe({ "register", kind }, function(name)
+      local parent = busted.context.get()
+      local whole = (parent.descriptor == "file" and "" or full_name(parent) .. " ") .. tostring(name)
+      return nil, whole:find(words, 1, true) ~= nil
+    end, { priority = 1 })
+  end
 end
 
 local SLOW_S = tonumber(os.getenv("PS_SPEC_SLOW")) or 10

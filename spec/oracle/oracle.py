@@ -658,7 +658,7 @@ def main(name, rows, cases):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=cases)
     parser.add_argument("--only", help="SEED:INDEX, one case again")
-    parser.add_argument("--row", help="cases of the rows whose name contains this only")
+    parser.add_argument("--row", help="only rows whose name contains this; --cases counts their cases")
     parser.add_argument("--show", type=int, default=5, help="how many cases of a row are printed")
     parser.add_argument("--batch", type=int, default=250)
     options = parser.parse_args()
@@ -669,14 +669,17 @@ def main(name, rows, cases):
         order += [row] * max(1, round(row.weight))
     random.Random(0).shuffle(order)
     indices = range(options.cases)
+    if options.row:
+        chosen = [at for at, row in enumerate(order) if options.row in row.name]
+        if not chosen:
+            sys.exit("oracle %s: no row's name contains %s" % (name, options.row))
+        indices = [i // len(chosen) * len(order) + chosen[i % len(chosen)] for i in range(options.cases)]
     if options.only:
         options.seed, index = map(int, options.only.split(":"))
         indices = [index]
     part, waiting = Part(name, options), []
     for index in indices:
         row = order[index % len(order)]
-        if options.row and options.row not in row.name:
-            continue
         case = part.draw(row, index)
         if options.only:
             print(case)

@@ -36,6 +36,24 @@ describe("the runner of specs", function()
     end)
   end
 
+  it("runs the tests whose names have the words of --only", function()
+    local function run(arguments)
+      local p = assert(io.popen(("cd '%s' && '%s' '%s/spec/run.lua' %s 2>&1; echo \"|$?\""):format(folder, paths.exe,
+        paths.root, arguments)))
+      local text = p:read "*a"
+      p:close()
+      return text
+    end
+    assert.matches("busted: 1 passed, 0 failed, 0 skipped\n|0\n$", run "--only a passes_spec.lua")
+    assert.matches("busted: 0 passed, 1 failed, 0 skipped\n|1\n$", run "--only c passes_spec.lua fails_spec.lua")
+    for _, files in ipairs { "passes_spec.lua", "passes_spec.lua fails_spec.lua" } do
+      local text = run("--only nowhere " .. files)
+      assert.matches("no test of these specs has 'nowhere' in its name\n", text)
+      assert.matches("|1\n$", text)
+    end
+    assert.matches("%-%-only needs words", run "passes_spec.lua --only")
+  end)
+
   it("has specs that README.md lists, each in its folder, and check.txt names one in every folder", function()
     local listed, missing, folder_of, checked = {}, {}, {}, {}
     local at
