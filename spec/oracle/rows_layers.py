@@ -20,8 +20,7 @@ COVERED = set("""
 
 def with_parameters(d, module, code, dtype, inputs):
     """Lua that makes a module and gives it the parameters of PyTorch's, which become inputs; and a function that
-    calls PyTorch's
-    module with them."""
+    calls PyTorch's module with them."""
     names = [name for name, _ in module.named_parameters()]
     lines, first = [code], len(inputs)
     for i, (name, p) in enumerate(module.named_parameters()):

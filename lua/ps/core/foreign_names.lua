@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Names of PyTorch, DeepSpeed, Hugging Face and PatrickStar that psluajit does not have, and what to write instead
 -- (foreign.lua). Loaded when a script first asks for a name that an object does not have.
-local PRECISION = "write bf16 = { enabled = true } or fp16 = { enabled = true } into the configuration of ps.initialize"
+local PRECISION = "write ps.autocast(\"bf16\", function() ... end), or bf16 = { enabled = true } or fp16 = { enabled = "
+  .. "true } into the configuration of ps.initialize"
 local LOOP = "the loop is model:backward(loss); optimizer:step()"
 local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = optimizer, step = n }) on all ranks"
 local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
@@ -29,6 +30,8 @@ return {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
     is_grad_enabled = "write ps.grad_enabled()",
     amp = PRECISION, compile = "it is not needed: ps.initialize plans each step",
+    distributions = "write ps.multinomial(probs, 1) for samples, F.log_softmax(logits, -1):gather(-1, samples) for "
+      .. "their log-probabilities, and mean + std * ps.randn_like(std) for normal ones",
     distributed = WORLD, cuda = "write ps.memory(), ps.devices()",
     fft = FOURIER, stft = FOURIER, istft = FOURIER, complex = COMPLEX, polar = COMPLEX, view_as_complex = COMPLEX,
     view_as_real = COMPLEX, complex64 = COMPLEX, linalg = SOLVERS, svd = SOLVERS, inverse = SOLVERS,
