@@ -1,0 +1,116 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Trains an adapter on preferences and compares ids and the loss of each step with TRL's DPOTrainer and PEFT:
+--   PS_TORCH_PYTHON=PYTHON psluajit bench/dpo_losses.lua MODEL [--loss ipo] [--steps 50]
+-- Both begin with the same new adapter, whose B is zero, and see the same rows in the same order: a question of a user,
+-- a chosen and a rejected answer. The reference is the model without its adapter (TRL would take an adapter that is not
+-- zero as a part of the reference). AdamW, no decay, constant rate, fp32, no dropout. The Python needs trl, peft and
+-- datasets. The last line is one JSON object: steps, first_loss, last_loss, largest (relative difference of a step's
+-- losses), at (its step), ids_equal (the rows whose ids are equal), rows, seconds and peer_seconds. Exit status 1: the
+-- largest is above --within, or ids differ.
+local ps = require "ps"
+local argparse = require "argparse"
+local cjson = require "cjson"
+local command_line = require "ps.core.command_line"
+local paths = require "ps.paths"
+local process = require "bench.process_lib"
+local whole, number = command_line.whole, command_line.number
+
+local parser = argparse("bench/dpo_losses.lua", "Compares the losses of preference training with TRL's.")
+parser:argument("model", "a folder of Hugging Face's with a chat template")
+parser:option("--loss", "sigmoid (DPO) or ipo", "sigmoid"):choices { "sigmoid", "ipo" }
+whole(parser:option("--steps", "steps", "50"), 1)
+whole(parser:option("--batch", "pairs of a step", "2"), 1)
+whole(parser:option("--lora", "rank of the adapter", "8"), 1)
+number(parser:option("--beta", "of the loss", "0.1"), 0)
+number(parser:option("--lr", "learning rate", "1e-3"), 0)
+number(parser:option("--within", "relative difference that is allowed", "1e-4"), 0)
+local args = parser:parse()
+
+local WORDS = {}
+for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
+  .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
+
+-- A sentence of n words that follow from its number.
+local function sentence(i, n)
+  local words = {}
+  for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end
+  return table.concat(words, " ") .. "."
+end
+
+local function rows_of(n)
+  local rows = {}
+  for i = 1, n do
+    rows[i] = { prompt = { { role = "user", content = "Say something, number " .. i } },
+      chosen = { { role = "assistant", content = sentence(i, 4 + i % 5) } },
+      rejected = { { role = "assistant", content = sentence(i + 1000, 3 + i % 7) } } }
+  end
+  return rows
+end
+
+-- Our losses, from the adapter of the folder.
+local function trained(adapter, pairs_of, pad)
+  local model = ps.lora.load(ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }), adapter):train()
+  ps.preference.wrap(model, { beta = args.beta, loss_type = args.loss })
+  local optimizer = ps.optim.AdamW(model, { lr = args.lr, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0 })
+  local losses = {}
+  for step = 1, args.steps do
+    ps.scope(function()
+      local chosen = {}
+      for k = 1, args.batch do chosen[k] = pairs_of[(step - 1) * args.batch + k] end
+      local out = model(ps.preference.batch(chosen, { pad = pad }))
+      out.loss:backward()
+      losses[step] = out.loss:item()
+    end)
+    optimizer:step()
+    optimizer:zero_grad()
+  end
+  return losses
+end
+
+local function write(path, text)
+  local file = assert(io.open(path, "wb"))
+  file:write(text)
+  file:close()
+end
+
+local function make_adapter(folder)
+  ps.manual_seed(1)
+  local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true })
+  ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora }):save_pretrained(folder)
+end
+
+local function main()
+  local tok = ps.tokenizer.from_pretrained(args.model)
+  local rows, pairs_of, lines = rows_of(args.steps * args.batch), {}, {}
+  for i, row in ipairs(rows) do pairs_of[i], lines[i] = ps.preference.encode(tok, row), cjson.encode(row) .. "\n" end
+  local folder = os.tmpname()
+  os.remove(folder)
+  make_adapter(folder)
+  write(folder .. "/rows.jsonl", table.concat(lines))
+  write(folder .. "/job.json", cjson.encode { steps = args.steps, batch = args.batch, lr = args.lr, beta = args.beta,
+    loss_type = args.loss })
+  local began = ps.now()
+  local losses = trained(folder, pairs_of, tok.pad_token_id or tok.eos_token_id or 0)
+  local seconds = ps.now() - began
+  local other = process.last_json(("'%s' '%s/bench/peers/dpo_trl.py' '%s' '%s' '%s/rows.jsonl' '%s/job.json'"):format(
+    os.getenv "PS_TORCH_PYTHON" or "python3", paths.root, args.model, folder, folder, folder))
+  os.execute(("rm -r '%s'"):format(folder))
+  if not other then error("bench/peers/dpo_trl.py gave no result", 0) end
+  local largest, at, equal = -1, 0, 0
+  for i, loss in ipairs(losses) do
+    local off = math.abs(loss - other.losses[i]) / math.abs(other.losses[i])
+    if off > largest or off ~= off then largest, at = off, i end
+  end
+  for i, pair in ipairs(pairs_of) do
+    local theirs = other.pairs[i]
+    local function same(a, b) return table.concat(a, " ") == table.concat(b, " ") end
+    if same(pair.prompt, theirs[1]) and same(pair.chosen, theirs[2]) and same(pair.rejected, theirs[3]) then
+      equal = equal + 1
+    end
+  end
+  print(cjson.encode { steps = #losses, first_loss = losses[1], last_loss = losses[#losses], largest = largest, at = at,
+    ids_equal = equal, rows = #rows, seconds = seconds, peer_seconds = other.seconds })
+  if largest > args.within or largest ~= largest or equal < #rows then os.exit(1, true) end
+end
+
+command_line.try("dpo_losses", main)
