@@ -4,7 +4,7 @@
  * Ranks of one machine agree through a record, a file in /tmp whose name is a hash of the launcher's process, of the
  * attempt and of the standard error. It lists the ranks that have failed, with hashes of their errors. A rank locks the
  * record, prints if no listed rank has its error, and adds itself: a rank that dies before it prints is not listed. A
- * rank that is listed already belongs to another run under the same launcher: the list begins anew, and the rank
+ * rank that is listed already belongs to another run under the same launcher: the list starts over, and the rank
  * prints.
  *
  * A rank that was told of another rank's failure (the watch's verdict) repeats the first line of that rank's error. It

@@ -166,7 +166,7 @@ static void set_history_path(struct repl *r)
     else make_folders(r->history_path);
 }
 
-/* Reads the history. A file twice as long as the kept history is written anew with its last lines. */
+/* Reads the history. A file twice as long as the kept history is rewritten with its last lines. */
 static void load_history(struct repl *r)
 {
     HistEvent ev;

@@ -19,7 +19,7 @@ typedef enum repl_mode {
 
 /* Reads and runs statements until end of input. Errors are printed and never leave it. `interactive`: a person sits at
  * a terminal, so lines are edited and kept in a history; otherwise lines are read plainly, with prompts. version: NULL
- * in a pause, which has no banner. False: a paused script is to be aborted, by the word abort; else it goes on, by the
- * word continue or the end of input. */
+ * in a pause, which has no banner. Returns false if a paused script is to be aborted (the word abort), and true if it
+ * continues (the word continue, or the end of input). */
 bool repl_run(lua_State *L, const char *version, bool interactive, repl_mode mode);
 #endif

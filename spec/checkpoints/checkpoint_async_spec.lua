@@ -32,7 +32,7 @@ describe("saving in the background", function()
     assert.truthy(text:find("10.6 KiB of host memory", 1, true), text)
     local holds = used() - free
     assert.truthy(holds >= 3 * 301 * 3 * 4 and holds < 3 * 301 * 3 * 4 + 8192, holds)
-    for number = 2, 20 do step(run, number) end                        -- training goes on
+    for number = 2, 20 do step(run, number) end                        -- training continues
     local at, seconds = checkpoints.wait()
     assert.equal(path("then.safetensors"), at)
     assert.truthy(seconds > 0 and seconds < 60)

@@ -374,7 +374,7 @@ describe("a step that fails in the middle of its update", function()
   for _, overlap in ipairs { false, true } do
     local where = overlap and "backward" or "optimizer:step()"
     local ends = overlap and "a state is loaded" or "a state is loaded or step() called again"
-    it("is refused until " .. ends .. ", and saved by nobody: in " .. where, function()
+    it("is refused until " .. ends .. ", and cannot be saved: in " .. where, function()
       fitted(function()
         local model, optimizer, step = open(overlap)
         local before = L.state(model, optimizer)

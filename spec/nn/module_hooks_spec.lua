@@ -158,7 +158,7 @@ describe("a wrong hook of a module", function()
     end
   end
 
-  it("is told so", function()
+  it("is reported", function()
     fails(back(function() return 3 end), "a backward hook of Linear returned a number", "a list of gradients")
     fails(back(function() return { ps.ones { 2 } } end), "a backward hook of Linear returned a tensor of fp32",
       "shape [2]", "shape [1, 2]")

@@ -114,7 +114,7 @@ describe("a module's state", function()
     Made():load_state_dict(state)
     state.made = ps.zeros { 3 }
     assert.truthy(tostring(select(2, pcall(net.load_state_dict, net, state))):find("1 unexpected: made", 1, true))
-    net:buffer("made", ps.ones { 3 })                        -- registered anew: a part of the state
+    net:buffer("made", ps.ones { 3 })                        -- registered again: now a part of the state
     assert.truthy(net:state_dict().made)
     assert.truthy(tostring(select(2, pcall(net.buffer, net, "x", ps.ones { 1 }, { persist = false }))):find(
       "no option 'persist'", 1, true))

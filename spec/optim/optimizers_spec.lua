@@ -97,7 +97,7 @@ describe("an optimizer", function()
       end
     end)
 
-    it(kind .. " goes on from a saved state bit for bit", function()
+    it(kind .. " continues from a saved state bit for bit", function()
       for _, master in ipairs { "full", "remainder" } do
         local function make()
           ps.manual_seed(7)

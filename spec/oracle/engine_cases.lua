@@ -99,7 +99,7 @@ local function fresh() return { losses = {}, skipped = {}, norms = {}, scales = 
 local function run(case)
   local data = ps.safetensors.open(case.data)
   local result, cut = nil, case.resume_at
-  if case.first == "torch" then                             -- goes on from what PyTorch saved after `cut` steps
+  if case.first == "torch" then                             -- continues from what PyTorch saved after `cut` steps
     open_fitting(case, case.config, function(model, optimizer)
       result = fresh()
       local saved = ps.load(case.started, { lazy = true })

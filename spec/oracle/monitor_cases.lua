@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The runs of monitor_oracle.py: CASES OUT. Each case trains some steps, in one engine or in two that write into the
--- same folder; what is told of each step goes to OUT.
+-- same folder; the values of each step go to OUT.
 local json = require "cjson"
 local ps = require "ps"
 local nn = require "ps.nn"

@@ -308,7 +308,7 @@ optimizer:step()]])
     out, _, code = run { PROGRAM, "tools/plan.lua", "--find", "nothing", "--host", "1MB", own, "cpu" }
     assert.equal(2, code)
     assert.truthy(out:find("only 976.6 KiB are left on this machine, and 64 MiB have to stay free", 1, true), out)
-    assert.truthy(out:find("The model has [^\n]+\nthe largest of "), out)                   -- a list stands at the end
+    assert.truthy(out:find("The model has [^\n]+\nthe largest of "), out)                   -- the text ends with a list
   end)
 
   it("of an unknown name lists the known", function()

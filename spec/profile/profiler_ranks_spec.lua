@@ -129,7 +129,7 @@ describe("profiles of ranks", function()
     local one, other = of(0, "collective", "all_reduce", 4 * 777), of(1, "collective", "all_reduce", 4 * 777)
     assert.same({ 5, 5 }, { #one, #other })
     local wrong = about[1].clock_error_ns / 1000 + 0.002
-    for i, e in ipairs(one) do                                 -- nobody's ends before the other's begins
+    for i, e in ipairs(one) do                                 -- the two overlap in time
       assert.truthy(e.ts <= other[i].ts + other[i].dur + wrong)
       assert.truthy(other[i].ts <= e.ts + e.dur + wrong)
     end

@@ -177,7 +177,7 @@ describe("tools/serve.lua", function()
     assert.equal(want, table.concat(pieces))
   end)
 
-  it("answers several clients, and goes on when one leaves its stream", function()
+  it("answers several clients, and continues when one closes its stream", function()
     local body = json.encode { prompt = "abba", max_tokens = 50, temperature = 0, stream = true }
     local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
     socket:setmode("b", "b")                               -- ends of lines as they are

@@ -14,7 +14,7 @@ typedef struct planner {
     const ps_plan_input *in;
     const ps_policy *policy;
     int levels;
-    ps_stream stream[PS_TIERS - 1];     /* by level. [0] is the same in all rounds, [1] is made anew in each round */
+    ps_stream stream[PS_TIERS - 1];     /* by level. [0] is the same in all rounds, [1] is made again in each round */
     ps_level level[PS_TIERS - 1];
     int tuning[PS_TIERS - 1];
     uint8_t *valid, *before, *at[PS_TIERS - 1];   /* [n_chunks]; valid, before: as ps_plan_chunk.valid */

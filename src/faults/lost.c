@@ -288,7 +288,7 @@ static void undo(int i)
     else {
         unsigned flags = c->kind == EXCHANGE ? RENAME_EXCHANGE : 0;
         if (!flags && is_folder(c->to)) move_paths(i, c->to, c->path);
-        syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);      /* fails, but for a folder that came anew */
+        syscall(SYS_renameat2, AT_FDCWD, c->path, AT_FDCWD, c->to, 0);      /* fails unless the folder was made again */
         syscall(SYS_renameat2, AT_FDCWD, c->to, AT_FDCWD, c->path, flags);
         if (!flags) restore(c, c->to);
     }

@@ -5,7 +5,7 @@
  *
  * Operands of 16-bit elements lie in shared memory as panels of 64 columns: row r of a panel is the 128 bytes from
  * 128 r on, its pieces of 16 bytes in the places p ^ (r & 7) (the 128-byte swizzle); a panel begins at a multiple of
- * 1024 bytes. One layout serves both ways of reading: as K-major, the product runs over columns, a step being 16
+ * 1024 bytes. The layout can be read in two ways: as K-major, the product runs over columns, a step being 16
  * columns or 32 bytes; as MN-major, it runs over rows, a step being 16 rows or 2048 bytes.
  *
  * Rules that callers keep: who writes shared memory ends with async_fence, before a barrier that the products come

@@ -12,10 +12,10 @@
 -- rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only the last chunk of a
 -- group is shortened like this, and a tensor may also fill a gap in one of the `lookback` chunks before the newest.
 --
--- Searching. PatrickStar builds the whole model anew for each of eight fixed sizes and lets a person pick; ColossalAI
+-- Searching. PatrickStar rebuilds the whole model for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here the last
--- chunk of a group is shortened, so the tail is close to zero at any size, and the largest tensor is not a lower bound.
--- The search weighs these costs, each as a fraction of the whole:
+-- chunk of a group is shortened, so the tail is close to zero at any size, and the largest tensor is not a lower
+-- bound. The search weighs these costs, each as a fraction of the whole:
 --   waste      bytes of chunks without tensors;
 --   copies     each copy costs a fixed time, equal to about MOVE_COST elements of transfer: small chunks are slow;
 --   coarse     fast memory is allocated and freed by chunks, and on average the fraction COARSE of a working set
