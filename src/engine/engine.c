@@ -630,7 +630,7 @@ int ps_engine_params(ps_ctx *ctx, int n, const ps_param *params, int n_units, in
     int rc = ties_find(e);
     if (rc == 0) rc = partial_make(e);
     if (rc < 0) release_params(e);
-    else ps_chunks_trim(e->chunks);                       /* the layout's memory: it is complete */
+    else ps_chunks_trim(e->chunks);                       /* the layout is complete and needs no more memory */
     return rc;
 }
 

@@ -42,7 +42,8 @@ local function lookup(scope, name)
   return values.undefined(("'%s' is undefined"):format(name))
 end
 
--- Assigns in a scope. If an iteration of a loop or a macro assigns a message to a name, it processes this message.
+-- Assigns in a scope. If an iteration of a loop, or a macro, assigns a message to a name, the template processes that
+-- message from now on.
 local function assign(scope, name, value)
   scope.vars[name] = value
   if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end

@@ -100,8 +100,8 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Whether the function at a level (counted from this function's caller) is raising an error again that psluajit had
--- caught.
+-- Whether the function at a level (counted from this function's caller) raises, for the second time, an error that
+-- psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")

@@ -37,7 +37,7 @@ local MOST = 256                    -- the most notes that are kept, since some 
 ---@type ps.LossNote[]
 local notes = {}
 local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
-local scoring = 0                   -- number of users of hits
+local scoring = 0                   -- how many users need hits
 ---@type ps.Tensor[]|false
 local inner = false                 -- hits of the losses made within loss_weight.as
 local pairs_of_batch = {}           -- {on the device, on the host}: the integer tensors of the current batch
