@@ -6,6 +6,7 @@
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --packing
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out tuned --resume
 --   psluajit finetune.lua --model FOLDER --data chats.jsonl --out adapter --lora 16       -- only an adapter is trained
+--   psluajit finetune.lua --model m.gguf --data chats.jsonl --out adapter --lora 16 --keep-quantized
 --   psluajit launch.lua --nproc-per-node 2 finetune.lua --model FOLDER --data chats.jsonl --out tuned
 --
 -- A line of the data is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}, or
@@ -19,7 +20,7 @@ local line = require "ps.command_line"
 local train, checkpoints, plot = require "ps.train", require "ps.checkpoints", require "ps.train.plot"
 
 local parser = argparse("finetune.lua", "Fine-tunes a chat model on conversations.")
-parser:option("--model", "A folder, or a name in Hugging Face's cache, with a chat template."):count(1)
+parser:option("--model", "A folder, a name in Hugging Face's cache, or a GGUF file, with a chat template."):count(1)
 parser:option("--data", "Conversations: JSON lines, or a folder or pattern of such files."):count(1)
 parser:option("--eval", "Held-out conversations. Default: a twentieth of --data.")
 parser:option("--out", "Folder to write the model to; its folder `run` gets checkpoints, log and loss curve."):count(1)
@@ -35,6 +36,7 @@ line.number(parser:option("--alpha", "Of the adapter. Default: twice the rank.")
 line.number(parser:option("--lora-dropout", "Dropout of the adapter's input.", "0"), 0, 1)
 parser:flag("--dora", "The adapter has trained magnitudes (DoRA).")
 parser:flag("--merge", "With --lora: --out gets the model with the adapter in its weights, and its folder adapter.")
+parser:flag("--keep-quantized", "With --lora: the weights of a GGUF file stay packed (QLoRA).")
 parser:option("--dtype", "fp32 or bf16.", "fp32"):choices { "fp32", "bf16" }
 parser:option("--date", "YYYY-MM-DD, for templates that print the date. Default: today, or that of the checkpoint.")
 parser:option("--device", "Device that computes: cpu or cuda.", "cpu")
@@ -74,8 +76,8 @@ end
 -- Refuses, before the model is loaded, everything that can be refused then: options, rows, and examples that the
 -- model would not learn from.
 local function prepared()
-  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0) then
-    error("--dora, --merge, --alpha and --lora-dropout need --lora and a rank, such as --lora 16", 0)
+  if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0 or args.keep_quantized) then
+    error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
   end
   local folder = require("ps.pretrained.folder").find(args.model)
   local there, from = lfs.attributes(args.out), lfs.attributes(folder)
@@ -120,6 +122,7 @@ local folder, tok, held_out, most, date, loader, evaluation = try(prepared)
 local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function()
     local made = ps.from_pretrained(folder, { dtype = args.lora and args.dtype or nil,
+      keep_quantized = args.keep_quantized,
       mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights stay in their files
     return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
       dropout = args.lora_dropout }) or made

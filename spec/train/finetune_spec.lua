@@ -102,6 +102,38 @@ describe("examples/finetune.lua", function()
     assert(perplexity("--adapter " .. one) < 0.9 * perplexity "")
   end)
 
+  it("trains an adapter over a GGUF file whose weights stay packed, resumes it, and writes GGUF files", function()
+    local file, logs = folder .. "/packed.gguf", {}
+    ps.from_pretrained(folder, { quiet = true }):save_gguf(file, { type = "q8_0" })
+    local function train(to, words)
+      local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/examples/finetune.lua' --model %s --data %s --out %s "
+        .. "--batch 8 --lr 1e-2 --lora 4 %s"):format(paths.exe, paths.root, file, data, folder .. to, words))
+      assert.equal(0, code, out)
+      logs[to] = losses(folder .. to)
+    end
+    train("/packed", "--epochs 2 --keep-quantized --merge")
+    train("/unpacked", "--epochs 2")
+    local want, got = logs["/unpacked"], logs["/packed"]
+    assert.is_true(#want >= 10 and #want == #got and got[#got] < got[1])
+    for step, loss in ipairs(want) do assert.is_true(math.abs(got[step] - loss) < 1e-4 * loss, step) end
+    train("/packed", "--epochs 3 --keep-quantized --resume")
+    assert.is_true(#logs["/packed"] > #got)
+    local function gguf(words)
+      local out, code = check.shell(("'%s' '%s/tools/gguf.lua' convert %s"):format(paths.exe, paths.root, words))
+      assert.equal(0, code, out)
+    end
+    gguf(("%s/packed --base %s --out %s/adapter.gguf"):format(folder, file, folder))
+    gguf(("%s --adapter %s/adapter.gguf --out %s/whole.gguf --type f32"):format(file, folder, folder))
+    local x = ps.tensor({ { 5, 6, 7, 8 } }, "int32")
+    local function logits(model) return ps.no_grad(model, x) end
+    local base = ps.from_pretrained(file, { quiet = true, keep_quantized = true })
+    local plain = logits(base)
+    local adapted = logits(ps.lora.load(base, folder .. "/packed"))
+    assert.is_true((adapted - plain):abs():amax():item() > 1e-3)
+    local whole = logits(ps.from_pretrained(folder .. "/whole.gguf", { quiet = true }))
+    assert.is_true((adapted - whole):abs():amax():item() < 1e-4)
+  end)
+
   it("ends on Ctrl-C with a checkpoint, without errors about other ranks", function()
     for _, at in ipairs { "before:", "step %d+/" } do
       local p = assert(io.popen(("exec 2>&1; echo $$; OMP_NUM_THREADS=1 exec '%s' '%s/tools/launch.lua' "
