@@ -105,8 +105,10 @@ local function messages_of(messages, track)
   return values.list(all)
 end
 
--- Noon of a day, in seconds since 1970; nil: now.
-local function moment(date)
+--- Noon of a day, in seconds since 1970; nil: now. Another form of a date is an error.
+---@param date? string YYYY-MM-DD
+---@return integer
+function chat.moment(date)
   if date == nil then return os.time() end
   caller.typed(date, "string", "date")
   local year, month, day = date:match "^(%d%d%d%d)-(%d%d)-(%d%d)$"
@@ -185,7 +187,7 @@ end
 
 -- The variables of a rendering.
 local function variables_of(messages, options, track)
-  local vars = globals(moment(options.date))
+  local vars = globals(chat.moment(options.date))
   for name, token in pairs(options.tokens or {}) do vars[name] = token end
   vars.messages = messages_of(messages, track)
   for _, name in ipairs { "tools", "documents" } do

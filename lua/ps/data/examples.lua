@@ -5,6 +5,7 @@
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
+local chat = require "ps.chat"
 local formats = require "ps.data.formats"
 local unpacked = require "ps.data.unpacked"
 local IGNORED = require("ps.data.batch").IGNORED
@@ -311,6 +312,7 @@ function examples.of_table(rows, tokenizer, given)
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
   end
+  if given.date ~= nil then chat.moment(given.date) end     -- also if the cache has the tokens
   given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })    -- one date for all rows
   local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
   local folder = key and cache_folder(given.cache)
