@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers, schedules and loss scalers over some 20 steps against torch.optim, torch.optim.lr_scheduler, torch.amp and
-the formulas of DeepSpeed's schedules, which docs/config.md names."""
+"""Optimizers, schedules and loss scalers over some 20 steps against torch.optim, torch.optim.lr_scheduler, torch.amp
+and the formulas of DeepSpeed's schedules, which docs/config.md names."""
 import math
 
 import torch
@@ -18,6 +18,10 @@ def settings(d, kind):
         dampening = 0 if nesterov or momentum == 0 else d.choice(0, 0.1, 0.9)
         ours = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": decay}
         return ours, dict(ours)
+    if kind == "RMSprop":
+        ours = {"lr": lr, "momentum": d.choice(0, 0.9, 0.5), "alpha": d.choice(0.99, 0.5), "eps": d.choice(1e-8, 1e-6),
+                "weight_decay": decay}
+        return ours, dict(ours)
     betas, eps = [d.choice(0.9, 0.5), d.choice(0.999, 0.95)], d.choice(1e-8, 1e-6)
     ours = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
     return ours, dict(ours, betas=tuple(betas))
@@ -25,7 +29,8 @@ def settings(d, kind):
 
 def optimizer(d):
     """Steps with given gradients, some missing; a state that goes through state_dict; clipping; a rate that changes."""
-    kind, dtype, steps = d.choice("Adam", "AdamW", "SGD"), d.dtype("fp32", "fp32", "bf16", "fp16", "fp64"), d.int(1, 20)
+    kind = d.choice("Adam", "AdamW", "SGD", "RMSprop")
+    dtype, steps = d.dtype("fp32", "fp32", "bf16", "fp16", "fp64"), d.int(1, 20)
     ours, theirs = settings(d, kind)
     count = d.int(1, 4)
     shapes = [d.shape(0, 2, 200) for _ in range(count)]
@@ -50,7 +55,8 @@ def optimizer(d):
             "x[i]:requires_grad(true) x[i]:set_grad(grad) end",
             "if s == %d then opt:set_lr(%s) end" % (rate_at, lua(rate)),
             "opt:step(%s)" % lua({k: v for k, v in (("max_norm", max_norm), ("grad_scale", scale)) if v is not None}),
-            "if s == %d then local state = opt:state_dict() opt = %s opt:load_state_dict(state) end" % (reload_at, make),
+            "if s == %d then local state = opt:state_dict() opt = %s opt:load_state_dict(state) end" % (
+                reload_at, make),
             "end return %s" % ", ".join(names)]
 
     def run(x, m):
@@ -77,13 +83,16 @@ def adafactor(d):
     kind, dtype, steps = d.choice("Adafactor", "HuggingFaceAdafactor"), d.dtype("fp32", "fp32", "bf16"), d.int(1, 12)
     shapes = [d.shape(0, 3, 200) for _ in range(d.int(1, 3))]
     shapes = [s if math.prod(s) else [3] for s in shapes]
-    ours = {"lr": d.choice(1e-3, 1e-2, 0.1), "weight_decay": d.choice(0, 0, 0.1), "eps1": d.choice(1e-30, 1e-7), "eps2": 1e-3}
+    ours = {"lr": d.choice(1e-3, 1e-2, 0.1), "weight_decay": d.choice(0, 0, 0.1),
+            "eps1": d.choice(1e-30, 1e-7), "eps2": 1e-3}
     theirs = {"lr": ours["lr"], "weight_decay": ours["weight_decay"]}
     if kind == "Adafactor":
         ours |= {"beta2_decay": d.choice(-0.8, -0.5), "d": d.choice(1.0, 2.0)}
-        theirs |= {"beta2_decay": ours["beta2_decay"], "d": ours["d"], "eps": (ours["eps1"], ours["eps2"]), "foreach": False}
+        theirs |= {"beta2_decay": ours["beta2_decay"], "d": ours["d"],
+                   "eps": (ours["eps1"], ours["eps2"]), "foreach": False}
     else:
-        ours |= {"decay_rate": d.choice(-0.8, -0.5), "clip_threshold": d.choice(1.0, 2.0), "scale_parameter": d.chance(0.5)}
+        ours |= {"decay_rate": d.choice(-0.8, -0.5), "clip_threshold": d.choice(1.0, 2.0),
+                 "scale_parameter": d.chance(0.5)}
         if d.chance(0.4):
             ours |= {"relative_step": True, "warmup_init": d.chance(0.5)}
             theirs["lr"] = None
@@ -97,7 +106,8 @@ def adafactor(d):
     make = "ps.optim.%s({ %s }, %s)" % (kind, names, lua(ours))
     code = ("for i = 1, %d do x[i]:requires_grad(true) end local opt = %s for s = 0, %d do for i = 1, %d do "
             "x[i]:set_grad(x[i + %d][s]:clone()) end opt:step() if s == %d then local state = opt:torch_state_dict() "
-            "local eps = state.param_groups[1].eps assert(eps[1] == %s and eps[2] == %s and not state.param_groups[1].eps1) "
+            "local eps = state.param_groups[1].eps assert(eps[1] == %s and eps[2] == %s "
+            "and not state.param_groups[1].eps1) "
             "opt = %s opt:load_state_dict(state) end end return %s") % (
                 count, make, steps - 1, count, count, reload_at, lua(ours["eps1"]), lua(ours["eps2"]), make, names)
 
@@ -149,10 +159,11 @@ def grad_scaler(d):
             "local scaler = ps.optim.GradScaler { scale = %s, growth = %s, backoff = %s, interval = %d } "
             "for s = 0, %d do p:set_grad(scaler:scale_loss(x[2][s])) opt:step { scaler = scaler } "
             "if s == %d then local state = scaler:state_dict() "
-            "scaler = ps.optim.GradScaler { growth = %s, backoff = %s, interval = %d } scaler:load_state_dict(state) end "
+            "scaler = ps.optim.GradScaler { growth = %s, backoff = %s, interval = %d } "
+            "scaler:load_state_dict(state) end "
             "scales[s + 1] = scaler.scale end return p, ps.tensor(scales, { dtype = 'fp64' })") % (
-                kind, lua(init), lua(growth), lua(backoff), interval, steps - 1, d.int(0, steps), lua(growth), lua(backoff),
-                interval)
+                kind, lua(init), lua(growth), lua(backoff), interval, steps - 1, d.int(0, steps), lua(growth),
+                lua(backoff), interval)
 
     def run(x, m):
         p = torch.nn.Parameter(x[0].detach().clone())
@@ -174,10 +185,12 @@ def loss_scaler(d):
     steps, window, hysteresis = d.int(5, 40), d.int(1, 6), d.int(1, 3)
     consecutive, power, least = d.chance(0.4), d.int(4, 16), 2.0 ** d.int(-2, 2)
     bad = [d.chance(0.25) for _ in range(steps)]
-    code = ("local scaler = require('ps.optim.loss_scaler').new { initial_scale_power = %d, loss_scale_window = %d, hysteresis = %d, "
-            "consecutive_hysteresis = %s, min_loss_scale = %s, raise_error_at_min_scale = false } local scales = {} "
+    code = ("local scaler = require('ps.optim.loss_scaler').new { initial_scale_power = %d, loss_scale_window = %d, "
+            "hysteresis = %d, consecutive_hysteresis = %s, min_loss_scale = %s, "
+            "raise_error_at_min_scale = false } local scales = {} "
             "for i, bad in ipairs(%s) do scaler:update(bad) scales[i] = scaler.scale end "
-            "return ps.tensor(scales, { dtype = 'fp64' })") % (power, window, hysteresis, lua(consecutive), lua(least), lua(bad))
+            "return ps.tensor(scales, { dtype = 'fp64' })") % (
+                power, window, hysteresis, lua(consecutive), lua(least), lua(bad))
 
     def run(x, m):
         scale, left, last, out = 2.0 ** power, hysteresis, -1, []
@@ -211,7 +224,8 @@ def rates(d, name, options, count, fn, momentum=None, own=None):
     made = "ps.optim.Adam({ ps.ones({ 1 }):requires_grad(true) }, { lr = %s })" % lua(start)
     reload_at = d.int(0, count - 1)
     new = "ps.sched.%s(with(%s))" % (name, lua(options))
-    code = ("local opt = %s local function with(t) t.optimizer = opt return t end local s = %s local rates, betas = {}, {} "
+    code = ("local opt = %s local function with(t) t.optimizer = opt return t end "
+            "local s = %s local rates, betas = {}, {} "
             "for i = 1, %d do rates[i], betas[i] = opt.groups[1].lr, opt.groups[1].betas[1] s:step() "
             "if i == %d then local state = s:state_dict() s = %s s:load_state_dict(state) end end "
             "return ps.tensor(rates, { dtype = 'fp64' })%s") % (
@@ -268,7 +282,8 @@ def deepspeed_warmup(d):
     kind, steps, low, high = d.choice("log", "linear"), d.int(1, 12), d.choice(0.0, 1e-5), d.choice(1e-3, 0.01)
     options = {"warmup_min_lr": low, "warmup_max_lr": high, "warmup_num_steps": steps, "warmup_type": kind}
     if d.chance(0.5):
-        return rates(d, "WarmupLR", options, 20, lambda i: low if i == 0 else low + (high - low) * warm(i - 1, steps, kind))
+        return rates(d, "WarmupLR", options, 20,
+                     lambda i: low if i == 0 else low + (high - low) * warm(i - 1, steps, kind))
     total = max(2, steps) + d.int(1, 10)
     options["total_num_steps"] = total
 
@@ -332,7 +347,8 @@ def of_names(d):
     gamma, size, low, count = d.choice(0.1, 0.5, 0.97), d.int(1, 7), d.choice(0.0, 1e-4), d.int(1, 25)
     marks = sorted(d.int(1, 12) for _ in range(d.int(1, 3)))
     name, text, make = d.choice(
-        ("StepLR", "step_size = %d, gamma = %s" % (size, lua(gamma)), lambda o: torch.optim.lr_scheduler.StepLR(o, size, gamma)),
+        ("StepLR", "step_size = %d, gamma = %s" % (size, lua(gamma)),
+         lambda o: torch.optim.lr_scheduler.StepLR(o, size, gamma)),
         ("MultiStepLR", "milestones = %s, gamma = %s" % (lua(marks), lua(gamma)),
          lambda o: torch.optim.lr_scheduler.MultiStepLR(o, marks, gamma)),
         ("ExponentialLR", "gamma = %s" % lua(gamma), lambda o: torch.optim.lr_scheduler.ExponentialLR(o, gamma)),
@@ -348,7 +364,8 @@ def of_names(d):
             "local function new() return ps.sched.%s { optimizer = opt, %s } end local s, a, b = new(), {}, {} "
             "for i = 1, %d do a[i], b[i] = unpack(s:get_last_lr()) s:step() "
             "if i == %d then local state = s:state_dict() s = new() s:load_state_dict(state) end end "
-            "return ps.tensor({ a, b }, { dtype = 'fp64' })") % (lua(rates_of[0]), lua(rates_of[1]), name, text, count, reload_at)
+            "return ps.tensor({ a, b }, { dtype = 'fp64' })") % (
+                lua(rates_of[0]), lua(rates_of[1]), name, text, count, reload_at)
 
     def run(x, m):
         opt = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": r} for r in rates_of], lr=1.0)
@@ -364,7 +381,8 @@ def of_names(d):
 
 
 ROWS = [Row("optimizer", optimizer, weight=6), Row("clip_grad_norm", clip), Row("GradScaler", grad_scaler, weight=2),
-        Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2), Row("PyTorch's schedules", of_names, weight=2),
+        Row("loss scaler", loss_scaler, weight=2), Row("schedules", plain, weight=2),
+        Row("PyTorch's schedules", of_names, weight=2),
         Row("WarmupLR, WarmupDecayLR", deepspeed_warmup, weight=2), Row("WarmupCosineLR", deepspeed_cosine),
         Row("OneCycle", deepspeed_cycle), Row("LRRangeTest", deepspeed_range), Row("Adafactor", adafactor, weight=2)]
 
