@@ -136,6 +136,12 @@ SIMD vf values(const uint8_t *s, scales c, int p, int k, int T)
     }
 }
 
+/* Parts of a block of type T, a constant, so that loops over them have constant places and shifts. */
+SIMD int parts_of(int T)
+{
+    return T == PS_Q4_K || T == PS_Q5_K || T == PS_Q6_K ? 8 : T == PS_NF4 ? 2 : 1;
+}
+
 /* Runs body(.., T) with the type as a constant; other types have T = -1 and are unpacked by base/blocks.c. */
 #define BY_TYPE(type, body, ...) \
     do { \
@@ -205,12 +211,13 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
                 int64_t blocks, int lines, int T)
 {
     vf s[LINES][W];
-    int parts = b->block / PART;
+    int parts = parts_of(T);
 #pragma GCC unroll 4
     for (int i = 0; i < lines; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < W; v++) s[i][v] = vf_zero();
     for (int64_t j = 0; j < blocks; j++)
+#pragma GCC unroll 8
         for (int p = 0; p < parts; p++, x += PART) {
 #pragma GCC unroll 4
             for (int i = 0; i < lines; i++) {
