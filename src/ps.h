@@ -1008,6 +1008,8 @@ typedef struct ps_chunk_config {
   int32_t prefetch;            /* 1: copies run ahead of uses */
   int32_t stress;              /* tests: 1: chunks move at every pin, and their old memory is overwritten */
   int32_t disk_threads;        /* 0: io_uring; else the number of plain threads */
+  int32_t disk_checksums;      /* 1: bytes that are read from the disk are compared with those written */
+  int32_t pad;
   int64_t budget[3];           /* bytes of device, host, disk; 0: device, host: no limit; disk: no disk tier */
   int64_t ahead[3];            /* bytes that fetches may take before their use, per tier; 0: chosen */
 } ps_chunk_config;

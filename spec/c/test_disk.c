@@ -314,6 +314,51 @@ static void test_mix(int threads, bool faults, int turns)
     CHECK(entries() == 0);
 }
 
+/* With checksums a byte that changed on the disk is an error of the job that reads it, and of no other; without them it
+ * is read. Short transfers and interrupted ones change no checksum. */
+static void test_sums(int threads, bool sums)
+{
+    enum { PIECES_NBYTES = 9 * MIB };               /* three pieces */
+    static const int codes[] = { 0, EINTR, EAGAIN };
+    ps_disk *d;
+    ps_disk_job *job;
+    int64_t a, b;
+    if (!OK(ps_disk_open(folder, 2 * PIECES_NBYTES, threads, &d))) return;
+    if (sums) OK(ps_disk_check_sums(d));
+    OK(ps_disk_extent_new(d, PIECES_NBYTES, &a));
+    OK(ps_disk_extent_new(d, PIECES_NBYTES, &b));
+    uint64_t *mem = aligned(PIECES_NBYTES);
+    for (int i = 0; i < 3; i++) {
+        ps_test_fail_io(i, 3, codes[i]);
+        fill(mem, a, PIECES_NBYTES, (uint32_t)i);
+        if (OK(ps_disk_write(d, a, mem, PIECES_NBYTES, NULL, &job))) OK(ps_disk_wait(d, job, true));
+        if (OK(ps_disk_write(d, b, mem, PIECES_NBYTES, NULL, &job))) OK(ps_disk_wait(d, job, true));
+        memset(mem, 0, PIECES_NBYTES);
+        ps_test_fail_io(i, 3, codes[i]);
+        if (OK(ps_disk_read(d, a, mem, PIECES_NBYTES, NULL, &job))) CHECK(ps_disk_wait(d, job, true) == 1);
+        CHECK(holds(mem, a, PIECES_NBYTES, (uint32_t)i));
+    }
+    ps_test_fail_io(-1, 0, 0);
+    int fd = find_fd(folder);
+    uint8_t *block = aligned(BLOCK);
+    int64_t at = a + 5 * MIB;                       /* in the second piece, which begins at 4 MiB */
+    CHECK(fd >= 0 && pread(fd, block, BLOCK, at) == BLOCK);
+    block[77] ^= 8;
+    CHECK(pwrite(fd, block, BLOCK, at) == BLOCK);
+    if (OK(ps_disk_read(d, a, mem, PIECES_NBYTES, NULL, &job))) {
+        if (sums) FAILS(ps_disk_wait(d, job, true), PS_EIO, "4194304 bytes at offset 4194304 are damaged");
+        else CHECK(ps_disk_wait(d, job, true) == 1 && !holds(mem, a, PIECES_NBYTES, 2));
+    }
+    if (OK(ps_disk_read(d, b, mem, PIECES_NBYTES, NULL, &job))) CHECK(ps_disk_wait(d, job, true) == 1);
+    fill(mem, a, PIECES_NBYTES, 9);
+    if (OK(ps_disk_write(d, a, mem, PIECES_NBYTES, NULL, &job))) OK(ps_disk_wait(d, job, true));
+    if (OK(ps_disk_read(d, a, mem, PIECES_NBYTES, NULL, &job))) CHECK(ps_disk_wait(d, job, true) == 1);
+    CHECK(holds(mem, a, PIECES_NBYTES, 9));
+    free(block);
+    free(mem);
+    ps_disk_close(d);
+}
+
 /* One job of many pieces, and what the info says. */
 static void test_large(int threads)
 {
@@ -603,6 +648,8 @@ int main(void)
         test_large(threads[i]);
         test_mix(threads[i], false, 800);
         test_mix(threads[i], true, 600);
+        test_sums(threads[i], true);
+        test_sums(threads[i], false);
         test_errors(threads[i]);
         test_slow(threads[i]);
         test_no_memory(threads[i]);

@@ -5,6 +5,7 @@ local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local nn = require "ps.nn"
 local lfs = require "lfs"
+local unistd = require "posix.unistd"
 local config = require "ps.config"
 local schema = require "ps.config.schema"
 local chunks = require "ps.memory.chunks"
@@ -167,6 +168,29 @@ function see.tiers()
   return list
 end
 
+--- Changes one bit in each block of the disk tier's file, and says what the next step makes of it.
+function see.damage(model, optimizer)
+  train(model, optimizer, 2)
+  ps.check(ps.C.ps_engine_settle(ps.ctx))
+  for number in lfs.dir "/proc/self/fd" do
+    local path = "/proc/self/fd/" .. number
+    local name = number:match "%d" and unistd.readlink(path) or ""
+    if name:find(folder, 1, true) and name:find("deleted", 1, true) then
+      local file = assert(io.open(path, "r+b"))
+      local size = file:seek "end"
+      for at = 0, size - 1, 4096 do
+        file:seek("set", at)
+        local byte = file:read(1):byte()
+        file:seek("set", at)
+        file:write(string.char(byte % 2 == 0 and byte + 1 or byte - 1))
+      end
+      file:close()
+    end
+  end
+  local ok, problem = pcall(train, model, optimizer, 1)
+  return ok and "trained" or tostring(problem):match "are damaged: their checksum" or tostring(problem)
+end
+
 --- Bytes that move in five steps.
 function see.moved(model, optimizer)
   train(model, optimizer, 5)
@@ -303,6 +327,7 @@ local CASES = {
   ["memory.host"] = { 32 * MIB, see.tiers },
   ["memory.disk.path"] = { function() return folder end, see.tiers, base = { memory = { host = "32MiB" } } },
   ["memory.disk.limit"] = { 48 * MIB, see.tiers, base = disk },
+  ["memory.disk.checksums"] = { true, see.damage, base = disk },
 
   ["optimizer.type"] = { "AdamW", see.values, base = { optimizer = { params = { weight_decay = 0.1 } } } },
   ["optimizer.params.lr"] = { 0.01, see.values },

@@ -679,7 +679,9 @@ int ps_chunks_new(const ps_step *step, int n_devices, ps_backend *const *devices
         int64_t nbytes = c->budget[2] / PS_DISK_ALIGN * PS_DISK_ALIGN;
         int rc = devices[c->host]->pretends ? ps_disk_pretend(nbytes, &cs->disk)
                                             : ps_disk_open(disk_folder, nbytes, c->disk_threads, &cs->disk);
+        if (rc == 0 && c->disk_checksums) rc = ps_disk_check_sums(cs->disk);
         if (rc < 0) {
+            ps_disk_close(cs->disk);
             ps_free(cs);
             return rc;
         }

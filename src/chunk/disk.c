@@ -50,6 +50,7 @@ enum { READ, WRITE };
 typedef struct cause {
     int err;
     bool ring;
+    bool differs;               /* bytes that were read have another checksum than when they were written */
     int way;                    /* READ or WRITE */
     int64_t offset, nbytes;     /* offset of the piece in the file; bytes of the piece */
 } cause;
@@ -76,12 +77,15 @@ typedef struct piece {
     uint8_t *mem;
     int64_t offset, left;       /* the part of the piece that has not been moved yet */
     int64_t len;                /* bytes of this attempt */
+    int64_t begin, nbytes;      /* all bytes of the piece, in the file */
     int64_t forced;             /* a result that a test requested in place of a transfer, or 0 */
     double began;
     int tries;                  /* number of attempts since the last progress */
     struct iovec iov;
 } piece;
 
+/* The checksum of a piece that was written, at the place of its first block. */
+typedef struct piece_sum { uint64_t sum; int64_t nbytes; } piece_sum;
 typedef struct extent { int64_t offset, nbytes; } extent;
 typedef struct line { ps_disk_job *first, *last; } line;
 
@@ -90,6 +94,9 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
+    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN], or NULL. A piece belongs to one thread, and a chunk's read
+                                 * waits for its write, so the entries need no lock. Pages of it that no piece uses take
+                                 * no memory. */
     /* Only the caller's thread uses these. Free space is sorted by offset, and no two pieces of it touch. Between n
      * extents lie at most n + 1 free pieces. So the array grows when an extent is allocated, and freeing an extent
      * needs no memory. */
@@ -191,7 +198,8 @@ static bool take_piece(ps_disk *d, piece *p)
     ps_disk_job *job = l->first;
     if (!job || d->stop) return false;
     int64_t nbytes = job->nbytes - job->cut < PIECE ? job->nbytes - job->cut : PIECE;
-    *p = (piece){ .job = job, .mem = job->mem + job->cut, .offset = job->offset + job->cut, .left = nbytes };
+    *p = (piece){ .job = job, .mem = job->mem + job->cut, .offset = job->offset + job->cut, .left = nbytes,
+                  .begin = job->offset + job->cut, .nbytes = nbytes };
     job->cut += nbytes;
     job->pieces++;
     if (job->cut == job->nbytes) l->first = job->next;
@@ -199,9 +207,27 @@ static bool take_piece(ps_disk *d, piece *p)
     return true;
 }
 
-/* Called before each attempt to move the rest of a piece. */
-static void begin(piece *p)
+/* -- checksums --------------------------------------------------------------------------------------------------- */
+static const uint8_t *memory_of(const piece *p) { return p->job->mem + (p->begin - p->job->offset); }
+
+static void note_sum(ps_disk *d, const piece *p)
 {
+    if (!d->sums || p->job->way != WRITE) return;
+    d->sums[p->begin / PS_DISK_ALIGN] = (piece_sum){ ps_xxh3(memory_of(p), p->nbytes), p->nbytes };
+}
+
+/* False: the bytes that were read are not those that were written there in one piece. */
+static bool sum_fits(const ps_disk *d, const piece *p)
+{
+    if (!d->sums || p->job->way != READ) return true;
+    const piece_sum *s = &d->sums[p->begin / PS_DISK_ALIGN];
+    return s->nbytes != p->nbytes || s->sum == ps_xxh3(memory_of(p), p->nbytes);
+}
+
+/* Called before each attempt to move the rest of a piece. */
+static void begin(ps_disk *d, piece *p)
+{
+    if (p->left == p->nbytes && !p->tries) note_sum(d, p);
     p->len = p->left;
     p->forced = 0;
     p->began = atomic_load(&slow_ns) ? ps_now() : 0;
@@ -233,11 +259,13 @@ static bool end_piece(ps_disk *d, piece *p, int64_t res)
     int64_t whole = res > 0 ? res / PS_DISK_ALIGN * PS_DISK_ALIGN : 0;
     bool idle_try = !whole && (res > 0 || res == -EINTR || res == -EAGAIN);
     p->tries = idle_try ? p->tries + 1 : 0;
+    bool differs = whole == p->left && !sum_fits(d, p);
     pthread_mutex_lock(&d->lock);
     if (whole) {
         p->mem += whole, p->offset += whole, p->left -= whole;
         job->moved += whole;
         d->bytes[job->way] += whole;
+        if (differs) fail_job(d, job, (cause){ .differs = true, .way = READ, .offset = p->begin, .nbytes = p->nbytes });
     } else if (!idle_try || p->tries > MOST_TRIES)
         fail_job(d, job, (cause){ .err = res < 0 ? (int)-res : 0, .way = job->way, .offset = p->offset,
                                   .nbytes = p->left });
@@ -282,7 +310,7 @@ static void *plain_thread(void *arg)
         if (!have) return NULL;
         int64_t res;
         do {
-            begin(&p);
+            begin(d, &p);
             if (p.forced) res = p.forced;
             else if (p.job->way == WRITE) res = pwrite(d->fd, p.mem, (size_t)p.len, p.offset);
             else res = pread(d->fd, p.mem, (size_t)p.len, p.offset);
@@ -295,7 +323,7 @@ static void *plain_thread(void *arg)
 static void send_piece(ps_disk *d, piece *p)
 {
     struct io_uring_sqe *sqe = io_uring_get_sqe(&d->ring);
-    begin(p);
+    begin(d, p);
     p->iov = (struct iovec){ p->mem, (size_t)p->len };
     if (p->forced) io_uring_prep_nop(sqe);
     else if (p->job->way == WRITE) io_uring_prep_writev(sqe, d->fd, &p->iov, 1, (uint64_t)p->offset);
@@ -574,6 +602,14 @@ int ps_disk_pretend(int64_t nbytes, ps_disk **out)
     return opened(d, rc < 0 ? rc : make_lock(d), out);
 }
 
+int ps_disk_check_sums(ps_disk *d)
+{
+    if (d->sums) return 0;
+    size_t nbytes = (size_t)(d->capacity / PS_DISK_ALIGN) * sizeof *d->sums;
+    d->sums = ps_alloc0(nbytes);
+    return d->sums ? 0 : ps_fail_nomem(nbytes);
+}
+
 void ps_disk_close(ps_disk *d)
 {
     if (!d) return;
@@ -598,6 +634,7 @@ void ps_disk_close(ps_disk *d)
         d->jobs = job->older;
         ps_free(job);
     }
+    ps_free(d->sums);
     ps_free(d->free_space);
     ps_free(d->folder);
     ps_free(d);
@@ -660,6 +697,10 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
 {
     if (why->ring)
         return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
+    if (why->differs)
+        return ps_fail(PS_EIO, "disk tier in %s: %s%lld bytes at offset %lld are damaged: their checksum is not the one "
+                       "of the bytes that were written there; check that disk, or name another folder in memory.disk",
+                       d->folder, before, (long long)why->nbytes, (long long)why->offset);
     bool full = why->err == ENOSPC || why->err == EDQUOT;
     const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "
                                                                                                    "written";

@@ -24,12 +24,12 @@ enum faults_door {
 };
 /* Actions that plan.c performs before the call: DELAY, KILL, STOP, SIGNAL, POWER. Doors perform the others. */
 enum faults_action {
-    ACT_NONE, ACT_ERRNO, ACT_SHORT, ACT_FLIP, ACT_CUT, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP, ACT_SPURIOUS,
-    ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER
+    ACT_NONE, ACT_ERRNO, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_CUT, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
+    ACT_SPURIOUS, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER
 };
 typedef struct faults_hit {
     int action;                 /* ACT_NONE: the call proceeds */
-    int err;                    /* ACT_ERRNO */
+    int err;                    /* ACT_ERRNO, ACT_INTERRUPT (EINTR, which only some calls can return) */
     double arg;                 /* the action's number, or 0 */
 } faults_hit;
 
@@ -43,6 +43,7 @@ enum { CAN_WAIT = 1u << ACT_DELAY | 1u << ACT_KILL | 1u << ACT_STOP | 1u << ACT_
  * in a door. */
 void faults_arm(const char *plan);
 int64_t faults_happened(void);                  /* events that happened since then */
+int64_t faults_calls(void);                     /* calls that the door `any` counted since then */
 
 /* -- descriptors (files.c) ---------------------------------------------------------------------------------------- */
 enum faults_class { FD_OTHER, FD_FILE, FD_NAMELESS, FD_FOLDER, FD_SOCKET };

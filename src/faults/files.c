@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 enum { MOST_FDS = 4096 };
-enum { CAN_FAIL = CAN(ACT_ERRNO) };
+enum { CAN_FAIL = CAN(ACT_ERRNO), CAN_STOP = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) };
 
 static struct { int class; char *path; } descriptors[MOST_FDS];
 
@@ -69,13 +69,13 @@ static int fail(faults_hit hit)
     return -1;
 }
 
-static int open_door(int folder, const char *path, int flags, mode_t mode)
+static int open_door(int folder, const char *path, int flags, mode_t mode, bool interrupts)
 {
     char full[PATH_MAX];
     const char *mine = ours(folder, path, full);
     bool folders = (flags & O_DIRECTORY) != 0, nameless = (flags & O_TMPFILE) == O_TMPFILE;
     if (!mine) return (int)syscall(SYS_openat, folder, path, flags, mode);
-    faults_hit hit = faults_pass(DOOR_OPEN, CAN_FAIL, mine);
+    faults_hit hit = faults_pass(DOOR_OPEN, interrupts ? CAN_STOP : CAN_FAIL, mine);
     if (hit.action) return fail(hit);
     bool is_new = (flags & O_CREAT) && access(mine, F_OK) != 0;
     if (is_new) lost_create(mine);
@@ -98,7 +98,7 @@ int open(const char *path, int flags, ...)
     va_start(ap, flags);
     mode_t mode = mode_of(flags, ap);
     va_end(ap);
-    return open_door(AT_FDCWD, path, flags, mode);
+    return open_door(AT_FDCWD, path, flags, mode, true);
 }
 
 int openat(int folder, const char *path, int flags, ...)
@@ -107,7 +107,7 @@ int openat(int folder, const char *path, int flags, ...)
     va_start(ap, flags);
     mode_t mode = mode_of(flags, ap);
     va_end(ap);
-    return open_door(folder, path, flags, mode);
+    return open_door(folder, path, flags, mode, true);
 }
 
 int open64(const char *path, int flags, ...)
@@ -116,7 +116,7 @@ int open64(const char *path, int flags, ...)
     va_start(ap, flags);
     mode_t mode = mode_of(flags, ap);
     va_end(ap);
-    return open_door(AT_FDCWD, path, flags, mode);
+    return open_door(AT_FDCWD, path, flags, mode, true);
 }
 
 int close(int fd)
@@ -129,9 +129,9 @@ int close(int fd)
 /* offset: -1 means the descriptor's own position. interrupts: the kernel may return EINTR for this call. */
 static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
-    unsigned can = CAN_FAIL | CAN(ACT_SHORT) | CAN(ACT_FLIP);
+    unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT) | CAN(ACT_FLIP);
     faults_hit hit = faults_pass(DOOR_READ, can, faults_path_of(fd));
-    if (hit.action == ACT_ERRNO && (hit.err != EINTR || interrupts)) return fail(hit);
+    if (hit.err) return fail(hit);
     size_t n = hit.action == ACT_SHORT && nbytes > 1 ? (nbytes > 8192 ? nbytes / 2 / 4096 * 4096 : nbytes / 2) : nbytes;
     ssize_t got = offset < 0 ? syscall(SYS_read, fd, bytes, n) : syscall(SYS_pread64, fd, bytes, n, offset);
     if (got > 0 && hit.action == ACT_FLIP) faults_flip(bytes, (size_t)got, hit.arg);
@@ -140,8 +140,9 @@ static ssize_t read_door(int fd, void *bytes, size_t nbytes, int64_t offset, boo
 
 static ssize_t write_door(int fd, const void *bytes, size_t nbytes, int64_t offset, bool interrupts)
 {
-    faults_hit hit = faults_pass(DOOR_WRITE, CAN_FAIL | CAN(ACT_SHORT), faults_path_of(fd));
-    if (hit.action == ACT_ERRNO && (hit.err != EINTR || interrupts)) return fail(hit);
+    unsigned can = (interrupts ? CAN_STOP : CAN_FAIL) | CAN(ACT_SHORT);
+    faults_hit hit = faults_pass(DOOR_WRITE, can, faults_path_of(fd));
+    if (hit.err) return fail(hit);
     size_t n = hit.action == ACT_SHORT && nbytes > 1 ? (nbytes > 8192 ? nbytes / 2 / 4096 * 4096 : nbytes / 2) : nbytes;
     int64_t at = offset < 0 ? (int64_t)syscall(SYS_lseek, fd, 0, SEEK_CUR) : offset;
     if (faults_class_of(fd) == FD_FILE) lost_write(fd, at, (int64_t)n);
@@ -179,7 +180,7 @@ int fsync(int fd)
 {
     int class = faults_class_of(fd);
     if (class != FD_FILE && class != FD_FOLDER) return (int)syscall(SYS_fsync, fd);
-    faults_hit hit = faults_pass(DOOR_SYNC, CAN_FAIL, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP, faults_path_of(fd));
     if (hit.action) return fail(hit);
     /* The bytes need not reach the disk of this machine: a loss of power is only played. */
     lost_sync(fd);
@@ -191,7 +192,7 @@ int fdatasync(int fd) { return fsync(fd); }
 int ftruncate(int fd, off_t nbytes)
 {
     if (!is_file(fd)) return (int)syscall(SYS_ftruncate, fd, nbytes);
-    faults_hit hit = faults_pass(DOOR_SPACE, CAN_FAIL, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP, faults_path_of(fd));
     if (hit.action) return fail(hit);
     if (faults_class_of(fd) == FD_FILE) lost_resize(fd);
     return (int)syscall(SYS_ftruncate, fd, nbytes);
@@ -200,7 +201,7 @@ int ftruncate(int fd, off_t nbytes)
 int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 {
     if (!is_file(fd)) return (int)syscall(SYS_fallocate, fd, mode, offset, nbytes);
-    faults_hit hit = faults_pass(DOOR_SPACE, CAN_FAIL, faults_path_of(fd));
+    faults_hit hit = faults_pass(DOOR_SPACE, CAN_STOP, faults_path_of(fd));
     if (hit.action) return fail(hit);
     if (faults_class_of(fd) == FD_FILE) lost_resize(fd);
     return (int)syscall(SYS_fallocate, fd, mode, offset, nbytes);
@@ -288,7 +289,7 @@ int mkdir(const char *path, mode_t mode)
 }
 
 /* -- streams ------------------------------------------------------------------------------------------------------ */
-/* The kernel restarts reads and writes of files that a signal interrupts, so a stream's own never return EINTR. */
+/* The kernel restarts calls for files that a signal interrupts, so those of a stream never return EINTR. */
 static ssize_t cookie_read(void *c, char *bytes, size_t nbytes)
 {
     return read_door((int)(intptr_t)c, bytes, nbytes, -1, false);
@@ -324,7 +325,7 @@ static FILE *stream_door(const char *path, const char *mode)
     bool plus = strchr(mode, '+') != NULL;
     int flags = mode[0] == 'r' ? 0 : mode[0] == 'w' ? O_CREAT | O_TRUNC : O_CREAT | O_APPEND;
     flags |= plus ? O_RDWR : mode[0] == 'r' ? O_RDONLY : O_WRONLY;
-    int fd = open(path, flags, 0666);
+    int fd = open_door(AT_FDCWD, path, flags, 0666, false);
     if (fd < 0) return NULL;
     cookie_io_functions_t doors = { cookie_read, cookie_write, cookie_seek, cookie_close };
     FILE *f = fopencookie((void *)(intptr_t)fd, mode, doors);

@@ -95,7 +95,10 @@ static bool set_action(event *e, char *text)
     for (size_t i = 0; i < sizeof actions / sizeof *actions; i++)
         if (!strcmp(text, actions[i].name)) e->action = actions[i].action;
     for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
-        if (!strcmp(text, errors[i].name)) e->action = ACT_ERRNO, e->err = errors[i].err;
+        if (!strcmp(text, errors[i].name)) {
+            e->err = errors[i].err;
+            e->action = e->err == EINTR ? ACT_INTERRUPT : ACT_ERRNO;
+        }
     return e->action != ACT_NONE;
 }
 
@@ -129,6 +132,7 @@ void faults_arm(const char *plan)
 }
 
 int64_t faults_happened(void) { return atomic_load(&n_happened); }
+int64_t faults_calls(void) { return atomic_load(&calls[DOOR_ANY]); }
 
 __attribute__((constructor)) static void begin(void)
 {

@@ -31,9 +31,9 @@ static void pass(struct io_uring_sqe *sqe)
     bool reads = sqe->opcode == IORING_OP_READV;
     if ((!reads && sqe->opcode != IORING_OP_WRITEV) || sqe->len != 1) return;
     struct iovec *v = (struct iovec *)(uintptr_t)sqe->addr;
-    unsigned can = CAN(ACT_ERRNO) | CAN(ACT_SHORT) | (reads ? CAN(ACT_FLIP) : 0u);
+    unsigned can = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | (reads ? CAN(ACT_FLIP) : 0u);
     faults_hit hit = faults_pass(reads ? DOOR_READ : DOOR_WRITE, can, "(ring)");
-    if (hit.action == ACT_ERRNO) replace(sqe, -hit.err);
+    if (hit.err) replace(sqe, -hit.err);
     else if (hit.action == ACT_FLIP) {
         ssize_t n = syscall(SYS_pread64, sqe->fd, v->iov_base, v->iov_len, sqe->off);
         if (n > 0) faults_flip(v->iov_base, (size_t)n, hit.arg);

@@ -14,7 +14,8 @@ enum { MOST = 4096 };
 /* What happened to a descriptor: DRIPS sends and receives one byte per call; HALF_OPEN loses what it sends. */
 enum { DRIPS = 1, HALF_OPEN = 2 };
 static atomic_uchar state[MOST];
-enum { CAN_SEND = CAN(ACT_ERRNO) | CAN(ACT_SHORT) | CAN(ACT_RESET) | CAN(ACT_HALF_OPEN) | CAN(ACT_DRIP) };
+enum { CAN_SEND = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_RESET) | CAN(ACT_HALF_OPEN)
+                  | CAN(ACT_DRIP) };
 
 static int made(int fd)
 {
@@ -64,7 +65,7 @@ static bool struck(int door, int fd, size_t *nbytes, ssize_t *result)
 {
     unsigned can = CAN_SEND & ~(door == DOOR_RECV ? CAN(ACT_HALF_OPEN) : 0u);
     faults_hit hit = faults_pass(door, can, NULL);
-    if (hit.action == ACT_ERRNO) {
+    if (hit.err) {
         errno = hit.err;
         *result = -1;
         return true;

@@ -54,7 +54,7 @@ time_t time(time_t *out)
 
 static int sleep_door(struct timespec *left)
 {
-    faults_hit hit = faults_pass(DOOR_SLEEP, CAN(ACT_ERRNO), NULL);
+    faults_hit hit = faults_pass(DOOR_SLEEP, CAN(ACT_INTERRUPT), NULL);
     if (!hit.action) return 0;
     if (left) *left = (struct timespec){ 0 };
     return hit.err;

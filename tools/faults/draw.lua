@@ -95,10 +95,8 @@ local KINDS = {
   end, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
   { "memory", make = function(r) return at(r, { "alloc" }, "ENOMEM", r.pick { 1, 2, 3, 1000000 }) end,
     causes = { "[Nn]o memory", "not enough memory", "ENOMEM", "out of memory", "memory", "Cannot allocate" } },
-  { "flip", make = function(r, job)
-    local tiers = type(job.config.memory) == "table"       -- reads of the disk tier have no checksums
-    local doors = tiers and { "map" } or { "read", "map" }
-    return at(r, doors, ("flip:%d"):format(r.int(0, 2 ^ 24)))
+  { "flip", make = function(r)
+    return at(r, { "read", "map" }, ("flip:%d"):format(r.int(0, 2 ^ 24)))
   end, causes = { "damaged", "checksum", "does not belong", "not a safetensors file", "truncated", "header" } },
   { "reset", ranks = true, make = function(r) return at(r, LINKS, "reset") end,
     causes = { "rank %d+", "hung up", "connection", "[Cc]onnection reset" } },
@@ -150,7 +148,7 @@ local function job_of(r, most_ranks, steps)
   local memory = r.pick { "chunk", "plain", "disk", "disk" }
   if memory == "plain" and ranks == 1 then config.memory = "plain" end
   if memory == "disk" then
-    config.memory = { host = r.pick { "520KiB", "700KiB" }, disk = { limit = "4MiB" } }
+    config.memory = { host = r.pick { "520KiB", "700KiB" }, disk = { limit = "4MiB", checksums = true } }
     config.chunk_size = r.pick { 2048, 4096 }
     config.eviction = r.pick { "plan", "lru" }
     job.disk_threads = r.pick { 0, 2 }                     -- 0: io_uring

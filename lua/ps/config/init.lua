@@ -105,7 +105,8 @@ local config = {}
 ---@field kind "chunk"|"plain" plain: the other fields are absent
 ---@field device? integer nil: unknown, or the device is the host
 ---@field host? integer nil: unknown
----@field disk? {path: string, limit?: integer} nil: no disk tier; limit nil: the bytes that the plan needs
+---@field disk? {path: string, limit?: integer, checksums?: boolean} nil: no disk tier; limit nil: the bytes that the
+---  plan needs
 
 ---@class ps.config.Available
 ---@field device? number

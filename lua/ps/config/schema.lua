@@ -129,6 +129,8 @@ local sections = {
   { "memory.disk", "The third tier: one file, removed at exit.", acts = SETUP, {
     { "path", T.path, nil, H, "folder for the file" },
     { "limit", T.budget, nil, H, "largest size of the file; absent: the bytes that the plan needs" },
+    { "checksums", T.boolean, false, H, "bytes that are read from the file are compared with those that were written; "
+      .. "damage is an error" },
   } },
   { "rates", "Speeds with which the plan of an accelerator decides where Adam runs and where embeddings are looked up; "
     .. "absent: measured once per process (docs/memory.md).", acts = RATES, {

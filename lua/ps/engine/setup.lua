@@ -394,6 +394,7 @@ function setup.open_engine(engine, step, pipeline)
   c.prefetch = engine.cfg.prefetch and 1 or 0
   c.stress = environment.get "PS_STRESS" == "1" and 1 or 0
   c.disk_threads = environment.whole("PS_DISK_THREADS", 1) or 0
+  c.disk_checksums = memory.disk and memory.disk.checksums and 1 or 0
   c.budget[0], c.budget[1], c.budget[2] = memory.device or 0, memory.host or 0, disk_bytes(engine, pipeline)
   if type(engine.cfg.prefetch) == "number" then
     for t = 0, 2 do c.ahead[t] = engine.cfg.prefetch end
