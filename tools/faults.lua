@@ -82,9 +82,13 @@ local function golden_of(job)
   if goldens[key] then return goldens[key] end
   goldens[key], n_goldens = "running", n_goldens + 1
   local spec = spec_of(settings, "golden" .. n_goldens, paths.exe)
+  settings.limit_s = 4 * LIMIT_S                           -- nothing is judged by its time
   run.prepare(spec)
-  for _, process in ipairs(run.life(spec, 1, {})) do
-    if process.code ~= 0 then fail("the job '%s' fails without faults:\n%s", key, process.text) end
+  for _, p in ipairs(run.life(spec, 1, {})) do
+    if p.code ~= 0 then
+      fail("the job '%s' fails without faults: rank %d ended with %s after %.0f s:\n%s", key, p.rank,
+        p.signal and "signal " .. p.signal or "code " .. tostring(p.code), p.seconds, p.text)
+    end
   end
   goldens[key] = judge.golden(run.log(spec.folder), settings)
   run.clean(spec.folder)

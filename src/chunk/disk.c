@@ -94,9 +94,9 @@ struct ps_disk {
     char *folder;
     int64_t capacity;
     bool direct, uring;
-    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN], or NULL. A piece belongs to one thread, and a chunk's read
-                                 * waits for its write, so the entries need no lock. Pages of it that no piece uses take
-                                 * no memory. */
+    piece_sum *sums;            /* [capacity / PS_DISK_ALIGN], or NULL. A piece belongs to one thread, and the read of a
+                                 * chunk waits for its write, so the entries need no lock. Pages without a piece take no
+                                 * memory. */
     /* Only the caller's thread uses these. Free space is sorted by offset, and no two pieces of it touch. Between n
      * extents lie at most n + 1 free pieces. So the array grows when an extent is allocated, and freeing an extent
      * needs no memory. */
@@ -698,8 +698,8 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
     if (why->ring)
         return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
     if (why->differs)
-        return ps_fail(PS_EIO, "disk tier in %s: %s%lld bytes at offset %lld are damaged: their checksum is not the one "
-                       "of the bytes that were written there; check that disk, or name another folder in memory.disk",
+        return ps_fail(PS_EIO, "disk tier in %s: %s%lld bytes at offset %lld are damaged: their checksum is not the "
+                       "one of the bytes that were written there; check that disk, or name another folder in memory.disk",
                        d->folder, before, (long long)why->nbytes, (long long)why->offset);
     bool full = why->err == ENOSPC || why->err == EDQUOT;
     const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "

@@ -22,8 +22,8 @@ typedef struct ps_disk_info {
 /* Opens a file of `nbytes` in `folder` and reserves its space. The messages of PS_EIO and PS_ENOSPC name the folder,
  * the bytes wanted and the bytes free. threads > 0: uses this number of plain threads instead of io_uring. */
 int ps_disk_open(const char *folder, int64_t nbytes, int threads, ps_disk **out);
-/* From now on each piece of a job has a checksum, which is compared when a job reads the same bytes: if it differs, that
- * job fails with PS_EIO. Call it before the first job. PS_ENOMEM: no room for 16 bytes per 4,096 of the file. */
+/* From now on each piece of a job has a checksum, which is compared when a job reads the same bytes: if it differs,
+ * that job fails with PS_EIO. Call it before the first job. PS_ENOMEM: no room for 16 bytes per 4,096 of the file. */
 int ps_disk_check_sums(ps_disk *disk);
 /* Opens a pretended disk. It allocates extents, but cannot transfer bytes. */
 int ps_disk_pretend(int64_t nbytes, ps_disk **out);

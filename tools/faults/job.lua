@@ -19,7 +19,7 @@ local job = json.decode(file:read("*a"))
 file:close()
 local folder, life = arg[2], tonumber(arg[4])
 local run = folder .. "/run"
-ffi.C.alarm(job.limit_s)                                   -- a job whose starter died does not stay
+ffi.C.alarm(job.limit_s + 30)                               -- a job whose starter died does not stay
 
 local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
   heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }
