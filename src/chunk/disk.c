@@ -699,7 +699,8 @@ static int fail_cause(const ps_disk *d, const cause *why, const char *before)
         return ps_fail(PS_EIO, "disk tier in %s: %sio_uring failed: %s", d->folder, before, strerror(why->err));
     if (why->differs)
         return ps_fail(PS_EIO, "disk tier in %s: %s%lld bytes at offset %lld are damaged: their checksum is not the "
-                       "one of the bytes that were written there; check that disk, or name another folder in memory.disk",
+                       "one of the bytes that were written there; check that disk, or name another folder in "
+                       "memory.disk",
                        d->folder, before, (long long)why->nbytes, (long long)why->offset);
     bool full = why->err == ENOSPC || why->err == EDQUOT;
     const char *text = why->err ? strerror(why->err) : why->way == READ ? "the file ended early" : "no bytes were "
