@@ -172,11 +172,12 @@ end
 function see.damage(model, optimizer)
   train(model, optimizer, 2)
   ps.check(ps.C.ps_engine_settle(ps.ctx))
-  for number in lfs.dir "/proc/self/fd" do
-    local path = "/proc/self/fd/" .. number
-    local name = number:match "%d" and unistd.readlink(path) or ""
+  local list = assert(io.popen(("ls -l /proc/%d/fd"):format(unistd.getpid())))
+  local links = list:read "*a"
+  list:close()
+  for number, name in links:gmatch "(%d+) %-> ([^\n]*)" do
     if name:find(folder, 1, true) and name:find("deleted", 1, true) then
-      local file = assert(io.open(path, "r+b"))
+      local file = assert(io.open("/proc/self/fd/" .. number, "r+b"))
       local size = file:seek "end"
       for at = 0, size - 1, 4096 do
         file:seek("set", at)

@@ -38,8 +38,9 @@ local function random(seed)
   return r
 end
 
--- About how many calls of each door a life has. An event after the last call does not happen.
-local CALLS = { any = 1000, open = 30, read = 60, write = 160, sync = 18, rename = 10, space = 7, remove = 4, mkdir = 3,
+-- About how many calls of each door a life has: of one rank without a disk tier. An event after the last call does not
+-- happen.
+local CALLS = { any = 250, open = 30, read = 60, write = 160, sync = 18, rename = 10, space = 7, remove = 4, mkdir = 3,
   map = 6, connect = 3, accept = 6, send = 400, recv = 800, alloc = 5000, clock = 3, sleep = 4, lock = 8000, wait = 60 }
 
 -- The words of errno in messages.
@@ -54,7 +55,9 @@ local function at(r, doors, action, count, job)
     if not (job and job.ranks == 1 and (door == "send" or door == "recv")) then usable[#usable + 1] = door end
   end
   local door = r.pick(usable)
-  local nth = r.chance(0.5) and r.early(CALLS[door]) or r.int(0, CALLS[door])
+  local most = CALLS[door]
+  if door == "any" and job then most = job.ranks > 1 and 1200 or job.disk_threads and 800 or most end
+  local nth = r.chance(0.5) and r.early(most) or r.int(0, most)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
@@ -63,7 +66,8 @@ local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
 -- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
--- error. dies: signals by which the rank itself may end. ranks: needs several ranks. make(r, job) draws an event.
+-- error. dies: signals by which the rank itself may end. ranks: needs several ranks. weight: how much
+-- more often it is drawn than others. make(r, job) draws an event.
 local KINDS = {
   { "eintr", golden = true, make = function(r, job) return at(r, MOVES, "EINTR", r.int(1, 3), job) end },
   { "short", golden = true, make = function(r, job) return at(r, MOVES, "short", r.int(1, 20), job) end },
@@ -106,11 +110,15 @@ local KINDS = {
     local door = r.pick { "connect", "accept" }
     return at(r, { door }, door == "connect" and "ECONNREFUSED" or "ECONNABORTED", r.int(1, 3))
   end, causes = { "rank %d+", "[Cc]onnection", "reached nobody", "did not come", "connect" } },
-  { "kill", dies = { [9] = true }, make = function(r) return at(r, { "any" }, "kill") end },
+  { "kill", dies = { [9] = true }, weight = 2, make = function(r, job)
+    return at(r, { "any" }, "kill", 1, job)
+  end },
   { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(r)
     return at(r, { "any" }, "signal:" .. r.pick { 1, 2, 15 })
   end, causes = { "interrupted", "signal" } },
-  { "power", dies = { [9] = true }, make = function(r) return at(r, { "any" }, "power:" .. r.int(1, 1e6)) end },
+  { "power", dies = { [9] = true }, weight = 4, make = function(r, job)
+    return at(r, { "any" }, "power:" .. r.int(1, 1e6), 1, job)
+  end },
   { "twice", ranks = true, make = function() return {} end,
     causes = { "two processes say", "rank %d+", "turned away", "ended while" } },
 }
@@ -170,7 +178,9 @@ function draw.plan(seed, options)
   local on = {}
   for _, kind in ipairs(KINDS) do
     if not r.chance(ON) then plan.off[#plan.off + 1] = kind.name
-    elseif not kind.ranks or job.ranks > 1 then on[#on + 1] = kind end
+    elseif not kind.ranks or job.ranks > 1 then
+      for _ = 1, kind.weight or 1 do on[#on + 1] = kind end
+    end
   end
   for life = 1, #on > 0 and plan.lives or 0 do
     for _ = 1, r.int(1, 4) do

@@ -166,7 +166,7 @@ function memory.resolve(state, cfg, available)
         available.device) or nil,
     host = budget(state, "host", given.host, "overall_cpu_mem_ratio", tracer.overall_cpu_mem_ratio, available.host),
     disk = path and { path = path, limit = resolve(state, "memory.disk.limit", given.disk.limit, available.disk),
-      checksums = given.disk.checksums },
+      checksums = given.disk.checksums or nil },
   }
   local wanted, there = cfg.memory.device, available.device
   if wanted and there and wanted > there then
