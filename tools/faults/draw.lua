@@ -40,7 +40,7 @@ end
 
 -- About how many calls of each door a life has: of one rank without a disk tier. An event after the last call does not
 -- happen.
-local CALLS = { any = 250, open = 30, read = 60, write = 160, sync = 18, rename = 10, space = 7, remove = 4, mkdir = 3,
+local CALLS = { any = 450, open = 30, read = 60, write = 160, sync = 18, rename = 10, space = 7, remove = 4, mkdir = 3,
   map = 6, connect = 3, accept = 6, send = 400, recv = 800, alloc = 5000, clock = 3, sleep = 4, lock = 8000, wait = 60 }
 
 -- The words of errno in messages.
