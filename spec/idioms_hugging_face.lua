@@ -140,7 +140,18 @@ return function(rows_of, lib)
   row("get_linear_schedule_with_warmup(optimizer, 1, 4)", function(e)
     e:make()
     ps.sched.get_linear_schedule_with_warmup(e.optimizer, 1, 4)
-  end, "ps.sched.warmup_linear")
+  end, "ps.sched.linear(optimizer, num_warmup_steps, num_training_steps)")
+  row("get_scheduler(\"linear\", optimizer, 1, 3); scheduler.step()", function(e)
+    e:make()
+    local schedule = ps.sched.get_scheduler("linear", e.optimizer, 1, 3)
+    local rates = {}
+    for n = 1, 4 do
+      rates[n] = schedule:get_last_lr()[1] / e.RATE
+      e:pass()
+      schedule:step()
+    end
+    for n, want in ipairs { 0, 1, 0.5, 0 } do e.near(rates[n], want, "the share of the rate at step " .. n) end
+  end)
   row("scheduler = get_cosine_schedule_with_warmup(...)  # as sched.warmup_cosine", function(e)
     e:make()
     local schedule = ps.sched.warmup_cosine { optimizer = e.optimizer, max_lr = 0.5, warmup = 1, total = 3 }

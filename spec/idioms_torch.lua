@@ -534,12 +534,25 @@ local function rates(row)
       e.near(e.optimizer.lr, e.RATE / 2, "the second rate")
     end)
   end
-  for _, name in ipairs { "OneCycleLR", "ReduceLROnPlateau" } do
-    row(("scheduler = %s(optimizer, ...)"):format(name), function(e)
-      e:make()
-      ps.sched[name](e.optimizer)
-    end, "optimizer:set_lr(lr)")
-  end
+  row("scheduler = OneCycleLR(optimizer, max_lr=..., total_steps=4)", function(e)
+    e:make()
+    local schedule = ps.sched.OneCycleLR(e.optimizer, { max_lr = 0.5, total_steps = 4, cycle_momentum = false })
+    e.near(e.optimizer.lr, 0.02, "the first rate")
+    e:after(0)
+    schedule:step()
+    assert(e.optimizer.lr > 0.4)
+  end)
+  row("scheduler = ReduceLROnPlateau(optimizer); scheduler.step(loss)", function(e)
+    e:make()
+    local schedule = ps.sched.ReduceLROnPlateau(e.optimizer, { factor = 0.5, patience = 1 })
+    e:after(0)
+    for _ = 1, 3 do schedule:step(1) end
+    e.near(e.optimizer.lr, e.RATE / 2, "the rate after two evaluations that were no better")
+  end)
+  row("scheduler = MultiplicativeLR(optimizer, ...)", function(e)
+    e:make()
+    ps.sched.MultiplicativeLR(e.optimizer)
+  end, "optimizer:set_lr(lr)")
   row("torch.optim.lr_scheduler.StepLR(optimizer, ...)", function() ps.optim.lr_scheduler.StepLR() end,
     "there are ps.sched.")
   row("optimizer = optim.Adagrad(model.parameters())", function(e) ps.optim.Adagrad(e.model) end,

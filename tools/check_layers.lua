@@ -105,7 +105,7 @@ local FLOORS = {
   { "pretrained", "core", "tensor", "dist", "io", "nn", "data", "checkpoints" },
   { "lora", "core", "tensor", "dist", "io", "nn", "checkpoints", "parallel/tensor", "pretrained" },
   { "tokenizer", "core", "tensor", "chat", "io", "pretrained" },
-  { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "checkpoints", "engine/step" },
+  { "train", "core", "tensor", "dist", "io", "nn", "data", "memory", "optim", "checkpoints", "engine/step" },
   { "evaluate", "core", "chat", "tensor", "dist", "nn", "data", "train" },
   { "prompt", "core", "tensor", "dist", "io", "nn", "memory", "engine", "inspect", "pretrained" },
   { "serve", "core", "tensor" },

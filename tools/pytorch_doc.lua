@@ -256,6 +256,13 @@ optim.lr_scheduler.StepLR | ps.sched.StepLR | `(optimizer, 10, 0.5)` or { optimi
 optim.lr_scheduler.MultiStepLR | ps.sched.MultiStepLR | `(optimizer, { 10, 20 }, 0.5)`
 optim.lr_scheduler.ExponentialLR | ps.sched.ExponentialLR | `(optimizer, 0.9)` or { optimizer =, gamma = }
 optim.lr_scheduler.CosineAnnealingLR | ps.sched.CosineAnnealingLR | `(optimizer, 100)`
+optim.lr_scheduler.CosineAnnealingWarmRestarts | ps.sched.CosineAnnealingWarmRestarts | `(optimizer, 100, 2)`
+optim.lr_scheduler.ConstantLR | ps.sched.ConstantLR | `(optimizer, 0.5, 10)`
+optim.lr_scheduler.LinearLR | ps.sched.LinearLR | `(optimizer, 0.1, 1, 10)`
+optim.lr_scheduler.PolynomialLR | ps.sched.PolynomialLR | `(optimizer, 100, 2)`
+optim.lr_scheduler.SequentialLR | ps.sched.SequentialLR | `(optimizer, { first, second }, { 10 })`
+optim.lr_scheduler.OneCycleLR | ps.sched.OneCycleLR | `(optimizer, 0.1, 100)`; after its last step the rate stays
+optim.lr_scheduler.ReduceLROnPlateau | ps.sched.ReduceLROnPlateau | `(optimizer, "min", 0.5)`
 nn.functional.conv1d | F.conv1d |
 nn.functional.conv_transpose1d | F.conv_transpose1d |
 nn.Conv1d | nn.Conv1d | options are passed by name; nn.Conv1D is GPT-2's linear layer

@@ -91,7 +91,8 @@ end
 --- The state of the open engine, as a table that prints as a line; nil if none is open, or if its parameters are in
 --- plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
----  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}? state
+---  parameters: integer, scheduler?: ps.Schedule, steps: integer, micro: integer, micros: integer, in_step: boolean,
+---  config: ps.Config}? state
 function ps.engine()
   local engine = require("ps.engine.setup").current()
   return engine and require("ps.engine.state.values").state(engine) or nil

@@ -71,7 +71,13 @@ end
 local SCHEDULES = { WarmupLR = {}, WarmupDecayLR = { total_num_steps = 2000 },
   WarmupCosineLR = { total_num_steps = 2000 }, OneCycle = { cycle_min_lr = 0.01, cycle_max_lr = 0.1,
   cycle_second_step_size = 9, cycle_second_stair_count = 1 }, LRRangeTest = {}, warmup_cosine = { total = 10 },
-  warmup_linear = { total = 10 }, constant = {} }
+  warmup_linear = { total = 10 }, constant = {}, linear = { num_training_steps = 9 },
+  cosine = { num_training_steps = 9 }, cosine_with_restarts = { num_training_steps = 9 },
+  polynomial = { num_training_steps = 9 }, constant_with_warmup = {}, inverse_sqrt = { timescale = 9 },
+  cosine_with_min_lr = { num_training_steps = 9, min_lr = 0 }, cosine_warmup_with_min_lr = { num_training_steps = 9,
+  min_lr_rate = 0.1, warmup_lr_rate = 0.5 }, warmup_stable_decay = { num_decay_steps = 1, num_training_steps = 9,
+  num_stable_steps = 8 }, reduce_lr_on_plateau = {}, OneCycleLR = { max_lr = 1, total_steps = 9 },
+  LambdaLR = { lr_lambda = function() return 1 end } }
 for kind, params in pairs { WarmupLR = "warmup_max_lr", warmup_cosine = "max_lr", warmup_linear = "max_lr",
   constant = "max_lr" } do SCHEDULES[kind][params] = 0.1 end
 
@@ -103,6 +109,9 @@ describe("every honoured key", function()
     train { device = "sim", zero_optimization = { offload_param = { device = "nvme", nvme_path = folder } },
       memory = { device = "64MiB" } }
     for kind, params in pairs(SCHEDULES) do train { scheduler = { type = kind, params = params } } end
+    train { scheduler = { type = "cosine_with_min_lr", params = { num_training_steps = 9, min_lr_rate = 0.5 } } }
+    train { scheduler = { type = "cosine_warmup_with_min_lr", params = { num_training_steps = 9, min_lr = 0.5 } } }
+    train { scheduler = { type = "OneCycleLR", params = { max_lr = 1, epochs = 2, steps_per_epoch = 9 } } }
   end)
 
   it("is read in engines of ranks", function()

@@ -118,7 +118,9 @@ describe("the schema", function()
     local out = { [row.key] = value }
     if section.of then
       for _, other in ipairs(section[3]) do
-        if other.required and other.key ~= row.key then out[other.key] = other.key:find "^total" and 2000 or 1 end
+        if other.required and other.key ~= row.key then
+          out[other.key] = not other.type.take(1) and tostring or other.key:find "^total" and 2000 or 1
+        end
       end
     end
     for name in (section[1]:reverse()):gmatch("[^.]+") do

@@ -122,11 +122,12 @@ end
 
 --- The rates and betas of twelve steps.
 function see.rates(model, optimizer)
-  local all = {}
-  for _ = 1, 12 do
+  local all, schedule = {}, inner(model).scheduler
+  for _, value in ipairs { 10, 9.9995, 10, 8, 8, 8, 8, 8, 8, 8, 8, 8 } do
     local group = optimizer.groups[1]
     all[#all + 1] = ("%.9g %.9g %.9g"):format(group.lr, group.betas[1], group.betas[2])
     train(model, optimizer, 1)
+    if schedule and schedule.judge then schedule:step(value) end
   end
   return all
 end
@@ -506,7 +507,44 @@ local SCHEDULES = {
   warmup_cosine = { base = { total = 10 }, max_lr = 0.1, min_lr = 1e-4, warmup = 3, total = 12 },
   warmup_linear = { base = { total = 10 }, max_lr = 0.1, min_lr = 1e-4, warmup = 3, total = 12 },
   constant = { base = {}, max_lr = 0.1, warmup = 3 },
+  linear = { base = { num_training_steps = 10 }, num_warmup_steps = 3, num_training_steps = 12, last_epoch = 3 },
+  cosine = { base = { num_training_steps = 10 }, num_warmup_steps = 3, num_training_steps = 12, num_cycles = 2,
+    last_epoch = 3 },
+  cosine_with_restarts = { base = { num_training_steps = 10 }, num_warmup_steps = 3, num_training_steps = 12,
+    num_cycles = 2, last_epoch = 3 },
+  polynomial = { base = { num_training_steps = 10 }, num_warmup_steps = 3, num_training_steps = 12, lr_end = 1e-4,
+    power = 2, last_epoch = 3 },
+  constant_with_warmup = { base = { num_warmup_steps = 5 }, num_warmup_steps = 3, last_epoch = 3 },
+  inverse_sqrt = { base = { num_warmup_steps = 5 }, num_warmup_steps = 3, timescale = 2, last_epoch = 3 },
+  cosine_with_min_lr = { base = { num_training_steps = 10, min_lr_rate = 0.1 }, num_warmup_steps = 3,
+    num_training_steps = 12, num_cycles = 2, min_lr_rate = 0.2, last_epoch = 3 },
+  cosine_warmup_with_min_lr = { base = { num_training_steps = 10, num_warmup_steps = 4, min_lr_rate = 0.1 },
+    num_warmup_steps = 3, num_training_steps = 12, num_cycles = 2, min_lr_rate = 0.2, warmup_lr_rate = 0.5,
+    last_epoch = 3 },
+  warmup_stable_decay = { base = { num_warmup_steps = 3, num_decay_steps = 5, num_training_steps = 10 },
+    num_warmup_steps = 4, num_decay_steps = 4, num_training_steps = 11, warmup_type = "cosine",
+    decay_type = "1-sqrt", min_lr_ratio = 0.2, num_cycles = 1, last_epoch = 3 },
+  reduce_lr_on_plateau = { base = { patience = 1 }, mode = "max", factor = 0.5, patience = 2, threshold = 0.3,
+    threshold_mode = "abs", cooldown = 1, min_lr = 5e-4, eps = 5e-4 },
+  OneCycleLR = { base = { max_lr = 0.1, total_steps = 10 }, max_lr = 0.2, total_steps = 12, pct_start = 0.5,
+    anneal_strategy = "linear", cycle_momentum = false, base_momentum = 0.7, max_momentum = 0.97, div_factor = 10,
+    final_div_factor = 100, three_phase = true, last_epoch = 3 },
+  LambdaLR = { base = { lr_lambda = function(n) return 1 / (n + 1) end },
+    lr_lambda = function() return function(n) return 2 / (n + 2) end end, last_epoch = 3 },
 }
+-- Keys of which one replaces others: further bases.
+local SCHEDULE_BASES = {
+  ["min_lr of cosine_with_min_lr"] = { { num_training_steps = 10, min_lr = 1e-4 }, 2e-4 },
+  ["min_lr of cosine_warmup_with_min_lr"] = { { num_training_steps = 10, min_lr = 1e-4 }, 2e-4 },
+  ["num_stable_steps of warmup_stable_decay"] = { { num_decay_steps = 5, num_stable_steps = 2 }, 3 },
+  ["epochs of OneCycleLR"] = { { max_lr = 0.1, epochs = 2, steps_per_epoch = 4 }, 3 },
+  ["steps_per_epoch of OneCycleLR"] = { { max_lr = 0.1, epochs = 2, steps_per_epoch = 4 }, 5 },
+}
+for name, case_of in pairs(SCHEDULE_BASES) do
+  local key, kind = name:match "^(%S+) of (%S+)$"
+  CASES["scheduler.params." .. name] = { case_of[2], see.rates, width = 4, other = case_of[1][key],
+    base = { scheduler = { type = kind, params = case_of[1] } } }
+end
 for kind, settings in pairs(SCHEDULES) do
   for key, value in pairs(settings) do
     if key ~= "base" then

@@ -279,6 +279,9 @@ local CALLS = {
   { "ps.initialize", "param_group", "param_groups", function(o)
     ps.initialize(with(o, { model_func = model, config = {} }))
   end },
+  { "sched.get_scheduler", "num_warmup_step", "num_warmup_steps", function(o)
+    sched.get_scheduler(with(o, { name = "linear", optimizer = adam() }))
+  end },
   { "sched.constant", "min_lr", "max_lr", function(o)
     sched.constant(with(o, { optimizer = adam(), max_lr = 1 }))
   end, source = '"sched." .. name' },
@@ -423,7 +426,9 @@ local INNER = {
   ["lua/ps/checkpoints/merge.lua"] = "merged", ["lua/ps/nn/transformer.lua"] = "of_linear",
   ["lua/ps/nn/encoder.lua"] = "EncoderLayer:init DecoderLayer:init",
   ["lua/ps/optim/init.lua"] = "build optim.Adam optim.AdamW optim.SGD", ["lua/ps/optim/sched.lua"] = "*",
-  ["lua/ps/train/init.lua"] = "gradients train.run", ["models/gpt2.lua"] = "GPT2:generate",
+  ["lua/ps/optim/sched_torch.lua"] = "*", ["lua/ps/optim/sched_hugging_face.lua"] = "*",
+  ["lua/ps/optim/schedule.lua"] = "*",
+  ["lua/ps/train/init.lua"] = "gradients train.run schedule_of check_schedule", ["models/gpt2.lua"] = "GPT2:generate",
   ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
   ["lua/ps/tokenizer/init.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
@@ -520,10 +525,20 @@ end)
 describe("schedules", function()
   local KEYS = require("ps.config.schema").root.sub.scheduler.sub.params.variants
 
+  -- Values of options that must agree with others, and options that exclude others (false).
+  local AGREE = { polynomial = { lr_end = 0.01 }, cosine_with_min_lr = { min_lr = false, min_lr_rate = 0.1 },
+    cosine_warmup_with_min_lr = { min_lr = false, min_lr_rate = 0.1 },
+    warmup_stable_decay = { num_training_steps = 9 }, OneCycleLR = { pct_start = 0.5 },
+    reduce_lr_on_plateau = { factor = 0.5 }, LambdaLR = { lr_lambda = function() return 1 end } }
+
   for name, keys in pairs(KEYS) do
     it("accept the configuration's keys: " .. name, function()
-      local wrong = { optimizer = adam() }
-      for _, row in ipairs(keys.rows) do wrong[row.key] = row.type.text:match("number") and 3 or row.default end
+      local wrong, agree = { optimizer = adam() }, AGREE[name] or {}
+      for _, row in ipairs(keys.rows) do
+        local value = row.type.text:match("number") and 3 or row.default
+        if agree[row.key] ~= nil then value = agree[row.key] or nil end
+        wrong[row.key] = value
+      end
       wrong.warmup_typ = "log"
       fails(function() sched[name](wrong) end, ("sched.%s: no option 'warmup_typ'"):format(name))
       wrong.warmup_typ = nil

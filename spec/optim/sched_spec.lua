@@ -149,9 +149,32 @@ describe("PyTorch's form of a schedule's call", function()
       decay_lr_rate = 0.5, cycle_first_step_size = 3, cycle_second_step_size = 2, cycle_first_stair_count = 0,
       cycle_second_stair_count = 0, decay_step_size = 1, cycle_momentum = true, cycle_min_mom = 0.7,
       cycle_max_mom = 0.8, decay_mom_rate = 0.1 } },
+    CosineAnnealingWarmRestarts = { { 2, 2, 0.125 }, { T_0 = 2, T_mult = 2, eta_min = 0.125 } },
+    ConstantLR = { { 0.5, 3 }, { factor = 0.5, total_iters = 3 } },
+    LinearLR = { { 0.5, 0.75, 3 }, { start_factor = 0.5, end_factor = 0.75, total_iters = 3 } },
+    PolynomialLR = { { 6, 2 }, { total_iters = 6, power = 2 } },
+    OneCycleLR = { { 0.5, 8, nil, nil, 0.5, "linear", true, 0.7, 0.8, 10, 20, true }, { max_lr = 0.5, total_steps = 8,
+      pct_start = 0.5, anneal_strategy = "linear", base_momentum = 0.7, max_momentum = 0.8, div_factor = 10,
+      final_div_factor = 20, three_phase = true } },
+    constant_with_warmup = { { 3 }, { num_warmup_steps = 3 } },
+    linear = { { 2, 6 }, { num_warmup_steps = 2, num_training_steps = 6 } },
+    cosine = { { 2, 6, 1.5 }, { num_warmup_steps = 2, num_training_steps = 6, num_cycles = 1.5 } },
+    cosine_with_restarts = { { 1, 7, 2 }, { num_warmup_steps = 1, num_training_steps = 7, num_cycles = 2 } },
+    polynomial = { { 1, 6, 0.1, 2 }, { num_warmup_steps = 1, num_training_steps = 6, lr_end = 0.1, power = 2 } },
+    inverse_sqrt = { { 2, 3 }, { num_warmup_steps = 2, timescale = 3 } },
+    cosine_with_min_lr = { { 1, 6, 0.5, -1, nil, 0.25 }, { num_warmup_steps = 1, num_training_steps = 6,
+      num_cycles = 0.5, min_lr_rate = 0.25 } },
+    cosine_warmup_with_min_lr = { { 3, 6, 0.5, -1, 0.125, nil, 0.5 }, { num_warmup_steps = 3, num_training_steps = 6,
+      min_lr = 0.125, warmup_lr_rate = 0.5 } },
+    warmup_stable_decay = { { 2, 3, 7, nil, "cosine", "1-sqrt", 0.25 }, { num_warmup_steps = 2, num_decay_steps = 3,
+      num_training_steps = 7, warmup_type = "cosine", decay_type = "1-sqrt", min_lr_ratio = 0.25 } },
     LRRangeTest = { { 0.125, 2, 3, true }, { lr_range_test_min_lr = 0.125, lr_range_test_step_size = 2,
       lr_range_test_step_rate = 3, lr_range_test_staircase = true } },
   }
+
+  -- Functions that have tests of their own.
+  local ELSEWHERE = { from_config = true, get_scheduler = true, ReduceLROnPlateau = true, reduce_lr_on_plateau = true,
+    SequentialLR = true }
 
   -- Rates and beta1 of some steps.
   local function course(schedule)
@@ -169,7 +192,7 @@ describe("PyTorch's form of a schedule's call", function()
       for key, value in pairs(form[2]) do options[key] = value end
       local want = course(sched[name](options))
       adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
-      assert.same(want, course(sched[name](adam, unpack(form[1]))), name)
+      assert.same(want, course(sched[name](adam, unpack(form[1], 1, table.maxn(form[1])))), name)
       adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
       assert.same(want, course(sched[name](adam, form[2])), name)
       adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
@@ -181,7 +204,7 @@ describe("PyTorch's form of a schedule's call", function()
 
   it("exists for every schedule of PyTorch and DeepSpeed, and by name for psluajit's", function()
     for name, make in pairs(sched) do
-      if name ~= "from_config" and not FORMS[name] then
+      if not FORMS[name] and not ELSEWHERE[name] then
         make(adam, { max_lr = 0.5, total = name ~= "constant" and 4 or nil })
         local ok, e = pcall(make, adam, 0.5, 4)
         assert.False(ok)
@@ -208,5 +231,185 @@ describe("PyTorch's form of a schedule's call", function()
     refused("sched.StepLR: the first argument is not an optimizer",
       function() sched.StepLR({ optimizer = adam, step_size = 1 }, 0.5) end)
     refused("sched.LRRangeTest: lr_range_test_staircase", function() sched.LRRangeTest(adam, 1, 2, 3, 4) end)
+  end)
+end)
+
+describe("a schedule", function()
+  local nn, optim = require "ps.nn", require "ps.optim"
+  local adam
+  before_each(function() adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 }) end)
+
+  local function problem(fn, ...)
+    local ok, why = pcall(fn, ...)
+    assert.False(ok)
+    return tostring(why)
+  end
+
+  -- What a function writes to stderr.
+  local function printed(fn, ...)
+    local out, text = io.stderr, {}
+    rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
+    local ok, why = pcall(fn, ...)
+    rawset(io, "stderr", out)
+    assert(ok, why)
+    return table.concat(text)
+  end
+
+  it("of Hugging Face is found by its name", function()
+    for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial" } do
+      local a = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+      local named = sched.get_scheduler(name, a, 2, 9)
+      local own = sched[name](adam, 2, 9)
+      for _ = 1, 9 do
+        assert.equal(adam.lr, a.lr)
+        named:step()
+        own:step()
+      end
+    end
+    assert.equal(0.5, sched.get_scheduler("constant", adam):lr())
+    assert.equal(0, sched.get_scheduler("constant_with_warmup", adam, 4):lr())
+    local stable = sched.get_scheduler { name = "warmup_stable_decay", optimizer = adam, num_warmup_steps = 2,
+      scheduler_specific_kwargs = { num_decay_steps = 4, num_stable_steps = 3 } }
+    assert.equal(0.5, stable:lr(4))
+    assert.equal(9, stable.total)
+    assert.equal("reduce_lr_on_plateau", sched.get_scheduler("reduce_lr_on_plateau", adam, nil, nil,
+      { patience = 1 }).name)
+    assert.matches('sched.get_scheduler: "linear" needs num_training_steps',
+      problem(sched.get_scheduler, "linear", adam, 2), 1, true)
+    assert.matches("sched.get_scheduler: the name", problem(sched.get_scheduler, "linaer", adam, 2, 9), 1, true)
+    assert.matches("sched.linear: num_warmup_steps is 9, more than num_training_steps, 8",
+      problem(sched.linear, adam, 9, 8), 1, true)
+    assert.matches("sched.polynomial: lr_end is 0.5; it must be less than the optimizer's rate, 0.5",
+      problem(sched.polynomial, adam, 1, 8, 0.5), 1, true)
+    assert.matches("needs min_lr or min_lr_rate, and not both", problem(sched.cosine_with_min_lr, adam, 1, 8), 1, true)
+    assert.matches("the sums must agree", problem(sched.warmup_stable_decay, adam, { num_warmup_steps = 2,
+      num_decay_steps = 4, num_stable_steps = 3, num_training_steps = 8 }), 1, true)
+  end)
+
+  it("that follows a value lowers the rate after evaluations that are no better, and goes on from its state", function()
+    local function make(o) return sched.ReduceLROnPlateau(o, { factor = 0.5, patience = 1, cooldown = 1 }) end
+    local one, rates = make(adam), {}
+    local values = { 3, 2, 2, 2, 1.9, 1.9, 1.9, 1.9, 1.9, 1.0 }
+    for i, value in ipairs(values) do
+      one:step(value)
+      rates[i] = adam.lr
+    end
+    assert.same({ 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125 }, rates)
+    for cut = 1, #values - 1 do
+      local first = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+      local schedule = make(first)
+      for i = 1, cut do schedule:step(values[i]) end
+      local second = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+      second.lr = first.lr                              -- the optimizer's state
+      local later = make(second)
+      later:load_state_dict(schedule:state_dict())
+      for i = cut + 1, #values do later:step(values[i]) end
+      assert.equal(rates[#rates], second.lr, "after " .. cut)
+    end
+    assert.matches("schedule:step of ReduceLROnPlateau: the value of an evaluation, which it needs,",
+      problem(one.step, one), 1, true)
+    assert.matches("factor is 1; it must be at least 0 and less than 1",
+      problem(sched.ReduceLROnPlateau, adam, "min", 1), 1, true)
+    local up = sched.ReduceLROnPlateau(adam, { mode = "max", patience = 0, factor = 0.5, min_lr = 0.1 })
+    for _, value in ipairs { 1, 2, 3, 2 } do up:step(value) end
+    assert.equal(0.1, adam.lr)
+  end)
+
+  it("may be one after another", function()
+    local warm = sched.LinearLR(adam, 0.25, 1, 3)
+    local fall = sched.CosineAnnealingLR(adam, 4)
+    local all = sched.SequentialLR(adam, { warm, fall }, { 3 })
+    local rates = {}
+    for i = 1, 8 do
+      rates[i] = adam.lr / 0.5
+      all:step()
+    end
+    for i, want in ipairs { 0.25, 0.5, 0.75, 1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0 } do
+      assert.near(want, rates[i], 1e-12, "step " .. i)
+    end
+    assert.matches("2 schedules need 1 milestones, not 2", problem(sched.SequentialLR, adam, { warm, fall }, { 1, 2 }),
+      1, true)
+    assert.matches("schedulers[2] is not a schedule of PyTorch", problem(sched.SequentialLR, adam, { warm,
+      sched.constant { optimizer = adam, max_lr = 1 } }, { 1 }), 1, true)
+  end)
+
+  it("may be changed when a state is loaded, which is printed", function()
+    local saved = sched.linear(adam, 2, 10)
+    for _ = 1, 5 do saved:step() end
+    local state = saved:state_dict()
+    local same = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 })
+    local schedule = sched.linear(same, 2, 10)
+    assert.equal("", printed(schedule.load_state_dict, schedule, state))
+    assert.equal(adam.lr, same.lr)
+    schedule = sched.linear(same, 2, 20)
+    assert.equal("psluajit: the saved schedule is linear { num_training_steps = 10, num_warmup_steps = 2 }, and this "
+      .. "run's is linear { num_training_steps = 20, num_warmup_steps = 2 }: it goes on at its step 5, with the rate "
+      .. "0.416667\n", printed(schedule.load_state_dict, schedule, state))
+    schedule = sched.StepLR(same, 2, 0.5)
+    assert.matches("and this run's is StepLR { gamma = 0.5, step_size = 2 }: it goes on at its step 5, with the rate "
+      .. "0.125", printed(schedule.load_state_dict, schedule, state), 1, true)
+    assert.equal(0.125, same.lr)
+    schedule = sched.ReduceLROnPlateau(same)
+    assert.matches("with the rate 0.125", printed(schedule.load_state_dict, schedule, state), 1, true)
+    assert.equal(5, schedule.count)
+    assert.matches("it is not that of a schedule", problem(schedule.load_state_dict, schedule, { count = 1 }), 1, true)
+  end)
+
+  it("that ends before or after its run is named before the run's first step", function()
+    local train = require "ps.train"
+    local function run(steps, total, more)
+      local model = nn.Linear(2, 2)
+      local opt = optim.AdamW(model, { lr = 0.5 })
+      local calls = 0
+      local options = { model = model, optimizer = opt, steps = steps, sched = sched.linear(opt, 0, total),
+        loader = { next = function() return require("ps").ones { 1, 2 } end },
+        loss = function(m, x)
+          calls = calls + 1
+          return m(x):sum()
+        end }
+      for key, value in pairs(more or {}) do options[key] = value end
+      local text = printed(function()
+        local out = io.stdout
+        rawset(io, "stdout", { write = function() end, flush = function() end })
+        local ok, why = pcall(train.run, options)
+        rawset(io, "stdout", out)
+        assert(ok, why)
+      end)
+      assert.equal(steps, calls)
+      return text
+    end
+    assert.matches("psluajit: sched.linear ends at step 2, but the run at step 4: 2 steps are after the schedule's "
+      .. "end, and the last of them has the rate 0\n", run(4, 2), 1, true)
+    assert.matches("psluajit: sched.linear ends at step 8, but the run at step 4: the rate of its last step is 0.3125, "
+      .. "not 0\n", run(4, 8), 1, true)
+    assert.not_matches("sched.linear", run(4, 4), 1, true)
+    assert.not_matches("sched.linear", run(4, 8, { quiet = true }), 1, true)
+    local model = nn.Linear(2, 2)
+    local opt = optim.AdamW(model, { lr = 0.5 })
+    assert.matches("the schedule ReduceLROnPlateau follows the held-out loss, and the run has no eval",
+      problem(train.run, { model = model, optimizer = opt, steps = 1, sched = sched.ReduceLROnPlateau(opt),
+        loader = { next = function() end } }), 1, true)
+  end)
+
+  it("that follows the held-out loss gets it from ps.train.run", function()
+    local ps = require "ps"
+    local model = nn.Linear(2, 2)
+    local opt = optim.SGD(model, { lr = 0.5 })
+    local schedule = sched.ReduceLROnPlateau(opt, { patience = 0, factor = 0.5, threshold = 0.5 })
+    local function batches()
+      local done
+      return function()
+        if done then return nil end
+        done = true
+        return ps.ones { 1, 2 }
+      end
+    end
+    printed(function()
+      ps.train.run { model = model, optimizer = opt, steps = 3, sched = schedule, quiet = true,
+        loader = { next = function() return ps.ones { 1, 2 } end }, eval = { every = 1, data = batches },
+        loss = function(m, x) return m(x):sum() * 0 + 1 end }
+    end)
+    assert.equal(0.125, opt.lr)
+    assert.equal(3, schedule.count)
   end)
 end)

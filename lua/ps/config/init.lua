@@ -180,10 +180,10 @@ local function resolve_optimizer(state, cfg)
 end
 
 local SCHEDULERS = {}
-for name in ("WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest warmup_cosine warmup_linear constant")
-  :gmatch("%S+") do
-  SCHEDULERS[name:lower()] = name
-end
+for _, name in ipairs(require "ps.config.schedules") do SCHEDULERS[name:lower()] = name end
+
+-- Schedules whose max_lr is by default the optimizer's rate.
+local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local function resolve_scheduler(state, cfg)
   local scheduler = cfg.scheduler
@@ -196,8 +196,9 @@ local function resolve_scheduler(state, cfg)
   end
   scheduler.type = name
   if scheduler.type == "WarmupLR" then params.warmup_max_lr = params.warmup_max_lr or lr end
-  if scheduler.type:match("^warmup_") or scheduler.type == "constant" then params.max_lr = params.max_lr or lr end
-  for warmup, total in pairs { warmup_num_steps = "total_num_steps", warmup = "total" } do
+  if RISES[scheduler.type] then params.max_lr = params.max_lr or lr end
+  for warmup, total in pairs { warmup_num_steps = "total_num_steps", warmup = "total",
+    num_warmup_steps = "num_training_steps" } do
     if params[total] and params[warmup] and params[warmup] > params[total] then
       local path = "scheduler.params." .. warmup
       state:fail("%s is %.14g%s, more than scheduler.params.%s, %.14g: the rate would never decay; lower the first or "

@@ -36,7 +36,6 @@ local PLANNED = "lua/ps/engine/plan/step.lua"
 local RATES = "lua/ps/engine/plan/rates.lua"
 local REPORT = "lua/ps/engine/report/init.lua"
 local SAMPLES = "lua/ps/engine/step/samples.lua"
-local SCHED = "lua/ps/optim/sched.lua"
 local SETTLED = "lua/ps/config/init.lua"
 local SETUP = "lua/ps/engine/setup.lua"
 local UNUSED = "lua/ps/engine/step/unused.lua"
@@ -50,9 +49,6 @@ local COPIES = "copies always overlap with computation, through chunk-sized buff
 local STATIC = "chunks use the memory that other tensors leave at each trace index; memory.device limits both"
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
-
-local SCHEDULERS = { "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", "warmup_cosine",
-  "warmup_linear", "constant" }
 
 -- A check that a name is one of these; `why` is the text before the list of valid names.
 local function one_of(names, why)
@@ -191,75 +187,6 @@ local sections = {
     { "trust_clip", T.boolean, nil, H, "of LAMB: the ratio of norms is at most 1" },
     { "ns_method", T.any, nil, R, OTHER },
   } },
-  { "scheduler", "Absent: the rate stays constant. With several groups WarmupLR, WarmupDecayLR, "
-    .. "OneCycle and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each group's own, as in "
-    .. "DeepSpeed. The other schedules set the optimizer's rate, and each group keeps its ratio to it; they refuse "
-    .. "groups of different rates if optimizer.params.lr is absent.", optional = true, {
-    { "type", T.string, nil, H, "DeepSpeed's with its formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
-      required = true, check = one_of(SCHEDULERS, "the schedules are "), acts = SCHED },
-  } },
-  { "scheduler.params", "", of = "WarmupLR", acts = SCHED, {
-    { "warmup_min_lr", T.fp32, 0, H, "rate at the start" },
-    { "warmup_max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
-    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
-  } },
-  { "scheduler.params", "", of = "WarmupDecayLR", acts = SCHED, {
-    { "total_num_steps", T.integer(1), nil, H, "steps until the rate is back at warmup_min_lr", required = true },
-    { "warmup_min_lr", T.fp32, 0, H, "rate at the start and at the end" },
-    { "warmup_max_lr", T.fp32, 1e-3, H, "rate after warm-up" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
-    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
-  } },
-  { "scheduler.params", "Shares of the optimizer's rate.", of = "WarmupCosineLR", acts = SCHED, {
-    { "total_num_steps", T.integer(1), nil, H, "steps until cos_min_ratio", required = true },
-    { "warmup_min_ratio", T.ratio, 0, H, "share at the start" },
-    { "warmup_num_steps", T.integer(0), 1000, H, "steps of warm-up, at least 2" },
-    { "cos_min_ratio", T.ratio, 1e-4, H, "share at the end" },
-    { "warmup_type", T.enum("log|linear"), "log", H, "how the rate rises" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
-  } },
-  { "scheduler.params", "", of = "OneCycle", acts = SCHED, {
-    { "cycle_min_lr", T.fp32, nil, H, "rate at both ends of the cycle", required = true },
-    { "cycle_max_lr", T.fp32, nil, H, "rate in the middle of the cycle", required = true },
-    { "decay_lr_rate", T.fp32, 0, H, "after the cycle: min / (1 + rate x intervals)" },
-    { "cycle_first_step_size", T.integer(1), 2000, H, "steps up" },
-    { "cycle_second_step_size", T.integer(1), nil, H, "steps down; absent: the same number" },
-    { "cycle_first_stair_count", T.integer(0), 0, H, "stairs on the way up; 0: none" },
-    { "cycle_second_stair_count", T.integer(0), nil, H, "stairs on the way down; absent: the same number" },
-    { "decay_step_size", T.integer(0), 0, H, "steps of a decay interval; 0: no decay" },
-    { "cycle_momentum", T.boolean, true, H, "beta1 cycles in the opposite direction, and beta2 becomes 0.99, as in "
-      .. "DeepSpeed" },
-    { "cycle_min_mom", T.ratio, 0.8, H, "beta1 in the middle" },
-    { "cycle_max_mom", T.ratio, 0.9, H, "beta1 at both ends" },
-    { "decay_mom_rate", T.fp32, 0, H, "after the cycle: max x (1 + rate x intervals)" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
-  } },
-  { "scheduler.params", "", of = "LRRangeTest", acts = SCHED, {
-    { "lr_range_test_min_lr", T.fp32, 1e-3, H, "rate at the start" },
-    { "lr_range_test_step_size", T.integer(1), 2000, H, "steps of an interval" },
-    { "lr_range_test_step_rate", T.fp32, 1.0, H, "growth per interval, in starting rates" },
-    { "lr_range_test_staircase", T.boolean, false, H, "grow at the end of intervals only" },
-    { "last_batch_iteration", T.integer(-1, 1000000), -1, H, "the first iteration; -1: the start" },
-  } },
-  { "scheduler.params", "Half a cosine down to a minimum rate.", of = "warmup_cosine", acts = SCHED, {
-    { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "min_lr", T.fp32, 0, H, "rate from step `total` on" },
-    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
-    { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
-  } },
-  { "scheduler.params", "", of = "warmup_linear", acts = SCHED, {
-    { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "min_lr", T.fp32, 0, H, "rate from step `total` on" },
-    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
-    { "total", T.integer(1), nil, H, "steps until min_lr", required = true },
-  } },
-  { "scheduler.params", "", of = "constant", acts = SCHED, {
-    { "max_lr", T.fp32, nil, H, "rate after warm-up; absent: the optimizer's" },
-    { "warmup", T.integer(0), 0, H, "steps of warm-up" },
-  } },
   { "fp16", "fp16 parameters, fp32 masters, a loss scale. With neither fp16 nor bf16: fp32.", acts = SETUP, {
     { "enabled", T.boolean, nil, H, "absent: true with init_scale or loss_scale \"dynamic\", else false",
       acts = SETTLED },
@@ -397,8 +324,8 @@ local sections = {
   } },
 }
 
-for _, name in ipairs { "ps.config.schema_mesh", "ps.config.schema_deepspeed" } do
-  for _, section in ipairs(require(name)(types)) do sections[#sections + 1] = section end
+for _, name in ipairs { "ps.config.schema_scheduler", "ps.config.schema_mesh", "ps.config.schema_deepspeed" } do
+  for _, section in ipairs(require(name)(types, one_of)) do sections[#sections + 1] = section end
 end
 
 ---@class ps.config.Row

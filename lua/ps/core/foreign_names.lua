@@ -8,9 +8,9 @@ local SAVE = "write ps.checkpoints.save(folder, { model = model, optimizer = opt
 local LOAD = "write ps.checkpoints.load(folder, { model = model, optimizer = optimizer }) on all ranks"
 local SIZES = "the configuration has the batch sizes; ps.engine() has steps, micro and micros"
 local ENGINE = "ps.initialize distributes a model over ranks"
-local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, MultiStepLR, ExponentialLR, CosineAnnealingLR, WarmupLR, "
-  .. "WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, constant, warmup_linear and warmup_cosine; "
-  .. "optimizer:set_lr(lr) sets any other rate"
+local SCHEDULES = "there are ps.sched.LambdaLR, StepLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR "
+  .. "and others of PyTorch, ps.sched.get_scheduler, linear, cosine and others of Hugging Face, and DeepSpeed's "
+  .. "(docs/optimizers.md); optimizer:set_lr(lr) sets any other rate"
 local OPTIMIZERS = "there are ps.optim.Adam, AdamW, SGD, Lion, Muon, Adafactor, HuggingFaceAdafactor, LAMB, AdamW8bit, "
   .. "AdamWBF16 and RMSprop"
 local GROUPS = "give the groups to ps.initialize { param_groups = ... } or to ps.optim's optimizer when it is made"
@@ -66,11 +66,18 @@ return {
     Adamax = OPTIMIZERS, NAdam = OPTIMIZERS, RAdam = OPTIMIZERS, FusedAdam = OPTIMIZERS, DeepSpeedCPUAdam = OPTIMIZERS,
   },
   sched = {
-    OneCycleLR = SCHEDULES, LinearLR = SCHEDULES, ConstantLR = SCHEDULES,
-    ReduceLROnPlateau = SCHEDULES, SequentialLR = SCHEDULES, get_scheduler = SCHEDULES,
-    get_linear_schedule_with_warmup = "write ps.sched.warmup_linear { optimizer =, max_lr =, warmup =, total = }",
-    get_cosine_schedule_with_warmup = "write ps.sched.warmup_cosine { optimizer =, max_lr =, warmup =, total = }",
-    get_constant_schedule_with_warmup = "write ps.sched.constant { optimizer =, max_lr =, warmup = }",
+    MultiplicativeLR = SCHEDULES, CyclicLR = SCHEDULES, ChainedScheduler = SCHEDULES, greedy = SCHEDULES,
+    get_constant_schedule = "write ps.sched.constant { optimizer =, max_lr = }, or make no schedule",
+    get_constant_schedule_with_warmup = "write ps.sched.constant_with_warmup(optimizer, num_warmup_steps)",
+    get_linear_schedule_with_warmup = "write ps.sched.linear(optimizer, num_warmup_steps, num_training_steps)",
+    get_cosine_schedule_with_warmup = "write ps.sched.cosine(optimizer, num_warmup_steps, num_training_steps)",
+    get_cosine_with_hard_restarts_schedule_with_warmup =
+      "write ps.sched.cosine_with_restarts(optimizer, num_warmup_steps, num_training_steps, num_cycles)",
+    get_polynomial_decay_schedule_with_warmup =
+      "write ps.sched.polynomial(optimizer, num_warmup_steps, num_training_steps, lr_end, power)",
+    get_inverse_sqrt_schedule = "write ps.sched.inverse_sqrt(optimizer, num_warmup_steps, timescale)",
+    get_wsd_schedule = "write ps.sched.warmup_stable_decay { optimizer =, num_warmup_steps =, num_decay_steps =, "
+      .. "num_training_steps = }",
   },
   optimizer = {
     add_param_group = GROUPS, backward = "write model:backward(loss)",

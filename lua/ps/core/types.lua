@@ -29,6 +29,12 @@ types.boolean = new("true or false", function(value) return type(value) == "bool
 types.string = new("a string", function(value) return type(value) == "string", value end)
 types.path = new("a path", function(value) return type(value) == "string" and value ~= "", value end)
 types.tree = new("a table", function(value) return type(value) == "table", value end)
+types.callable = new("a function", function(value)
+  if type(value) == "function" then return true, value end
+  if type(value) ~= "table" or #value == 0 then return false end
+  for _, each in ipairs(value) do if type(each) ~= "function" then return false end end
+  return true, value
+end)
 types.any = new("any value", function(value) return true, value end)
 types.list = new("a list", function(value)
   return type(value) == "table" and (next(value) == nil or #value > 0), value

@@ -37,6 +37,7 @@ local unused = require "ps.engine.step.unused"
 local step = require "ps.engine.step"
 local tied = require "ps.nn.tied"
 local table_driver = require "ps.engine.step.table"
+local schedule = require "ps.optim.schedule"
 local micro = require "ps.engine.micro"
 require "ps.engine.step.clip"
 local C = native.C
@@ -107,7 +108,7 @@ end
 function Engine:finish_step(info)
   self.steps = self.steps + 1
   if self.report then self.report:step_done(info) end
-  if self.scheduler and not info.skipped then self.scheduler:step() end
+  if self.scheduler and not info.skipped then schedule.advance(self.scheduler) end
   local rng = random.state()
   rng.step = rng.step + 1
   rng.op = 0

@@ -2,187 +2,22 @@
 -- Learning-rate schedules. A schedule sets the rate of the optimizer's next step when it is made and at every :step();
 -- the loop is  loss:backward(); opt:step(); sched:step().
 -- With several groups, DeepSpeed's schedules act as in DeepSpeed: WarmupLR, WarmupDecayLR, OneCycle and LRRangeTest set
--- one rate for all groups, and WarmupCosineLR multiplies each group's own rate. The other schedules set the optimizer's
--- own rate, and groups with another rate keep their ratio to it (optimizer:set_lr).
+-- one rate for all groups, and WarmupCosineLR multiplies each group's own rate. The schedules of PyTorch
+-- (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute each group's rate from its initial one.
+-- warmup_cosine, warmup_linear and constant set the optimizer's own rate, and groups with another rate keep their ratio
+-- to it (optimizer:set_lr).
 -- A skipped step (its gradients overflowed) does not count: call :step() only after real ones.
 local caller = require "ps.core.caller"
-local exact = require "ps.core.exact"
 local foreign = require "ps.core.foreign"
-local mesh = require "ps.dist.mesh"
-local optim_groups = require "ps.optim.groups"
+local schedule = require "ps.optim.schedule"
 local error = caller.error
+local build, checked, own_rate, has_rates = schedule.build, schedule.checked, schedule.own_rate, schedule.has_rates
+local ALIKE, SHARE = schedule.ALIKE, schedule.SHARE
+local order = schedule.order
 
 local sched = {}
-
----@class ps.Schedule
----@field count integer optimizer steps so far
-local Schedule = {}
-Schedule.__index = Schedule
-
-function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
-
--- How a schedule sets several groups: all get its rate (ALIKE); it is a factor on each group's rate (SHARE); or it is a
--- function of each group's rate and number (OWN). With none of these it sets the optimizer's rate.
-local ALIKE, SHARE, OWN = "alike", "share", "own"
-
--- Whether an optimizer's groups have initial rates. Other tables only need set_lr.
-local function has_rates(optimizer)
-  local group = (optimizer.groups or {})[1]
-  return group ~= nil and group.initial_lr ~= nil
-end
-
--- Sets rate and momentum of the optimizer's next step.
-local function apply(self)
-  local optimizer = self.optimizer
-  local value = self.how ~= OWN and self.rate(self.count)
-  if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
-  else
-    local number = 0
-    optim_groups.each_rate(optimizer, function(group)
-      number = number + 1
-      if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
-      return self.how == ALIKE and value or group.initial_lr * value
-    end)
-  end
-  if not self.beta1 then return end
-  local beta1 = self.beta1(self.count)
-  for _, group in ipairs(self.optimizer.groups or {}) do group.betas = { beta1, self.beta2 } end
-end
-
-local told = setmetatable({}, { __mode = "k" })
-
--- Prints once, on the first rank, how the schedule sets groups with different rates.
-local function tell_groups(name, optimizer, how)
-  local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
-  local world, engine = mesh.group "world", optimizer.engine
-  if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
-  told[optimizer] = true
-  local what = "keeps the ratios of the rates of %d groups: %s"
-  if how == ALIKE then what = "sets one rate for all %d groups and replaces their own rates (%s)"
-  elseif how == SHARE or how == OWN then what = "multiplies the rate of each of %d groups: %s" end
-  io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
-end
-
--- rate(count) is the rate of step `count`, or the factor on each group's; beta1(count) and beta2, if any, are Adam's.
-local function build(name, options, rate, how, beta1, beta2)
-  if not options.optimizer.set_lr then error(("sched.%s: optimizer is a table without set_lr"):format(name)) end
-  for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
-    if not group.betas then
-      error(("sched.%s: cycle_momentum changes Adam's beta1, but group %d of the optimizer has no betas; set "
-        .. "cycle_momentum = false"):format(name, number - 1))
-    end
-  end
-  local last = options.last_batch_iteration or -1
-  if last < -1 or last % 1 ~= 0 then
-    error(("sched.%s: last_batch_iteration is %.14g; it must be a whole number of at least -1"):format(name, last))
-  end
-  if has_rates(options.optimizer) then
-    optim_groups.renew_rates(options.optimizer)
-    tell_groups(name, options.optimizer, how)
-  end
-  local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
-    beta2 = beta2, count = last + 1 }, Schedule)
-  apply(self)
-  return self
-end
-
---- The rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and PyTorch's schedules it is
---- the first group's.
----@param count? integer
----@return number
-function Schedule:lr(count)
-  if self.how == OWN then
-    local group = (self.optimizer.groups or {})[1]
-    return self.rate(count or self.count, group and group.initial_lr or self.optimizer.lr, 1)
-  end
-  local value = self.rate(count or self.count)
-  return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
-end
-
---- The rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number per group.
----@return number[]
-function Schedule:get_last_lr()
-  local list = {}
-  for i, group in ipairs(self.optimizer.groups or { self.optimizer }) do list[i] = group.lr end
-  return list
-end
-
---- Counts an optimizer step, and sets the optimizer's rate for the next one.
-function Schedule:step()
-  self.count = self.count + 1
-  apply(self)
-end
-
---- The schedule's kind and step, for load_state_dict.
----@return {name: string, count: integer}
-function Schedule:state_dict() return { name = self.name, count = self.count } end
-
---- Continues at the step of a saved schedule of the same kind.
----@param state {name: string, count: integer}
-function Schedule:load_state_dict(state)
-  if state.name ~= self.name then
-    error(("the saved schedule is %s, but this one is %s"):format(tostring(state.name), self.name))
-  end
-  self.count = state.count
-  apply(self)
-end
-
--- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Our own schedules have no such order.
-local ORDER = {
-  LambdaLR = "lr_lambda last_epoch", StepLR = "step_size gamma last_epoch", MultiStepLR = "milestones gamma last_epoch",
-  ExponentialLR = "gamma last_epoch", CosineAnnealingLR = "T_max eta_min last_epoch",
-  WarmupLR = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
-  WarmupDecayLR = "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration",
-  WarmupCosineLR = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration",
-  OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-    .. "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
-    .. "decay_mom_rate last_batch_iteration",
-  LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
-    .. "last_batch_iteration",
-}
-
--- Whether a value is a table of options, as opposed to a list or an object.
-local function is_options(value, kinds)
-  if type(value) ~= "table" or getmetatable(value) then return false end
-  local key = next(value)
-  return type(key) == "string" or key == nil and not kinds:find "table"
-end
-
--- The options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or both.
-local function in_order(name, keys, optimizer, ...)
-  local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
-  for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
-  for at = 1, n do
-    local value, key = (select(at, ...)), names[at]
-    if at == n and is_options(value, key and keys[key] or "") then
-      if value.optimizer ~= nil then error(call .. ": the optimizer is the first argument and an option") end
-      for option, given in pairs(value) do
-        if options[option] ~= nil then error(("%s: %s is given twice"):format(call, option)) end
-        options[option] = given
-      end
-    elseif value ~= nil and not ORDER[name] then
-      error(("%s takes its numbers by name, as in %s { optimizer = optimizer, max_lr = 5e-4%s }"):format(call, call,
-        keys.total and ", total = 1000" or ""))
-    elseif value ~= nil and not key then
-      caller.more(call, "optimizer, " .. table.concat(names, ", "), value, at + 1)
-    elseif value ~= nil then options[key] = value end
-  end
-  options.optimizer = optimizer
-  return options
-end
-
--- Checks the options of a schedule, a table or PyTorch's arguments. required: keys, separated by spaces.
-local function checked(name, keys, required, options, ...)
-  if type(options) == "table" and type(options.set_lr) == "function" then options = in_order(name, keys, options, ...)
-  elseif select("#", ...) > 0 or type(options) == "table" and getmetatable(options) then
-    error(("sched.%s: the first argument is not an optimizer of ps.optim or ps.initialize; write "
-      .. "sched.%s(optimizer, ...) or sched.%s { optimizer = optimizer, ... }"):format(name, name, name))
-  end
-  options = caller.options(options, "sched." .. name, keys)
-  for key in ("optimizer " .. required):gmatch "%S+" do
-    if options[key] == nil then error(("sched.%s needs %s, a %s"):format(name, key, keys[key])) end
-  end
-  return options
+for _, file in ipairs { "ps.optim.sched_torch", "ps.optim.sched_hugging_face" } do
+  for name, make in pairs(require(file)) do sched[name] = make end
 end
 
 -- Checks that the warm-up ends within the schedule.
@@ -220,7 +55,7 @@ function sched.warmup_cosine(options, ...)
   return build("warmup_cosine", options, function(count)
     return warming(options, count)
       or min_lr + 0.5 * (options.max_lr - min_lr) * (1 + math.cos(math.pi * way(options, count)))
-  end)
+  end, nil, { total = options.total })
 end
 
 --- The rate reaches max_lr in `warmup` steps, then falls linearly to min_lr at step `total`.
@@ -234,7 +69,7 @@ function sched.warmup_linear(options, ...)
   local min_lr = options.min_lr or 0
   return build("warmup_linear", options, function(count)
     return warming(options, count) or options.max_lr + (min_lr - options.max_lr) * way(options, count)
-  end)
+  end, nil, { total = options.total })
 end
 
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
@@ -248,22 +83,18 @@ function sched.constant(options, ...)
   return build("constant", options, function(count) return warming(options, count) or options.max_lr end)
 end
 
+order.WarmupLR = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
+order.WarmupDecayLR = "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
+order.WarmupCosineLR = "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
+  .. "last_batch_iteration"
+order.OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+  .. "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom "
+  .. "decay_mom_rate last_batch_iteration"
+order.LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
+  .. "last_batch_iteration"
+
 -- DeepSpeed's schedules. Their count lags by one step: the first step runs at the starting rate, and the second at
 -- the rate for 0 warm-up steps, which is the same. Options have DeepSpeed's names; docs/config.md lists all of them.
-
--- The rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
-local function own_rate(name, options, key)
-  local optimizer = options.optimizer
-  if not has_rates(optimizer) then
-    local rate = (optimizer.defaults or {}).lr or optimizer.lr
-    if not rate then error(("sched.%s: the optimizer has no rate; make it with an lr"):format(name)) end
-    return rate
-  end
-  optim_groups.renew_rates(optimizer)
-  if optimizer.base_lr then return optimizer.base_lr end
-  error(("sched.%s: the groups have rates (%s), but the optimizer has none of its own: pass %s"):format(name,
-    optim_groups.rates(optimizer.groups, "initial_lr"), key))
-end
 
 -- The completed share of the warm-up, as a function of the step (from 0), and its number of steps.
 local WARMUPS = { log = true, linear = true }
@@ -280,13 +111,13 @@ end
 
 -- The rate rises from warmup_min_lr to warmup_max_lr. After the warm-up it lies between them, at the fraction that
 -- after(step, warmup steps) returns.
-local function warmup_then(name, options, high, after)
+local function warmup_then(name, options, high, after, total)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
     if count == 0 then return low end
     local step = count - 1
     return low + (high - low) * (step < steps and share(step) or after(step, steps))
-  end, ALIKE)
+  end, ALIKE, { total = total })
 end
 
 local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
@@ -321,7 +152,7 @@ function sched.WarmupDecayLR(options, ...)
   local total = options.total_num_steps
   return warmup_then("WarmupDecayLR", options, options.warmup_max_lr or 1e-3, function(step, warmup)
     return math.max(0, (total - step) / math.max(1, total - warmup))
-  end)
+  end, total)
 end
 
 local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
@@ -347,9 +178,11 @@ function sched.WarmupCosineLR(options, ...)
     local done = math.min(1, (step - warmup + 1) / math.max(1, total - warmup))
     return math.max(0, last + (1 - last) * (1 + math.cos(math.pi * done)) / 2)
   end
-  if not options.lr and has_rates(options.optimizer) then return build("WarmupCosineLR", options, factor, SHARE) end
+  if not options.lr and has_rates(options.optimizer) then
+    return build("WarmupCosineLR", options, factor, SHARE, { total = total })
+  end
   local rate = options.lr or own_rate("WarmupCosineLR", options, "lr")
-  return build("WarmupCosineLR", options, function(count) return rate * factor(count) end)
+  return build("WarmupCosineLR", options, function(count) return rate * factor(count) end, nil, { total = total })
 end
 
 -- The height of step `count` in the cycle, from 0 at its ends to 1 in the middle.
@@ -395,11 +228,11 @@ function sched.OneCycle(options, ...)
     return low / decay(count, options.decay_lr_rate)
   end
   if options.cycle_momentum == false then return build("OneCycle", options, rate, ALIKE) end
-  return build("OneCycle", options, rate, ALIKE, function(count)
+  return build("OneCycle", options, rate, ALIKE, { beta2 = 0.99, beta1 = function(count)
     if count == 0 then return low_mom end
     if count <= total then return high_mom - (high_mom - low_mom) * height(count) end
     return high_mom * decay(count, options.decay_mom_rate)
-  end, 0.99)
+  end })
 end
 
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
@@ -421,106 +254,48 @@ function sched.LRRangeTest(options, ...)
   end, ALIKE)
 end
 
--- PyTorch's schedules, under its names. Each computes the rate of a group from the group's initial rate.
--- last_epoch = n: the schedule starts after n + 1 steps (default -1: at its start).
-local function per_group(name, options, rate)
-  if not has_rates(options.optimizer) then
-    error(("sched.%s needs an optimizer whose groups have initial rates"):format(name))
-  end
-  return build(name, { optimizer = options.optimizer, last_batch_iteration = options.last_epoch }, rate, OWN)
-end
-
-local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
-
---- Each group's initial rate times a function of the step (from 0): PyTorch's LambdaLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list
----  has one
----  function for each group
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
----@return ps.Schedule
-function sched.LambdaLR(options, ...)
-  options = checked("LambdaLR", LAMBDA, "lr_lambda", options, ...)
-  local fns = options.lr_lambda
-  if type(fns) == "table" and getmetatable(fns) == nil then
-    if #fns ~= #(options.optimizer.groups or {}) then
-      error(("sched.LambdaLR: %d functions for %d groups"):format(#fns, #(options.optimizer.groups or {})))
-    end
-    for i, fn in ipairs(fns) do caller.callable(fn, ("sched.LambdaLR: lr_lambda[%d]"):format(i)) end
-  else fns = nil end
-  return per_group("LambdaLR", options, function(count, base, group)
-    local share = (fns and fns[group] or options.lr_lambda)(count)
-    return base * caller.typed(share, "number", "sched.LambdaLR: the result of lr_lambda")
-  end)
-end
-
-local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
-
---- Each group's initial rate, multiplied by gamma after every step_size steps: PyTorch's StepLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer}
----  gamma default 0.1
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
----@return ps.Schedule
-function sched.StepLR(options, ...)
-  options = checked("StepLR", STEP, "step_size", options, ...)
-  caller.whole(options.step_size, "sched.StepLR: step_size", 1)
-  local gamma = options.gamma or 0.1
-  return per_group("StepLR", options, function(count, base)
-    return base * gamma ^ math.floor(count / options.step_size)
-  end)
-end
-
-local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
-
---- Each group's initial rate, multiplied by gamma at each milestone (a step): PyTorch's MultiStepLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer}
----  gamma default 0.1; a milestone that is listed twice counts twice
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
----@return ps.Schedule
-function sched.MultiStepLR(options, ...)
-  options = checked("MultiStepLR", MULTI, "milestones", options, ...)
-  local gamma = options.gamma or 0.1
-  for _, at in ipairs(caller.list(options.milestones, "sched.MultiStepLR: the milestones")) do
-    caller.whole(at, "sched.MultiStepLR: a milestone", 0)
-  end
-  return per_group("MultiStepLR", options, function(count, base)
-    local passed = 0
-    for _, at in ipairs(options.milestones) do if at <= count then passed = passed + 1 end end
-    return base * gamma ^ passed
-  end)
-end
-
-local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
-
---- Each group's initial rate, multiplied by gamma after every step: PyTorch's ExponentialLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
----@return ps.Schedule
-function sched.ExponentialLR(options, ...)
-  options = checked("ExponentialLR", EXPONENTIAL, "gamma", options, ...)
-  return per_group("ExponentialLR", options, function(count, base) return base * options.gamma ^ count end)
-end
-
-local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
-
---- From each group's initial rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
---- PyTorch's CosineAnnealingLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer}
----  eta_min default 0
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
----@return ps.Schedule
-function sched.CosineAnnealingLR(options, ...)
-  options = checked("CosineAnnealingLR", ANNEALING, "T_max", options, ...)
-  caller.whole(options.T_max, "sched.CosineAnnealingLR: T_max", 1)
-  local low = options.eta_min or 0
-  return per_group("CosineAnnealingLR", options, function(count, base)
-    return low + (base - low) * (1 + math.cos(math.pi * count / options.T_max)) / 2
-  end)
-end
-
 local NAMED = {}
-for _, name in ipairs { "warmup_cosine", "warmup_linear", "constant", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR",
-  "OneCycle", "LRRangeTest" } do
-  NAMED[name] = sched[name]
+for _, name in ipairs(require "ps.config.schedules") do NAMED[name] = sched[name] end
+
+-- Schedules whose max_lr is by default the optimizer's rate.
+local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
+
+local SPECIFIC = { name = "string", optimizer = "table", num_warmup_steps = "whole", num_training_steps = "whole",
+  scheduler_specific_kwargs = "table" }
+-- By name: which numbers of steps get_scheduler passes.
+local ASKS = { constant = {}, reduce_lr_on_plateau = {}, constant_with_warmup = { "num_warmup_steps" },
+  inverse_sqrt = { "num_warmup_steps" } }
+for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr",
+  "cosine_warmup_with_min_lr", "warmup_stable_decay" } do
+  ASKS[name] = { "num_warmup_steps", "num_training_steps" }
+end
+
+--- A schedule of Hugging Face by its name, like transformers' get_scheduler: "linear", "cosine",
+--- "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
+--- "cosine_warmup_with_min_lr", "warmup_stable_decay" or "reduce_lr_on_plateau".
+---@param name string|{name: string, optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps?: integer,
+---  scheduler_specific_kwargs?: table}
+---@param optimizer? ps.Optimizer
+---@param num_warmup_steps? integer
+---@param num_training_steps? integer
+---@param scheduler_specific_kwargs? table other options of the schedule
+---@return ps.Schedule
+function sched.get_scheduler(name, optimizer, num_warmup_steps, num_training_steps, scheduler_specific_kwargs)
+  local given = type(name) == "table" and name or { name = name, optimizer = optimizer,
+    num_warmup_steps = num_warmup_steps, num_training_steps = num_training_steps,
+    scheduler_specific_kwargs = scheduler_specific_kwargs }
+  given = caller.options(given, "sched.get_scheduler", SPECIFIC)
+  local asks = caller.one_of(given.name, ASKS, "sched.get_scheduler: the name")
+  local options = { optimizer = given.optimizer }
+  for key, value in pairs(given.scheduler_specific_kwargs or {}) do options[key] = value end
+  for _, key in ipairs(asks) do
+    if given[key] == nil and options[key] == nil and given.name ~= "warmup_stable_decay" then
+      error(("sched.get_scheduler: \"%s\" needs %s"):format(given.name, key))
+    end
+    if options[key] == nil then options[key] = given[key] end
+  end
+  if given.name == "constant" then options.max_lr = own_rate("constant", options, "max_lr") end
+  return sched[given.name](options)
 end
 
 --- The schedule of a configuration (cfg.scheduler of ps.config).
@@ -533,12 +308,8 @@ function sched.from_config(scheduler, optimizer)
   for key, value in pairs(scheduler.params or {}) do options[key] = value end
   local make = NAMED[scheduler.type]
   if not make then error("there is no schedule " .. tostring(scheduler.type)) end
-  if scheduler.type:find "^warmup_" or scheduler.type == "constant" then
-    options.max_lr = options.max_lr or own_rate(scheduler.type, options, "max_lr")
-  end
+  if RISES[scheduler.type] then options.max_lr = options.max_lr or own_rate(scheduler.type, options, "max_lr") end
   return make(options)
 end
-
-exact.all(Schedule, "schedule:", true)
 
 return foreign.stand(sched, "sched")

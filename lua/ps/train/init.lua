@@ -28,6 +28,7 @@ local progress = require "ps.train.progress"
 local train_log = require "ps.train.log"
 local engine_step = require "ps.engine.step"
 local unused = require "ps.engine.step.unused"
+local schedule = require "ps.optim.schedule"
 local C = native.C
 
 local train = {}
@@ -225,12 +226,20 @@ function Run:fail(step, loss)
     self.grad_norm and ("%.3g"):format(self.grad_norm) or "not measured", self.saved or "none"), 0)
 end
 
+-- The schedule of a run: its own or its engine's.
+local function schedule_of(options)
+  local engine = handle.of(options.model)
+  return options.sched or engine and engine.scheduler
+end
+
 function Run:evaluate(step)
   local options = self.options
   local val, hit = train.evaluate(options.model, options.eval.data(), { loss = options.loss, stop = interrupted })
   self:stopping(true)                                    -- the error ends the run
   if val then
     self.val_loss, self.val_accuracy = val, hit
+    local sched = schedule_of(options)
+    if sched and sched.judge then sched:step(val) end
     self.display:note(("step %d: held-out loss %.4f%s"):format(step, val,
       hit and (", accuracy %.4f"):format(hit) or ""))
   end
@@ -374,7 +383,7 @@ function Run:step(step)
   local loss, weights, hit = self:gradients(step)
   local info = self:update(weights)
   options.optimizer:zero_grad()
-  if options.sched and not info.skipped then options.sched:step() end
+  if options.sched and not info.skipped then schedule.advance(options.sched) end
   if not self.looked and not info.skipped and options.optimizer.entries and devices.computes then
     self.looked = true
     local text = unused.of_plain(options.model, options.optimizer)
@@ -431,6 +440,17 @@ local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" 
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
+-- Refuses a schedule that the run never advances, and prints that a schedule and the run end at different steps.
+local function check_schedule(options)
+  local sched = schedule_of(options)
+  if not sched then return end
+  if sched.judge and not options.eval then
+    error(("ps.train.run: the schedule %s follows the held-out loss, and the run has no eval"):format(sched.name))
+  end
+  local text = schedule.mismatch(sched, math.max(0, options.steps - (options.start or 0)))
+  if text and not options.quiet and dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
+end
+
 local function checked(options)
   options = caller.options(options, "ps.train.run", RUN)
   caller.options(options.eval, "ps.train.run: eval", EVAL)
@@ -455,7 +475,10 @@ local function checked(options)
     end
   end
   local engine = handle.of(model)
-  if not engine then return options end
+  if not engine then
+    check_schedule(options)
+    return options
+  end
   for key, of in pairs(SETTLED) do
     if options[key] and not (key == "accumulate" and options[key] == engine.accumulate) then
       error(("train.run: the model is an engine: set %s by %s in its configuration"):format(key, of))
@@ -464,6 +487,7 @@ local function checked(options)
   if options.sched and engine.scheduler then
     error("train.run: the engine already has a schedule (scheduler in its configuration); remove that or sched")
   end
+  check_schedule(options)
   return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 

@@ -72,7 +72,7 @@ end }
 function values.state(engine)
   return setmetatable({ model = engine.handle, optimizer = engine.optimizer, device = engine.device_name,
     precision = engine.precision, zero_stage = engine.zero_stage, parameters = engine.module:num_parameters(),
-    steps = engine.steps, micro = engine.micro, micros = step.count(engine),
+    scheduler = engine.scheduler, steps = engine.steps, micro = engine.micro, micros = step.count(engine),
     in_step = step.is_open(engine) and not step.evaluates(engine), config = engine.cfg }, STATE)
 end
 

@@ -1,0 +1,253 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The schedules of Hugging Face's Trainer, under the names of its lr_scheduler_type (ps.optim.sched). Each multiplies
+-- the initial rate of every group by a factor of the step. The factors are those of transformers 5 (optimization.py).
+local caller = require "ps.core.caller"
+local schedule = require "ps.optim.schedule"
+local error = caller.error
+local checked, per_group, order = schedule.checked, schedule.per_group, schedule.order
+
+local hugging_face = {}
+
+local STEPS = "num_warmup_steps num_training_steps "
+order.constant_with_warmup = "num_warmup_steps last_epoch"
+order.linear = STEPS .. "last_epoch"
+order.cosine = STEPS .. "num_cycles last_epoch"
+order.cosine_with_restarts = STEPS .. "num_cycles last_epoch"
+order.polynomial = STEPS .. "lr_end power last_epoch"
+order.inverse_sqrt = "num_warmup_steps timescale last_epoch"
+order.cosine_with_min_lr = STEPS .. "num_cycles last_epoch min_lr min_lr_rate"
+order.cosine_warmup_with_min_lr = STEPS .. "num_cycles last_epoch min_lr min_lr_rate warmup_lr_rate"
+order.warmup_stable_decay = "num_warmup_steps num_decay_steps num_training_steps num_stable_steps warmup_type "
+  .. "decay_type min_lr_ratio num_cycles last_epoch"
+order.reduce_lr_on_plateau = order.ReduceLROnPlateau
+
+local function keys_of(more)
+  local keys = { optimizer = "table", num_warmup_steps = "whole", last_epoch = "number" }
+  for key, kind in pairs(more) do keys[key] = kind end
+  return keys
+end
+local TO_END = keys_of { num_training_steps = "whole" }
+
+-- The options of a call with checked numbers of steps.
+local function steps_of(name, keys, required, options, ...)
+  options = checked(name, keys, required, options, ...)
+  local what = "sched." .. name .. ": "
+  local warmup = caller.whole(options.num_warmup_steps or 0, what .. "num_warmup_steps", 0)
+  local total = options.num_training_steps
+  if total and warmup > caller.whole(total, what .. "num_training_steps", 1) then
+    error(("%snum_warmup_steps is %d, more than num_training_steps, %d; lower the first or raise the second"):format(
+      what, warmup, total))
+  end
+  return options, warmup, total
+end
+
+-- The factor during the warm-up; nil: it is over.
+local function warming(count, warmup) if count < warmup then return count / warmup end end
+
+-- The progress after the warm-up: 0 at its end, 1 at the last step, more after it.
+local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
+
+local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end
+
+local function by_factor(name, options, factor, total)
+  return per_group(name, options, function(count, base) return base * factor(count) end, { total = total })
+end
+
+--- The rate rises from 0 to each group's initial rate in num_warmup_steps, and stays there.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.constant_with_warmup(options, ...)
+  local warmup
+  options, warmup = steps_of("constant_with_warmup", keys_of {}, "", options, ...)
+  return by_factor("constant_with_warmup", options, function(count) return warming(count, warmup) or 1 end)
+end
+
+--- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls linearly to 0 at step
+--- num_training_steps.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.linear(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("linear", TO_END, "num_training_steps", options, ...)
+  return by_factor("linear", options, function(count)
+    return warming(count, warmup) or math.max(0, (total - count) / math.max(1, total - warmup))
+  end, total)
+end
+
+local CYCLES = keys_of { num_training_steps = "whole", num_cycles = "number" }
+
+--- The rate rises from 0 to each group's initial rate in num_warmup_steps, then follows num_cycles waves of a cosine
+--- (default 0.5: from the top to 0) until step num_training_steps.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  num_cycles?: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.cosine(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("cosine", CYCLES, "num_training_steps", options, ...)
+  local cycles = options.num_cycles or 0.5
+  return by_factor("cosine", options, function(count)
+    return warming(count, warmup) or math.max(0, cosine(cycles, progress(count, warmup, total)))
+  end, total)
+end
+
+--- Like cosine, but each of num_cycles (default 1) falls from each group's initial rate to 0, and the next begins
+--- there again.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  num_cycles?: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.cosine_with_restarts(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("cosine_with_restarts", CYCLES, "num_training_steps", options, ...)
+  local cycles = options.num_cycles or 1
+  return by_factor("cosine_with_restarts", options, function(count)
+    if count < warmup then return count / warmup end
+    local done = progress(count, warmup, total)
+    return done >= 1 and 0 or math.max(0, cosine(0.5, cycles * done % 1))
+  end, total)
+end
+
+local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
+
+--- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as a power (default 1) of the
+--- remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end is the optimizer's; a group with another
+--- rate keeps its ratio.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  lr_end?: number, power?: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.polynomial(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("polynomial", POLYNOMIAL, "num_training_steps", options, ...)
+  local last, power = options.lr_end or 1e-7, options.power or 1
+  local first = schedule.own_rate("polynomial", options, "an lr to the optimizer, of which lr_end is a part")
+  if first <= last then
+    error(("sched.polynomial: lr_end is %.6g; it must be less than the optimizer's rate, %.6g"):format(last, first))
+  end
+  return by_factor("polynomial", options, function(count)
+    if count < warmup then return count / warmup end
+    if count >= total then return last / first end
+    return ((first - last) * (1 - (count - warmup) / (total - warmup)) ^ power + last) / first
+  end, total)
+end
+
+local INVERSE = keys_of { timescale = "whole" }
+
+--- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as 1 / sqrt of the step. At step
+--- num_warmup_steps + 3 x timescale it is half. timescale: default num_warmup_steps, or 10,000 if that is 0.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
+---  integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.inverse_sqrt(options, ...)
+  local warmup
+  options, warmup = steps_of("inverse_sqrt", INVERSE, "", options, ...)
+  local scale = caller.whole(options.timescale or warmup > 0 and warmup or 10000, "sched.inverse_sqrt: timescale", 1)
+  return by_factor("inverse_sqrt", options, function(count)
+    return warming(count, warmup) or 1 / math.sqrt((count + scale - warmup) / scale)
+  end)
+end
+
+-- The least factor, from min_lr or min_lr_rate.
+local function least_of(name, options)
+  if (options.min_lr ~= nil) == (options.min_lr_rate ~= nil) then
+    error(("sched.%s needs min_lr or min_lr_rate, and not both"):format(name))
+  end
+  if options.min_lr_rate then return options.min_lr_rate end
+  return options.min_lr / schedule.own_rate(name, options, "min_lr_rate instead of min_lr")
+end
+
+local LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number", min_lr_rate = "number" }
+
+--- Like cosine, but down to min_lr, or to the share min_lr_rate of each group's initial rate.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  num_cycles?: number, min_lr?: number, min_lr_rate?: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.cosine_with_min_lr(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("cosine_with_min_lr", LEAST, "num_training_steps", options, ...)
+  local cycles, least = options.num_cycles or 0.5, least_of("cosine_with_min_lr", options)
+  return by_factor("cosine_with_min_lr", options, function(count)
+    return warming(count, warmup)
+      or math.max(0, cosine(cycles, progress(count, warmup, total)) * (1 - least) + least)
+  end, total)
+end
+
+local WARM_LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number",
+  min_lr_rate = "number", warmup_lr_rate = "number" }
+
+--- Like cosine_with_min_lr, but each step has the rate of the next one, so that the first is not 0. The warm-up begins
+--- at the share warmup_lr_rate of the initial rate; default 1 / num_warmup_steps.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
+---  num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.cosine_warmup_with_min_lr(options, ...)
+  local warmup, total
+  options, warmup, total = steps_of("cosine_warmup_with_min_lr", WARM_LEAST, "num_training_steps", options, ...)
+  local cycles, least = options.num_cycles or 0.5, least_of("cosine_warmup_with_min_lr", options)
+  local first = options.warmup_lr_rate
+  return by_factor("cosine_warmup_with_min_lr", options, function(count)
+    if count < warmup and not first then return (count + 1) / warmup end
+    if count < warmup then return first + (1 - first) * count / math.max(1, warmup - 1) end
+    return math.max(0, cosine(cycles, progress(count + 1, warmup, total)) * (1 - least) + least)
+  end, total)
+end
+
+local STABLE = keys_of { num_training_steps = "whole", num_decay_steps = "whole", num_stable_steps = "whole",
+  warmup_type = "string", decay_type = "string", min_lr_ratio = "number", num_cycles = "number" }
+-- By warmup_type and decay_type: the factor after a share of the phase.
+local RISE = { linear = function(done) return done end, cosine = function(done) return 1 - cosine(0.5, done) end,
+  ["1-sqrt"] = function(done) return 1 - math.sqrt(1 - done) end }
+local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
+  end, ["1-sqrt"] = function(done) return 1 - math.sqrt(done) end }
+
+--- Three phases: the rate rises from the share min_lr_ratio (default 0) of each group's initial rate to all of it in
+--- num_warmup_steps, stays there for num_stable_steps, and falls back in num_decay_steps. num_training_steps, the sum,
+--- may stand for num_stable_steps.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
+---  num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
+---  "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults linear,
+---  cosine, 0, 0.5
+---@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@return ps.Schedule
+function hugging_face.warmup_stable_decay(options, ...)
+  local warmup, total
+  local name = "warmup_stable_decay"
+  options, warmup, total = steps_of(name, STABLE, "num_decay_steps", options, ...)
+  local what = "sched.warmup_stable_decay: "
+  local decay = caller.whole(options.num_decay_steps, what .. "num_decay_steps", 0)
+  local stable = options.num_stable_steps
+  if not stable and not total then error "sched.warmup_stable_decay needs num_training_steps or num_stable_steps" end
+  if total and (stable and warmup + stable + decay ~= total or warmup + decay > total) then
+    error(("%snum_warmup_steps %d%s and num_decay_steps %d are %d steps, and num_training_steps is %d; the sums must "
+      .. "agree"):format(what, warmup, stable and (", num_stable_steps %d"):format(stable) or "", decay,
+      warmup + (stable or 0) + decay, total))
+  end
+  stable = caller.whole(stable or total - warmup - decay, what .. "num_stable_steps", 0)
+  local rise = caller.one_of(options.warmup_type or "linear", RISE, what .. "warmup_type")
+  local fall = caller.one_of(options.decay_type or "cosine", FALL, what .. "decay_type")
+  local least, cycles = options.min_lr_ratio or 0, options.num_cycles or 0.5
+  return by_factor(name, options, function(count)
+    if count < warmup then return math.max(0, rise(count / warmup) * (1 - least) + least) end
+    if count < warmup + stable then return 1 end
+    if count >= warmup + stable + decay then return least end
+    return math.max(0, fall((count - warmup - stable) / decay, cycles) * (1 - least) + least)
+  end, warmup + stable + decay)
+end
+
+--- PyTorch's ReduceLROnPlateau, by its name in the Trainer.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
+---  threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
+---@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@return ps.Schedule
+function hugging_face.reduce_lr_on_plateau(options, ...)
+  return schedule.plateau("reduce_lr_on_plateau", options, ...)
+end
+
+return hugging_face

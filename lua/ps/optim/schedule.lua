@@ -1,0 +1,323 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- What learning-rate schedules share: the class, how a schedule sets several groups, the options of a call, and a
+-- schedule's state. ps.optim.sched has the schedules.
+local caller = require "ps.core.caller"
+local exact = require "ps.core.exact"
+local mesh = require "ps.dist.mesh"
+local optim_groups = require "ps.optim.groups"
+local scope = require "ps.core.scope"
+local error = caller.error
+
+local schedule = {}
+
+---@class ps.Schedule
+---@field count integer optimizer steps so far
+---@field total? integer the steps after which the rate stays as it is; nil: it never does, or there is no such step
+---@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (ReduceLROnPlateau)
+local Schedule = {}
+Schedule.__index = Schedule
+
+function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
+
+-- How a schedule sets several groups: all get its rate (ALIKE); it is a factor on each group's rate (SHARE); or it is a
+-- function of each group's rate and number (OWN). With none of these it sets the optimizer's rate.
+-- HELD: it changes the groups' rates itself.
+local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
+schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
+
+-- Whether an optimizer's groups have initial rates. Other tables only need set_lr.
+local function has_rates(optimizer)
+  local group = (optimizer.groups or {})[1]
+  return group ~= nil and group.initial_lr ~= nil
+end
+schedule.has_rates = has_rates
+
+-- Sets a group's beta1, or SGD's momentum.
+local function set_momentum(group, value, beta2)
+  if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
+end
+
+-- Sets rate and momentum of the optimizer's next step.
+local function apply(self)
+  local optimizer = self.optimizer
+  if self.how == HELD then return end
+  local value = self.how ~= OWN and self.rate(self.count)
+  if not self.how or not has_rates(optimizer) then optimizer:set_lr(self:lr())
+  else
+    local number = 0
+    optim_groups.each_rate(optimizer, function(group)
+      number = number + 1
+      if self.how == OWN then return self.rate(self.count, group.initial_lr, number) end
+      return self.how == ALIKE and value or group.initial_lr * value
+    end)
+  end
+  if not self.beta1 then return end
+  local beta1 = self.beta1(self.count)
+  for _, group in ipairs(self.optimizer.groups or {}) do set_momentum(group, beta1, self.beta2) end
+end
+
+local told = setmetatable({}, { __mode = "k" })
+
+-- Prints once, on the first rank, how the schedule sets groups with different rates.
+local function tell_groups(name, optimizer, how)
+  local text, alike = optim_groups.rates(optimizer.groups, "initial_lr")
+  local world, engine = mesh.group "world", optimizer.engine
+  if alike or told[optimizer] or world and world:rank() > 0 or engine and engine.quiet then return end
+  told[optimizer] = true
+  local what = "keeps the ratios of the rates of %d groups: %s"
+  if how == ALIKE then what = "sets one rate for all %d groups and replaces their own rates (%s)"
+  elseif how == SHARE or how == OWN then what = "multiplies the rate of each of %d groups: %s" end
+  io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
+end
+
+-- The options of a schedule as text, to compare them with those of a saved one. The first step is not among them.
+local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
+
+local function text_of(value)
+  if type(value) == "number" then return ("%.17g"):format(value) end
+  if type(value) ~= "table" then return tostring(value) end
+  local parts = {}
+  for i, part in ipairs(value) do parts[i] = text_of(part) end
+  return table.concat(parts, " ")
+end
+
+local function options_text(options)
+  local out = {}
+  for key, value in pairs(options) do
+    if not FIRST[key] and type(value) ~= "function" and not (type(value) == "table" and type(value[1]) ~= "number") then
+      out[key] = text_of(value)
+    end
+  end
+  return out
+end
+
+--- Makes a schedule.
+---@param name string
+---@param options table of the call
+---@param rate fun(count: integer, base?: number, group?: integer): number the rate of step `count`, or the factor on
+---  each group's
+---@param how? string ALIKE, SHARE, OWN or HELD
+---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer} beta1 and beta2 are Adam's; beta1
+---  is SGD's momentum
+---@return ps.Schedule
+function schedule.build(name, options, rate, how, more)
+  more = more or {}
+  local beta1, beta2 = more.beta1, more.beta2
+  if not options.optimizer.set_lr then error(("sched.%s: optimizer is a table without set_lr"):format(name)) end
+  for number, group in ipairs(beta1 and options.optimizer.groups or {}) do
+    if not group.betas and (beta2 or not group.momentum) then
+      error(("sched.%s: cycle_momentum changes Adam's beta1%s, but group %d of the optimizer has no betas; set "
+        .. "cycle_momentum = false"):format(name, beta2 and "" or " or SGD's momentum", number - 1))
+    end
+  end
+  local key = options.last_epoch and "last_epoch" or "last_batch_iteration"
+  local last = options[key] or -1
+  if last < -1 or last % 1 ~= 0 then
+    error(("sched.%s: %s is %.14g; it must be a whole number of at least -1"):format(name, key, last))
+  end
+  if has_rates(options.optimizer) then
+    optim_groups.renew_rates(options.optimizer)
+    tell_groups(name, options.optimizer, how)
+  end
+  local self = setmetatable({ name = name, optimizer = options.optimizer, rate = rate, how = how, beta1 = beta1,
+    beta2 = beta2, count = last + 1, total = more.total, options = options_text(options) }, Schedule)
+  apply(self)
+  return self
+end
+
+--- The rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and the schedules of PyTorch
+--- and Hugging Face it is the first group's.
+---@param count? integer
+---@return number
+function Schedule:lr(count)
+  if self.how == HELD then return self:get_last_lr()[1] end
+  if self.how == OWN then
+    local group = (self.optimizer.groups or {})[1]
+    return self.rate(count or self.count, group and group.initial_lr or self.optimizer.lr, 1)
+  end
+  local value = self.rate(count or self.count)
+  return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
+end
+
+--- The rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number per group.
+---@return number[]
+function Schedule:get_last_lr()
+  local list = {}
+  for i, group in ipairs(self.optimizer.groups or { self.optimizer }) do list[i] = group.lr end
+  return list
+end
+
+--- Counts an optimizer step, and sets the optimizer's rate for the next one. ReduceLROnPlateau's takes the value of an
+--- evaluation instead.
+---@param metric? number|ps.Tensor of ReduceLROnPlateau
+function Schedule:step(metric)
+  if scope.is_tensor(metric) then metric = metric:item() end
+  if self.judge then
+    caller.typed(metric, "number", ("schedule:step of %s: the value of an evaluation, which it needs,"):format(
+      self.name))
+    self:judge(metric)
+    return
+  end
+  if metric ~= nil then
+    error(("schedule:step() takes a value only of ReduceLROnPlateau, but this is %s"):format(self.name))
+  end
+  self.count = self.count + 1
+  apply(self)
+end
+
+--- Counts an optimizer step of a schedule, or of a script's own object with a step method.
+---@param self ps.Schedule
+function schedule.advance(self)
+  if self.judge then self.count = self.count + 1 else self:step() end
+end
+
+--- The schedule's kind, step and options, for load_state_dict.
+---@return {name: string, count: integer, options: table<string, string>}
+function Schedule:state_dict()
+  local state = { name = self.name, count = self.count, options = self.options }
+  for _, key in ipairs(self.kept or {}) do state[key] = text_of(self[key]) end
+  return state
+end
+
+local function described(name, options)
+  local keys, parts = {}, {}
+  for key in pairs(options) do keys[#keys + 1] = key end
+  table.sort(keys)
+  for i, key in ipairs(keys) do
+    local number = tonumber(options[key])
+    parts[i] = ("%s = %s"):format(key, number and ("%.6g"):format(number) or options[key])
+  end
+  return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
+end
+
+-- Prints that a run goes on with another schedule than the saved one.
+local function tell_change(self, state)
+  local same = state.name == self.name
+  for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
+  for key in pairs(same and state.options and self.options or {}) do same = same and state.options[key] ~= nil end
+  local world, engine = mesh.group "world", self.optimizer.engine
+  if same or world and world:rank() > 0 or engine and engine.quiet then return end
+  io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it goes on at its step %d, with the rate "
+    .. "%.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
+    self:lr()))
+end
+
+--- Continues at the step of a saved schedule. The saved one may be of another kind or have other options, which is
+--- printed.
+---@param state {name: string, count: integer, options?: table<string, string>}
+function Schedule:load_state_dict(state)
+  caller.typed(state, "table", "schedule:load_state_dict: the state")
+  if type(state.name) ~= "string" or type(state.count) ~= "number" then
+    error("schedule:load_state_dict: the state has no name and count; it is not that of a schedule")
+  end
+  self.count = caller.whole(state.count, "schedule:load_state_dict: count", 0)
+  for _, key in ipairs(state.name == self.name and self.kept or {}) do self[key] = tonumber(state[key]) end
+  apply(self)
+  tell_change(self, state)
+end
+
+--- The text that names a schedule that ends before or after a run does; nil: it ends with it, or has no end.
+---@param self ps.Schedule
+---@param steps integer steps that the run has left
+---@return string?
+function schedule.mismatch(self, steps)
+  local total = self.total
+  local last = total and self.count + steps
+  if not total or last == total or steps == 0 then return nil end
+  if last > total then
+    return ("sched.%s ends at step %d, but the run at step %d: %d steps are after the schedule's end, and the last of "
+      .. "them has the rate %.4g"):format(self.name, total, last, math.min(steps, last - total), self:lr(last - 1))
+  end
+  return ("sched.%s ends at step %d, but the run at step %d: the rate of its last step is %.4g, not %.4g"):format(
+    self.name, total, last, self:lr(last - 1), self:lr(total))
+end
+
+-- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Our own schedules have no such order.
+-- Each file of schedules adds its own.
+local ORDER = {}
+schedule.order = ORDER
+
+-- Whether a value is a table of options, as opposed to a list or an object.
+local function is_options(value, kinds)
+  if type(value) ~= "table" or getmetatable(value) then return false end
+  local key = next(value)
+  return type(key) == "string" or key == nil and not kinds:find "table"
+end
+
+-- The options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or both.
+local function in_order(name, keys, optimizer, ...)
+  local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
+  for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
+  for at = 1, n do
+    local value, key = (select(at, ...)), names[at]
+    if at == n and is_options(value, key and keys[key] or "") then
+      if value.optimizer ~= nil then error(call .. ": the optimizer is the first argument and an option") end
+      for option, given in pairs(value) do
+        if options[option] ~= nil then error(("%s: %s is given twice"):format(call, option)) end
+        options[option] = given
+      end
+    elseif value ~= nil and not ORDER[name] then
+      error(("%s takes its numbers by name, as in %s { optimizer = optimizer, max_lr = 5e-4%s }"):format(call, call,
+        keys.total and ", total = 1000" or ""))
+    elseif value ~= nil and not key then
+      caller.more(call, "optimizer, " .. table.concat(names, ", "), value, at + 1)
+    elseif value ~= nil then options[key] = value end
+  end
+  options.optimizer = optimizer
+  return options
+end
+
+--- Checks the options of a schedule, a table or PyTorch's arguments.
+---@param name string
+---@param keys table<string, string> the kind of each option
+---@param required string keys, separated by spaces
+---@param options any
+---@param ... any after an optimizer
+---@return table options
+function schedule.checked(name, keys, required, options, ...)
+  if type(options) == "table" and type(options.set_lr) == "function" then options = in_order(name, keys, options, ...)
+  elseif select("#", ...) > 0 or type(options) == "table" and getmetatable(options) then
+    error(("sched.%s: the first argument is not an optimizer of ps.optim or ps.initialize; write "
+      .. "sched.%s(optimizer, ...) or sched.%s { optimizer = optimizer, ... }"):format(name, name, name))
+  end
+  options = caller.options(options, "sched." .. name, keys)
+  for key in ("optimizer " .. required):gmatch "%S+" do
+    if options[key] == nil then error(("sched.%s needs %s, a %s"):format(name, key, keys[key])) end
+  end
+  return options
+end
+
+--- The rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
+---@param name string
+---@param options table of the call
+---@param key string the option to pass if there is no such rate
+---@return number
+function schedule.own_rate(name, options, key)
+  local optimizer = options.optimizer
+  if not has_rates(optimizer) then
+    local rate = (optimizer.defaults or {}).lr or optimizer.lr
+    if not rate then error(("sched.%s: the optimizer has no rate; make it with an lr"):format(name)) end
+    return rate
+  end
+  optim_groups.renew_rates(optimizer)
+  if optimizer.base_lr then return optimizer.base_lr end
+  error(("sched.%s: the groups have rates (%s), but the optimizer has none of its own: pass %s"):format(name,
+    optim_groups.rates(optimizer.groups, "initial_lr"), key))
+end
+
+--- Makes a schedule that computes the rate of a group from the group's initial rate.
+---@param name string
+---@param options table of the call
+---@param rate fun(count: integer, base: number, group: integer): number
+---@param more? table as of schedule.build
+---@return ps.Schedule
+function schedule.per_group(name, options, rate, more)
+  if not has_rates(options.optimizer) then
+    error(("sched.%s needs an optimizer whose groups have initial rates"):format(name))
+  end
+  return schedule.build(name, options, rate, OWN, more)
+end
+
+exact.all(Schedule, "schedule:", true)
+
+return schedule
