@@ -114,7 +114,8 @@ static uint16_t round_random(float x, uint32_t random)
     return (uint16_t)((u + (random & 0xffffu)) >> 16);
 }
 
-/* AdamW of optim.c; exp_avg takes the lower half of the first random word of its element, exp_avg_sq the upper one. */
+/* AdamW of optim.c; element i has word i % 64 / 16 of counter i / 64 * 16 + i % 16: exp_avg takes its lower
+ * half, exp_avg_sq the upper one. */
 static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
 {
     double bias1 = 1 - pow(a->beta1, (double)a->t), bias2 = 1 - pow(a->beta2, (double)a->t);
@@ -124,12 +125,12 @@ static void adam_bf16(const ps_attrs_adam_bf16_ *a, const ps_view *in)
     for (int64_t i = 0; i < in->numel; i++) {
         float p = (float)ref_master_get(in, i) * keep, g = (float)ref_load(&in[2], i) * scale;
         float m = (float)ref_load(&in[3], i), v = (float)ref_load(&in[4], i);
-        ps_philox random = ps_philox4x32(a->seed, (uint64_t)i, (uint64_t)a->t);
+        uint32_t random = ps_philox4x32(a->seed, (uint64_t)(i / 64 * 16 + i % 16), (uint64_t)a->t).v[i % 64 / 16];
         m = fmaf(b1, m, c1 * g);
         v = fmaf(b2, v, (c2 * g) * g);
         p = fmaf(-step, m / fmaf(sqrtf(v), inv, eps), p);
-        ((uint16_t *)in[3].data)[i] = round_random(m, random.v[0]);
-        ((uint16_t *)in[4].data)[i] = round_random(v, random.v[0] >> 16);
+        ((uint16_t *)in[3].data)[i] = round_random(m, random);
+        ((uint16_t *)in[4].data)[i] = round_random(v, random >> 16);
         ref_master_put(in, i, p);
     }
 }

@@ -145,29 +145,39 @@ SIMD void put_random(void *to, int64_t i, vf x, vu random)
     vu r = (u + (random & 0xffffu)) & 0xffff0000u;
     vf_store_bf16((uint16_t *)to + i, (vf)((special & u) | (~special & r)));
 }
-/* number: index in the tensor of the first element, which selects the random numbers. */
-SIMD void adam_bf16_at(const struct adamw *h, const struct item *it, int64_t i, int64_t number, int form,
-                       int grad_dtype)
+SIMD void adam_bf16_at(const struct adamw *h, const struct item *it, int64_t i, vu random, int form, int grad_dtype)
 {
     vf p = master_get(it, i, form), m = vf_load_bf16((uint16_t *)it->state[0] + i);
     vf v = vf_load_bf16((uint16_t *)it->state[1] + i);
-    vu random = vu_philox_run(h->seed, (uint64_t)number, h->t).v[0];
     adamw_step(h, vf_get(it->grad, i, grad_dtype), &p, &m, &v);
     put_random(it->state[0], i, m, random);
     put_random(it->state[1], i, v, random >> 16);
     master_put(it, i, p, form);
 }
+static __attribute__((noinline)) void adam_bf16_tail(const struct adamw *h, const struct item *it, int64_t i, int n,
+                                                     vu random, int form, int grad_dtype)
+{
+    static const int nbytes[2] = { 2, 2 };
+    struct tail t;
+    tail_get(&t, it, i, n, nbytes);
+    adam_bf16_at(h, &t.it, 0, random, form, grad_dtype);
+    tail_put(&t, it, i, n, nbytes);
+}
+/* The four words of a counter are for elements that are 16 apart, so that no word is drawn in vain, whatever vectors
+ * the machine has: 16 counters for 64 elements. */
 SIMD void adam_bf16_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                          int grad_dtype)
 {
-    static const int nbytes[2] = { 2, 2 };
-    int64_t i = first;
-    for (; i + VL <= last; i += VL) adam_bf16_at(h, it, i, i, form, grad_dtype);
-    if (i == last) return;
-    struct tail t;
-    tail_get(&t, it, i, (int)(last - i), nbytes);
-    adam_bf16_at(h, &t.it, 0, i, form, grad_dtype);
-    tail_put(&t, it, i, (int)(last - i), nbytes);
+    for (int64_t i = first; i < last; i += 64)
+        for (int part = 0; part < 16; part += VL) {
+            vu4 random = vu_philox_run(h->seed, (uint64_t)(i / 4 + part), h->t);
+            _Pragma("GCC unroll 4")
+            for (int w = 0; w < 4; w++) {
+                int64_t at = i + 16 * w + part;
+                if (at + VL <= last) adam_bf16_at(h, it, at, random.v[w], form, grad_dtype);
+                else if (at < last) adam_bf16_tail(h, it, at, (int)(last - at), random.v[w], form, grad_dtype);
+            }
+        }
 }
 static void adam_bf16_span(const void *setting, const struct item *it, int64_t first, int64_t last)
 {
@@ -185,71 +195,98 @@ static int adam_bf16(ps_call *call)
 }
 
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
-/* Maps magnitudes to codes. The upper bits of a magnitude select a cell, which contains at most one midpoint. A cell
- * has the code of its first number, and the midpoint (infinity: none). Magnitudes below 2^-25 are nearest to 0.
- * Negative numbers have their own cells, whose codes decrease. A midpoint itself has the higher code, so the cells of
- * negative numbers store the number after the midpoint. */
-enum { CELL_BITS = 7, LEAST = 127 - 25, CELLS = 26 << CELL_BITS };
-struct code_map { float value[256], midpoint[2 * CELLS]; int32_t code[2 * CELLS]; };
+/* Maps magnitudes to codes. The upper 16 bits of a magnitude select a cell, which contains at most one midpoint. A cell
+ * has one word: below, the lower half of its midpoint (or 2^16: it has none); above, 1 plus the number of values that
+ * are less than its first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
+enum { LEAST = (127 - 25) << 7, CELLS = 26 << 7, MIDPOINT_BITS = 17 };
+struct code_map { float value[256]; uint32_t cell[CELLS]; };
 static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
 
-static void make_cells(struct code_map *m, int zero, int direction, int offset)
+static void make_map(struct code_map *m, bool has_sign)
 {
-    int code = zero;
+    int zero = has_sign ? 127 : 0, most = 255 - zero, number = 0;
+    ps_state_map(m->value, has_sign);
     for (int cell = 0; cell < CELLS; cell++) {
-        uint32_t bits = (uint32_t)((LEAST << CELL_BITS) + cell) << (23 - CELL_BITS);
-        float first = cell == 0 ? 0 : ps_bits_f32(bits), next = ps_bits_f32(bits + (1u << (23 - CELL_BITS)));
-        float middle = INFINITY;
-        for (;; code += direction) {
-            if (code + direction < 0 || code + direction > 255) middle = INFINITY;
-            else middle = fabsf((m->value[code] + m->value[code + direction]) * 0.5f);
-            if (direction < 0 && middle < INFINITY) middle = nextafterf(middle, INFINITY);
-            if (first < middle) break;
-        }
-        m->code[offset + cell] = code;
-        m->midpoint[offset + cell] = middle < next ? middle : INFINITY;
+        uint32_t bits = (uint32_t)(LEAST + cell) << 16, low = 1u << 16;
+        float first = cell == 0 ? 0 : ps_bits_f32(bits), next = ps_bits_f32(bits + (1u << 16));
+        while (number < most && ps_state_midpoint(m->value, zero + number) <= first) number++;
+        if (number < most && ps_state_midpoint(m->value, zero + number) < next)
+            low = ps_f32_bits(ps_state_midpoint(m->value, zero + number)) & 0xffffu;
+        m->cell[cell] = (uint32_t)(number + 1) << MIDPOINT_BITS | low;
     }
 }
-static void make_maps(void)
+/* Eight loads of one number each, which take less time than the instruction that gathers. */
+#if defined(__AVX2__) && !defined(__AVX512F__) && PS_LANES == 8
+SIMD __m256 eight_of(const float *p0, const float *p1, const float *p2, const float *p3, const float *p4,
+                     const float *p5, const float *p6, const float *p7)
 {
-    ps_state_map(plain_map.value, false);
-    ps_state_map(signed_map.value, true);
-    make_cells(&plain_map, 0, 1, 0);
-    make_cells(&plain_map, 0, 1, CELLS);               /* of -0 */
-    make_cells(&signed_map, 127, 1, 0);
-    make_cells(&signed_map, 127, -1, CELLS);
+    __m128 a = _mm_insert_ps(_mm_load_ss(p0), _mm_load_ss(p1), 0x10), b = _mm_load_ss(p4);
+    b = _mm_insert_ps(b, _mm_load_ss(p5), 0x10);
+    a = _mm_insert_ps(_mm_insert_ps(a, _mm_load_ss(p2), 0x20), _mm_load_ss(p3), 0x30);
+    b = _mm_insert_ps(_mm_insert_ps(b, _mm_load_ss(p6), 0x20), _mm_load_ss(p7), 0x30);
+    return _mm256_set_m128(b, a);
 }
-SIMD vf vf_gather(const float *from, vi at)
+#endif
+SIMD vu cell_of(const struct code_map *m, vi at)
 {
 #if defined(__AVX512F__)
-    return (vf)_mm512_i32gather_ps((__m512i)at, from, 4);
-#elif PS_LANES == 8
-    return (vf)_mm256_i32gather_ps(from, (__m256i)at, 4);
+    return (vu)_mm512_i32gather_epi32((__m512i)at, m->cell, 4);
+#elif defined(__AVX2__) && PS_LANES == 8
+    const float *t = (const float *)(const void *)m->cell;
+    uint64_t a = (uint64_t)_mm256_extract_epi64((__m256i)at, 0), b = (uint64_t)_mm256_extract_epi64((__m256i)at, 1);
+    uint64_t c = (uint64_t)_mm256_extract_epi64((__m256i)at, 2), d = (uint64_t)_mm256_extract_epi64((__m256i)at, 3);
+    return (vu)eight_of(t + (uint32_t)a, t + (a >> 32), t + (uint32_t)b, t + (b >> 32), t + (uint32_t)c, t + (c >> 32),
+                        t + (uint32_t)d, t + (d >> 32));
 #else
-    vf x;
-    for (int i = 0; i < VL; i++) x[i] = from[at[i]];
+    vu x;
+    for (int i = 0; i < VL; i++) x[i] = m->cell[at[i]];
     return x;
 #endif
 }
-SIMD vi vi_gather(const int32_t *from, vi at) { return (vi)vf_gather((const float *)(const void *)from, at); }
 SIMD vf dequantise(const struct code_map *m, const uint8_t *codes, float scale)
 {
-    vb b;
-    memcpy(&b, codes, sizeof b);
-    return vf_gather(m->value, __builtin_convertvector(b, vi)) * scale;
+    const float *t = m->value;
+#if defined(__AVX512F__)
+    return (vf)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)), t, 4) * scale;
+#elif defined(__AVX2__) && PS_LANES == 8
+    uint64_t c;
+    memcpy(&c, codes, sizeof c);
+    return (vf)eight_of(t + (c & 255), t + (c >> 8 & 255), t + (c >> 16 & 255), t + (c >> 24 & 255),
+                        t + (c >> 32 & 255), t + (c >> 40 & 255), t + (c >> 48 & 255), t + (c >> 56)) * scale;
+#else
+    vf x;
+    for (int i = 0; i < VL; i++) x[i] = t[codes[i]];
+    return x * scale;
+#endif
 }
-SIMD void quantise(const struct code_map *m, vf x, uint8_t *codes, vi has_sign)
+SIMD void put_codes(uint8_t *codes, vi code)
 {
-    vf magnitude = vf_abs(x);
-    vi negative = ((vi)x < vi_set(0)) & has_sign;
-    vi cell = ((vi)magnitude >> (23 - CELL_BITS)) - vi_set(LEAST << CELL_BITS);
-    cell = cell & ~(cell < vi_set(0));
-    cell = (cell & (cell < vi_set(CELLS))) | (vi_set(CELLS - 1) & (cell >= vi_set(CELLS)));
-    cell = cell + (negative & vi_set(CELLS));
-    vi step = (magnitude >= vf_gather(m->midpoint, cell)) & ((vi_set(1) & ~negative) | negative);
-    vi code = (vi_gather(m->code, cell) + step) & (x == x);
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)codes, _mm512_cvtepi32_epi8((__m512i)code));
+#elif defined(__AVX2__) && PS_LANES == 8
+    __m128i a = _mm256_castsi256_si128((__m256i)code), b = _mm256_extracti128_si256((__m256i)code, 1);
+    a = _mm_packs_epi32(a, b);
+    _mm_storel_epi64((__m128i *)codes, _mm_packus_epi16(a, a));
+#else
     vb b = __builtin_convertvector(code, vb);
     memcpy(codes, &b, sizeof b);
+#endif
+}
+/* A midpoint itself has the higher code, so a negative number must be beyond it. There is no code for -1. */
+SIMD void quantise(const struct code_map *m, vf x, uint8_t *codes, bool has_sign)
+{
+    vi magnitude = (vi)x & 0x7fffffff, cell = (magnitude >> 16) - vi_set(LEAST);
+    vi below = cell < vi_set(0), above = cell >= vi_set(CELLS);
+    cell = (cell & ~below & ~above) | (above & vi_set(CELLS - 1));
+    vu word = cell_of(m, cell);
+    vi low = magnitude & 0xffff, negative = (vi)x >> 31;
+    if (has_sign) low += negative;
+    vi code = (vi)(word >> MIDPOINT_BITS) + ((vi)(word & ((1u << MIDPOINT_BITS) - 1)) > low);
+    if (has_sign) {
+        code = ((code ^ negative) - negative) + vi_set(127);
+        code = code & ~(code < vi_set(0));
+    }
+    put_codes(codes, code & (x == x));
 }
 /* The largest of all lanes; NaN if there is one. */
 SIMD float most_of(vf a)
@@ -262,7 +299,7 @@ SIMD float most_of(vf a)
 }
 /* Codes of n numbers x [PS_STATE_BLOCK], whose largest magnitude is `most`. */
 SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, float most, uint8_t *codes, float *scale,
-                         vi has_sign)
+                         bool has_sign)
 {
     float inv = most > 0 ? 1 / most : 0;
     int64_t i = 0;
@@ -274,20 +311,12 @@ SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, fl
     }
     *scale = most;
 }
-SIMD void dequantise_block(const struct code_map *m, const uint8_t *codes, int64_t n, float scale, float *x)
+/* Updates VL elements, the codes of whose averages are m_codes and v_codes; the new averages go to mean and square. */
+SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
+                      const float scale[2], float *mean, float *square, vf *most, int form, int grad_dtype)
 {
-    int64_t i = 0;
-    for (; i + VL <= n; i += VL) vf_store(x + i, dequantise(m, codes + i, scale));
-    if (i < n) {
-        uint8_t rest[VL] = { 0 };
-        memcpy(rest, codes + i, (size_t)(n - i));
-        vf_store(x + i, dequantise(m, rest, scale));
-    }
-}
-SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, float *mean, float *square, vf *most,
-                      int form, int grad_dtype)
-{
-    vf p = master_get(it, i, form), m = vf_load(mean), v = vf_load(square);
+    vf p = master_get(it, i, form), m = dequantise(&signed_map, codes[0], scale[0]);
+    vf v = dequantise(&plain_map, codes[1], scale[1]);
     adamw_step(h, vf_get(it->grad, i, grad_dtype), &p, &m, &v);
     master_put(it, i, p, form);
     vf_store(mean, m), vf_store(square, v);
@@ -297,28 +326,32 @@ SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, f
 SIMD void adam8bit_block(const struct adamw *h, const struct item *it, int64_t first, int64_t n, int form,
                          int grad_dtype)
 {
-    static const int none[2] = { 0, 0 };
-    float m[PS_STATE_BLOCK] = { 0 }, v[PS_STATE_BLOCK] = { 0 };
+    float m[PS_STATE_BLOCK + VL], v[PS_STATE_BLOCK + VL];
     int64_t block = first / PS_STATE_BLOCK;
     float *m_scale = (float *)it->state[1] + block, *v_scale = (float *)it->state[3] + block;
+    const float scale[2] = { *m_scale, *v_scale };
     uint8_t *m_codes = (uint8_t *)it->state[0] + first, *v_codes = (uint8_t *)it->state[2] + first;
     vf most[2] = { vf_zero(), vf_zero() };
-    dequantise_block(&signed_map, m_codes, n, *m_scale, m);
-    dequantise_block(&plain_map, v_codes, n, *v_scale, v);
     int64_t i = 0;
-    for (; i + VL <= n; i += VL) adam8bit_at(h, it, first + i, m + i, v + i, most, form, grad_dtype);
+    for (; i + VL <= n; i += VL)
+        adam8bit_at(h, it, first + i, (const uint8_t *const[2]){ m_codes + i, v_codes + i }, scale, m + i, v + i, most,
+                    form, grad_dtype);
     if (i < n) {
+        static const int none[2] = { 0, 0 };
         struct tail t;
         vf whole[2] = { most[0], most[1] };
+        uint8_t rest[2][VL] = { { 0 }, { 0 } };
+        memcpy(rest[0], m_codes + i, (size_t)(n - i)), memcpy(rest[1], v_codes + i, (size_t)(n - i));
         tail_get(&t, it, first + i, (int)(n - i), none);
-        adam8bit_at(h, &t.it, 0, m + i, v + i, whole, form, grad_dtype);
+        adam8bit_at(h, &t.it, 0, (const uint8_t *const[2]){ rest[0], rest[1] }, scale, m + i, v + i, whole, form,
+                    grad_dtype);
         tail_put(&t, it, first + i, (int)(n - i), none);
         for (int64_t k = n; k < i + VL; k++) m[k] = v[k] = 0;           /* no elements: must not affect the scale */
         most[0] = vf_max_nan(most[0], vf_max_nan(vf_abs(vf_load(m + i)), most[0]));
         most[1] = vf_max_nan(most[1], vf_max_nan(vf_abs(vf_load(v + i)), most[1]));
     }
-    quantise_block(&signed_map, m, n, most_of(most[0]), m_codes, m_scale, vi_set(-1));
-    quantise_block(&plain_map, v, n, most_of(most[1]), v_codes, v_scale, vi_set(0));
+    quantise_block(&signed_map, m, n, most_of(most[0]), m_codes, m_scale, true);
+    quantise_block(&plain_map, v, n, most_of(most[1]), v_codes, v_scale, false);
 }
 SIMD void adam8bit_body(const struct adamw *h, const struct item *it, int64_t first, int64_t last, int form,
                         int grad_dtype)
@@ -343,7 +376,8 @@ static int adam8bit(ps_call *call)
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k);
 void PS_ISA_FN(ps_cpu_fill_update)(ps_kernel *k)
 {
-    make_maps();
+    make_map(&plain_map, false);
+    make_map(&signed_map, true);
     k[PS_OP_remainder_split_] = remainder_split;
     k[PS_OP_remainder_join] = remainder_join;
     k[PS_OP_lion_] = lion;
