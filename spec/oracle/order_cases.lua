@@ -16,21 +16,37 @@ local function is_bias(name) return name:match "bias$" ~= nil end
 
 local model
 
-local function run(folder)
-  local case = cjson.decode(text_of(folder .. "/case.json"))
+-- The state of an engine's optimizer, from PyTorch and back.
+local function run_engine(folder, case)
   local config = { optimizer = { type = case.kind, params = case.params }, plan_print = false }
   if case.memory == "plain" then config.memory = "plain" end
   local optimizer
   model, optimizer = ps.initialize { quiet = true, config = config,
     param_groups = case.groups and { { match = is_bias }, {} } or nil,
     model_func = function() return ps.from_pretrained(case.model, { quiet = true }) end }
-  local names = {}
-  for name in model:named_parameters() do names[#names + 1] = name end
   optimizer:load_state_dict(ps.load(folder .. "/torch.pt"))
   ps.save(optimizer:state_dict(model).tensors, folder .. "/by_name.safetensors")
   ps.save(optimizer:state_dict(), folder .. "/ours.pt")
   model:close()
   model = nil
+end
+
+-- The matrices of a model, with their names.
+local function matrices(module)
+  local group = { params = {}, param_names = {} }
+  for name, p in module:named_parameters() do
+    if p:dim() == 2 then
+      table.insert(group.params, p)
+      table.insert(group.param_names, name)
+    end
+  end
+  return { group }
+end
+
+local function run(folder)
+  local case = cjson.decode(text_of(folder .. "/case.json"))
+  if case.kind ~= "Muon" then run_engine(folder, case) end
+  local names = {}
   local module, groups = ps.from_pretrained(case.model, { quiet = true }), nil
   if case.groups then
     groups = { { params = {}, param_names = {} }, { params = {}, param_names = {} } }
@@ -40,6 +56,8 @@ local function run(folder)
       table.insert(group.param_names, name)
     end
   end
+  for name in module:named_parameters() do names[#names + 1] = name end
+  if case.kind == "Muon" then groups = matrices(module) end
   local params = {}
   for key, value in pairs(case.params) do params[key] = value end
   local plain = ps.optim[case.kind](groups or module, params)

@@ -2,11 +2,12 @@
 """The names and the order of parameters, and optimizer states that go from PyTorch to psluajit and back.
 
 transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of
-PyTorch (Adam, AdamW, SGD and RMSprop with momentum; made from parameters or from named parameters, of one group or two)
-takes some steps with drawn gradients. order_cases.lua reads the model's folder, takes the state over into an engine's
-optimizer and into one of ps.optim, and writes it again, by names and in PyTorch's form.
+PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices alone; made from parameters
+or from named parameters, of one group or two) takes some steps with drawn gradients. order_cases.lua reads the model's folder, takes
+the state over into an engine's optimizer and into one of ps.optim, and writes it again, by names and in PyTorch's form.
 The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits
-of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first.
+of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first, and make
+the same next step from settings of its own that it was not made with.
 """
 import json
 import os
@@ -20,30 +21,47 @@ import runs
 
 CLASSES = sorted(set(models_oracle.CLASSES))
 KINDS = {"Adam": {"lr": 1e-3, "betas": [0.8, 0.95], "eps": 1e-6}, "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
-         "SGD": {"lr": 1e-2, "momentum": 0.9}, "RMSprop": {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5}}
+         "SGD": {"lr": 1e-2, "momentum": 0.9}, "Adafactor": {"lr": 1e-2, "beta2_decay": -0.7, "weight_decay": 0.1},
+         "Muon": {"lr": 1e-2, "momentum": 0.9, "ns_steps": 4, "weight_decay": 0.2},
+         "RMSprop": {"lr": 1e-2, "alpha": 0.9, "momentum": 0.5}}
 
 
 def draw_case(rng, index):
     case = models_oracle.draw_case(rng, models_oracle.CLASSES.index(CLASSES[index % len(CLASSES)]))
     kind = rng.choice(list(KINDS))
-    return case | {"kind": kind, "params": KINDS[kind], "named": rng.random() < 0.5, "groups": rng.random() < 0.5,
+    return case | {"kind": kind, "params": KINDS[kind], "named": rng.random() < 0.5,
+                   "groups": kind != "Muon" and rng.random() < 0.5,
                    "steps": rng.randint(1, 3), "memory": rng.choice(["plain", "chunks"]), "pad": 1}
 
 
-def optimizer_of(case, model, named):
-    """An optimizer of the case's kind over the model's parameters; of two groups, biases are the first."""
-    entries = list(model.named_parameters())
+def optimizer_of(case, model, named, own=True):
+    """An optimizer of the case's kind over the model's parameters; of two groups, biases are the first. Muon has the
+    matrices alone. own: with the case's settings, else with the defaults."""
+    entries = [e for e in model.named_parameters() if case["kind"] != "Muon" or e[1].dim() == 2]
     lists = [entries]
     if case["groups"]:
         lists = [[e for e in entries if e[0].endswith("bias")], [e for e in entries if not e[0].endswith("bias")]]
     groups = [{"params": list_ if named else [p for _, p in list_]} for list_ in lists]
-    return getattr(torch.optim, case["kind"])(groups, **case["params"])
+    return getattr(torch.optim, case["kind"])(groups, **(case["params"] if own else {}))
+
+
+def after_step(model, optimizer, seed):
+    """The parameters after another step with drawn gradients; the model keeps its own."""
+    torch.manual_seed(seed)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.copy_(before[n])
+    return after
 
 
 def state_by_name(model, optimizer):
     return {f"{n}.{key}": value.clone() for n, p in model.named_parameters()
-            for key, value in optimizer.state.get(p, {}).items()
-            if key != "step" and torch.is_tensor(value)}
+            for key, value in optimizer.state.get(p, {}).items() if key != "step" and torch.is_tensor(value)}
 
 
 def prepare(case):
@@ -79,12 +97,16 @@ def judge(case, model, want):
     off = [f"named_parameters: number {i} is {a}, of transformers {b}" for i, (a, b) in
            enumerate(zip(result["names"] + [None] * len(names), names)) if a != b]
     off += [f"{n}: no such parameter in transformers" for n in result["names"] if n not in names]
-    for prefix in "", "plain_":                      # by the engine, and by ps.optim
-        by_name = load_file(os.path.join(case["out"], prefix + "by_name.safetensors"))
-        off += compare(prefix + "taken over", by_name, want)
-        back = optimizer_of(case, model, not case["named"])
+    # By the engine, and by ps.optim. Muon of an engine has AdamW's groups, too, which no class of PyTorch loads.
+    for prefix in ("", "plain_") if case["kind"] != "Muon" else ("plain_",):
+        taken = load_file(os.path.join(case["out"], prefix + "by_name.safetensors"))
+        off += compare(prefix + "taken over", taken, want)
+        back = optimizer_of(case, model, not case["named"], own=False)
         back.load_state_dict(torch.load(os.path.join(case["out"], prefix + "ours.pt")))
         off += compare(prefix + "given back", state_by_name(model, back), want)
+        got, first = after_step(model, back, case["seed"]), optimizer_of(case, model, case["named"])
+        first.load_state_dict(torch.load(os.path.join(case["out"], "torch.pt")))
+        off += compare(prefix + "the next step", got, after_step(model, first, case["seed"]))
         listed = [n for group in back.state_dict()["param_groups"] for n in group["param_names"]]
         order = [n for group in back.param_groups for p in group["params"]
                  for n, q in model.named_parameters() if p is q]
