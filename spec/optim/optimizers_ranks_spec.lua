@@ -65,3 +65,39 @@ describe("ZeRO 1 to 3 have the same bits with every optimizer", function()
     end)
   end
 end)
+
+local PARTS = [[
+local ps = require "ps"
+local gpt2 = require "models.gpt2"
+local optimizers = require "ps.optimizers"
+ps.init_distributed { rendezvous = "file://FOLDER/rendezvous", quiet = true }
+for _, kind in ipairs(optimizers.names) do
+  local ok, why = pcall(ps.initialize, { quiet = true, model_func = function() return gpt2.new "tiny" end,
+    config = { plan_print = false, optimizer = { type = kind }, tensor_parallel = { size = 2 } } })
+  print(("%s|%s|%s"):format(kind, tostring(ok), ok and "" or (tostring(type(why) == "table" and why.msg or why)
+    :gsub("\n", " "))))
+  if ok then why:close() end
+end
+]]
+
+describe("tensor parallelism", function()
+  it("refuses optimizers that need a whole parameter, with the parameter's name, and trains with the others", function()
+    if lib.no_gloo() then return pending(lib.no_gloo()) end
+    local folder = lib.folder()
+    local said = lib.run(folder, 2, (PARTS:gsub("FOLDER", folder)))
+    for rank = 0, 1 do
+      assert.equal(0, said[rank].code, said[rank].text)
+      local seen = 0
+      for kind, ok, why in said[rank].text:gmatch "(%w+)|(%a+)|([^\n]*)" do
+        local made = optimizers.of(kind)
+        seen = seen + 1
+        assert.equal(tostring(not (made.whole or made.blocks)), ok, kind .. ": " .. why)
+        if ok == "false" then
+          assert.matches(kind .. " needs the whole of %S+, but each tensor%-parallel rank has only a part", why)
+        end
+      end
+      assert.equal(#optimizers.names, seen)
+    end
+    lib.remove(folder)
+  end)
+end)

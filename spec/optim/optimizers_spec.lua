@@ -234,6 +234,24 @@ describe("a remainder", function()
     assert.near(8, bytes(1, 0, "Lion"), 0.1)
     assert.near(8, bytes(1, 0, "AdamWBF16"), 0.1)
     assert.near(12, bytes(1, 0, "RMSprop"), 0.1)               -- with momentum
+    -- The table of docs/optimizers.md: rows of how (micro-batches, clipping, master), and its columns.
+    local f = assert(io.open(require("ps.paths").root .. "/docs/optimizers.md"))
+    local page = f:read "*a"
+    f:close()
+    local table_of = page:match "(| | AdamW | AdamW8bit | Lion |\n.-)\n\n"
+    local HOW = { { "whole masters, one micro%-batch", 1, 1, "full" },
+      { "remainders, updates inside backward %(no clipping%)", 1, 0, "remainder" },
+      { "remainders, clipping, one micro%-batch", 1, 1, "remainder" },
+      { "whole masters, several micro%-batches", 2, 1, "full" },
+      { "remainders, several micro%-batches", 2, 1, "remainder" } }
+    local _, lines = table_of:gsub("\n", "")
+    assert.equal(#HOW + 1, lines)
+    for _, how in ipairs(HOW) do
+      local cells = { table_of:match("| " .. how[1] .. " | (%S+) | (%S+) | (%S+) |") }
+      for i, kind in ipairs { "AdamW", "AdamW8bit", "Lion" } do
+        assert.near(tonumber(cells[i]), bytes(how[2], how[3], kind, how[4]), 0.05, kind .. ", " .. how[1])
+      end
+    end
   end)
 end)
 
@@ -267,5 +285,146 @@ describe("what an optimizer cannot do", function()
     assert.matches("the saved optimizer is Lion, but this one is AdamW", type(why) == "table" and why.msg or why)
     model:close()
     os.execute("rm -rf " .. path)
+  end)
+end)
+
+describe("groups of parameters", function()
+  after_each(close)
+
+  -- What an engine prints before its first step, for a model and groups; its memory may be plain.
+  local function told(groups, memory)
+    local out, text = io.stderr, {}
+    rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
+    local c = config("AdamW", memory, false, 1)
+    local ok, model, opt = pcall(ps.initialize, { model_func = model_func, config = c, param_groups = groups })
+    rawset(io, "stderr", out)
+    return table.concat(text), ok, model, opt
+  end
+  local function named(pattern) return function(name) return name:find(pattern) ~= nil end end
+
+  it("that miss a parameter are refused, with its name", function()
+    for _, memory in ipairs { "plain", "chunk" } do
+      local _, ok, why = told({ { match = named "weight" }, { match = named "^0%.bias" } }, memory)
+      assert.False(ok)
+      assert.matches("no group of param_groups has 2.bias [96]: every group has a match", tostring(why), 1, true)
+      close()
+    end
+  end)
+
+  it("that share parameters or have none are named before the first step", function()
+    for _, memory in ipairs { "plain", "chunk" } do
+      local text, ok, model, opt = told({ { match = named "^0%.", lr = 1e-3 }, { match = named "weight", lr = 1e-4 }, {
+        match = named "wieght" }, {} }, memory)
+      assert.True(ok, tostring(model))
+      assert.matches("param_groups: several groups match 1 parameter (0.weight: param_groups[1] and [2]); each is in "
+        .. "the first of them", text, 1, true)
+      assert.matches("param_groups[3] has no parameter: its match returns false", text, 1, true)
+      assert.equal(1e-3, opt.groups[1].lr)
+      close()
+      text, ok = told({ { match = named "^0%.", lr = 1e-3 }, {} }, memory)
+      assert.True(ok)
+      assert.not_matches("param_groups", text, 1, true)
+      close()
+    end
+  end)
+
+  it("of ps.optim that list a parameter twice are refused", function()
+    local model = model_func()
+    local all = model:parameters()
+    local ok, why = pcall(ps.optim.AdamW, { { params = all }, { params = { all[1] }, lr = 1 } })
+    assert.False(ok)
+    assert.matches("AdamW: a parameter is listed twice", tostring(why), 1, true)
+  end)
+
+  it("of an optimizer of ps.optim that an engine takes over keep their own optimizers", function()
+    local model = model_func()
+    local matrices, rest = {}, {}
+    for _, p in ipairs(model:parameters()) do table.insert(p:dim() == 2 and matrices or rest, p) end
+    local opt = ps.optim.Muon({ { params = matrices, lr = 0.02, ns_steps = 3 }, { params = rest, optimizer = "AdamW",
+      lr = 0.003, betas = { 0.8, 0.9 } } }, { lr = 0.01 })
+    local _, own = ps.initialize { model = model, optimizer = opt, quiet = true, config = { plan_print = false } }
+    assert.same({ "Muon", 0.02, 3 }, { own.groups[1].kind, own.groups[1].lr, own.groups[1].ns_steps })
+    assert.same({ "AdamW", 0.003, { 0.8, 0.9 } }, { own.groups[2].kind, own.groups[2].lr, own.groups[2].betas })
+  end)
+end)
+
+describe("settings that no optimizer can use", function()
+  after_each(close)
+
+  local BAD = {
+    { "lr", 0 / 0, "lr is nan; expected a number of at least 0 that fp32 holds" },
+    { "lr", -1e-3, "lr is -0.001; expected a number of at least 0 that fp32 holds" },
+    { "lr", math.huge, "lr is inf" },
+    { "weight_decay", -1, "weight_decay is -1" },
+    { "betas", { 1, 0.9 }, "betas" }, { "betas", { 0.9, -0.1 }, "betas" }, { "betas", { 0.9 }, "betas" },
+  }
+
+  it("are named before the first step, by ps.optim, by a configuration and by param_groups", function()
+    for _, kind in ipairs(KINDS) do
+      for _, bad in ipairs(BAD) do
+        if optimizers.of(kind).defaults[bad[1]] ~= nil then
+          local what = ("%s %s"):format(kind, bad[1])
+          local options = { [bad[1]] = bad[2] }
+          local function refused(call, ...)
+            local ok, why = pcall(...)
+            assert.False(ok, what .. call)
+            why = type(why) == "table" and why.msg or tostring(why)
+            assert.truthy(why:find(bad[1], 1, true), what .. call .. ": " .. why)
+          end
+          local w = ps.ones { 4, 4 }:requires_grad(true)
+          refused(" of ps.optim", ps.optim[kind], { w }, options)
+          refused(" of a group", ps.optim[kind], { { params = { w }, [bad[1]] = bad[2] } }, {})
+          refused(" of a configuration", ps.initialize, { quiet = true, model_func = model_func,
+            config = { optimizer = { type = kind, params = options } } })
+          close()
+        end
+      end
+    end
+  end)
+
+  it("may be rates of 0, which the first step names", function()
+    local function printed(fn)
+      local out, text = io.stderr, {}
+      rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })
+      local ok, why = pcall(fn)
+      rawset(io, "stderr", out)
+      assert(ok, why)
+      return table.concat(text)
+    end
+    local w = ps.ones { 4, 4 }:requires_grad(true)
+    local function step_of(opt)
+      w:set_grad(ps.ones { 4, 4 })
+      return printed(function() opt:step() end)
+    end
+    local none = ps.optim.Lion({ w }, { lr = 0 })
+    assert.equal("psluajit: Lion: the learning rate (lr) is 0, so steps change no parameter until a script or a "
+      .. "schedule sets another\n", step_of(none))
+    assert.equal("", step_of(none))
+    local warm = ps.optim.AdamW({ w }, { lr = 1e-3 })
+    ps.sched.linear(warm, 2, 9)
+    assert.equal(0, warm.lr)
+    assert.equal("", step_of(warm))
+    local c = config("AdamW", "chunk", false, 1)
+    c.optimizer.params.lr = 0
+    assert.matches("AdamW: the learning rate (lr) is 0", printed(function()
+      local model, opt = ps.initialize { model_func = model_func, config = c }
+      steps(model, opt, 1, false, 1)
+      model:close()
+    end), 1, true)
+  end)
+
+  it("are refused at the step if a script assigns them", function()
+    local w = ps.ones { 4, 4 }:requires_grad(true)
+    local opt = ps.optim.AdamW({ w })
+    w:set_grad(ps.ones { 4, 4 })
+    for _, bad in ipairs(BAD) do
+      local was = opt.groups[1][bad[1]]
+      opt.groups[1][bad[1]] = bad[2]
+      local ok, why = pcall(opt.step, opt)
+      assert.False(ok)
+      assert.matches(bad[1], tostring(why), 1, true)
+      opt.groups[1][bad[1]] = was
+    end
+    opt:step()
   end)
 end)

@@ -343,10 +343,10 @@ describe("a schedule", function()
     assert.equal(adam.lr, same.lr)
     schedule = sched.linear(same, 2, 20)
     assert.equal("psluajit: the saved schedule is linear { num_training_steps = 10, num_warmup_steps = 2 }, and this "
-      .. "run's is linear { num_training_steps = 20, num_warmup_steps = 2 }: it goes on at its step 5, with the rate "
+      .. "run's is linear { num_training_steps = 20, num_warmup_steps = 2 }: it continues at its step 5, with the rate "
       .. "0.416667\n", printed(schedule.load_state_dict, schedule, state))
     schedule = sched.StepLR(same, 2, 0.5)
-    assert.matches("and this run's is StepLR { gamma = 0.5, step_size = 2 }: it goes on at its step 5, with the rate "
+    assert.matches("and this run's is StepLR { gamma = 0.5, step_size = 2 }: it continues at its step 5, with the rate "
       .. "0.125", printed(schedule.load_state_dict, schedule, state), 1, true)
     assert.equal(0.125, same.lr)
     schedule = sched.ReduceLROnPlateau(same)

@@ -7,6 +7,7 @@ local check = require "ps.config.check"
 local copied = require "ps.core.copied"
 local types = require "ps.core.types"
 local optimizers = require "ps.optimizers"
+local mesh = require "ps.dist.mesh"
 local is_tensor = require("ps.core.scope").is_tensor
 local foreign = require "ps.core.foreign"
 local error = caller.error
@@ -112,6 +113,21 @@ local function base_of(list, given)
   if given == nil then return alike and list[1].initial_lr end
   if given == 0 and not (alike and list[1].initial_lr == 0) then return false end
   return given
+end
+
+local told_zero = setmetatable({}, { __mode = "k" })
+
+--- Prints, at the first step, that all rates are 0 and were so when the optimizer was made.
+---@param optimizer {groups: table[]}
+---@param quiet? boolean
+function groups.tell_zero(optimizer, quiet)
+  if told_zero[optimizer] then return end
+  told_zero[optimizer] = true
+  for _, group in ipairs(optimizer.groups) do if group.lr ~= 0 or group.initial_lr ~= 0 then return end end
+  local world = mesh.group "world"
+  if quiet or world and world:rank() > 0 then return end
+  io.stderr:write(("psluajit: %s: the learning rate (lr) is 0%s, so steps change no parameter until a script or a "
+    .. "schedule sets another\n"):format(optimizer.groups[1].kind, #optimizer.groups > 1 and " in all groups" or ""))
 end
 
 -- Notes the rates that psluajit itself set, to detect a script's assignments.
@@ -306,6 +322,50 @@ function groups.states(list)
   local states = {}
   for number, group in ipairs(list) do states[number] = optimizers.states_of(optimizers.of_group(group), list) end
   return states
+end
+
+-- The groups whose match returns true for a parameter; a last group without a match gets it if there is none.
+local function matches(param_groups, name, param)
+  local list = {}
+  for number, given in ipairs(param_groups) do
+    if given.match and given.match(name, param) then list[#list + 1] = number end
+  end
+  local last = #param_groups
+  if not list[1] and not param_groups[last].match then list[1] = last end
+  return list
+end
+
+--- Refuses trained parameters that no group has. Prints the parameters that several groups match, and the groups that
+--- have none.
+---@param param_groups? table[]
+---@param rows {name: string, param: ps.Tensor}[] all trained parameters
+---@param note fun(text: string)
+function groups.check_members(param_groups, rows, note)
+  if not param_groups or not rows[1] then return end
+  local has, shared, first = {}, 0, nil
+  for _, row in ipairs(rows) do
+    local list = matches(param_groups, row.name, row.param)
+    if not list[1] then
+      error(("ps.initialize: no group of param_groups has %s [%s]: every group has a match, and each returns false for "
+        .. "it; leave match out of the last group, which then gets all other parameters, or freeze the parameter with "
+        .. "requires_grad(false)"):format(row.name, table.concat(row.param:shape(), ", ")))
+    end
+    has[list[1]] = true
+    if list[2] then
+      shared = shared + 1
+      first = first or ("%s: param_groups[%s]"):format(row.name, table.concat(list, "] and ["))
+    end
+  end
+  if first then
+    note(("param_groups: several groups match %d parameter%s (%s); each is in the first of them"):format(shared,
+      shared == 1 and "" or "s", first))
+  end
+  for number, given in ipairs(param_groups) do
+    if given.match and not has[number] then
+      note(("param_groups[%d] has no parameter: its match returns false for all that no earlier group has"):format(
+        number))
+    end
+  end
 end
 
 --- The number, from 1, of a parameter's group: the first whose match returns true, else the last.

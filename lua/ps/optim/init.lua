@@ -317,6 +317,7 @@ function Optimizer:step(options)
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
   check_ranks(self)
   groups.check(self.groups, self.kind.name)
+  groups.tell_zero(self)
   check_taken(self)
   if self.lost then
     error(("%s: module:to(...) replaced %s, and this optimizer has the old tensor: convert first, then make the "

@@ -190,15 +190,15 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints that a run goes on with another schedule than the saved one.
+-- Prints that a run continues with another schedule than the saved one.
 local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
   for key in pairs(same and state.options and self.options or {}) do same = same and state.options[key] ~= nil end
   local world, engine = mesh.group "world", self.optimizer.engine
   if same or world and world:rank() > 0 or engine and engine.quiet then return end
-  io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it goes on at its step %d, with the rate "
-    .. "%.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
+  io.stderr:write(("psluajit: the saved schedule is %s, and this run's is %s: it continues at its step %d, with the "
+    .. "rate %.6g\n"):format(described(state.name, state.options or {}), described(self.name, self.options), self.count,
     self:lr()))
 end
 

@@ -163,6 +163,7 @@ function Optimizer:drop_own() end
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
+  groups.tell_zero(self, self.engine.quiet)
   local info = step.update(self.engine)
   if not info.accumulating then self.engine:finish_step(info) end
   return info
@@ -244,6 +245,7 @@ function optimizer.new(engine, built, cfg)
   -- parameter.
   local all = copied(built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
+  groups.check_members(engine.param_groups, all, function(text) engine:note(text) end)
   for _, row in ipairs(all) do row.group = groups.number_of(engine.param_groups, row.name, row.param) - 1 end
   table.sort(all, function(a, b)
     if a.group ~= b.group then return a.group < b.group end

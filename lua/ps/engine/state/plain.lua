@@ -140,9 +140,14 @@ local function named_rows(module, inner, made)
 end
 
 -- Optimizer groups with their parameters, in the form of ps.optim.
-local function groups_of(module, cfg, param_groups)
-  local list = optim_groups.configured(cfg.optimizer, param_groups)
+local function groups_of(engine, module)
+  local param_groups, trained = engine.param_groups, {}
+  local list = optim_groups.configured(engine.cfg.optimizer, param_groups)
   for _, group in ipairs(list) do group.params = {} end
+  for name, p in module:named_parameters() do
+    if p:needs_grad() then trained[#trained + 1] = { name = name, param = p } end
+  end
+  optim_groups.check_members(param_groups, trained, function(text) engine:note(text) end)
   for name, p in module:named_parameters() do
     if p:needs_grad() then
       local group = list[optim_groups.number_of(param_groups, name, p)]
@@ -179,7 +184,7 @@ function plain.initialize(engine, request)
   if engine.accumulate > 1 and cfg.grad_accum_dtype == "fp32" then
     for _, p in ipairs(module:parameters()) do p:grad_in_fp32(true) end
   end
-  local inner = optim[cfg.optimizer.type](groups_of(module, cfg, engine.param_groups),
+  local inner = optim[cfg.optimizer.type](groups_of(engine, module),
     { lr = cfg.rate_given and cfg.optimizer.params.lr or nil })
   inner.of_engine = true
   local rows = named_rows(module, inner, made)
