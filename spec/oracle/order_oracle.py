@@ -3,11 +3,11 @@
 
 transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of
 PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices alone; made from parameters
-or from named parameters, of one group or two) takes some steps with drawn gradients. order_cases.lua reads the model's folder, takes
-the state over into an engine's optimizer and into one of ps.optim, and writes it again, by names and in PyTorch's form.
-The names of the parameters must be those of named_parameters, in its order. The state of each name must have the bits
-of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the state of the first, and make
-the same next step from settings of its own that it was not made with.
+or from named parameters, of one group or two) takes some steps with drawn gradients. order_cases.lua reads the
+model's folder, takes the state over into an engine's optimizer and into one of ps.optim, and writes it again, by
+names and in PyTorch's form. The names of the parameters must be those of named_parameters, in its order. The state of
+each name must have the bits of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the
+state of the first, and make the same next step from settings of its own that it was not made with.
 """
 import json
 import os
