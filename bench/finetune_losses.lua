@@ -64,7 +64,15 @@ local function batches_of(tok, rows)
       local row, mask = tok:apply_chat_template((ps.data.conversation(rows, (step - 1) * args.batch + r)),
         { train_on = "assistant", date = "2026-01-01" })
       ids[r], labels[r] = {}, {}
-      for k = 1, math.min(#row, args.most) do ids[r][k], labels[r][k] = row[k], mask[k] == 1 and row[k] or -100 end
+      local trained = 0
+      for k = 1, math.min(#row, args.most) do
+        ids[r][k], labels[r][k] = row[k], mask[k] == 1 and row[k] or -100
+        trained = trained + (k > 1 and mask[k] or 0)
+      end
+      if trained == 0 then
+        error(("--most %d: none of the first %d tokens of conversation %d is trained, of %d tokens: raise it"):format(
+          args.most, args.most, (step - 1) * args.batch + r, #row), 0)
+      end
       longest = math.max(longest, #ids[r])
     end
     local attention = {}
