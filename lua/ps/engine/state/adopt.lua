@@ -48,8 +48,10 @@ end
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    list[number] = { match = function(name) return by_name[name] == number end, optimizer = group.kind }
-    for _, key in ipairs(optimizers.of_group(group).settings) do list[number][key] = group[key] end
+    -- A group of the optimizer's own kind has the configuration's type, and groups of ps.bmt name no kind.
+    local kind = group.kind ~= optimizer.kind.name and group.kind or nil
+    list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
+    for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
     for _, param in ipairs(group.params) do
       local address = nn_module.address(param)
       number_of[address], left[address] = number, true
