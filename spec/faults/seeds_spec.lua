@@ -12,6 +12,7 @@ local SEEDS = os.getenv "PS_FAULT_SEEDS" or os.getenv "PS_FULL" == "1" and "1:10
 -- Seeds and plans that found a defect.
 local FOUND = {
   { 20, "1/0:open@15=EACCES" },                            -- the error of a rank's file said that it was missing
+  { 37, "1/0:any@12=power:790880" },                       -- a file that had no name yet was left behind
   { 58, "1/1:send@4=half_open" },                          -- the error had a key of the store instead of the rank
   { 82, "2/0:open@1=EIO" },                                -- `latest` could not be read, and the run began again
 }

@@ -63,9 +63,32 @@ typedef struct note {
     int port;
 } note;
 
-/* Writes the file as a whole (by a rename). From its first byte on, only this user may read it. */
+/* Writes the text into a file without a name, then names it `path`: a process that is killed in between leaves no file
+ * behind. Returns false where this is not possible, on NFS for example. */
+static bool write_nameless(const char *path, const char *text, size_t nbytes)
+{
+    enum { TRIES = 100 };                  /* another process may write `path` at the same time */
+    char folder[PATH_MAX], own[64];
+    const char *slash = strrchr(path, '/');
+    int n = slash ? snprintf(folder, sizeof folder, "%.*s", (int)(slash - path + 1), path)
+                  : snprintf(folder, sizeof folder, ".");
+    if (n >= (int)sizeof folder) return false;
+    int fd = open(folder, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
+    if (fd < 0) return false;
+    bool written = write(fd, text, nbytes) == (ssize_t)nbytes, named = false;
+    snprintf(own, sizeof own, "/proc/self/fd/%d", fd);
+    for (int i = 0; written && !named && i < TRIES; i++) {
+        named = linkat(AT_FDCWD, own, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0;
+        if (!named && (errno != EEXIST || (unlink(path) < 0 && errno != ENOENT))) break;
+    }
+    close(fd);
+    return named;
+}
+
+/* Writes the file as a whole, where necessary by a rename. From its first byte on, only this user may read it. */
 static int write_note(const char *path, const char *text, size_t nbytes)
 {
+    if (write_nameless(path, text, nbytes)) return 0;
     char temp[PATH_MAX];
     if (snprintf(temp, sizeof temp, "%s.tmp-%ld", path, (long)getpid()) >= (int)sizeof temp)
         return ps_fail(PS_EINVAL, "the name of the file to meet by is too long: %s", path);
