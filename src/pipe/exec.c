@@ -9,205 +9,9 @@
 #include "base/alloc.h"
 #include "base/error.h"
 #include "base/grow.h"
-#include "base/record.h"
-#include "pipe/exec.h"
+#include "pipe/exec_state.h"
 #include "tensor/replay.h"
 #include "tensor/tensor.h"
-
-typedef struct bundle { int32_t n; ps_tensor *t[PS_PIPE_CARRY]; } bundle;
-
-typedef struct slot {
-    bundle in;                      /* the tensors that the forward received. They are a boundary if gradients are sent
-                                     * back */
-    bundle in_grad;                 /* gradients of `in`, from the end of the backward until they are sent */
-    bundle out;                     /* the tensors that the forward returned, or the loss */
-    bundle out_grad;                /* gradients of `out`, from their arrival to the backward */
-    ps_tensor *root;                /* held: the walk of the last virtual stage begins from this tensor; NULL: from the
-                                     * loss */
-    bool bounded;                   /* `in` is a boundary */
-    bool sent;                      /* `out` was sent to another rank. The slot no longer holds it, so its bytes stay
-                                     * only while the channel or the tape holds them */
-} slot;
-
-/* The tensors that a virtual stage passes to the next one in a micro-batch. */
-typedef struct expected {
-    int32_t n;
-    ps_pipe_tensor *carry;          /* [n] */
-} expected;
-
-typedef struct incoming {           /* a receive that is under way */
-    ps_tensor *t;                   /* NULL: a message without a tensor */
-    void *request;
-} incoming;
-
-struct ps_pipe {
-    ps_guest guest;
-    ps_ctx *ctx;
-    const ps_pipe_table *t;
-    pipe_channel *channel;
-    int rank, host;                 /* host: the device for messages whose own device the channel cannot send from */
-    int32_t n_local;
-    slot *slots;                    /* [n_local x micro_batches] the slots of this rank's virtual stages */
-    expected *expected;             /* [vstages x micro_batches] the expected tensors */
-    pipe_note *losses;              /* [micro_batches] losses that arrived, or were computed here. The numbers of
-                                     * ps_pipe_weigh and ps_pipe_score arrive with them */
-    double *weights;                /* [micro_batches] weights from ps_pipe_mark */
-    void **loss_requests;           /* [micro_batches] receives of losses that are under way, or NULL */
-    void **sends;                   /* [n_sends] sends that are under way */
-    int32_t n_sends, sends_capacity;
-    incoming *posted;               /* [n_posted] receives of the next actions, in the order of the row. Those before
-                                     * `first_posted` are done */
-    int32_t n_posted, posted_capacity, first_posted;
-    bool open, dry, tells;
-    int32_t first_again, end_again; /* in dry rows these micro-batches repeat the micro-batch before them */
-    bool differed;                  /* the last dry row found that they cannot repeat it */
-    ps_step *step;                  /* the step of the row's actions; NULL: the caller performs all actions */
-    ps_action_how last;             /* settings of the last BACKWARD or WEIGHT of each virtual stage */
-    ps_update_group *groups;        /* [last.n_groups] or NULL */
-    int32_t groups_capacity;
-    int32_t event;                  /* kind of the event that was returned and is not done yet; NONE: there is no such
-                                     * event */
-    bool told;                      /* the due action must be returned as an event before it is performed */
-    bool stopped;                   /* the walk of the due action stopped at a segment */
-    bool broken;                    /* the step failed */
-    double seconds;                 /* seconds that the step's actions took here since the last event */
-    int32_t cursor;                 /* index of the action that is due or under way */
-    int32_t ahead;                  /* receives before this index have been posted */
-    bool has_clock;                 /* the virtual clock is on */
-    ps_pipe_cost *costs;            /* [vstages] */
-    ps_pipe_link link;
-    double clock, *free[PIPE_DIRECTIONS];       /* [vstages] by link: the time when its last message has left */
-    ps_pipe_span *spans;            /* one for each action of the row */
-};
-
-static const pipe_row *row_of(const ps_pipe *x) { return &x->t->rows[x->rank]; }
-static const ps_action *due(const ps_pipe *x) { return &row_of(x)->actions[x->cursor]; }
-static slot *slot_of(const ps_pipe *x, int32_t vstage, int32_t micro)
-{
-    return &x->slots[(int64_t)x->t->local_of[vstage] * x->t->spec.micro_batches + micro];
-}
-static expected *expected_of(const ps_pipe *x, int32_t vstage, int32_t micro)
-{
-    return &x->expected[pipe_pair(x->t, vstage, micro)];
-}
-
-/* -- dry rows ------------------------------------------------------------------------------------------------------ */
-/* The parts of a micro-batch's path through a virtual stage (tensor/replay.h). */
-enum { SPAN_POST_F, SPAN_RECV_F, SPAN_FORWARD, SPAN_SEND_F, SPAN_POST_B, SPAN_RECV_B, SPAN_BACKWARD, SPAN_SEND_B,
-       SPAN_WEIGHT, SPANS };
-
-static int part_of(int kind)
-{
-    switch (kind) {
-    case PS_ACT_RECV_F: return SPAN_RECV_F;
-    case PS_ACT_FORWARD: return SPAN_FORWARD;
-    case PS_ACT_SEND_F: return SPAN_SEND_F;
-    case PS_ACT_RECV_B: return SPAN_RECV_B;
-    case PS_ACT_SEND_B: return SPAN_SEND_B;
-    case PS_ACT_WEIGHT: return SPAN_WEIGHT;
-    default: return SPAN_BACKWARD;
-    }
-}
-
-static bool noting(const ps_pipe *x) { return x->dry && x->step; }
-
-/* True if the micro-batch repeats an earlier one. */
-static bool is_again(const ps_pipe *x, const ps_action *a)
-{
-    return noting(x) && a->micro >= x->first_again && a->micro < x->end_again && a->kind != PS_ACT_YIELD &&
-           a->kind != PS_ACT_REDUCE;
-}
-
-static int32_t number_of(const ps_pipe *x, const ps_action *a, int span)
-{
-    return x->t->local_of[a->vstage] * SPANS + span;
-}
-
-static void enter(ps_pipe *x, const ps_action *a, int span)
-{
-    if (noting(x)) ps_replay_enter(x->ctx, number_of(x, a, span), a->micro);
-}
-
-static int leave(ps_pipe *x)
-{
-    int rc = noting(x) ? ps_replay_leave(x->ctx) : 0;
-    if (rc < 0) x->differed = ps_replay_differs(x->ctx);
-    return rc;
-}
-
-static int again(ps_pipe *x, const ps_action *a, int span)
-{
-    int rc = ps_replay_span(x->ctx, number_of(x, a, span), a->micro);
-    if (rc < 0) x->differed = ps_replay_differs(x->ctx);
-    return rc;
-}
-
-int ps_pipe_repeat(ps_pipe *x, int first, int end)
-{
-    if (x->open) return ps_fail(PS_ESTATE, "a step of the pipeline is already under way");
-    if (first != end && (first < PS_PIPE_PERFORMED || end < first || end >= x->t->spec.micro_batches))
-        return ps_fail(PS_EINVAL, "micro-batches %d to %d of %d cannot repeat earlier ones: the first %d "
-                       "and the last must be performed", first, end - 1, x->t->spec.micro_batches, PS_PIPE_PERFORMED);
-    x->first_again = first, x->end_again = end;
-    x->differed = false;
-    return 0;
-}
-
-int ps_pipe_differed(const ps_pipe *x) { return x->differed; }
-void ps_pipe_collected(ps_pipe *x) { ps_replay_collected(x->ctx); }
-
-/* -- bundles ------------------------------------------------------------------------------------------------------- */
-static void let_one_go(ps_tensor *t)
-{
-    if (t) ps_tensor_unhold(t);
-}
-
-static void let_go(bundle *b)
-{
-    for (int32_t i = 0; i < b->n; i++) ps_tensor_unhold(b->t[i]);
-    b->n = 0;
-}
-
-static void let_out_go(slot *s)
-{
-    for (int32_t i = 0; s->sent && i < s->out.n; i++) ps_tensor_release(s->out.t[i]);
-    if (s->sent) s->out.n = 0;
-    s->sent = false;
-    let_go(&s->out);
-}
-
-/* Backward begins at `out`, but reads none of its bytes. They are freed after the send, unless the tape needs them.
- * Otherwise a schedule with many micro-batches in flight would hold each activation between virtual stages twice. */
-static void let_bytes_go(slot *s)
-{
-    for (int32_t i = 0; i < s->out.n; i++) {
-        ps_tensor *t = s->out.t[i];
-        ps_tensor_retain(t);
-        if (!t->storage->bytes.kept) ps_storage_drop(t->storage);
-        ps_tensor_unhold(t);
-    }
-    s->sent = true;
-}
-
-static void let_slot_go(slot *s)
-{
-    let_go(&s->in);
-    let_go(&s->in_grad);
-    let_out_go(s);
-    let_go(&s->out_grad);
-    let_one_go(s->root);
-    s->root = NULL;
-    s->bounded = false;
-}
-
-/* Adds a tensor to a bundle. Takes over the caller's reference, even on failure. */
-static int put(bundle *b, ps_tensor *t)
-{
-    int rc = ps_tensor_check_alive(t);
-    if (rc == 0) b->t[b->n++] = ps_tensor_hold(t);
-    ps_tensor_release(t);
-    return rc;
-}
 
 /* -- life ---------------------------------------------------------------------------------------------------------- */
 static int find_host(const ps_ctx *ctx)
@@ -329,267 +133,6 @@ int ps_pipe_measured(const ps_pipe *x, ps_pipe_rank_times *out, const ps_pipe_sp
     return 0;
 }
 
-/* The time, by the virtual clock, at which a message arrives if it is sent now. */
-static double arrival(ps_pipe *x, int direction, int32_t from, int32_t to)
-{
-    double *free = &x->free[direction][pipe_link(x->t, from, to)];
-    double begin = x->clock > *free ? x->clock : *free;
-    int64_t nbytes = x->costs[from < to ? from : to].nbytes;
-    *free = begin + (x->link.rate > 0 ? (double)nbytes / x->link.rate : 0);
-    return *free + x->link.latency;
-}
-
-/* -- messages ------------------------------------------------------------------------------------------------------ */
-static bool goes_up(const ps_action *a) { return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_F; }
-static bool is_receive(const ps_action *a) { return a->kind == PS_ACT_RECV_F || a->kind == PS_ACT_RECV_B; }
-
-static int32_t other_end(const ps_action *a)
-{
-    return a->kind == PS_ACT_SEND_F || a->kind == PS_ACT_RECV_B ? a->vstage + 1 : a->vstage - 1;
-}
-
-/* The tensors of a transfer, as a set of numbers, `carried`. In forward these are all tensors that one virtual stage
- * passes to the next. In backward they are those that get gradients. */
-static int32_t carried_of(const ps_pipe *x, const ps_action *a, int32_t carried[PS_PIPE_CARRY], const expected **of)
-{
-    int32_t n = 0, other = other_end(a), giver = other < a->vstage ? other : a->vstage;
-    *of = expected_of(x, giver, a->micro);
-    for (int32_t i = 0; i < (*of)->n; i++) if (goes_up(a) || (*of)->carry[i].grad) carried[n++] = i;
-    return n;
-}
-
-/* Both ends identify a message by the forward or the backward that made it. */
-static pipe_tag tag_of(const ps_action *a, int32_t part)
-{
-    return (pipe_tag){ goes_up(a) ? 'F' : 'B', (int16_t)part, is_receive(a) ? other_end(a) : a->vstage, a->micro };
-}
-
-static int to_device(ps_ctx *ctx, ps_tensor *t, int device, ps_tensor **out)
-{
-    ps_attrs_to_device attrs = { .device = device };
-    ps_tensor *made[PS_MAX_OUT] = { NULL };
-    int enabled = ps_set_grad_enabled(ctx, 0);
-    int rc = ps_apply(ctx, PS_OP_to_device, 1, &t, &attrs, sizeof attrs, made);
-    ps_set_grad_enabled(ctx, enabled);
-    if (rc == 0) *out = made[0];
-    return rc;
-}
-
-/* The device from which, or to which, a message with a tensor on `device` is transferred. */
-static int meeting_place(const ps_pipe *x, int device)
-{
-    const pipe_channel_table *w = x->channel->table;
-    return w->carries && w->carries(x->channel, device) ? device : x->host;
-}
-
-/* Checks whether messages between devices have failed; all: waits until they have arrived. */
-static int settle(ps_pipe *x, bool all)
-{
-    if (x->dry || !x->channel->table->settle) return 0;
-    int64_t began = ps_record_begin();
-    int rc = x->channel->table->settle(x->channel, all);
-    if (all) ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began,
-                                              .id = -1 });
-    return rc;
-}
-
-/* Begins a receive. Makes its tensor now, so that there is memory when the bytes arrive. `what` is NULL if the message
- * has no tensor. */
-static int post(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const ps_pipe_tensor *what)
-{
-    incoming in = { NULL, NULL };
-    int rc = 0;
-    PS_TRY(ps_grow(x->posted, x->posted_capacity, x->n_posted + 1));
-    if (what) {
-        int device = x->dry ? what->device : meeting_place(x, what->device);
-        ps_tensor *made;
-        PS_TRY(ps_tensor_new(x->ctx, what->dtype, device, what->ndim, what->shape, &made));
-        ps_replay_scripted(made->storage, noting(x) && lane == PIPE_LANE_UP);     /* scripts cannot see gradients */
-        in.t = ps_tensor_hold(made);
-        ps_tensor_release(made);
-    }
-    if (rc == 0 && !x->dry) rc = x->channel->table->recv(x->channel, peer, lane, tag, in.t, &in.request);
-    if (rc < 0) return let_one_go(in.t), rc;
-    x->posted[x->n_posted++] = in;
-    return 0;
-}
-
-static int post_action(ps_pipe *x, const ps_action *a)
-{
-    int32_t carried[PS_PIPE_CARRY];
-    const expected *of;
-    int32_t n = carried_of(x, a, carried, &of);
-    int peer = x->t->rank_of[other_end(a)], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN;
-    for (int32_t i = 0; i < (n ? n : 1); i++) {
-        pipe_tag tag = tag_of(a, n ? carried[i] : -1);
-        PS_TRY(post(x, peer, lane, &tag, n ? &of->carry[carried[i]] : NULL));
-    }
-    return 0;
-}
-
-/* Posts the receives before `end`, in the row's order. */
-static int post_before(ps_pipe *x, int32_t end)
-{
-    for (; x->ahead < end; x->ahead++) {
-        const ps_action *a = &row_of(x)->actions[x->ahead];
-        if (!is_receive(a)) continue;
-        int span = a->kind == PS_ACT_RECV_F ? SPAN_POST_F : SPAN_POST_B;
-        if (is_again(x, a)) {
-            PS_TRY(again(x, a, span));
-            continue;
-        }
-        enter(x, a, span);
-        PS_TRY(post_action(x, a));
-        PS_TRY(leave(x));
-    }
-    return 0;
-}
-
-/* The index of the next computing action (pipe_is_compute) after the action that is due. */
-static int32_t next_work(const ps_pipe *x)
-{
-    int32_t at = x->cursor + 1;
-    while (at < row_of(x)->n && !pipe_is_compute(row_of(x)->actions[at].kind)) at++;
-    return at;
-}
-
-/* Waits until a message has been received or sent. */
-static int wait_for(ps_pipe *x, void *request, pipe_note *note)
-{
-    int64_t began = ps_record_begin();
-    int rc = x->channel->table->wait(x->channel, request, note);
-    ps_record_end((ps_record_event){ .kind = PS_REC_WAIT, .name = PS_WAIT_MESSAGE, .begin_ns = began, .id = -1 });
-    return rc;
-}
-
-/* Waits for the receive that was posted first, and adds its tensor to `to`, on `device`. */
-static int take_one(ps_pipe *x, int device, bundle *to)
-{
-    incoming in = x->posted[x->first_posted++];
-    pipe_note note = { 0 };
-    if (x->first_posted == x->n_posted) x->first_posted = x->n_posted = 0;
-    int rc = x->dry ? 0 : wait_for(x, in.request, &note);
-    if (rc == 0 && note.when > x->clock) x->clock = note.when;
-    if (rc == 0 && in.t) {
-        ps_tensor *there = NULL;
-        if (in.t->device_ != device) rc = to_device(x->ctx, in.t, device, &there);
-        else ps_tensor_retain(there = in.t);
-        if (rc == 0) rc = put(to, there);
-    }
-    let_one_go(in.t);
-    return rc;
-}
-
-static int receive(ps_pipe *x, const ps_action *a)
-{
-    int32_t carried[PS_PIPE_CARRY];
-    const expected *of;
-    int32_t n = carried_of(x, a, carried, &of);
-    slot *s = slot_of(x, a->vstage, a->micro);
-    PS_TRY(post_before(x, x->cursor + 1));
-    if (is_again(x, a)) return again(x, a, part_of(a->kind));
-    enter(x, a, part_of(a->kind));
-    for (int32_t i = 0; i < (n ? n : 1); i++)
-        PS_TRY(take_one(x, n ? of->carry[carried[i]].device : x->host,
-                        a->kind == PS_ACT_RECV_F ? &s->in : &s->out_grad));
-    return leave(x);
-}
-
-/* Begins a send. Waits here for earlier sends that have already finished. The others are waited for at the end of the
- * step at the latest. */
-static int begin_send(ps_pipe *x, int peer, int lane, const pipe_tag *tag, const pipe_note *note, ps_tensor *t)
-{
-    const pipe_channel_table *w = x->channel->table;
-    int32_t n = 0;
-    int rc = 0;
-    for (int32_t i = 0; i < x->n_sends; i++) {
-        if (rc < 0 || !w->test(x->channel, x->sends[i])) x->sends[n++] = x->sends[i];
-        else rc = wait_for(x, x->sends[i], NULL);
-    }
-    x->n_sends = n;
-    PS_TRY(rc);
-    PS_TRY(ps_grow(x->sends, x->sends_capacity, n + 1));
-    PS_TRY(w->send(x->channel, peer, lane, tag, note, t, &x->sends[n]));
-    x->n_sends++;
-    return 0;
-}
-
-static int send(ps_pipe *x, const ps_action *a)
-{
-    int32_t carried[PS_PIPE_CARRY], to = other_end(a);
-    const expected *of;
-    int32_t n = carried_of(x, a, carried, &of);
-    int peer = x->t->rank_of[to], lane = goes_up(a) ? PIPE_LANE_UP : PIPE_LANE_DOWN, rc = 0;
-    slot *s = slot_of(x, a->vstage, a->micro);
-    bundle *from = goes_up(a) ? &s->out : &s->in_grad;
-    pipe_note note = { .when = arrival(x, goes_up(a) ? PIPE_UP : PIPE_DOWN, a->vstage, to) };
-    for (int32_t i = 0; rc == 0 && !x->dry && i < (n ? n : 1); i++) {
-        pipe_tag tag = tag_of(a, n ? carried[i] : -1);
-        ps_tensor *t = n ? from->t[i] : NULL, *moved = NULL;
-        int place = t ? meeting_place(x, t->device_) : x->host;
-        if (t && t->device_ != place) rc = to_device(x->ctx, t, place, &moved);
-        if (rc == 0) rc = begin_send(x, peer, lane, &tag, &note, moved ? moved : t);
-        ps_tensor_release(moved);
-    }
-    PS_TRY(rc);
-    if (is_again(x, a)) return again(x, a, part_of(a->kind));
-    enter(x, a, part_of(a->kind));
-    if (goes_up(a)) let_bytes_go(s);                         /* the channel holds the bytes until they are sent */
-    else let_go(from);
-    return leave(x);
-}
-
-/* -- losses -------------------------------------------------------------------------------------------------------- */
-static pipe_tag loss_tag(const ps_pipe *x, int32_t micro)
-{
-    return (pipe_tag){ 'L', -1, x->t->spec.vstages - 1, micro };
-}
-
-/* The rank that computes the losses. */
-static int loser(const ps_pipe *x) { return x->t->rank_of[x->t->spec.vstages - 1]; }
-
-/* Posts the receives of all losses at the beginning of the step, in the order in which the losses are computed. */
-static int post_losses(ps_pipe *x)
-{
-    const pipe_row *row = &x->t->rows[loser(x)];
-    for (int32_t at = 0; at < row->n && loser(x) != x->rank && !x->dry; at++) {
-        const ps_action *a = &row->actions[at];
-        if (a->kind != PS_ACT_FORWARD || a->vstage != x->t->spec.vstages - 1) continue;
-        pipe_tag tag = loss_tag(x, a->micro);
-        PS_TRY(x->channel->table->recv(x->channel, loser(x), PIPE_LANE_LOSS, &tag, NULL, &x->loss_requests[a->micro]));
-    }
-    return 0;
-}
-
-static int give_loss(ps_pipe *x, int32_t micro, const bundle *out)
-{
-    if (x->dry || !out->n || !ps_tensor_has_data(out->t[0])) return x->losses[micro].loss = 0, 0;
-    if (out->t[0]->numel_ != 1)
-        return ps_fail(PS_EINVAL, "the loss of micro-batch %d has %lld elements; it must have one", micro,
-                       (long long)out->t[0]->numel_);
-    ps_tensor *moved = NULL;
-    int rc = out->t[0]->device_ != x->host ? to_device(x->ctx, out->t[0], x->host, &moved) : 0;
-    if (rc == 0) rc = ps_tensor_read_f64(moved ? moved : out->t[0], 0, 1, &x->losses[micro].loss);
-    ps_tensor_release(moved);
-    return rc < 0 ? rc : settle(x, false);
-}
-
-static int send_loss(ps_pipe *x, int32_t micro)
-{
-    pipe_tag tag = loss_tag(x, micro);
-    for (int peer = 0; peer < x->t->spec.stages && !x->dry; peer++)
-        if (peer != x->rank) PS_TRY(begin_send(x, peer, PIPE_LANE_LOSS, &tag, &x->losses[micro], NULL));
-    return 0;
-}
-
-static int take_loss(ps_pipe *x, int32_t micro)
-{
-    void *request = x->loss_requests[micro];
-    if (!request) return 0;
-    x->loss_requests[micro] = NULL;
-    return wait_for(x, request, &x->losses[micro]);
-}
-
 /* -- events -------------------------------------------------------------------------------------------------------- */
 static const ps_action_how plain_how = { .scale = 1 };
 
@@ -609,9 +152,9 @@ int ps_pipe_begin(ps_pipe *x, ps_step *step, int dry, int tells)
     for (int d = 0; d < PIPE_DIRECTIONS; d++) memset(x->free[d], 0, (size_t)x->t->spec.vstages * sizeof *x->free[d]);
     for (int32_t i = 0; i < x->t->spec.micro_batches; i++) x->losses[i] = (pipe_note){ .weight = -1 };
     memset(x->weights, 0, (size_t)x->t->spec.micro_batches * sizeof *x->weights);
-    int rc = noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * SPANS, x->first_again,
+    int rc = pipe_noting(x) ? ps_replay_begin(x->ctx, x->t->spec.micro_batches, x->n_local * SPANS, x->first_again,
                                          x->end_again) : 0;
-    if (rc == 0) rc = post_losses(x);
+    if (rc == 0) rc = pipe_post_losses(x);
     x->broken = rc < 0;
     return rc;
 }
@@ -645,7 +188,7 @@ int ps_pipe_mark(ps_pipe *x, int micro, ps_tensor *root, double weight)
     if (root) {
         slot *s = slot_of(x, last, micro);
         PS_TRY(ps_tensor_check_alive(root));
-        let_one_go(s->root);
+        pipe_let_one_go(s->root);
         s->root = ps_tensor_hold(root);
     }
     x->weights[micro] = weight;
@@ -706,29 +249,29 @@ static int begin_event(ps_pipe *x, const ps_action *a, ps_pipe_event *out)
 {
     ps_pipe_event e = hand_out(x, a->kind);
     if (a->kind == PS_ACT_YIELD) {
-        PS_TRY(take_loss(x, a->micro));
+        PS_TRY(pipe_take_loss(x, a->micro));
         const pipe_note *note = &x->losses[a->micro];
         e.loss = note->loss, e.weight = note->weight, e.hits = note->hits, e.targets = note->targets;
     }
     tell(x, a);
-    e.again = is_again(x, a);
+    e.again = pipe_is_again(x, a);
     if (a->kind == PS_ACT_FORWARD && !e.again) {
         slot *s = slot_of(x, a->vstage, a->micro);
         PS_TRY(bound(x, a));
         e.n = s->in.n;
         e.in = s->in.t;
     }
-    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
-    if (pipe_is_compute(a->kind) && !e.again) enter(x, a, part_of(a->kind));
+    if (pipe_is_compute(a->kind)) PS_TRY(pipe_post_before(x, pipe_next_work(x)));
+    if (pipe_is_compute(a->kind) && !e.again) pipe_enter(x, a, pipe_part_of(a->kind));
     *out = e;
     return 0;
 }
 
 static int finish(ps_pipe *x, ps_pipe_event *out)
 {
-    while (x->n_sends > 0) PS_TRY(wait_for(x, x->sends[--x->n_sends], NULL));
-    PS_TRY(settle(x, true));                                 /* an update must not use messages that did not arrive */
-    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
+    while (x->n_sends > 0) PS_TRY(pipe_wait_for(x, x->sends[--x->n_sends], NULL));
+    PS_TRY(pipe_settle(x, true));                            /* an update must not use messages that did not arrive */
+    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     if (!x->dry) x->channel->table->at(x->channel, NULL);
     x->open = false;
     x->step = NULL;
@@ -782,8 +325,8 @@ static int walk(ps_pipe *x, const ps_action *a, int64_t *segment)
     const expected *e = expected_of(x, a->vstage, a->micro);
     for (int32_t i = 0; i < e->n; i++) if (e->carry[i].grad) roots[n++] = s->out.t[i];
     int rc = ps_backward_begin_n(x->ctx, n, roots, s->out_grad.t, NULL);
-    let_go(&s->out_grad);                                   /* only the walk holds the gradients now, so it may add to
-                                                             * them in place */
+    pipe_let_go(&s->out_grad);                               /* only the walk holds the gradients now, so it may add to
+                                                              * them in place */
     return rc < 0 ? rc : ps_backward_next(x->ctx, segment);
 }
 
@@ -815,7 +358,7 @@ static int back_done(ps_pipe *x, const ps_action *a)
         PS_TRY(ps_boundary_take(x->ctx, s->in.n, s->in.t, grads));
         for (int32_t i = 0; i < s->in.n; i++) {
             if (rc == 0 && e->carry[i].grad && grads[i]) rc = make_contiguous(x->ctx, &grads[i]);
-            if (rc == 0 && e->carry[i].grad && grads[i]) rc = put(&taken, grads[i]);
+            if (rc == 0 && e->carry[i].grad && grads[i]) rc = pipe_put(&taken, grads[i]);
             else if (rc == 0 && e->carry[i].grad)
                 rc = ps_fail(PS_EINVAL, "no gradient was computed for tensor %d that virtual stage %d received "
                                         "for micro-batch %d",
@@ -823,7 +366,7 @@ static int back_done(ps_pipe *x, const ps_action *a)
             else ps_tensor_release(grads[i]);
         }
     }
-    let_slot_go(s);
+    pipe_let_slot_go(s);
     s->in_grad = taken;
     if (rc < 0 || a->vstage == 0 || pipe_link(x->t, a->vstage, a->vstage - 1) >= 0) return rc;
     slot_of(x, a->vstage - 1, a->micro)->out_grad = taken;
@@ -837,7 +380,7 @@ static int begin_action(ps_pipe *x, const ps_action *a)
     ps_action_how how = sums && a->micro == x->t->spec.micro_batches - 1 ? x->last : plain_how;
     how.weight = x->weights[a->micro];
     tell(x, a);
-    if (pipe_is_compute(a->kind)) PS_TRY(post_before(x, next_work(x)));
+    if (pipe_is_compute(a->kind)) PS_TRY(pipe_post_before(x, pipe_next_work(x)));
     return ps_step_next(x->step, a->kind, &how);
 }
 
@@ -845,7 +388,7 @@ static int begin_action(ps_pipe *x, const ps_action *a)
  * way. */
 static int do_again(ps_pipe *x, const ps_action *a)
 {
-    PS_TRY(again(x, a, part_of(a->kind)));
+    PS_TRY(pipe_again(x, a, pipe_part_of(a->kind)));
     return ps_step_done(x->step);
 }
 
@@ -864,8 +407,8 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     bool notes = a->kind != PS_ACT_REDUCE;
     if (!x->stopped) {
         PS_TRY(begin_action(x, a));
-        if (is_again(x, a)) return do_again(x, a);
-        if (notes) enter(x, a, part_of(a->kind));
+        if (pipe_is_again(x, a)) return do_again(x, a);
+        if (notes) pipe_enter(x, a, pipe_part_of(a->kind));
     }
     if (goes_back(a->kind)) rc = x->stopped ? ps_backward_next(x->ctx, segment) : walk(x, a, segment);
     else if (a->kind == PS_ACT_WEIGHT && gets_gradients(x, a))
@@ -874,7 +417,7 @@ static int perform(ps_pipe *x, const ps_action *a, int64_t *segment)
     if (rc != 0) return rc;
     PS_TRY(ps_step_done(x->step));
     if (goes_back(a->kind)) PS_TRY(back_done(x, a));
-    return notes ? leave(x) : 0;
+    return notes ? pipe_leave(x) : 0;
 }
 
 /* True if the action is one of the step's actions that the executor performs. */
@@ -920,7 +463,7 @@ static int go_on(ps_pipe *x, ps_pipe_event *out)
         int rc;
         x->spans[x->cursor] = (ps_pipe_span){ x->clock, x->clock };
         if (a->kind >= PS_ACT_SEND_F && a->kind <= PS_ACT_RECV_B) {
-            rc = is_receive(a) ? receive(x, a) : send(x, a);
+            rc = pipe_is_receive(a) ? pipe_receive(x, a) : pipe_send(x, a);
             x->cursor++;
         } else if (!is_own(x, a->kind)) {
             return begin_event(x, a, out);
@@ -976,7 +519,7 @@ static int hand_on(ps_pipe *x, const ps_action *a, const bundle *out)
     for (int32_t i = 0; i < out->n; i++) {
         ps_tensor *t;
         PS_TRY(ps_tensor_detach(out->t[i], &t));
-        PS_TRY(put(to, t));
+        PS_TRY(pipe_put(to, t));
     }
     return 0;
 }
@@ -990,19 +533,19 @@ static int forward_done(ps_pipe *x, const ps_action *a, int n, ps_tensor *const 
     if (!last) PS_TRY(check_given(a, expected_of(x, a->vstage, a->micro), n, out));
     for (int i = 0; i < n; i++) {
         ps_tensor_retain(out[i]);
-        PS_TRY(put(&s->out, out[i]));
+        PS_TRY(pipe_put(&s->out, out[i]));
     }
-    if (last) PS_TRY(give_loss(x, a->micro, &s->out));
+    if (last) PS_TRY(pipe_give_loss(x, a->micro, &s->out));
     else if (pipe_link(x->t, a->vstage, a->vstage + 1) < 0) PS_TRY(hand_on(x, a, &s->out));
-    if (x->t->spec.forward_only) let_go(&s->in);
-    return last ? send_loss(x, a->micro) : 0;
+    if (x->t->spec.forward_only) pipe_let_go(&s->in);
+    return last ? pipe_send_loss(x, a->micro) : 0;
 }
 
 static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
 {
     const ps_action *a = due(x);
     int32_t kind = x->event;
-    bool repeats = kind == PS_ACT_FORWARD && is_again(x, a);
+    bool repeats = kind == PS_ACT_FORWARD && pipe_is_again(x, a);
     if ((kind != PS_ACT_FORWARD || repeats) && n != 0)
         return ps_fail(PS_EINVAL, "%d tensors were passed, but only a forward that is performed returns tensors", n);
     if (repeats) PS_TRY(forward_again(x, a));
@@ -1011,7 +554,7 @@ static int event_done(ps_pipe *x, int n, ps_tensor *const *out)
     if (kind == PS_ACT_SEGMENT) return 0;
     if (is_own(x, kind)) return x->told = true, 0;
     if (goes_back(kind)) PS_TRY(back_done(x, a));
-    if (kind == PS_ACT_FORWARD && !repeats) PS_TRY(leave(x));
+    if (kind == PS_ACT_FORWARD && !repeats) PS_TRY(pipe_leave(x));
     go_past(x, a);
     return 0;
 }
@@ -1034,14 +577,14 @@ void ps_pipe_abort(ps_pipe *x, const char *why)
     for (; x->n_sends > 0; x->n_sends--) w->wait(x->channel, x->sends[x->n_sends - 1], NULL);
     for (; x->first_posted < x->n_posted; x->first_posted++) {
         if (!x->dry) w->wait(x->channel, x->posted[x->first_posted].request, NULL);
-        let_one_go(x->posted[x->first_posted].t);
+        pipe_let_one_go(x->posted[x->first_posted].t);
     }
     x->first_posted = x->n_posted = 0;
     for (int32_t i = 0; i < x->t->spec.micro_batches; i++) {
         if (x->loss_requests[i]) w->wait(x->channel, x->loss_requests[i], NULL);
         x->loss_requests[i] = NULL;
     }
-    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) let_slot_go(&x->slots[i]);
+    for (int32_t i = 0; i < x->n_local * x->t->spec.micro_batches; i++) pipe_let_slot_go(&x->slots[i]);
     x->open = false;
     x->step = NULL;
 }

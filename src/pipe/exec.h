@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause
- * Internal header of the executor (exec.c): the channel that carries its messages. Messages of one lane from one rank
- * to another arrive in order. A send never blocks, and holds its tensor until the wait for the send. A receive checks
- * the tag, type and shape of the message before it receives the bytes. */
+ * Internal header of the executor (exec.c): the channel that carries its messages (exec_messages.c). Messages of one
+ * lane from one rank to another arrive in order. A send never blocks, and holds its tensor until the wait for the send.
+ * A receive checks the tag, type and shape of the message before it receives the bytes. */
 #ifndef PS_PIPE_EXEC_H
 #define PS_PIPE_EXEC_H
 #include "pipe/pipe.h"
