@@ -6,14 +6,13 @@
 --
 --   local opt = optim.AdamW(optim.groups(model, 0.1), { lr = 3e-4, max_norm = 1 })
 --   model(x, y):backward(); opt:step(); opt:zero_grad()
-local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"
-local sharded = require "ps.nn.sharded"
 local check = require "ps.config.check"
 local types = require "ps.core.types"
 local error = caller.error
+local entries_of = require "ps.optim.entries"
 local groups = require "ps.optim.groups"
 local loss_scaler = require "ps.optim.loss_scaler"
 local text_of = require "ps.optim.text"
@@ -156,36 +155,6 @@ local function build(kind, params, options)
   return self
 end
 
--- The type of a parameter's state and master. A parameter of this type is its own master.
-local function state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
-
--- The type of a state tensor of a parameter.
-local function dtype_of(state, param) return state.dtype == "fp32" and state_dtype(param) or state.dtype end
-
--- The states that a parameter needs.
-local function states_of(entry)
-  local states = optimizers.states_of(optimizers.of_group(entry.group), { entry.group })
-  return optimizers.states_for(states, entry.param:shape())
-end
-
--- Makes a parameter's state, when it first has a gradient. Returns the states that the parameter needs.
-local function prepare(entry)
-  if entry.master == nil then
-    local p = entry.param
-    entry.master = p:dtype() == state_dtype(p) and p or p:to { dtype = "fp32" }
-    if entry.master ~= p then entry.master:keep() end
-  end
-  local shape, states = entry.param:shape(), states_of(entry)
-  for _, state in ipairs(states) do
-    if entry[state.name] == nil then
-      entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype_of(state,
-        entry.param), device = entry.param:device() })
-      entry[state.name]:keep()
-    end
-  end
-  return states
-end
-
 -- Entries with a gradient, and their gradients.
 local function with_gradient(self)
   local entries, grads = {}, {}
@@ -209,7 +178,8 @@ end
 -- Updates entries. done: called with each entry after its update, or nil.
 local function update(entries, grads, scale, done)
   local first, states = 1, {}
-  for i, entry in ipairs(entries) do states[i] = prepare(entry) end    -- allocate all memory before the first update
+  -- All memory is allocated before the first update.
+  for i, entry in ipairs(entries) do states[i] = entries_of.prepare(entry) end
   while first <= #entries do
     local group, t, list, last = entries[first].group, entries[first].t, {}, first
     local factor, kind = entries[first].scale, optimizers.of_group(group)
@@ -380,45 +350,6 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
-local function names_for(self, model)
-  local names = {}
-  if model then
-    for name, p in model:named_parameters() do names[address(p)] = name end
-  end
-  for i, entry in ipairs(self.entries) do
-    names[i] = names[address(entry.param)] or tostring(i - 1)
-  end
-  return names
-end
-
--- The parameters' names, noted when the optimizer was made; nil: some parameters have no name.
-local function own_names(self)
-  local names = {}
-  for i, entry in ipairs(self.entries) do
-    if not entry.name then return nil end
-    names[i] = entry.name
-  end
-  return names
-end
-
--- The names of the parameters in a saved state. In a state saved without a model they are numbers. If both sides know
--- names, a parameter gets the number that its name had.
-local function saved_names(self, model, values)
-  local names, own, saved = names_for(self, model), own_names(self), values.param_names
-  if model ~= nil or not own or not saved then return names end
-  local number = {}
-  for i, name in ipairs(saved) do number[name] = tostring(i - 1) end
-  for i, name in ipairs(own) do
-    names[i] = number[name]
-    if not names[i] then
-      error(("the saved optimizer has no state for parameter %s; parameter %d of this one, %s "
-        .. "there"):format(name, i - 1,
-        tostring(saved[i])))
-    end
-  end
-  return names
-end
-
 --- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and `values`, which
 --- JSON can hold. Without a model, parameters have the names "0", "1", ...; `values` then has their real names, if the
 --- optimizer was made from a module or from optim.groups.
@@ -429,11 +360,11 @@ function Optimizer:state_dict(model)
   if model ~= nil and not nn_module.is_module(model) then
     error(("optimizer:state_dict takes a module, or nothing, not a %s"):format(type(model)))
   end
-  local names, tensors = names_for(self, model), {}
+  local names, tensors = entries_of.names_for(self, model), {}
   local values = { kind = self.kind.name, steps = self.steps, t = {}, groups = {} }
   for i, entry in ipairs(self.entries) do
     values.t[names[i]] = entry.t
-    for _, state in ipairs(states_of(entry)) do
+    for _, state in ipairs(entries_of.states_of(entry)) do
       if entry[state.name] ~= nil then tensors[names[i] .. "." .. state.name] = entry[state.name] end
     end
     if entry.master ~= nil and entry.master ~= entry.param then tensors[names[i] .. ".master"] = entry.master end
@@ -442,37 +373,17 @@ function Optimizer:state_dict(model)
     values.groups[number] = groups.to_text(group, groups.saved_keys(group))
     if group.kind ~= self.kind.name then values.groups[number].kind = group.kind end
   end
-  if model == nil then values.param_names = own_names(self) end
+  if model == nil then values.param_names = entries_of.own_names(self) end
   return { tensors = tensors, values = values }
-end
-
-local function same_or_fail(name, tensor, param, state)
-  local needed = state and state.shape and state.shape(param:shape())
-  local dtype = state and dtype_of(state, param) or state_dtype(param)
-  if needed then
-    if tensor:dtype() == dtype and nn_module.same_shape(tensor:shape(), needed) then
-      return tensor:to(param:device())
-    end
-    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), dtype, table.concat(needed, ", ")))
-  end
-  local fit = sharded.fit(tensor:shape(), param)
-  if tensor:dtype() ~= dtype or not fit then
-    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
-      table.concat(tensor:shape(), ", "), dtype, table.concat(sharded.shape(param), ", ")))
-  end
-  if fit == "own" or nn_module.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
-  local own = create.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
-  sharded.read({ state = tensor }, "state", own, param)
-  return own
 end
 
 -- A view of the optimizer for optim/state.lua, which has PyTorch's form.
 local function for_torch(self)
-  local view = { named = own_names(self) ~= nil, kind = self.kind.name, steps = self.steps, groups = self.groups,
+  local view = { named = entries_of.own_names(self) ~= nil, kind = self.kind.name, steps = self.steps,
+    groups = self.groups,
     group_of = {}, states = {}, engine = { steps = self.steps, built = { list = {} } } }
   function view.engine.set_steps(of, steps) of.steps = steps end
-  local number_of, names = {}, names_for(self)
+  local number_of, names = {}, entries_of.names_for(self)
   for number, group in ipairs(self.groups) do
     number_of[group] = number - 1
     view.states[number] = optimizers.states_of(optimizers.of_group(group), self.groups)
@@ -487,7 +398,7 @@ local function for_torch(self)
   function view.set_updates(_, i, t) self.entries[i].t = t end
   function view.slot(_, i)
     local entry, averages = self.entries[i], {}
-    local states = prepare(entry)
+    local states = entries_of.prepare(entry)
     for k, state in ipairs(states) do averages[k] = entry[state.name] end
     return { name = view.engine.built.list[i].name, param = entry.param, states = states, averages = averages }
   end
@@ -499,7 +410,7 @@ end
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
-  return optimizer_state.torch(for_torch(self), own_names(self) ~= nil)
+  return optimizer_state.torch(for_torch(self), entries_of.own_names(self) ~= nil)
 end
 
 -- Whether a state, or an open file with one, is in PyTorch's form.
@@ -532,7 +443,7 @@ function Optimizer:load_state_dict(state, model)
     error("load_state_dict: the second argument must be a model")
   end
   local values, planned = state.values, {}
-  local names = saved_names(self, model, values)
+  local names = entries_of.saved_names(self, model, values)
   if values.kind ~= self.kind.name then
     error(("the saved optimizer is %s, but this one is %s"):format(tostring(values.kind), self.kind.name))
   end
@@ -542,14 +453,15 @@ function Optimizer:load_state_dict(state, model)
     local t = values.t[names[i]]
     if not t then error("the saved optimizer has no state for parameter " .. names[i]) end
     local found = { t = t }
-    for _, of in ipairs(t > 0 and states_of(entry) or {}) do
+    for _, of in ipairs(t > 0 and entries_of.states_of(entry) or {}) do
       local name = of.name
       local tensor = state.tensors[names[i] .. "." .. name]
       if tensor == nil then error(("the saved optimizer has no %s for parameter %s"):format(name, names[i])) end
-      found[name] = same_or_fail(names[i] .. "." .. name, tensor, entry.param, of)
+      found[name] = entries_of.same_or_fail(names[i] .. "." .. name, tensor, entry.param, of)
     end
-    local master = entry.param:dtype() ~= state_dtype(entry.param) and state.tensors[names[i] .. ".master"] or nil
-    if master ~= nil then found.master = same_or_fail(names[i] .. ".master", master, entry.param) end
+    local half = entry.param:dtype() ~= entries_of.state_dtype(entry.param)
+    local master = half and state.tensors[names[i] .. ".master"] or nil
+    if master ~= nil then found.master = entries_of.same_or_fail(names[i] .. ".master", master, entry.param) end
     planned[i] = found
   end
   for i, entry in ipairs(self.entries) do

@@ -1,0 +1,127 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- The parameters of an optimizer in plain memory: the types and shapes of their states, and their names in saved
+-- states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each state }.
+local create = require "ps.tensor.create"
+local caller = require "ps.core.caller"
+local sharded = require "ps.nn.sharded"
+local nn_module = require "ps.nn.module"
+local optimizers = require "ps.optimizers"
+local error = caller.error
+
+local entries = {}
+local address = nn_module.address
+
+--- The type of a parameter's state and master. A parameter of this type is its own master.
+---@param param ps.Tensor
+---@return string
+function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
+
+-- The type of a state tensor of a parameter.
+local function dtype_of(state, param) return state.dtype == "fp32" and entries.state_dtype(param) or state.dtype end
+
+--- The states that a parameter needs.
+---@param entry table
+---@return table[]
+function entries.states_of(entry)
+  local states = optimizers.states_of(optimizers.of_group(entry.group), { entry.group })
+  return optimizers.states_for(states, entry.param:shape())
+end
+
+--- Makes a parameter's state, when it first has a gradient. Returns the states that the parameter needs.
+---@param entry table
+---@return table[]
+function entries.prepare(entry)
+  if entry.master == nil then
+    local p = entry.param
+    entry.master = p:dtype() == entries.state_dtype(p) and p or p:to { dtype = "fp32" }
+    if entry.master ~= p then entry.master:keep() end
+  end
+  local shape, states = entry.param:shape(), entries.states_of(entry)
+  for _, state in ipairs(states) do
+    if entry[state.name] == nil then
+      entry[state.name] = create.zeros(state.shape and state.shape(shape) or shape, { dtype = dtype_of(state,
+        entry.param), device = entry.param:device() })
+      entry[state.name]:keep()
+    end
+  end
+  return states
+end
+
+--- The names of the parameters in a saved state: those in the model; without a model, "0", "1", ...
+---@param self ps.Optimizer
+---@param model? ps.nn.Module
+---@return string[]
+function entries.names_for(self, model)
+  local names = {}
+  if model then
+    for name, p in model:named_parameters() do names[address(p)] = name end
+  end
+  for i, entry in ipairs(self.entries) do
+    names[i] = names[address(entry.param)] or tostring(i - 1)
+  end
+  return names
+end
+
+--- The parameters' names, noted when the optimizer was made; nil: some parameters have no name.
+---@param self ps.Optimizer
+---@return string[]?
+function entries.own_names(self)
+  local names = {}
+  for i, entry in ipairs(self.entries) do
+    if not entry.name then return nil end
+    names[i] = entry.name
+  end
+  return names
+end
+
+--- The names of the parameters in a saved state. In a state saved without a model they are numbers. If both sides know
+--- names, a parameter gets the number that its name had.
+---@param self ps.Optimizer
+---@param model? ps.nn.Module
+---@param values table the values of the saved state
+---@return string[]
+function entries.saved_names(self, model, values)
+  local names, own, saved = entries.names_for(self, model), entries.own_names(self), values.param_names
+  if model ~= nil or not own or not saved then return names end
+  local number = {}
+  for i, name in ipairs(saved) do number[name] = tostring(i - 1) end
+  for i, name in ipairs(own) do
+    names[i] = number[name]
+    if not names[i] then
+      error(("the saved optimizer has no state for parameter %s; parameter %d of this one, %s "
+        .. "there"):format(name, i - 1,
+        tostring(saved[i])))
+    end
+  end
+  return names
+end
+
+--- A tensor of a saved state, for a parameter: on the parameter's device, and this rank's part of it. A tensor of
+--- another type or shape is an error.
+---@param name string
+---@param tensor ps.Tensor
+---@param param ps.Tensor
+---@param state? table its description; nil: the master
+---@return ps.Tensor
+function entries.same_or_fail(name, tensor, param, state)
+  local needed = state and state.shape and state.shape(param:shape())
+  local dtype = state and dtype_of(state, param) or entries.state_dtype(param)
+  if needed then
+    if tensor:dtype() == dtype and nn_module.same_shape(tensor:shape(), needed) then
+      return tensor:to(param:device())
+    end
+    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
+      table.concat(tensor:shape(), ", "), dtype, table.concat(needed, ", ")))
+  end
+  local fit = sharded.fit(tensor:shape(), param)
+  if tensor:dtype() ~= dtype or not fit then
+    error(("optimizer state '%s' is %s [%s], but the parameter needs %s [%s]"):format(name, tensor:dtype(),
+      table.concat(tensor:shape(), ", "), dtype, table.concat(sharded.shape(param), ", ")))
+  end
+  if fit == "own" or nn_module.same_shape(tensor:shape(), param:shape()) then return tensor:to(param:device()) end
+  local own = create.zeros(param:shape(), { dtype = tensor:dtype(), device = param:device() })
+  sharded.read({ state = tensor }, "state", own, param)
+  return own
+end
+
+return entries
