@@ -62,8 +62,8 @@ describe("ARCHITECTURE.md's paths", function()
   -- For each drawing: a folder, one of its files, a name that is renamed in it, and the tool's report.
   for _, case in ipairs {
     { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
-    { "src/pipe", "exec.c", "take_loss", "begin_event of src/pipe/exec.c no longer reaches the next row by " ..
-      "take_loss\n" },
+    { "src/pipe", "exec.c", "pipe_take_loss", "begin_event of src/pipe/exec.c no longer reaches the next row by " ..
+      "pipe_take_loss\n" },
     { "src/io", "safetensors.c", "ps_st_read", "src/io/safetensors.c has no function ps_st_read\n" },
   } do
     it("name each function that is gone, or no longer reaches the next row: " .. case[3], function()
