@@ -182,6 +182,7 @@ local function taken(self, engine)
   for _, optimizer in ipairs(self.optimizers) do
     if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
   end
+  for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then optim_groups.scheduled(opt) end end
   if self.waiting then opt:load_state_dict(self.waiting) end
   self.waiting = false
 end

@@ -115,20 +115,24 @@ local function base_of(list, given)
   return given
 end
 
-local told_zero = setmetatable({}, { __mode = "k" })
+local told_zero = setmetatable({}, { __mode = "k" })        -- by the list of groups
 
---- Prints, at the first step, that all rates are 0 and were so when the optimizer was made.
+--- Prints, at the first step, that all rates are 0, were so when the optimizer was made, and have no schedule.
 ---@param optimizer {groups: table[]}
 ---@param quiet? boolean
 function groups.tell_zero(optimizer, quiet)
-  if told_zero[optimizer] then return end
-  told_zero[optimizer] = true
+  if told_zero[optimizer.groups] then return end
+  told_zero[optimizer.groups] = true
   for _, group in ipairs(optimizer.groups) do if group.lr ~= 0 or group.initial_lr ~= 0 then return end end
   local world = mesh.group "world"
   if quiet or world and world:rank() > 0 then return end
   io.stderr:write(("psluajit: %s: the learning rate (lr) is 0%s, so steps change no parameter until a script or a "
     .. "schedule sets another\n"):format(optimizer.groups[1].kind, #optimizer.groups > 1 and " in all groups" or ""))
 end
+
+--- Notes that the rates have a schedule, which may begin at 0.
+---@param optimizer {groups: table[]}
+function groups.scheduled(optimizer) told_zero[optimizer.groups] = true end
 
 -- Notes the rates that psluajit itself set, to detect a script's assignments.
 local function note_rates(list)
@@ -147,6 +151,7 @@ end
 --- Makes rates that the script has assigned to groups their initial ones, because a schedule begins.
 ---@param optimizer {groups: table[]}
 function groups.renew_rates(optimizer)
+  groups.scheduled(optimizer)
   for _, group in ipairs(optimizer.groups) do
     if group.lr ~= group.known_lr then group.initial_lr = group.lr end
   end
