@@ -333,7 +333,7 @@ optimizer:step()]])
     local ok, problem = pcall(function()
       assert.same({ "cut", "empty", "good", "silent", "slow", "vague" }, hardware.names())
       assert.equal(24e9, hardware.find("good").machine.host_nbytes)
-      for name, told in pairs { empty = "it returns nil, not a table", cut = "cut.lua:", slow = "links.up is nil",
+      for name, told in pairs { empty = "it returned nil, not a table", cut = "cut.lua:", slow = "links.up is nil",
         vague = "efficiency.memory.2 is nil", silent = "text is nil" } do
         check.fails_saying({ ("%s/tools/hardware/%s.lua is not a table of a machine: "):format(FOLDER, name), told },
           function() hardware.find(name) end)
