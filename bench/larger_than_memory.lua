@@ -6,14 +6,21 @@
 --   bound_s        max(compute_s, bytes read / read rate + bytes written / write rate), with rates measured in this
 --                  run
 --   step_over_bound, peak_rss_mib, bytes_moved (of the last step), disk_gb_per_s (moved / step_s), rates
+--   state_bytes    of all chunks: parameters, masters and the optimizer's states
 --   psluajit bench/larger_than_memory.lua --model gpt2-xl --host 6GiB --disk DIR --steps 2
+--   psluajit bench/larger_than_memory.lua --family llama --model llama-3-8b --optimizer AdamW8bit --master remainder \
+--     --host 20GiB --disk DIR --steps 3
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local whole, number = command_line.whole, command_line.number
 local cjson = require "cjson"
 
 local parser = argparse("bench/larger_than_memory.lua", "Trains a model whose state is larger than the host's budget.")
-parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
+parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
+parser:option("--model", "preset of the family", "gpt2-xl")
+parser:option("--optimizer", "optimizer.type of the configuration", "AdamW")
+parser:option("--master", "memory.master: full or remainder (bf16 only)", "full"):choices { "full", "remainder" }
+number(parser:option("--lr", "learning rate", "1e-4"), 0)
 parser:option("--host", "host budget", "6GiB")
 parser:option("--disk", "folder of the disk tier", ".")
 whole(parser:option("--limit", "bytes of the disk tier (default: what the state needs)"), 0)
@@ -32,24 +39,37 @@ parser:flag("--no-recompute", "keep activations")
 local args = parser:parse()
 
 local ps = require "ps"
-local gpt2 = require "models.gpt2"
+local optimizers = require "ps.optimizers"
 local ffi, C = ps.ffi, ps.C
+
+local found, family = pcall(require, "models." .. args.family)
+if not found then parser:error("--family: there is no models/" .. args.family .. ".lua") end
+local kind = optimizers.of(optimizers.find(args.optimizer))
+if not kind then parser:error("--optimizer: psluajit has no optimizer " .. args.optimizer) end
 
 local function disk_free(path)
   local stat = assert(require("posix.sys.statvfs").statvfs(path))
   return stat.f_bavail * stat.f_frsize
 end
 
-local options = { recompute = not args.no_recompute, n_layer = args.layers, n_embd = args.width,
-  n_head = args.heads, n_positions = math.max(args.seq, 1024) }
+local options = { recompute = not args.no_recompute }
+if args.family == "gpt2" then
+  options.n_layer, options.n_embd, options.n_head = args.layers, args.width, args.heads
+  options.n_positions = math.max(args.seq, 1024)
+else
+  options.num_hidden_layers, options.hidden_size, options.num_attention_heads = args.layers, args.width, args.heads
+end
 local meta = {}
 for key, value in pairs(options) do meta[key] = value end
 meta.device = "meta"
-local shape = gpt2.new(args.model, meta)
+local shape = family.new(args.model, meta)
 local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
-local state = args.dtype == "fp32" and 16 or 14
+-- Bytes per parameter: weight, gradient (in half types it lies in the weight's place), master, and states.
+local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
+state = state + optimizers.states_most(kind.states)
 local need = args.limit or numel * (state + 4) * 1.02 + 2 ^ 28
-local result = { model = args.model, parameters = numel, state_bytes = numel * state, host = args.host,
+local result = { family = args.family, model = args.model, optimizer = kind.name, master = args.master,
+  parameters = numel, state_bytes = numel * state, host = args.host,
   dtype = args.dtype, tokens = args.batch * args.seq, disk_free = disk_free(args.disk) }
 if result.disk_free - need < args.spare then
   result.skipped = ("the disk of %s has %.1f GB free; this run needs %.1f GB and leaves %.1f GB alone"):format(
@@ -62,15 +82,16 @@ end
 local limit = args.limit or math.ceil(need / 4096) * 4096
 local began = ps.now()
 local model, optimizer = ps.initialize {
-  model_func = function() return gpt2.new(args.model, options) end,
+  model_func = function() return family.new(args.model, options) end,
   config = {
-    optimizer = { type = "AdamW", params = { lr = 1e-4 } },
+    optimizer = { type = kind.name, params = { lr = args.lr } },
     bf16 = args.dtype == "bf16" and { enabled = true } or nil,
     fp16 = args.dtype == "fp16" and { enabled = true } or nil,
     gradient_clipping = args.clip, chunk_size = args.chunk_size, eviction = args.eviction,
-    memory = { host = args.host, disk = { path = args.disk, limit = limit } },
+    memory = { host = args.host, disk = { path = args.disk, limit = limit }, master = args.master },
   },
 }
+result.state_bytes = tonumber(require("ps.nn.handle").of(model).built.state_bytes)
 print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
 
 -- The bytes for measuring the disk: 1 GiB, but at most the host's budget and half of the free bytes of the disk tier.

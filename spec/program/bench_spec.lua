@@ -5,23 +5,34 @@ local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
 describe("larger_than_memory.lua", function()
-  it("measures the disk with bytes that fit small budgets", function()
+  -- Trains the smallest preset of a family, and returns the result.
+  local function trained(options)
     local folder = os.tmpname()
     os.remove(folder)
     assert(lfs.mkdir(folder))
-    local command = ("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/larger_than_memory.lua' --model tiny --seq 32 "
-      .. "--host 6MiB --limit 20000000 --disk '%s' --spare 0 --steps 1 2>&1; echo \"|$?\"")
-    local p = assert(io.popen(command:format(paths.exe, paths.root, folder)))
-    local text, code = p:read("*a"):match("^(.*)|(%d+)\n$")
-    p:close()
+    local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/larger_than_memory.lua' --model tiny "
+      .. "--seq 32 --host 6MiB --limit 20000000 --disk '%s' --spare 0 --steps 1 %s"):format(paths.exe, paths.root,
+      folder, options))
     local left = 0
     for name in lfs.dir(folder) do if name ~= "." and name ~= ".." then left = left + 1 end end
     os.execute("rm -r " .. folder)
-    assert.equal("0", code, text)
+    assert.equal(0, code, text)
     assert.equal(0, left)
-    local result = require("cjson").decode(text:match("(%b{})\n$"))
+    return require("cjson").decode(text:match("(%b{})\n$"))
+  end
+
+  it("measures the disk with bytes that fit small budgets", function()
+    local result = trained ""
     assert.equal(6 * 2 ^ 20, result.probe_nbytes)
     assert.truthy(result.probe_read_gb_per_s > 0 and result.probe_write_gb_per_s > 0)
+  end)
+
+  it("takes a family, an optimizer and a kind of master", function()
+    local adam = trained "--family llama"
+    local small = trained "--family llama --optimizer AdamW8bit --master remainder"
+    assert.same({ "llama", "AdamW8bit", "remainder" }, { small.family, small.optimizer, small.master })
+    assert.equal(adam.parameters, small.parameters)
+    assert.truthy(small.state_bytes < 0.6 * adam.state_bytes, small.state_bytes .. " of " .. adam.state_bytes)
   end)
 end)
 
