@@ -12,6 +12,7 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local command_line = require "ps.core.command_line"
 local paths = require "ps.paths"
+local losses_lib = require "bench.losses_lib"
 local process = require "bench.process_lib"
 local whole, number = command_line.whole, command_line.number
 
@@ -51,20 +52,11 @@ end
 local function trained(adapter, pairs_of, pad)
   local model = ps.lora.load(ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }), adapter):train()
   ps.preference.wrap(model, { beta = args.beta, loss_type = args.loss })
-  local optimizer = ps.optim.AdamW(model, { lr = args.lr, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0 })
-  local losses = {}
-  for step = 1, args.steps do
-    ps.scope(function()
-      local chosen = {}
-      for k = 1, args.batch do chosen[k] = pairs_of[(step - 1) * args.batch + k] end
-      local out = model(ps.preference.batch(chosen, { pad = pad }))
-      out.loss:backward()
-      losses[step] = out.loss:item()
-    end)
-    optimizer:step()
-    optimizer:zero_grad()
-  end
-  return losses
+  return losses_lib.train(model, args.steps, args.lr, function(step)
+    local chosen = {}
+    for k = 1, args.batch do chosen[k] = pairs_of[(step - 1) * args.batch + k] end
+    return model(ps.preference.batch(chosen, { pad = pad })).loss
+  end)
 end
 
 local function write(path, text)
@@ -78,6 +70,8 @@ local function make_adapter(folder)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true })
   ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora }):save_pretrained(folder)
 end
+
+local function same(a, b) return table.concat(a, " ") == table.concat(b, " ") end
 
 local function main()
   local tok = ps.tokenizer.from_pretrained(args.model)
@@ -96,14 +90,10 @@ local function main()
     os.getenv "PS_TORCH_PYTHON" or "python3", paths.root, args.model, folder, folder, folder))
   os.execute(("rm -r '%s'"):format(folder))
   if not other then error("bench/peers/dpo_trl.py gave no result", 0) end
-  local largest, at, equal = -1, 0, 0
-  for i, loss in ipairs(losses) do
-    local off = math.abs(loss - other.losses[i]) / math.abs(other.losses[i])
-    if off > largest or off ~= off then largest, at = off, i end
-  end
+  local largest, at = losses_lib.largest(losses, other.losses)
+  local equal = 0
   for i, pair in ipairs(pairs_of) do
     local theirs = other.pairs[i]
-    local function same(a, b) return table.concat(a, " ") == table.concat(b, " ") end
     if same(pair.prompt, theirs[1]) and same(pair.chosen, theirs[2]) and same(pair.rejected, theirs[3]) then
       equal = equal + 1
     end

@@ -11,6 +11,7 @@ local argparse = require "argparse"
 local cjson = require "cjson"
 local command_line = require "ps.core.command_line"
 local paths = require "ps.paths"
+local losses_lib = require "bench.losses_lib"
 local process = require "bench.process_lib"
 local whole, number = command_line.whole, command_line.number
 
@@ -91,21 +92,11 @@ end
 -- The losses of psluajit's steps.
 local function trained(steps)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }):train()
-  local optimizer = ps.optim.AdamW(model:parameters(), { lr = args.lr, betas = { 0.9, 0.999 }, eps = 1e-8,
-    weight_decay = 0 })
-  local losses = {}
-  for i, step in ipairs(steps) do
-    ps.scope(function()
-      local batch = {}
-      for name, list in pairs(step) do batch[name] = ps.tensor(list, { dtype = "int32" }) end
-      local loss = model(batch).loss
-      loss:backward()
-      losses[i] = loss:item()
-    end)
-    optimizer:step()
-    optimizer:zero_grad()
-  end
-  return losses
+  return losses_lib.train(model, #steps, args.lr, function(i)
+    local batch = {}
+    for name, list in pairs(steps[i]) do batch[name] = ps.tensor(list, { dtype = "int32" }) end
+    return model(batch).loss
+  end)
 end
 
 local function peer(steps)
@@ -126,11 +117,7 @@ local function main()
   local losses = trained(steps)
   local seconds = ps.now() - began
   local other = peer(steps)
-  local largest, at = -1, 0
-  for i, loss in ipairs(losses) do
-    local off = math.abs(loss - other.losses[i]) / math.abs(other.losses[i])
-    if off > largest or off ~= off then largest, at = off, i end
-  end
+  local largest, at = losses_lib.largest(losses, other.losses)
   print(cjson.encode { steps = #losses, first_loss = losses[1], last_loss = losses[#losses], largest = largest, at = at,
     seconds = seconds, peer_seconds = other.seconds })
   if largest > args.within or largest ~= largest then os.exit(1, true) end
