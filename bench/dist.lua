@@ -3,7 +3,7 @@
 --   [--rounds N] [--folder PATH]
 -- Starts processes on this machine and prints one JSON line. Without a section it runs all sections, and prints the
 -- main figures of each (this takes some minutes, 6 GB of memory, and 8 GB of --folder's disk). `collectives`: seconds
--- of an all-gather and an all-reduce of 64 MiB through the engine, checks between ranks included, and of Gloo's own in
+-- of an all-gather and an all-reduce of 64 MiB through the engine, with the checks between ranks, and of Gloo's own in
 -- the same processes, alternately; medians of the rounds; and the engine's rate over Gloo's. `latency`: seconds of an
 -- all-reduce of 4 KiB, alternating with Gloo's own call by call, 1000 times --rounds; medians and 99th percentiles of
 -- the engine over Gloo's. `watch`: a rank (the last one, or rank 0, of at least 3) is stopped or killed while the

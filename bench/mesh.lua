@@ -148,8 +148,8 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- The masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole mask: those
--- of dropout of flat rows, those of attention [B, H, T, T] of this rank's heads.
+-- The masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole mask. They
+-- are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's heads.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
