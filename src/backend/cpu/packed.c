@@ -107,7 +107,9 @@ static int backward(product *p)
         g.dst = (ps_mat){ direct ? p->y->data : sum, direct ? p->y->dtype : PS_F32, M, K, K, 1 };
         PS_TRY(ps_cpu_gemm_run(&p->space, &g));
     }
-    for (int64_t m = 0; sum && !p->call->dry && m < M; m++)
+    if (!sum || p->call->dry) return 0;
+#pragma omp parallel for schedule(static) if (M * K > PS_PAR_MIN)
+    for (int64_t m = 0; m < M; m++)
         ps_cpu_row_store(moved(p->y, m * K), sum + m * K, K, p->y->dtype);
     return 0;
 }

@@ -4,11 +4,11 @@
  * added in halves. So the bits depend neither on the instruction set, nor on how many rows x has. */
 #define PS_ANY_LANES
 #include "backend/cpu/packed.h"
-#include "backend/cpu/simd.h"
+#include "backend/cpu/simd/operand.h"
 #include "base/blocks.h"
 
 enum {
-    W = 16 / VL,                                     /* vectors of 16 lanes */
+    W = PARTS,                                       /* vectors of 16 lanes */
     PART = 32,                                       /* numbers for which scales are read at a time */
     LINES = 4,                                       /* rows of the matrix at a time, which are read as streams */
     OUTPUTS = 32                                     /* rows of the matrix in a piece */
@@ -183,10 +183,7 @@ SIMD void unpack_all(const ps_blocks *b, const uint8_t *s, int64_t n, void *out,
             continue;
         }
         unpack_block(b, s, v, T);
-        for (int k = 0; k < b->block; k += VL) {
-            if (dtype == PS_BF16) vf_store_bf16((uint16_t *)out + i * b->block + k, vf_load(v + k));
-            else vf_store_f16((uint16_t *)out + i * b->block + k, vf_load(v + k));
-        }
+        for (int k = 0; k < b->block; k += VL) vf_put(out, i * b->block + k, dtype, vf_load(v + k));
     }
 }
 
@@ -197,30 +194,21 @@ void PS_ISA_FN(ps_cpu_unpack)(int type, const uint8_t *blocks, int64_t n, void *
 }
 
 /* -- dot products -------------------------------------------------------------------------------------------------- */
-static float sum_of(const float *lanes)
-{
-    float x[16];
-    memcpy(x, lanes, sizeof x);
-    for (int w = 8; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x[i] += x[i + w];
-    return x[0];
-}
-
-/* out [lines] = x [K] times rows of w, which are `apart` bytes apart. next: bytes to the rows that are read next. */
+/* out [LINES] = x [K] times rows of w, which are `apart` bytes apart. next: bytes to the rows that are read next. */
 SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int64_t next, const ps_blocks *b,
-                int64_t blocks, int lines, int T)
+                int64_t blocks, int T)
 {
     vf s[LINES][W];
     int parts = parts_of(T);
 #pragma GCC unroll 4
-    for (int i = 0; i < lines; i++)
+    for (int i = 0; i < LINES; i++)
 #pragma GCC unroll 4
         for (int v = 0; v < W; v++) s[i][v] = vf_zero();
     for (int64_t j = 0; j < blocks; j++)
 #pragma GCC unroll 8
         for (int p = 0; p < parts; p++, x += PART) {
 #pragma GCC unroll 4
-            for (int i = 0; i < lines; i++) {
+            for (int i = 0; i < LINES; i++) {
                 const uint8_t *at = w + i * apart + j * b->bytes;
                 __builtin_prefetch(at + next + p * PART, 0, 3);
                 scales c = scales_of(at, p, T);
@@ -229,11 +217,8 @@ SIMD void fused(float *out, const float *x, const uint8_t *w, int64_t apart, int
                     s[i][k / VL % W] = vf_fma(vf_load(x + k), values(at, c, p, k, T), s[i][k / VL % W]);
             }
         }
-    for (int i = 0; i < lines; i++) {
-        float lanes[16];
-        for (int v = 0; v < W; v++) vf_store(lanes + v * VL, s[i][v]);
-        out[i] = sum_of(lanes);
-    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LINES; i++) out[i] = sum_lanes(s[i]);
 }
 
 /* The same for one row of w and several rows of x: a block is unpacked once. */
@@ -252,7 +237,11 @@ SIMD void several(float *out, int64_t apart, const float *x, int64_t K, int64_t 
             for (int i = 0; i < W; i++) vf_store(lanes[m] + i * VL, s[i]);
         }
     }
-    for (int64_t m = 0; m < M; m++) out[m * apart] = sum_of(lanes[m]);
+    for (int64_t m = 0; m < M; m++) {
+        vf s[W];
+        for (int i = 0; i < W; i++) s[i] = vf_load(lanes[m] + i * VL);
+        out[m * apart] = sum_lanes(s);
+    }
 }
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -266,7 +255,7 @@ SIMD void piece(const ps_packed_matrix *w, const ps_blocks *b, const float *x, i
     if (M == 1 && T >= 0) {
         for (int64_t t = 0; t < quarter; t++) {
             float out[LINES];
-            fused(out, x, first + t * w->row_nbytes, quarter * w->row_nbytes, w->row_nbytes, b, blocks, LINES, T);
+            fused(out, x, first + t * w->row_nbytes, quarter * w->row_nbytes, w->row_nbytes, b, blocks, T);
             for (int i = 0; i < LINES; i++) c[n0 + i * quarter + t] = out[i];
         }
         done = quarter * LINES;

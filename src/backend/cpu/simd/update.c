@@ -196,8 +196,8 @@ static int adam_bf16(ps_call *call)
 
 /* -- 8 bits -------------------------------------------------------------------------------------------------------- */
 /* Maps magnitudes to codes. The upper 16 bits of a magnitude select a cell, which contains at most one midpoint. A cell
- * has one word: below, the lower half of its midpoint (or 2^16: it has none); above, 1 plus the number of values that
- * are less than its first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
+ * has one word: below, the lower half of its midpoint (or 2^16: it has none); above, 1 plus the number of midpoints up
+ * to its first number. Magnitudes below 2^-25 are nearest to 0, and NaNs have the last cell. */
 enum { LEAST = (127 - 25) << 7, CELLS = 26 << 7, MIDPOINT_BITS = 17 };
 struct code_map { float value[256]; uint32_t cell[CELLS]; };
 static struct code_map plain_map, signed_map;          /* filled once, before kernels run */
@@ -311,7 +311,7 @@ SIMD void quantise_block(const struct code_map *m, const float *x, int64_t n, fl
     }
     *scale = most;
 }
-/* Updates VL elements, the codes of whose averages are m_codes and v_codes; the new averages go to mean and square. */
+/* Updates VL elements. codes, scale: of exp_avg and of exp_avg_sq. The new averages go to mean and square. */
 SIMD void adam8bit_at(const struct adamw *h, const struct item *it, int64_t i, const uint8_t *const codes[2],
                       const float scale[2], float *mean, float *square, vf *most, int form, int grad_dtype)
 {
