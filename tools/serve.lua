@@ -16,7 +16,7 @@ command_line.whole(parser:option("--port", "default: one that is free", "0"), 0,
 parser:option("--host", "the address to listen on", "127.0.0.1")
 parser:option("--token", "the bearer token that requests need (default: a random one, which is printed)")
 parser:flag("--no-token", "requests need no token; only with an address of this machine")
-parser:option("--name", "the model's name in the API (default: that of the folder or file)")
+parser:option("--name", "the model's name in the API (default: the last part of MODEL, without .gguf)")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--keep-quantized", "weights of a GGUF file stay packed")
 parser:option("--adapter", "a folder or GGUF file with an adapter for the model")
@@ -29,7 +29,7 @@ local function main()
     keep_quantized = args.keep_quantized })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
   if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
-  local name = args.name or path:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")
+  local name = args.name or args.model:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")
   serve.run(model, tok, { name = name, host = args.host, port = args.port, token = args.token,
     no_token = args.no_token, told = function(address, token)
       print(("%s: %s/v1%s"):format(name, address, token and "  token " .. token or ""))

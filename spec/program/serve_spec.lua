@@ -83,6 +83,13 @@ describe("tools/serve.lua", function()
     assert.equal("tiny", reply("/v1/models/tiny").id)
   end)
 
+  it("writes lists without elements as JSON arrays", function()
+    local _, text = reply("/v1/completions", { prompt = "abba", max_tokens = 0, logprobs = 1 })
+    for _, key in ipairs { "tokens", "token_logprobs", "top_logprobs", "text_offset" } do
+      assert.truthy(text:find('"' .. key .. '":[]', 1, true), text)
+    end
+  end)
+
   it("completes texts and ids", function()
     local ids = tok:encode "abba"
     local want = text_of(greedy(ids, 6), #ids + 1)

@@ -2,6 +2,7 @@
 -- Answers of a model to requests of OpenAI's API (ps/serve/request.lua), as tables that become JSON, or as the events
 -- of a stream. Only one answer may be computed at a time.
 local json = require("cjson").new()
+local copied = require "ps.core.copied"
 local request = require "ps.serve.request"
 local scope = require "ps.core.scope"
 local create = require "ps.tensor.create"
@@ -104,6 +105,7 @@ local function completion_logprobs(model, tok, ids, first, top)
       out.top_logprobs[k] = list
     end
   end
+  for key, list in pairs(out) do if #list == 0 then out[key] = EMPTY end end
   return out
 end
 
@@ -124,7 +126,7 @@ local function chat_logprobs(model, tok, ids, first, top)
     content[#content + 1] = { token = piece, logprob = rows[i].logprob, bytes = bytes_of(piece),
       top_logprobs = #list > 0 and list or EMPTY }
   end
-  return { content = content }
+  return { content = #content > 0 and content or EMPTY }
 end
 
 -- -- generation -------------------------------------------------------------------------------------------------------
@@ -181,12 +183,22 @@ local function run(model, tok, prompts, n, fields, default, emit, done)
       end)
       if gone then return nil end
       used[2] = used[2] + #new
-      local all = { unpack(prompt) }
+      local all = copied(prompt)
       for _, id in ipairs(new) do all[#all + 1] = id end
       done(index, finish, all, #prompt + 1)
     end
   end
   return usage(used[1], used[2])
+end
+
+-- Completes a reply, or a stream with the event of its usage.
+local function finished(reply, choices, used, fields, send)
+  reply.choices, reply.usage = choices, used
+  if not send then return reply end
+  if used and fields.stream_options and fields.stream_options.include_usage then
+    reply.choices = EMPTY
+    send(reply)
+  end
 end
 
 --- Answers a completion.
@@ -214,18 +226,17 @@ function answer.completion(model, tok, name, fields, send)
       choice.text, reply.choices = "", { choice }
       return send(reply)
     end
-    if fields.echo then choice.text = tok:decode({ unpack(ids, 1, first - 1) }) .. choice.text end
+    if fields.echo then
+      local prompt = {}
+      for i = 1, first - 1 do prompt[i] = ids[i] end
+      choice.text = tok:decode(prompt) .. choice.text
+    end
     if fields.logprobs then
       choice.logprobs = completion_logprobs(model, tok, ids, fields.echo and 1 or first, fields.logprobs)
     end
     choices[#choices + 1] = choice
   end)
-  reply.choices, reply.usage = choices, used
-  if not send then return reply end
-  if used and fields.stream_options and fields.stream_options.include_usage then
-    reply.choices = EMPTY
-    send(reply)
-  end
+  return finished(reply, choices, used, fields, send)
 end
 
 --- Answers a conversation.
@@ -260,12 +271,7 @@ function answer.chat(model, tok, name, fields, send)
     if fields.logprobs then choice.logprobs = chat_logprobs(model, tok, ids, first, fields.top_logprobs or 0) end
     choices[#choices + 1] = choice
   end)
-  reply.choices, reply.usage = choices, used
-  if not send then return reply end
-  if used and fields.stream_options and fields.stream_options.include_usage then
-    reply.choices = EMPTY
-    send(reply)
-  end
+  return finished(reply, choices, used, fields, send)
 end
 
 answer.cutter = cutter
