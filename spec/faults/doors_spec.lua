@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The doors of psluajit_faults (src/faults): each action does what its name says, at the call that the plan names, and
--- nowhere else. The program psluajit has none of it.
+-- The doors of psluajit_faults (src/faults): failing, short, interrupted, slow and flipped calls, ends of the process
+-- and losses of power happen at the call that the plan names, and nowhere else. Actions of sockets, clocks and waits
+-- are only in the seeds (seeds_spec.lua). The program psluajit has none of it.
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local lib = require "spec.ranks_lib"

@@ -5,9 +5,9 @@
  *
  * Each such function is a door. The door counts the call and compares it with the plan (PS_FAULT_PLAN): a list of
  * events RANK:DOOR@NTH=ACTION, or RANK:DOOR@NTH+COUNT=ACTION, separated by blanks. NTH counts from 0. RANK is a number,
- * or * for all ranks. tools/faults/draw.lua describes the actions. Files count only if they are below PS_FAULT_FOLDER,
- * and sockets only if they are of the internet's families. Each event that happens is a line of the file
- * PS_FAULT_LOG. */
+ * or * for all ranks. plan.c has the names of actions, and docs/reliability.md says what they do. Files count only if
+ * they are below PS_FAULT_FOLDER, and sockets only if they are of the internet's families. Each event that happens is a
+ * line of the file PS_FAULT_LOG. */
 #ifndef PS_FAULTS_H
 #define PS_FAULTS_H
 #include <stdbool.h>
@@ -24,7 +24,7 @@ enum faults_door {
 };
 /* Actions that plan.c performs before the call: DELAY, KILL, STOP, SIGNAL, POWER. Doors perform the others. */
 enum faults_action {
-    ACT_NONE, ACT_ERRNO, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_CUT, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
+    ACT_NONE, ACT_ERRNO, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
     ACT_SPURIOUS, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER
 };
 typedef struct faults_hit {

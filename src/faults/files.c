@@ -214,7 +214,7 @@ void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
     faults_hit hit = { ACT_NONE, 0, 0 };
     if (anonymous) hit = faults_pass(DOOR_ALLOC, CAN_FAIL, NULL);
-    else if (is_file(fd)) hit = faults_pass(DOOR_MAP, CAN_FAIL | CAN(ACT_FLIP) | CAN(ACT_CUT), faults_path_of(fd));
+    else if (is_file(fd)) hit = faults_pass(DOOR_MAP, CAN_FAIL | CAN(ACT_FLIP), faults_path_of(fd));
     if (hit.action == ACT_ERRNO) {
         errno = anonymous ? ENOMEM : hit.err;
         return MAP_FAILED;
@@ -225,7 +225,6 @@ void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
         faults_flip(p, nbytes, hit.arg);
         mprotect(p, nbytes, prot);
     }
-    if (hit.action == ACT_CUT) (void)!truncate(faults_path_of(fd), (off_t)(nbytes / 2));
     return p;
 }
 

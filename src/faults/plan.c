@@ -34,7 +34,7 @@ static int rank, log_fd = -1;
 static const char *const doors[N_DOORS] = { "any", "open", "read", "write", "sync", "rename", "space", "remove",
     "mkdir", "map", "connect", "accept", "send", "recv", "alloc", "clock", "sleep", "lock", "wait" };
 static const struct { const char *name; int action; } actions[] = {
-    { "short", ACT_SHORT }, { "flip", ACT_FLIP }, { "cut", ACT_CUT }, { "reset", ACT_RESET },
+    { "short", ACT_SHORT }, { "flip", ACT_FLIP }, { "reset", ACT_RESET },
     { "half_open", ACT_HALF_OPEN }, { "drip", ACT_DRIP }, { "jump", ACT_JUMP }, { "spurious", ACT_SPURIOUS },
     { "delay", ACT_DELAY }, { "kill", ACT_KILL }, { "stop", ACT_STOP }, { "signal", ACT_SIGNAL },
     { "power", ACT_POWER } };

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 enum { MOST = 4096 };
-/* What happened to a descriptor: DRIPS sends and receives one byte per call; HALF_OPEN loses what it sends. */
+/* What happened to a descriptor: DRIPS sends and receives at most 64 bytes per call; HALF_OPEN loses what it sends. */
 enum { DRIPS = 1, HALF_OPEN = 2 };
 static atomic_uchar state[MOST];
 enum { CAN_SEND = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_RESET) | CAN(ACT_HALF_OPEN)

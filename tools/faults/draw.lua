@@ -46,7 +46,6 @@ local CALLS = { any = 450, open = 30, read = 60, write = 160, sync = 18, rename 
 -- The words of errno in messages.
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
-draw.WORDS = WORDS
 
 -- An event of PS_FAULT_PLAN. Doors of sockets are left out if there is one rank.
 local function at(r, doors, action, count, job)
@@ -98,7 +97,7 @@ local KINDS = {
     return at(r, { "open", "open", "mkdir", "rename" }, r.pick { "EMFILE", "EACCES", "EROFS" }, r.pick { 1, 1, 4 })
   end, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
   { "memory", make = function(r) return at(r, { "alloc" }, "ENOMEM", r.pick { 1, 2, 3, 1000000 }) end,
-    causes = { "[Nn]o memory", "not enough memory", "ENOMEM", "out of memory", "memory", "Cannot allocate" } },
+    causes = { "memory", "ENOMEM", "Cannot allocate" } },
   { "flip", make = function(r)
     return at(r, { "read", "map" }, ("flip:%d"):format(r.int(0, 2 ^ 24)))
   end, causes = { "damaged", "checksum", "does not belong", "not a safetensors file", "truncated", "header" } },
@@ -258,7 +257,9 @@ local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "dr
 ---@return string?
 function draw.kind_of(text)
   if text == "late" or text == "twice" then return text end
-  return OF_ACTION[text:match "^%l+@[%d+]+=([%w_]+)" or ""]
+  local action, number = text:match "^%l+@[%d+]+=([%w_]+):?(%d*)"
+  if action == "signal" and not KINDS.signal.dies[tonumber(number)] then return "quiet_signal" end
+  return OF_ACTION[action or ""]
 end
 
 return draw

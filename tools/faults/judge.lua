@@ -17,10 +17,11 @@ local function happened(plan, life, list, from)
     all[#all + 1] = kind
   end
   for i = from, #list do
-    local door, action = list[i].text:match "^(%l+)@%d+=([%w_]+)"
+    local door, action, number = list[i].text:match "^(%l+)@%d+=([%w_]+):?(%d*)"
     for _, event in ipairs(plan.events) do
-      local its_door, its_action = (event.text or ""):match "^(%l+)@[%d+]+=([%w_]+)"
-      if event.life == life and event.rank == list[i].rank and its_door == door and its_action == action then
+      local its_door, its_action, its_number = (event.text or ""):match "^(%l+)@[%d+]+=([%w_]+):?(%d*)"
+      if event.life == life and event.rank == list[i].rank and its_door == door and its_action == action
+        and (action ~= "signal" or its_number == number) then
         add(event.rank, draw.KINDS[event.kind])
         break
       end
