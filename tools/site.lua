@@ -30,19 +30,13 @@ local MENU = {
     "ARCHITECTURE", "CONTRIBUTING", "spec/README", "CHANGELOG" } },
 }
 
+local make_folder = require("ps.checkpoints.folder").make
+
 local function read(path)
   local file = assert(io.open(path, "rb"))
   local text = file:read "*a"
   file:close()
   return text
-end
-
-local function make_folder(path)
-  local at = path:sub(1, 1) == "/" and "" or nil
-  for part in path:gmatch "[^/]+" do
-    at = at and at .. "/" .. part or part
-    if not lfs.attributes(at, "mode") then assert(lfs.mkdir(at)) end
-  end
 end
 
 local function write(path, text)

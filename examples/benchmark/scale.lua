@@ -6,8 +6,8 @@
 local argparse = require "argparse"
 local command_line = require "ps.command_line"
 local json = require "cjson"
-local lfs = require "lfs"
 local paths = require "ps.paths"
+local make_folder = require("ps.checkpoints.folder").make
 local here = arg[0]:match "^(.*)/" or "."
 local sizes = dofile(here .. "/models.lua")
 
@@ -86,14 +86,6 @@ for _, machine in ipairs(machines) do
         or "only memory is counted")
       or "does not fit"))
     if misses == 2 then break end
-  end
-end
-
-local function make_folder(path)
-  local at = path:sub(1, 1) == "/" and "" or nil
-  for part in path:gmatch "[^/]+" do
-    at = at and at .. "/" .. part or part
-    if not lfs.attributes(at, "mode") then assert(lfs.mkdir(at)) end
   end
 end
 

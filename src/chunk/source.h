@@ -18,7 +18,7 @@ typedef struct ps_source ps_source;           /* the thread */
 typedef struct ps_source_job ps_source_job;
 
 int ps_source_open(ps_source **out);
-void ps_source_close(ps_source *source);      /* waits for all jobs and frees them; NULL is allowed */
+void ps_source_close(ps_source *source);      /* call it after all jobs were waited for; NULL is allowed */
 /* Begins a job: fills `nbytes` at dst from parts, which are in order and do not overlap; bytes of no part become 0.
  * parts and dst must stay valid until the job has been waited for. Errors of the loans: a file has changed. */
 int ps_source_read(ps_source *source, const source_part *parts, int32_t n, void *dst, int64_t nbytes,

@@ -169,13 +169,6 @@ local function present(file, model, arch, prefix)
   return ranks
 end
 
-local function sorted(t)
-  local list = {}
-  for key in pairs(t) do list[#list + 1] = key end
-  table.sort(list)
-  return list
-end
-
 --- Opens a file as an adapter of a model: its settings, and its tensors by PEFT's names.
 ---@param path string
 ---@param model ps.pretrained.Model
@@ -187,7 +180,7 @@ function gguf.open(path, model, prefix)
   local file = io_gguf.open(path)
   local ok, spec, base = pcall(function()
     local ranks = present(file, model, check_kind(file, model), prefix)
-    local layers = sorted(ranks)
+    local layers = caller.sorted_names(ranks)
     if #layers == 0 then error(("%s: it has no tensor that ends with .lora_b"):format(path), 0) end
     local alpha, r = file:get("adapter.lora.alpha", "number") or 0, ranks[layers[1]]
     local patterns, alphas = {}, nil

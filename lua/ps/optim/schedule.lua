@@ -180,9 +180,7 @@ function Schedule:state_dict()
 end
 
 local function described(name, options)
-  local keys, parts = {}, {}
-  for key in pairs(options) do keys[#keys + 1] = key end
-  table.sort(keys)
+  local keys, parts = caller.sorted_names(options), {}
   for i, key in ipairs(keys) do
     local number = tonumber(options[key])
     parts[i] = ("%s = %s"):format(key, number and ("%.6g"):format(number) or options[key])
