@@ -59,7 +59,7 @@ function Context:save_for_backward(...)
   rawset(self, "_saved", list)
 end
 
---- The tensors that forward saved. Called in backward.
+--- Returns the tensors that forward saved. Called in backward.
 ---@return ps.Tensor ...
 function Context:saved_tensors()
   if not rawget(self, "_open") then
@@ -120,7 +120,7 @@ local function context(args, records)
 end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- The gradients of the outputs, for the script.
+-- Returns the gradients of the outputs, for the script.
 local function gradients_in(call, factor)
   local list = {}
   for i, out in ipairs(call.outs) do

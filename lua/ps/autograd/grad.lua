@@ -16,7 +16,7 @@ local function list_of(value, call, what)
   return value
 end
 
--- The gradients of the outputs, by number.
+-- Returns the gradients of the outputs, by number.
 local function seeds_of(value, outputs, call)
   if value == nil then return {} end
   local list = is_tensor(value) and { value } or caller.typed(value, "table", call .. ": grad_outputs")
@@ -31,8 +31,8 @@ end
 
 local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
 
---- The gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient changes.
---- The graph is freed, as by backward, unless retain_graph = true.
+--- Returns the gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient
+--- changes. The graph is freed, as by backward, unless retain_graph = true.
 ---@param outputs ps.Tensor|ps.Tensor[] of one element each, unless grad_outputs has their gradients
 ---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors computed on the way to the outputs
 ---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}

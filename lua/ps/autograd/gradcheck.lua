@@ -14,7 +14,7 @@ local KINDS = { eps = "number", atol = "number", rtol = "number", raise_exceptio
 
 local function pack(...) return { n = select("#", ...), ... } end
 
--- The float outputs of fn, as a list.
+-- Returns the float outputs of fn, as a list.
 local function outputs_of(fn, inputs)
   local list = {}
   local results = pack(fn(unpack(inputs, 1, #inputs)))
@@ -51,9 +51,9 @@ local function differences(fn, inputs, which, weights, eps)
   return list
 end
 
---- Whether the gradients of fn agree with finite differences, for each input that requires a gradient. The check uses
---- the sum of all outputs times random weights. It calls fn twice per element of an input, so use small tensors of
---- fp64.
+--- Returns whether the gradients of fn agree with finite differences, for each input that requires a gradient. The
+--- check uses the sum of all outputs times random weights. It calls fn twice per element of an input, so use small
+--- tensors of fp64.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
 ---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the difference of

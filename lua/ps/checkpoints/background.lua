@@ -43,7 +43,7 @@ local function give_way(quiet)
   return true
 end
 
--- The address of memory for a copy of nbytes; a multiple of ALIGN.
+-- Returns the address of memory for a copy of nbytes; a multiple of ALIGN.
 local function room(nbytes, quiet)
   if not buffer or buffer_nbytes < nbytes then
     background.release()
@@ -64,7 +64,7 @@ local function room(nbytes, quiet)
   return ffi.cast("uint8_t *", (address + ALIGN - 1) / ALIGN * ALIGN)
 end
 
---- Whether saving can overlap with training: not in a dry run of a script, whose tensors have no bytes to copy.
+--- Returns whether saving can overlap with training: not in a dry run of a script, whose tensors have no bytes to copy.
 ---@return boolean
 function background.possible() return C.ps_machine_pretended() == 0 end
 
@@ -92,7 +92,7 @@ function background.start(path, tensors, metadata, quiet)
   return nbytes
 end
 
---- Whether a file is still being written.
+--- Returns whether a file is still being written.
 ---@return boolean
 function background.busy() return saver ~= nil and C.ps_saver_busy(saver) ~= 0 end
 

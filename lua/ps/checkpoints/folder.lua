@@ -52,18 +52,18 @@ end
 ---@return string
 function folder.name(step, sharded) return ("step-%08d%s"):format(step, sharded and "" or ".safetensors") end
 
--- The step of a checkpoint's name, or nil.
+-- Returns the step of a checkpoint's name, or nil.
 local function step_of(name)
   return tonumber(name:match("^step%-(%d+)$") or name:match("^step%-(%d+)%.safetensors$"))
 end
 
--- The step of a checkpoint that has the name ...-aside after a crash, or nil.
+-- Returns the step of a checkpoint that has the name ...-aside after a crash, or nil.
 local function step_aside(path, name)
   local proper, step = name:match("^(step%-(%d+))%.tmp%-%x+%-aside$")
   if proper and not lfs.attributes(path .. "/" .. proper, "mode") then return tonumber(step) end
 end
 
--- Whether a file or folder is the leftover of a crash.
+-- Returns whether a file or folder is the leftover of a crash.
 local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end
@@ -83,7 +83,7 @@ local function list(path)
   return all
 end
 
---- Names of checkpoints in a folder, complete or not, newest first.
+--- Returns the names of checkpoints in a folder, complete or not, newest first.
 ---@param path string
 ---@return string[]
 function folder.names(path)
@@ -92,8 +92,8 @@ function folder.names(path)
   return names
 end
 
--- The lines of `latest`; nil if there is no such file. A file that cannot be read is an error: a run that took it for
--- missing would begin again.
+-- Returns the lines of `latest`; nil if there is no such file. A file that cannot be read is an error: a run that took
+-- it for missing would begin again.
 local function read_latest(path)
   local file, why, code = io.open(path .. "/latest", "rb")
   if not file and (code == errno.ENOENT or code == errno.ENOTDIR) then return nil end
@@ -119,8 +119,9 @@ function folder.set_latest(path, name, run)
   native.check(C.ps_file_write_atomic(path .. "/latest", text, #text))
 end
 
---- The checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to another run.
---- Without the file `latest` there are none. If that file is damaged, all are tried, and `problem` says so.
+--- Returns the checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to
+--- another run. Without the file `latest` there are none. If that file is damaged, all are tried, and `problem` says
+--- so.
 ---@param path string
 ---@return string[] names
 ---@return string? problem

@@ -93,7 +93,7 @@ end
 ---@field verify? boolean for load: false does not compare checksums
 ---@field fallback? boolean for load: false makes a damaged checkpoint an error even if there is an earlier one
 
--- The schedule and the loss scale: those passed, or the engine's.
+-- Returns the schedule and the loss scale: those passed, or the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -102,13 +102,14 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- The base model of a model with adapters (ps.lora), whose frozen values are not saved; nil: all values are saved.
+-- Returns the base model of a model with adapters (ps.lora), whose frozen values are not saved; nil: all values are
+-- saved.
 local function base_of(model)
   local adapters = rawget(handle.module(model), "adapters_")
   return adapters and adapters:frozen_base()
 end
 
--- The state on this rank: tensors by name, and the rest as a table.
+-- Returns the state on this rank: tensors by name, and the rest as a table.
 local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
@@ -129,7 +130,7 @@ local function gather(parts, step, base)
   return tensors, state, own
 end
 
--- Whether each parameter has one owner, so that state_dict returns only this rank's.
+-- Returns whether each parameter has one owner, so that state_dict returns only this rank's.
 local function are_owned(model)
   local engine = handle.of(model)
   local built = engine and engine.built
@@ -139,7 +140,7 @@ local function are_owned(model)
   return false
 end
 
--- The names of all parameters if no rank holds the whole model; nil: each rank does.
+-- Returns the names of all parameters if no rank holds the whole model, or nil if each rank does.
 local function names_of(model, base)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
@@ -150,15 +151,15 @@ local function names_of(model, base)
   return names
 end
 
--- The name of the parameter to which a tensor of a checkpoint belongs.
+-- Returns the name of the parameter to which a tensor of a checkpoint belongs.
 local function parameter_of(name)
   if name:sub(1, #PREFIX) ~= PREFIX then return name end
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
 -- Reduces the tensors to those that this rank along tp saves: its pieces of cut ones, without padding, and on rank 0
--- the tensors that are whole on all ranks. Returns the places of the pieces, for the file's metadata; nil: nothing is
--- cut.
+-- the tensors that are whole on all ranks. Returns the places of the pieces, for the file's metadata, or nil if nothing
+-- is cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -175,8 +176,8 @@ local function keep_pieces(tensors, model)
   return pieces
 end
 
--- This rank's share of the tensors, and the names that all shares together must have. Ranks with the same tensors get
--- disjoint shares. If stages share a table, one of them saves it.
+-- Returns this rank's share of the tensors, and the names that all shares together must have. Ranks with the same
+-- tensors get disjoint shares. If stages share a table, one of them saves it.
 local function share(job, tensors, model)
   local engine = handle.of(model)
   local stages = engine and engine.stages
@@ -197,7 +198,8 @@ local function share(job, tensors, model)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- The files of a save and their writers. form "file": written by rank 0 alone; "shards": a folder, written by all.
+-- Returns the files of a save and their writers. form "file": written by rank 0 alone; "shards": a folder, written by
+-- all.
 local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -422,7 +424,7 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- The checkpoint at a path: the path itself, or the newest of a folder; nil if the folder has none.
+--- Returns the checkpoint at a path: the path itself, or the newest of a folder; nil if the folder has none.
 ---@param path string
 ---@return string?
 ---@return string? why the reason why there is none

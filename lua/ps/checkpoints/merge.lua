@@ -202,7 +202,7 @@ local function write(format, root, path, metadata)
   if not ok then error(problem, 0) end
 end
 
--- The number of tensors, each counted once, and their bytes.
+-- Returns the number of tensors, each counted once, and their bytes.
 local function count(node, seen, total)
   if seen[node] then return total end
   seen[node] = true
@@ -312,7 +312,7 @@ local function merged(shards, paths, options)
   return total
 end
 
---- The format for a name, or nil.
+--- Returns the format for a name, or nil.
 ---@param path string
 ---@return string?
 function merge.format(path)

@@ -58,7 +58,7 @@ end
 --- "a.b" for the item b of a.
 function tree.inside(label, key) return label == "" and key or label .. "." .. key end
 
---- Type and shape of a tensor, for comparison and messages: "fp32 [2, 3]".
+--- Returns type and shape of a tensor, for comparison and messages: "fp32 [2, 3]".
 function tree.shape_text(node)
   return ("%s [%s]"):format(ffi.string(C.ps_dtype_name(node.dtype)), table.concat(node.shape, ", "))
 end
@@ -92,7 +92,7 @@ local function pt_tensor(node, label)
   return node
 end
 
--- The name of a key for errors, and a text that is unique for the key.
+-- Returns the name of a key for errors, and a text that is unique for the key.
 local function key_text(key, label)
   local v, kind, text = value_out, key.kind, nil
   check(C.ps_pt_get(key.file.pt, key.id, v))
@@ -107,7 +107,7 @@ local function key_text(key, label)
   return text, kind .. ":" .. text
 end
 
--- The tree of a .pt file's value. A value that the file shares is one node.
+-- Returns the tree of a .pt file's value. A value that the file shares is one node.
 local function pt_node(file, id, label, made)
   if made[id] then return made[id] end
   check(C.ps_pt_get(file.pt, id, value_out))
@@ -266,8 +266,8 @@ local function lender(node, as_is)
   end, done
 end
 
--- The runs of a part that are contiguous both in the whole tensor and in the part's own tensor: their length, their
--- number, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
+-- Returns the runs of a part that are contiguous both in the whole tensor and in the part's own tensor: their length,
+-- their number, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
 local function runs_of(node, part)
   local d, length, count = #node.shape, 1, 1
   while d > 0 do
@@ -354,7 +354,7 @@ local function same_bytes(a, b, label, nbytes, as_is)
   return same
 end
 
--- Bytes of a tensor in a .pt result.
+-- Returns the bytes of a tensor in a .pt result.
 local function kept_nbytes(node) return (node.span or node.numel) * tonumber(C.ps_dtype_size(node.dtype)) end
 tree.kept_nbytes = kept_nbytes
 
@@ -367,7 +367,7 @@ local function same_tensors(a, b, label)
   return same_bytes(a, b, label, a.nbytes, false)
 end
 
---- Whether two tensors of one type and shape, or two plain values, are the same.
+--- Returns whether two tensors of one type and shape, or two plain values, are the same.
 ---@param a ps.merge.Node
 ---@param b ps.merge.Node
 ---@param label string for errors

@@ -58,8 +58,8 @@ function rank_files.deal(nbytes, size)
   return rank_of
 end
 
---- The metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }; pieces: { tensor =
---- { shape, parts } } of cut tensors, nil if there are none.
+--- Returns the metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }; pieces: {
+--- tensor = { shape, parts } } of cut tensors, nil if there are none.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
@@ -82,8 +82,8 @@ local function about_of(file)
   return about
 end
 
---- The names of the tensors of which a file, by its metadata, has only a piece; nil: the file is not a rank's, or has
---- only whole tensors.
+--- Returns the names of the tensors of which a file, by its metadata, has only a piece, or nil if the file is not a
+--- rank's, or has only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
 function rank_files.pieces_in(metadata)
@@ -124,7 +124,7 @@ local function open_shard(folder, rank, wanted, options)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
---- Whether every rank's file exists, complete.
+--- Returns whether every rank's file exists, complete.
 ---@param folder string
 ---@param size integer
 ---@return boolean
@@ -142,7 +142,7 @@ local function file_of(piece) return piece.file end
 -- Checks that pieces cover the whole tensor.
 local function check_pieces(name, entry) rectangles.check(name, entry.shape, entry.pieces, file_of) end
 
--- The place of each part of a file's tensor, a list of { offset, shape, at }, and the shape of the whole.
+-- Returns the place of each part of a file's tensor, a list of { offset, shape, at }, and the shape of the whole.
 local function parts_of(file, tensor, of)
   local shape = file:shape(tensor)
   if not of then return { { offset = zeros(shape), shape = shape } }, shape end
@@ -207,7 +207,7 @@ end
 local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
---- The tensors that are in several pieces, for ps.merge to assemble.
+--- Returns the tensors that are in several pieces, for ps.merge to assemble.
 ---@return table<string, {dtype: string, shape: integer[], pieces: {path: string, offset: integer[], shape: integer[],
 ---  at?: integer[]}[]}>
 function RankFiles:divided()
@@ -228,7 +228,7 @@ function RankFiles:close()
   for _, file in ipairs(self.files) do file:close() end
 end
 
---- The index of a checkpoint's folder. It is an error if it is missing or damaged.
+--- Returns the index of a checkpoint's folder. It is an error if it is missing or damaged.
 ---@param folder string
 ---@return table
 function rank_files.index(folder)
@@ -247,7 +247,7 @@ function rank_files.index(folder)
   return index
 end
 
--- The tensors of a version 1 index in the form of version 2. Shapes and types are read from the files.
+-- Returns the tensors of a version 1 index in the form of version 2. Shapes and types are read from the files.
 local function of_version_1(index, files)
   local tensors = {}
   for tensor, name in pairs(index.weight_map) do

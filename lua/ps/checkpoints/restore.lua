@@ -58,7 +58,7 @@ local function open_at(path, options)
   return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
 end
 
--- The run of a checkpoint; "": it has none (an older version); nil: it cannot be read.
+-- Returns the run of a checkpoint; "": it has none (an older version), or nil if it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
     if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
@@ -84,8 +84,8 @@ local function verify(opened, group)
 end
 
 -- Opens one checkpoint and compares its checksums, on all ranks. Returns it, or nil and the problem; if one rank has a
--- problem, all get it. Lack of memory is raised, since it does not mean that the checkpoint is damaged. run: the run
--- that the checkpoint must have, if given.
+-- problem, all get it. Lack of memory is raised, since it does not mean that the checkpoint is damaged. `run` is the
+-- run that the checkpoint must have, if given.
 local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
@@ -107,7 +107,7 @@ local function open(path, group, options, run)
   return nil, problem
 end
 
---- The checkpoints at a path in the order in which they are tried: the path itself, or those of the folder.
+--- Returns the checkpoints at a path in the order in which they are tried: the path itself, or those of the folder.
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
@@ -142,7 +142,7 @@ local function say(text)
   if dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- The reason why a path has no candidates, as text. A folder with checkpoints may lack the file `latest`.
+--- Returns the reason why a path has no candidates, as text. A folder with checkpoints may lack the file `latest`.
 ---@param path string
 ---@return string
 function restore.why_none(path)
@@ -157,7 +157,7 @@ function restore.why_none(path)
     there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
--- The first checkpoint that can be used, and the skipped ones with the reasons.
+-- Returns the first checkpoint that can be used, and the skipped ones with the reasons.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(restore.why_none(path), 0) end
@@ -181,8 +181,8 @@ local function open_first(path, parts, group)
 end
 
 -- -- loading ----------------------------------------------------------------------------------------------------------
--- The optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. If the file has no
--- masters (an engine wrote it), the model's tensors have their values.
+-- Returns the optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. If the file
+-- has no masters (an engine wrote it), the model's tensors have their values.
 local function optimizer_tensors(file)
   local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -196,8 +196,8 @@ local function optimizer_tensors(file)
   end })
 end
 
--- The model's tensors of a file, with the methods that Module:load_state_dict calls. For an engine, whose parameters
--- have masters from the start, a master in the file is read instead of the rounded parameter.
+-- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. For an engine, whose
+-- parameters have masters from the start, a master in the file is read instead of the rounded parameter.
 local function model_view(file, for_engine)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -217,7 +217,7 @@ local function model_view(file, for_engine)
   return view
 end
 
---- The number of ranks along each axis.
+--- Returns the number of ranks along each axis.
 ---@return table<string, integer>
 function restore.mesh_sizes()
   local sizes = {}
@@ -228,7 +228,8 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Whether the same number of ranks saved, cut along the same axes. A checkpoint without a mesh has ranks only along dp.
+-- Returns whether the same number of ranks saved, cut along the same axes. A checkpoint without a mesh has ranks only
+-- along dp.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -236,7 +237,7 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- The random numbers for this rank: its own if the mesh equals that of the ranks that saved, else rank 0's.
+-- Returns the random numbers for this rank: its own if the mesh equals that of the ranks that saved, else rank 0's.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -253,7 +254,7 @@ local function own_rng(opened, group)
 end
 
 -- A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The others are in a folder, from
--- which the model must have been loaded. Returns a function that tells whether the folder has a value; nil: the
+-- which the model must have been loaded. Returns a function that tells whether the folder has a value, or nil if the
 -- checkpoint has all values.
 local function of_base(opened, model)
   local saved = opened.state.base
@@ -321,7 +322,7 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
---- Like checkpoint.load. with: the parts to restore in addition to the model.
+--- Like checkpoint.load. `with` are the parts to restore in addition to the model.
 ---@param path string
 ---@param parts ps.CheckpointParts
 ---@param with table

@@ -9,7 +9,7 @@ local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
---- The number of data-parallel processes: groups of processes with different rows of a batch.
+--- Returns the number of data-parallel processes: groups of processes with different rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
 ---@param world? integer number of processes; nil: those of one model replica

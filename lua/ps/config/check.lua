@@ -20,7 +20,7 @@ local check = {}
 local State = {}
 State.__index = State
 
---- The path in the spelling of the configuration.
+--- Returns the path in the spelling of the configuration.
 ---@param path string
 ---@return string
 function State:shown(path)
@@ -67,8 +67,8 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- An error's text about a value that is not of a type: "is -1; expected a number of at least 0". Nil for a value of
---- the type.
+--- Returns an error's text about a value that is not of a type: "is -1; expected a number of at least 0". Nil for a
+--- value of the type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -76,8 +76,8 @@ function check.problem(value, type_of)
   if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
 end
 
---- The error's text about the first of several settings that is out of range: "lr is -1; expected a number of at least
---- 0". Nil if none is.
+--- Returns the error's text about the first of several settings that is out of range: "lr is -1; expected a number of
+--- at least 0". Nil if none is.
 ---@param settings table
 ---@param types_of table<string, ps.config.Type>
 ---@return string?
@@ -98,7 +98,7 @@ local function sorted_keys(t)
   return keys
 end
 
--- All names that a section accepts.
+-- Returns all names that a section accepts.
 local function names_in(node)
   local names = {}
   for _, row in ipairs(node.rows) do names[#names + 1] = row.key end
@@ -127,7 +127,7 @@ local function each_name(node, visit)
   for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
 end
 
--- The sections that have the name, sorted; with `near`, the full paths of similar names.
+-- Returns the sections that have the name, sorted; with `near`, the full paths of similar names.
 local function elsewhere(name, near)
   local found, seen = {}, {}
   each_name(schema_root(), function(path, other)
@@ -186,7 +186,7 @@ local function check_auto(state)
   end
 end
 
--- The value for "auto", or nil for the default.
+-- Returns the value for "auto", or nil for the default.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]
   if value == nil then value = state.auto[row.key] end
@@ -214,7 +214,7 @@ local function refuse(state, row, value)
   state:fail("%s is %s; %s: %s", state:shown(row.path), check.show(value), later, row.words)
 end
 
--- The checked value of a key.
+-- Returns the checked value of a key.
 local function take_row(state, row, value)
   if value == json.null then value = nil end
   if value == "auto" and not row.type.auto then value = resolve_auto(state, row) end
@@ -281,7 +281,8 @@ function take_section(state, node, given)
   return out
 end
 
--- The table that holds the last name of a path, and that name. With `make`, missing tables on the way are created.
+-- Returns the table that holds the last name of a path, and that name. With `make`, missing tables on the way are
+-- created.
 local function holder(raw, path, make)
   local at, last = raw, path:match("[^.]+$")
   for name in path:sub(1, #path - #last):gmatch("[^.]+") do

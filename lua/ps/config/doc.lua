@@ -17,7 +17,7 @@ local function default_of(row)
   return "`" .. check.show(row.default) .. "`"
 end
 
--- The status, and the key's effect or the reason why it has none.
+-- Returns the status, and the key's effect or the reason why it has none.
 local function meaning(row)
   if row.status == "alias" then return "honoured", "another spelling of `" .. row.words .. "`" end
   if row.status == "later" then return "refused", "not in this version: " .. row.words end
@@ -31,7 +31,7 @@ local function heading(section)
   return section[1] .. (section.of and " of " .. section.of or "")
 end
 
---- All tables, one per section, as Markdown.
+--- Returns all tables, one per section, as Markdown.
 ---@return string
 function doc.tables()
   local lines = {}

@@ -14,7 +14,7 @@ local function fail(reader, at, message)
   error(("%s:%d:%d: %s"):format(reader.name, line, at - start + 1, message), 0)
 end
 
--- The text at a place, for errors.
+-- Returns the text at a place, for errors.
 local function found(reader, at)
   if at > #reader.text then return "the end of the file" end
   return ("'%s'"):format(reader.text:match("^[%w_%-%.]+", at) or reader.text:sub(at, at))
@@ -37,7 +37,7 @@ local function utf8(code)
   return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40) .. low
 end
 
--- The character of the \u escape at `at`, and the place after it. Two surrogates make one character.
+-- Returns the character of the \u escape at `at`, and the place after it. Two surrogates make one character.
 local function unicode(reader, at)
   local code = tonumber(reader.text:match("^\\u(%x%x%x%x)", at) or "", 16)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
@@ -149,7 +149,7 @@ function value_at(reader)
   return number_at(reader)
 end
 
---- The value of a JSON text; errors name the file, line and column.
+--- Returns the value of a JSON text; errors name the file, line and column.
 ---@param text string
 ---@param name string
 ---@return any

@@ -23,7 +23,7 @@ end
 
 local function plain_path(path) return #path > 1 and (path:gsub("/+$", "")) or path end
 
--- The folder of the disk tier. Three settings can name it, and they must agree.
+-- Returns the folder of the disk tier. Three settings can name it, and they must agree.
 local function disk_path(state, cfg)
   local zero, chosen, from = cfg.zero_optimization, cfg.memory.disk.path, "memory.disk.path"
   for _, name in ipairs { "offload_optimizer", "offload_param" } do
@@ -100,7 +100,7 @@ local function refuse_with_plain(state, cfg)
   ignore_given(state, OF_CHUNKS, "plain memory has no chunks")
 end
 
--- Bytes of a budget, which may be a share of the available memory.
+-- Returns the bytes of a budget, which may be a share of the available memory.
 local function resolve(state, path, budget, there)
   if type(budget) ~= "table" then return budget end
   if not there then
@@ -113,7 +113,7 @@ local function resolve(state, path, budget, there)
   return bytes
 end
 
--- The budget of a tier in bytes: as given, or by PatrickStar's ratio; nil if the available memory is unknown.
+-- Returns the budget of a tier in bytes: as given, or by PatrickStar's ratio; nil if the available memory is unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then

@@ -336,7 +336,7 @@ end
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
----@field as? fun(value: any): any of an alias: converts the value for the other key; false: no value
+---@field as? fun(value: any): any of an alias: converts the value for the other key, or false if there is no value
 ---@field required? boolean
 ---@field acts? string of an honoured key: the file that acts on it
 
@@ -355,7 +355,7 @@ local schema = { sections = sections, statuses = { H, I, R, L, A } }
 
 local function node(path) return { path = path, rows = {}, row = {}, subs = {}, sub = {} } end
 
--- The node of a path; it and its parents are created if missing.
+-- Returns the node of a path; it and its parents are created if missing.
 local function reach(root, path)
   local at, walked = root, nil
   for name in path:gmatch("[^.]+") do

@@ -25,7 +25,7 @@ local TRAVEL = "values are sent between processes in the type in which they are 
 local LATE = "delayed updates change the result"
 local OFF = "has no effect while the section is off"
 
--- The reason to refuse a tree in which a feature is enabled, or nil.
+-- Returns the reason to refuse a tree in which a feature is enabled, or nil.
 local function enabled_inside(value, path)
   if type(value) ~= "table" then return nil end
   for key, item in pairs(value) do
@@ -40,7 +40,8 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Nil if each item of a list names a call between processes, else an error's text about the first one that does not.
+-- Returns nil if each item of a list names a call between processes, else an error's text about the first one that does
+-- not.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not call_names[name] then

@@ -70,7 +70,7 @@ local function from_json(text, name)
   return value
 end
 
---- The raw table of a source, and the source's name for errors.
+--- Returns the raw table of a source, and the source's name for errors.
 ---@param from table|string
 ---@return table raw
 ---@return string name

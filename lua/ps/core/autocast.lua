@@ -21,7 +21,7 @@ for _, name in ipairs(HALF) do runs_in_half[C["PS_OP_" .. name]] = true end
 for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
 
 ---@class ps.Autocast a region
----@field dtype integer|false of products; false: nothing is cast
+---@field dtype integer|false of products, or false if nothing is cast
 ---@field casts table<boolean, table<integer, {version: integer, dtype: integer, tensor: ffi.cdata*, of: ffi.cdata*}>>
 ---  the half copies of parameters by address, made with gradients on (true) and off (false)
 ---@field closed? boolean
@@ -71,7 +71,8 @@ local function converted(t, dtype)
   return rc, to[0]
 end
 
--- Whether the copy of a tensor is made once per region: of a parameter that trains, unless an engine moves its bytes.
+-- Returns whether the copy of a tensor is made once per region: of a parameter that trains, unless an engine moves its
+-- bytes.
 local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
@@ -94,7 +95,7 @@ local function copy_of(t, dtype)
   return 0, made
 end
 
--- The type that an input has to be converted to; nil: it stays.
+-- Returns the type that an input has to be converted to, or nil if it stays.
 local function wanted(t, half)
   local dtype = t.dtype_
   if half then
@@ -194,12 +195,12 @@ function autocast.run(dtype, fn, ...)
   return restored(own, enter(own), xpcall(fn, scope.trace, ...))
 end
 
---- The type of products in the region of ps.autocast that runs; nil: there is none.
+--- Returns the type of products in the region of ps.autocast that runs, or nil if there is none.
 ---@return "bf16"|"fp16"|nil
 function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
 
---- The tensors, converted to fp32 if they have a half type and a region runs; else as they are. For functions that are
---- composed of several ops and that PyTorch runs in fp32.
+--- Returns the tensors, converted to fp32 if they have a half type and a region runs; else as they are. For functions
+--- that are composed of several ops and that PyTorch runs in fp32.
 ---@param ... ps.Tensor|any
 ---@return any ...
 function autocast.full(...)

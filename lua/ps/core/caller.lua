@@ -19,7 +19,7 @@ for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and p
   own[#own + 1] = "@" .. folder
 end
 
---- Whether a chunk's name, in the form of debug.getinfo, is that of one of psluajit's own files.
+--- Returns whether a chunk's name, in the form of debug.getinfo, is that of one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -32,8 +32,8 @@ end
 
 local pause                                                -- the C function between a paused script and its prompt
 
---- The place "script.lua:12: " of the innermost Lua function that is not psluajit's; "" if there is none. Statements
---- that are typed at the prompt of a pause have no place in the paused script.
+--- Returns the place "script.lua:12: " of the innermost Lua function that is not psluajit's; "" if there is none.
+--- Statements that are typed at the prompt of a pause have no place in the paused script.
 ---@return string
 local function position()
   local level = 2
@@ -69,8 +69,8 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Whether a source is one of psluajit's files. The source has the form that messages show, which may be cut at its
--- beginning.
+-- Returns whether a source is one of psluajit's files. The source has the form that messages show, which may be cut at
+-- its beginning.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
@@ -92,7 +92,7 @@ end
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
---- The text of an error that is not a string: its type and value. The program's handler prints it.
+--- Returns the text of an error that is not a string: its type and value. The program's handler prints it.
 ---@param e any
 ---@return string
 function caller.described(e)
@@ -100,8 +100,8 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Whether the function at a level (counted from this function's caller) raises, for the second time, an error that
--- psluajit had caught.
+-- Returns whether the function at a level (counted from this function's caller) raises, for the second time, an error
+-- that psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
@@ -122,8 +122,8 @@ function caller.note(e, told)
   return e
 end
 
---- Whether psluajit had caught an error before it ended the script. Only a function that the program's handler calls
---- may call this.
+--- Returns whether psluajit had caught an error before it ended the script. Only a function that the program's handler
+--- calls may call this.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
@@ -189,7 +189,7 @@ local function sorted_names(keys)
 end
 caller.sorted_names = sorted_names
 
--- Text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
+-- Returns text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)
   if type(key) ~= "string" then return "options are named, { name = value }, and one has no name" end
   local names = sorted_names(keys)
@@ -326,7 +326,7 @@ function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- Checks an input of an op: a tensor, or nil, which the op may refuse. name: the input's name, or its place in a
+  --- Checks an input of an op: a tensor, or nil, which the op may refuse. `name` is the input's name, or its place in a
   --- list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
@@ -336,7 +336,8 @@ function caller.for_tensors(tensor_type)
   end
 
   --- A number that an op takes; nil is the default. The wrappers of ops call this function and caller.tensor if their
-  --- quick check fails. ctype: the integer type, if the quick check failed because the number does not fit that type.
+  --- quick check fails. `ctype` is the integer type, if the quick check failed because the number does not fit that
+  --- type.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then

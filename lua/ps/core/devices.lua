@@ -31,20 +31,20 @@ function devices.open(name)
   return { name = native.device_name[i], description = native.ffi.string(native.C.ps_device_describe(native.ctx, i)) }
 end
 
---- The type that trains fastest on a device (default cpu): "bf16" on a GPU and on a processor with bf16 products, else
---- "fp32".
+--- Returns the type that trains fastest on a device (default cpu): "bf16" on a GPU and on a processor with bf16
+--- products, else "fp32".
 ---@param device? string
 ---@return string
 function devices.fast_dtype(device)
   return native.device_info(native.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
 end
 
---- Whether fused ops (ops.mlp) are faster on a device than their separate ops, as on a GPU.
+--- Returns whether fused ops (ops.mlp) are faster on a device than their separate ops, as on a GPU.
 ---@param device string
 ---@return boolean
 function devices.prefers_fused(device) return native.device_info(native.device_index(device)).fuses ~= 0 end
 
---- All devices that are open. cuda is opened by the first call that names it.
+--- Returns all devices that are open. cuda is opened by the first call that names it.
 ---@return ps.Device[]
 function devices.all()
   local list = {}
@@ -65,7 +65,7 @@ function devices.reset_peak(device)
   native.C.ps_memory_reset_peak(native.ctx, device and native.device_index(device) or 0)
 end
 
---- The bytes of a device's memory that can still be allocated.
+--- Returns the bytes of a device's memory that can still be allocated.
 ---@param device? string default the first device, "cpu"
 ---@return integer bytes
 function devices.available(device)

@@ -6,7 +6,7 @@ local environment = {}
 local NAMES = {}
 for name in ("PS_DISK_THREADS PS_DRY_RUN PS_RUN_ID PS_STRESS PS_TRACEBACK"):gmatch "%S+" do NAMES[name] = true end
 
---- The value of a variable.
+--- Returns the value of a variable.
 ---@param name string one of NAMES; any other name is a bug in the calling code
 ---@return string? value nil: it is not set
 function environment.get(name)
@@ -14,7 +14,7 @@ function environment.get(name)
   return os.getenv(name)
 end
 
---- The value of a variable as a number. Any other text is an error.
+--- Returns the value of a variable as a number. Any other text is an error.
 ---@param name string
 ---@param least integer
 ---@return integer? value nil: it is not set, or empty

@@ -13,7 +13,7 @@ local inner = setmetatable({}, { __mode = "k" })
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
 
--- The names of a function's parameters; a method's self is left out.
+-- Returns the names of a function's parameters; a method's self is left out.
 local function parameters(fn, first)
   local names = {}
   for i = first, debug.getinfo(fn, "u").nparams do names[#names + 1] = debug.getlocal(fn, i) end

@@ -304,7 +304,7 @@ function M.device_index(name)
 end
 
 local device_can = {}
---- The abilities of a device (struct ps_device_info of ps.h).
+--- Returns the abilities of a device (struct ps_device_info of ps.h).
 ---@param index integer
 ---@return ffi.cdata*
 function M.device_info(index)

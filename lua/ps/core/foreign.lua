@@ -29,7 +29,7 @@ local function stand_in(place, name, text)
     __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end })
 end
 
---- The stand-in for a name that other libraries have; nil for an unknown name.
+--- Returns the stand-in for a name that other libraries have; nil for an unknown name.
 ---@param place string a key of foreign_names.lua
 ---@param name any
 ---@return table?
@@ -51,7 +51,7 @@ local homes = {}
 ---@param names fun(): string[]
 function foreign.home(place, has, names) homes[place] = { has = has, names = names } end
 
---- The end of an error about a missing name: "; write t:view(...)", or the nearest name, or nothing.
+--- Returns the end of an error about a missing name: "; write t:view(...)", or the nearest name, or nothing.
 ---@param place "ps"|"F"|"nn"|"t" the table that lacks the name
 ---@param name string
 ---@return string
@@ -64,7 +64,8 @@ function foreign.instead(place, name)
   return near and ("; did you mean %s?"):format(HOMES[place]:format(near)) or ""
 end
 
---- The stand-in for a name that other libraries have. Another unknown name is an error that names the nearest one.
+--- Returns the stand-in for a name that other libraries have. Another unknown name is an error that names the nearest
+--- one.
 ---@param place "ps"|"F"|"nn"
 ---@param name any
 ---@return table?
@@ -82,7 +83,7 @@ function foreign.stand(t, place)
   return setmetatable(t, { __index = function(_, name) return foreign.find(place, name) end })
 end
 
---- The names of a place, for a spec.
+--- Returns the names of a place, for a spec.
 ---@param place string
 ---@return table<string, string> name -> what to write
 function foreign.names(place) return names_of(place) end

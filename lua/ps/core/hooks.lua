@@ -73,7 +73,7 @@ function hooks.tell(event, ...)
   for _, fn in ipairs(listeners[event]) do fn(...) end
 end
 
---- Whether an event has a listener.
+--- Returns whether an event has a listener.
 ---@param event string
 ---@return boolean
 function hooks.heard(event) return #listeners[event] > 0 end

@@ -35,7 +35,7 @@ function kinds.add_state(name, place, instead)
   PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
---- The most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.
+--- Returns the most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
@@ -47,15 +47,15 @@ local function start_at(place, numel, dtype)
   return numel * size_of(dtype) >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
 end
 
---- Bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
+--- Returns the bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string
 ---@return integer
 function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dtype) end
 
---- Bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the first two fp32 states
---- have one size, since each may reuse the memory of another.
+--- Returns the bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the first two
+--- fp32 states have one size, since each may reuse the memory of another.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string

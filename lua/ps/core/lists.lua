@@ -13,8 +13,8 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- The functions of a list of modules, and the list; nil for all other values. If ps.initialize got a list as its
--- module, the model that it returned counts as that list (ps_module_of).
+-- Returns the functions of a list of modules, and the list; nil for all other values. If ps.initialize got a list as
+-- its module, the model that it returned counts as that list (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
@@ -35,7 +35,7 @@ local function each_of(value)
   for _, row in raw_ipairs(cdata) do if ffi.istype(row[1], value) then return row[2] end end
 end
 
---- Whether a value is a list of modules.
+--- Returns whether a value is a list of modules.
 ---@param value any
 ---@return boolean
 function lists.is_list(value) return list_of(value) ~= nil end

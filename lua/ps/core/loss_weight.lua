@@ -79,7 +79,7 @@ end
 --- Forgets the batch and all notes.
 function loss_weight.forget() notes, pairs_of_batch = {}, {} end
 
--- The script's own tensor of targets; nil if ops made them, or if the script did not pass them to the model.
+-- Returns the script's own tensor of targets; nil if ops made them, or if the script did not pass them to the model.
 local function given_as(target)
   for _, pair in ipairs(pairs_of_batch) do
     local there = pair[1]
@@ -100,7 +100,7 @@ function loss_weight.stands_for(packed, target)
 end
 
 -- -- notes ------------------------------------------------------------------------------------------------------------
--- The weight of targets, a tensor of one element.
+-- Returns the weight of targets, a tensor of one element.
 local function sum_of(target, ignore, weight)
   local counts = target:ne(ignore)
   if weight == nil then return counts:sum() end
@@ -129,13 +129,13 @@ local function add(loss, note)
   return loss
 end
 
--- Whether a loss must be noted. A segment that backward runs again was already noted in its first run.
+-- Returns whether a loss must be noted. A segment that backward runs again was already noted in its first run.
 local function notes_it(loss)
   return watching > 0 and muted == 0 and native.device_info(loss.device_).has_data ~= 0
     and not (scope.segment and scope.segment.again)
 end
 
---- The attribute want_hits of the ops of losses: 1 while a user reads hits.
+--- Returns the attribute want_hits of the ops of losses: 1 while a user reads hits.
 ---@return 0|1
 function loss_weight.wants_hits() return scoring > 0 and 1 or 0 end
 
@@ -152,7 +152,7 @@ end
 ---@param loss ps.Tensor
 ---@param reduction string|nil "mean" (default), "sum" or "none"
 ---@param target ps.Tensor integers
----@param ignore? integer the target that does not count, default -100
+---@param ignore? integer the target that does not count (default -100)
 ---@param weight? ps.Tensor [V] weight of each class
 ---@param hits? ps.Tensor int64 [2] number of hits, and of targets that count
 ---@return ps.Tensor loss
@@ -202,7 +202,7 @@ function loss_weight.as(fn, weight)
 end
 
 -- -- reading weights --------------------------------------------------------------------------------------------------
--- The weight of a note's targets.
+-- Returns the weight of a note's targets.
 local function count_of(note)
   if note.labels ~= nil then
     local labels, weight = note.labels, note.weight
@@ -216,7 +216,7 @@ local function count_of(note)
   return note.count
 end
 
--- The notes of the losses from which a loss was made.
+-- Returns the notes of the losses from which a loss was made.
 local function notes_in(loss)
   local list, made = {}, {}
   for _, note in ipairs(notes) do if note.op >= 0 then made[#made + 1] = note end end
@@ -234,7 +234,7 @@ local function notes_in(loss)
   return list
 end
 
---- The weight of a loss, by the ops that made it. A loss without history has the weight of all losses since
+--- Returns the weight of a loss, by the ops that made it. A loss without history has the weight of all losses since
 --- loss_weight.begin. The host waits for targets that ops made on a device.
 ---@param loss ps.Tensor
 ---@return ps.Targets? weight nil: it was made from no noted loss
@@ -253,8 +253,8 @@ function loss_weight.of(loss)
   return found
 end
 
---- The hits of a loss, by the ops that made it: the number of targets whose logit is the largest of its row (of several
---- equal ones, the first). The host waits for the device that counted them.
+--- Returns the hits of a loss, by the ops that made it: the number of targets whose logit is the largest of its row (of
+--- several equal ones, the first). The host waits for the device that counted them.
 ---@param loss ps.Tensor
 ---@return number? hits nil: no op of the loss counted them
 ---@return number? targets number of targets that count

@@ -24,7 +24,7 @@ function nearest.distance(a, b)
   return row[#b]
 end
 
---- The word closest to `word`, if it is close enough to be a typing mistake.
+--- Returns the word closest to `word`, if it is close enough to be a typing mistake.
 ---@param word string
 ---@param words string[]
 ---@return string?

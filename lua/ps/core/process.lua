@@ -17,10 +17,10 @@ function process.set_threads(n)
   end
   native.C.ps_set_threads(n)
 end
---- The number of threads that compute.
+--- Returns the number of threads that compute.
 ---@return integer
 function process.threads() return native.C.ps_threads() end
---- The seconds of a monotonic clock.
+--- Returns the seconds of a monotonic clock.
 ---@return number
 function process.now() return native.C.ps_now() end
 
@@ -28,10 +28,10 @@ function process.now() return native.C.ps_now() end
 --- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was
 --- ignored when the process began (nohup, a job in the background) stays ignored.
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end
---- The number of signals counted since ps.catch_interrupts().
+--- Returns the number of signals counted since ps.catch_interrupts().
 ---@return integer
 function process.interrupts() return native.C.ps_interrupts() end
---- The largest resident size of this process so far.
+--- Returns the largest resident size of this process so far.
 ---@return integer bytes
 function process.peak_rss() return tonumber(native.C.ps_rss_peak()) end
 

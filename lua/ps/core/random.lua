@@ -5,8 +5,8 @@ local native = require "ps.core.ffi"
 
 local random = {}
 
---- The state of all random numbers: seed, offset, step, sample, op (struct ps_rng of ps.h). Its fields can be read and
---- written.
+--- Returns the state of all random numbers: seed, offset, step, sample, op (struct ps_rng of ps.h). Its fields can be
+--- read and written.
 ---@return ffi.cdata* ps_rng
 function random.state() return native.C.ps_rng_get(native.ctx) end
 

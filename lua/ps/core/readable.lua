@@ -13,7 +13,7 @@ function readable.bytes(n)
   return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
 end
 
---- The lines of a table: a row of headings and rows of text, two blanks between columns.
+--- Returns the lines of a table: a row of headings and rows of text, two blanks between columns.
 ---@param columns {title: string, left?: boolean}[]
 ---@param rows string[][] a row that is a string is printed as it is
 ---@return string[]

@@ -7,7 +7,7 @@ local rectangles = {}
 ---@field offset integer[]
 ---@field shape integer[]
 
---- The number of elements of a shape.
+--- Returns the number of elements of a shape.
 ---@param shape integer[]
 ---@return integer
 function rectangles.numel(shape)
@@ -16,7 +16,7 @@ function rectangles.numel(shape)
   return n
 end
 
---- The offset of a whole tensor.
+--- Returns the offset of a whole tensor.
 ---@param shape integer[]
 ---@return integer[]
 function rectangles.zeros(shape)
@@ -25,7 +25,7 @@ function rectangles.zeros(shape)
   return all
 end
 
---- Whether two shapes are the same.
+--- Returns whether two shapes are the same.
 ---@param a integer[]
 ---@param b integer[]
 ---@return boolean
@@ -40,7 +40,7 @@ end
 ---@return string
 function rectangles.text(list) return table.concat(list, ", ") end
 
---- The elements that two rectangles of one tensor have in common.
+--- Returns the elements that two rectangles of one tensor have in common.
 ---@param a ps.Rectangle
 ---@param b ps.Rectangle
 ---@return ps.Rectangle? common nil: none
@@ -54,8 +54,8 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- The place of `offset` in a tensor that stores a rectangle. The rectangle begins at `from`, and its first element is
---- at `at` in that tensor.
+--- Returns the place of `offset` in a tensor that stores a rectangle. The rectangle begins at `from`, and its first
+--- element is at `at` in that tensor.
 ---@param offset integer[]
 ---@param from integer[]
 ---@param at? integer[] default zeros
@@ -66,7 +66,7 @@ function rectangles.moved(offset, from, at)
   return to
 end
 
---- The elements of a tensor in a rectangle, as a view.
+--- Returns the elements of a tensor in a rectangle, as a view.
 ---@param tensor ps.Tensor
 ---@param offset integer[]
 ---@param shape integer[]
@@ -79,7 +79,7 @@ function rectangles.view(tensor, offset, shape)
   return tensor
 end
 
---- Whether a rectangle is inside a tensor of this shape.
+--- Returns whether a rectangle is inside a tensor of this shape.
 ---@param whole integer[]
 ---@param offset integer[]
 ---@param shape integer[]

@@ -11,7 +11,7 @@ local id_out = ffi.new("int64_t[1]")
 local tensor_t = ffi.typeof("ps_tensor")
 local pointer_array = array "ps_tensor *"
 
---- Whether a value is a tensor.
+--- Returns whether a value is a tensor.
 ---@param x any
 ---@return boolean
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
@@ -47,7 +47,7 @@ local function hold_args(segment)
   end
 end
 
---- The arguments for another call of the function.
+--- Returns the arguments for another call of the function.
 local function lend_args(segment)
   local args = { n = segment.args.n }
   for i = 1, args.n do
@@ -114,7 +114,7 @@ function M.collect_all()
   M.collect()
 end
 
---- The tensors in values and nested tables, as an array for C.
+--- Returns the tensors in values and nested tables, as an array for C.
 ---@param ... any
 ---@return ffi.cdata*? pointers nil: there are none
 ---@return integer n
@@ -208,7 +208,7 @@ function M.keep_cheap_outputs(on)
   return C.ps_set_keep_cheap(ctx, on and 1 or 0) ~= 0
 end
 
---- Whether ops are recorded for backward.
+--- Returns whether ops are recorded for backward.
 ---@return boolean
 function M.grad_enabled() return C.ps_grad_enabled(ctx) ~= 0 end
 
@@ -371,7 +371,7 @@ function M.resume(id, factor)
     .. "backward before model:close()", 0)
 end
 
--- Continues a walk to its end. rc: the result of the C call that advanced it last.
+-- Continues a walk to its end. `rc` is the result of the C call that advanced it last.
 local function walk(rc, factor)
   while rc ~= 0 do
     if rc < 0 then
@@ -383,7 +383,7 @@ local function walk(rc, factor)
   end
 end
 
--- Completes a walk. rc: the result of the C call that began it.
+-- Completes a walk. `rc` is the result of the C call that began it.
 local function walk_on(rc, factor)
   if rc ~= 0 then                                           -- 0: complete, as usual, without a stop
     local ok, err = xpcall(walk, trace, rc, factor)
@@ -461,7 +461,7 @@ function M.backward(t, gradient, options)
   else M.walk_back(t, gradient) end
 end
 
---- Whether a tensor is one of several others, or was made from one of them by recorded ops.
+--- Returns whether a tensor is one of several others, or was made from one of them by recorded ops.
 ---@param t ps.Tensor
 ---@param from ps.Tensor[]
 ---@return boolean
@@ -473,7 +473,7 @@ function M.made_from(t, from)
   return rc == 1
 end
 
---- The gradient of a leaf, or nil, without the checks of T:grad.
+--- Returns the gradient of a leaf, or nil, without the checks of T:grad.
 ---@param t ps.Tensor
 ---@return ps.Tensor|nil
 function M.grad_of(t)

@@ -11,7 +11,7 @@ function strict.declare(...)
   for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
 end
 
---- Whether C code (the REPL, C modules) makes the access; it is not checked.
+--- Returns whether C code (the REPL, C modules) makes the access; it is not checked.
 ---@return boolean
 local function from_c()
   local info = debug.getinfo(3, "S")

@@ -12,7 +12,7 @@ local types = {}
 ---@return ps.config.Type
 local function new(text, take, auto) return { text = text, take = take, auto = auto } end
 
---- Whether a value is a number, and neither NaN nor infinite.
+--- Returns whether a value is a number, and neither NaN nor infinite.
 ---@param value any
 ---@return boolean
 function types.finite(value) return type(value) == "number" and value == value and math.abs(value) ~= math.huge end
@@ -133,7 +133,7 @@ for power, letter in ipairs { "k", "m", "g", "t" } do
   UNITS[letter .. "ib"] = 1024 ^ power
 end
 
--- Bytes of "8GiB", or nil.
+-- Returns the bytes of "8GiB", or nil.
 local function bytes_of(text)
   local digits, unit = text:match("^%s*([%d%.]+)%s*(%a*)%s*$")
   local factor, number = digits and UNITS[unit:lower()], digits and tonumber(digits)

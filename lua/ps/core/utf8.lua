@@ -2,8 +2,8 @@
 -- UTF-8, as JSON, pickles and safetensors headers require it.
 local utf8 = {}
 
---- Whether a text is valid UTF-8: no stray or missing continuation byte, no overlong form, no surrogate, and nothing
---- above U+10FFFF.
+--- Returns whether a text is valid UTF-8: no stray or missing continuation byte, no overlong form, no surrogate, and
+--- nothing above U+10FFFF.
 ---@param text string
 ---@return boolean
 function utf8.valid(text)

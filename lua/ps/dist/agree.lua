@@ -16,7 +16,7 @@ local SHORT = 192                                          -- bytes of a message
 local SILENT = "an error without words"
 local NO = "\0no"                                          -- a text that differs from the text of every error
 
---- The upper 53 bits of a hash, which a double, and so a tensor made from numbers, holds exactly.
+--- Returns the upper 53 bits of a hash, which a double, and so a tensor made from numbers, holds exactly.
 ---@param hash ffi.cdata* uint64_t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
@@ -41,7 +41,7 @@ local function gather(group, nbytes, fill)
   return bytes
 end
 
---- Every rank's text, in the order of ranks.
+--- Returns every rank's text, in the order of ranks.
 ---@param group? ps.Group
 ---@param text string
 ---@return string[]
@@ -169,10 +169,10 @@ function agree.same(group, what, list)
 end
 
 -- -- numbers ----------------------------------------------------------------------------------------------------------
---- The numbers of every rank, in the order of ranks. All ranks pass the same count.
+--- Returns the numbers of every rank, in the order of ranks. All ranks pass the same count.
 ---@param group ps.Group
 ---@param mine number[] this rank's numbers
----@param dtype? string of the message, default "fp64"
+---@param dtype? string of the message (default "fp64")
 ---@return number[][] rows
 function agree.numbers(group, mine, dtype)
   dtype = dtype or "fp64"
@@ -180,7 +180,7 @@ function agree.numbers(group, mine, dtype)
   return group:all_gather(all, create.tensor(mine, { dtype = dtype })):tolist()
 end
 
---- The records of every rank, in the order of ranks: tables of numbers by name.
+--- Returns the records of every rank, in the order of ranks: tables of numbers by name.
 ---@param group ps.Group
 ---@param fields string[] the names, in the order in which the values are sent; equal on all ranks
 ---@param mine table<string, number> a missing field is 0
@@ -197,7 +197,7 @@ function agree.gather(group, fields, mine)
   return records
 end
 
---- The smallest of all ranks' whole numbers.
+--- Returns the smallest of all ranks' whole numbers.
 ---@param group ps.Group
 ---@param value integer
 ---@return integer
@@ -206,8 +206,8 @@ function agree.least(group, value)
   return value
 end
 
---- The first rank whose text differs from rank 0's; nil: none does. Hashes are sent first, and texts only if the hashes
---- differ.
+--- Returns the first rank whose text differs from rank 0's, or nil if none does. Hashes are sent first, and texts only
+--- if the hashes differ.
 ---@param group ps.Group
 ---@param text string
 ---@return integer? rank in the group, from 0

@@ -6,7 +6,7 @@ local error = require("ps.core.caller").error
 
 local arguments = {}
 
---- The C group of a group; an error if it is closed.
+--- Returns the C group of a group; an error if it is closed.
 ---@param self ps.Group
 ---@return ffi.cdata* group
 function arguments.open(self)
@@ -26,7 +26,7 @@ function arguments.tensor(t, name, call)
   return t
 end
 
---- The number of a rank among the arguments of a method.
+--- Returns the number of a rank among the arguments of a method.
 ---@param n any
 ---@param name string of the argument
 ---@param call string the method

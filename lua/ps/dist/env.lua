@@ -15,7 +15,7 @@ local env = {}
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
 ---@field restart_count integer        number of restarts of these ranks by the launcher
 ---@field run string?                  the run's name, which distinguishes it from others
----@field machines integer             1: all ranks are on this machine; 2: on several; 0: unknown
+---@field machines integer             1: all ranks are on this machine; 2: on several, or 0 if it is unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
 local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those that the system assigns
@@ -84,7 +84,7 @@ local function expand(list, head, rest, bad)
   end
 end
 
---- The hosts of a node list as Slurm writes it: "a[1-3,7],b" is a1, a2, a3, a7, b.
+--- Returns the hosts of a node list as Slurm writes it: "a[1-3,7],b" is a1, a2, a3, a7, b.
 ---@param text string
 ---@param name? string  the variable it comes from, for errors
 ---@return string[]
@@ -126,7 +126,7 @@ local function first_set(get, ...)
   end
 end
 
--- The place of this task on its node, from Slurm's variables.
+-- Returns the place of this task on its node, from Slurm's variables.
 local function slurm_local(get, world_size)
   local node = number(get, "SLURM_NODEID", 0) or 0
   local name, text = first_set(get, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -140,7 +140,7 @@ local function slurm_local(get, world_size)
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
 
--- The id of one run of srun.
+-- Returns the id of one run of srun.
 local function slurm_step(get)
   return get("SLURM_JOB_ID") and get("SLURM_JOB_ID") .. "." .. (get("SLURM_STEP_ID") or "")
 end
@@ -251,8 +251,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- The process that started all ranks of this node: the nearest ancestor that belongs to an MPI or Slurm, so that shells
--- in between do not matter; else the parent.
+-- Returns the process that started all ranks of this node: the nearest ancestor that belongs to an MPI or Slurm, so
+-- that shells in between do not matter; else the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -338,7 +338,8 @@ local function meet(get, found, ppid)
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- The place of this process among the ranks. Raises a string if the environment contradicts itself or lacks a value.
+--- Returns the place of this process among the ranks. Raises a string if the environment contradicts itself or lacks a
+--- value.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
 ---  explicit values, which override variables; ppid replaces the process that started the ranks
@@ -382,7 +383,7 @@ function env.read(getenv, o)
     restart_count = found.restart_count or 0, run = get("PS_RUN_ID") or found.id, machines = machines }
 end
 
---- One line about the values found, for logs.
+--- Returns one line about the values found, for logs.
 ---@param e ps.dist.Env
 ---@return string
 function env.describe(e)

@@ -26,7 +26,7 @@ local function attributes(self, call, t)
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
---- The sum of all ranks' tensors. Gradient: the sum of all ranks' gradients, since every rank's loss counts.
+--- Returns the sum of all ranks' tensors. Gradient: the sum of all ranks' gradients, since every rank's loss counts.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
@@ -37,8 +37,8 @@ function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
---- This rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks' gradients,
---- concatenated.
+--- Returns this rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks'
+--- gradients, concatenated.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
@@ -153,8 +153,8 @@ end
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
   hits = "boolean" }
 
---- The cross entropy of logits x w^T + bias. Each rank has the logits of its V words, in panels of rows. For each row
---- the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss, as in
+--- Returns the cross entropy of logits x w^T + bias. Each rank has the logits of its V words, in panels of rows. For
+--- each row the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss, as in
 --- F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is share[0] lse - share[1]
 --- logit(target) - share[2] sum(mass logit). The result is the sum over the rows; it is the same on all ranks, and
 --- counts once. Gradients: w and bias get those of this rank's words, x the sum over the ranks.
@@ -164,8 +164,8 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 ---@param share ps.Tensor fp32 (fp64 if x is) [3, N]; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
 ---  words: the words of all ranks together, which have ceil(words / size) each; the rest is padding. bias [V]. mass:
----  [V], of share's type. dloss: a power of two by which the loss is multiplied for the computation of gradients, which
----  are divided by it afterwards, against underflow in fp16; default 1. hits: count them
+---  [V], of share's type. `dloss` is a power of two by which the loss is multiplied for the computation of gradients,
+---  which are divided by it afterwards, against underflow in fp16 (default 1). hits: count them
 ---@return ps.Tensor of 0 dimensions
 ---@return ps.Tensor? hits int64 [2], with `hits`: number of rows whose first largest logit over all words is the
 ---  target's, and number of rows that count
@@ -177,8 +177,8 @@ function Group:lm_loss(x, w, targets, share, options)
     whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
---- The root's tensor, on all ranks; the x of other ranks must have the same shape. Gradient: the sum of all ranks'
---- gradients at the root, zeros elsewhere.
+--- Returns the root's tensor, on all ranks; the x of other ranks must have the same shape. Gradient: the sum of all
+--- ranks' gradients at the root, zeros elsewhere.
 ---@param x ps.Tensor
 ---@param root? integer 0 when absent
 ---@return ps.Tensor
@@ -197,8 +197,8 @@ end
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- The sum of all ranks' tensors. For the output of products with a part of the inputs on each rank. Gradient: passed
---- unchanged.
+--- Returns the sum of all ranks' tensors. For the output of products with a part of the inputs on each rank. Gradient:
+--- passed unchanged.
 ---@param x ps.Tensor
 ---@return ps.Tensor the same on all ranks
 function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
@@ -225,8 +225,8 @@ local function moved(n, from, to)
   return axes
 end
 
---- This rank's part of x along a dimension, which is cut into one equal part per rank. Gradient: all ranks' parts,
---- concatenated.
+--- Returns this rank's part of x along a dimension, which is cut into one equal part per rank. Gradient: all ranks'
+--- parts, concatenated.
 ---@param x ps.Tensor the same on all ranks
 ---@param dim? integer default -1, the last
 ---@return ps.Tensor a view of x

@@ -46,7 +46,7 @@ local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks d
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
----@field timeout? number seconds that making the group, and each call, may wait; default 600
+---@field timeout? number seconds that making the group, and each call, may wait (default 600)
 ---@field heartbeat? number seconds after which a silent rank counts as dead; default 7; the same on all ranks
 ---@field quiet? boolean
 
@@ -59,17 +59,17 @@ local Group = {}
 Group.__index = Group
 for name, method in pairs(group_ops) do Group[name] = method end
 
---- This process's number in the group, from 0.
+--- Returns this process's number in the group, from 0.
 ---@return integer
 function Group:rank() return C.ps_group_rank(open(self)) end
---- The number of ranks in the group.
+--- Returns the number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
---- Bytes of tensors that this rank has sent to others since the group was made.
+--- Returns the bytes of tensors that this rank has sent to others since the group was made.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- The part of `bytes_sent` that was sent in pieces while products ran.
+--- Returns the part of `bytes_sent` that was sent in pieces while products ran.
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
@@ -83,7 +83,7 @@ function Group:connect(device)
   return self:carrier()
 end
 
---- The library that sends devices' memory: "nccl", ...; nil: no devices are connected.
+--- Returns the library that sends devices' memory: "nccl", ..., or nil if no devices are connected.
 ---@return string?
 function Group:carrier()
   local name = ffi.string(C.ps_group_carrier(open(self)))
@@ -104,7 +104,7 @@ function Group:all_reduce(t, reduce)
   return t
 end
 
---- This rank's part of the sum of all ranks' `input`, which consists of one equal part per rank.
+--- Returns this rank's part of the sum of all ranks' `input`, which consists of one equal part per rank.
 ---@param out ps.Tensor [n, ...], overwritten
 ---@param input ps.Tensor [size n, ...]
 ---@return ps.Tensor out
@@ -192,14 +192,14 @@ function Group:split(ranks, axis)
   return group
 end
 
---- The group's name in errors: the axis along which it was cut; nil: the group of all ranks.
+--- Returns the group's name in errors: the axis along which it was cut, or nil if the group of all ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
   return axis ~= "" and axis or nil
 end
 
---- The number among all ranks of one of this group's ranks.
+--- Returns the number among all ranks of one of this group's ranks.
 ---@param rank? integer default this one
 ---@return integer
 function Group:world_rank(rank)
@@ -218,21 +218,21 @@ function dist.self()
   return own "self"
 end
 
--- Whether all ranks are certainly on this machine.
+-- Returns whether all ranks are certainly on this machine.
 local function all_here(rendezvous, machines)
   local host = rendezvous:match("^tcp://%[?(.-)%]?:%d+$")
   if not host then return machines == 1 end
   return C.ps_host_is_loopback(host) == 1
 end
 
---- The group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. They prove to each
---- other that they know the secret that ps.dist.secret finds.
+--- Returns the group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. They prove to
+--- each other that they know the secret that ps.dist.secret finds.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
 ---@param timeout? number seconds that making the group, and each call, may wait
 ---@param heartbeat? number seconds after which a silent rank counts as dead
----@param run? string the run's name; default PS_RUN_ID
+---@param run? string the run's name (default PS_RUN_ID)
 ---@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: unknown
 ---@return ps.Group
 function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
@@ -264,7 +264,7 @@ local function check_options(o)
   end
 end
 
--- The options that are settings of a configuration, by its keys: {value, its name in messages}.
+-- Returns the options that are settings of a configuration, by its keys: {value, its name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -314,13 +314,13 @@ function dist.init_distributed(options)
   return group
 end
 
---- This process's number among all ranks; 0 before ps.init_distributed.
+--- Returns this process's number among all ranks; 0 before ps.init_distributed.
 ---@return integer
 function dist.rank() return mesh.env() and mesh.env().rank or 0 end
---- The number of ranks; 1 without ps.init_distributed.
+--- Returns the number of ranks; 1 without ps.init_distributed.
 ---@return integer
 function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
---- This process's number among those on its machine; 0 before ps.init_distributed.
+--- Returns this process's number among those on its machine; 0 before ps.init_distributed.
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
@@ -333,7 +333,7 @@ function dist.print_rank(text, rank)
   io.stdout:flush()
 end
 
---- Whether `flag` is true on any rank. All ranks call it and get the same answer.
+--- Returns whether `flag` is true on any rank. All ranks call it and get the same answer.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)

@@ -16,7 +16,7 @@ local mesh = {}
 mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces in which rows are sent while products run
 local PIECES = 4                -- the number for tp_overlap_comm = true
 
---- The number of pieces that tensor_parallel.tp_overlap_comm selects.
+--- Returns the number of pieces that tensor_parallel.tp_overlap_comm selects.
 ---@param overlap? boolean|integer
 ---@return integer 1: no overlap of communication and products
 function mesh.pieces(overlap)
@@ -51,11 +51,11 @@ function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
 end
 
---- Whether ps.init_distributed was called, even if it found only one process.
+--- Returns whether ps.init_distributed was called, even if it found only one process.
 ---@return boolean
 function mesh.is_open() return joined ~= nil end
 
---- The place of this process among all ranks and on its machine; nil before ps.init_distributed.
+--- Returns the place of this process among all ranks and on its machine; nil before ps.init_distributed.
 ---@return ps.dist.Env?
 function mesh.env() return env end
 
@@ -65,7 +65,7 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- The first of the ranks that differ from a rank only along one axis, and the distance between neighbours.
+-- Returns the first of the ranks that differ from a rank only along one axis, and the distance between neighbours.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -75,7 +75,7 @@ local function first_of_line(axis, all, rank)
   return rank - math.floor(rank / stride) % all[axis] * stride, stride
 end
 
--- This rank and those that differ from it only along one axis, in order.
+-- Returns this rank and those that differ from it only along one axis, in order.
 local function line(axis, all)
   local first, stride = first_of_line(axis, all, joined:rank())
   local list = {}
@@ -83,7 +83,7 @@ local function line(axis, all)
   return list
 end
 
--- The sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
+-- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -141,7 +141,7 @@ function mesh.cut(given)
   return all
 end
 
---- The number of ranks along an axis.
+--- Returns the number of ranks along an axis.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return integer
 function mesh.size(axis)
@@ -150,7 +150,7 @@ function mesh.size(axis)
   return sizes and sizes[axis] or 1
 end
 
---- This rank's number along an axis, from 0.
+--- Returns this rank's number along an axis, from 0.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return integer
 function mesh.rank(axis)
@@ -163,7 +163,7 @@ function mesh.rank(axis)
   return rest
 end
 
---- The first of the ranks that form a group with a rank along an axis; the rank itself if it is alone.
+--- Returns the first of the ranks that form a group with a rank along an axis; the rank itself if it is alone.
 ---@param axis "dp"|"pp"|"tp"
 ---@param rank integer among all ranks
 ---@return integer
@@ -172,7 +172,7 @@ function mesh.line_of(axis, rank)
   return sizes and (first_of_line(axis, sizes, rank)) or 0
 end
 
---- The group of this rank along an axis; nil: this process is its only member.
+--- Returns the group of this rank along an axis, or nil if this process is its only member.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return ps.Group?
 function mesh.group(axis)

@@ -14,7 +14,7 @@ local function u64(text)
   return value
 end
 
---- The state as decimal text: {seed = "17", ...}
+--- Returns the state as decimal text: {seed = "17", ...}
 ---@return table<string, string>
 function random_state.get()
   local rng, state = random.state(), {}

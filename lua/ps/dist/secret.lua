@@ -65,7 +65,7 @@ local function make(path)
   end
 end
 
---- The secret of all runs of this user on this machine. The first run creates it.
+--- Returns the secret of all runs of this user on this machine. The first run creates it.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_this_machine(getenv)
@@ -87,8 +87,8 @@ local function of_file(path)
   return text
 end
 
---- The secret of a run whose ranks meet at `rendezvous`. nil: there is none, or the ranks meet by a file, which brings
---- its own. Raises a string.
+--- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none, or the ranks meet by a
+--- file, which brings its own. Raises a string.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean all ranks are on this machine
@@ -108,7 +108,8 @@ function secret.find(getenv, rendezvous, here)
   end
 end
 
---- The secret that the launcher passes to the ranks of one attempt on this machine: a new one, unless PS_SECRET is set.
+--- Returns the secret that the launcher passes to the ranks of one attempt on this machine: a new one, unless PS_SECRET
+--- is set.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_attempt(getenv)

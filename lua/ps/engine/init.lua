@@ -66,13 +66,13 @@ function Engine:note(text)
   if not self.quiet then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- True between the first and the last micro-batch of a step.
+--- Returns true between the first and the last micro-batch of a step.
 ---@return boolean
 function Engine:accumulating()
   self = handle.own(self, "accumulating")
   return self.micro > 0 and self.micro < step.count(self)
 end
---- True once backward of the last micro-batch has run.
+--- Returns true once backward of the last micro-batch has run.
 ---@return boolean
 function Engine:at_boundary()
   self = handle.own(self, "at_boundary")

@@ -27,7 +27,7 @@ local function is_options(value)
   return type(value) == "table" and getmetatable(value) == nil and #value == 0
 end
 
--- The arguments of micro_batches: options, the loader or nil, the batch (a list with n) or nil.
+-- Returns the arguments of micro_batches: options, the loader or nil, the batch (a list with n) or nil.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -53,8 +53,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- The number of micro-batches for a batch of `rows` rows, the same on all ranks. The configuration sets it; if it does
--- not, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+-- Returns the number of micro-batches for a batch of `rows` rows, the same on all ranks. The configuration sets it; if
+-- it does not, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -87,7 +87,7 @@ end
 local Loop = {}
 Loop.__index = Loop
 
---- The next micro-batch's output, or nil after the last.
+--- Returns the next micro-batch's output, or nil after the last.
 ---@return table? out
 function Loop:__call()
   local out
@@ -106,7 +106,7 @@ function Loop:next()
   return out
 end
 
---- The micro-batch of the next turn.
+--- Returns the micro-batch of the next turn.
 ---@return any[] given
 function Loop:draw()
   self.given = nil

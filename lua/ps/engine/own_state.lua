@@ -10,8 +10,8 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- The groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the stages
--- of a pipeline. everywhere: a buffer that only one stage has is not sent between stages.
+-- Returns the groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the
+-- stages of a pipeline. everywhere: a buffer that only one stage has is not sent between stages.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -19,7 +19,7 @@ local function groups(engine)
   return list
 end
 
--- The buffers of this rank's layers, in the order of the model; everywhere: only those that all stages have.
+-- Returns the buffers of this rank's layers, in the order of the model; everywhere: only those that all stages have.
 local function buffers(engine, everywhere)
   local stages, list = engine.stages, {}
   for name, tensor in engine.module:named_buffers() do
@@ -29,7 +29,7 @@ local function buffers(engine, everywhere)
   return list
 end
 
--- Names of the buffers that the first rank of a group sends to this one.
+-- Returns the names of the buffers that the first rank of a group sends to this one.
 local function sent(engine)
   local names = {}
   for _, at in ipairs(groups(engine)) do
@@ -113,7 +113,7 @@ function own_state.keep(engine, state)
   if have < all then parts[state] = { engine = engine, have = have, all = all } end
 end
 
--- The part that a value is, or has as a field.
+-- Returns the part that a value is, or has as a field.
 local function part_in(value)
   if type(value) ~= "table" then return nil end
   if parts[value] then return parts[value] end

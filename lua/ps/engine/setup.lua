@@ -41,7 +41,7 @@ local ARGUMENTS = { model_func = "function|table", model = "table", local_rank =
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table",
   example = "table|tensor" }
 
--- The keys of a group of parameters, and the types of their values.
+-- Returns the keys of a group of parameters, and the types of their values.
 local function group_keys()
   local keys = { match = "function", optimizer = "string" }
   for _, name in ipairs(optimizers.names) do
@@ -91,10 +91,10 @@ local function check_kind(list, default)
   end
 end
 
---- The arguments of ps.initialize, by name.
----@return {model_func?: function, optimizer?: ps.Optimizer,
----  module?: ps.nn.Module, config: table|string, client?: table, auto?: table,
----  param_groups?: table[], quiet?: boolean, example?: any, loss?: fun(out: table, batch: table): ps.Tensor}
+--- Returns the arguments of ps.initialize, by name.
+---@return {model_func?: function, optimizer?: ps.Optimizer, module?: ps.nn.Module, config: table|string, client?:
+---  table, auto?: table, param_groups?: table[], quiet?: boolean, example?: any, loss?: fun(out: table, batch: table):
+---  ps.Tensor}
 function setup.request(first, local_rank, cfg, client)
   local request
   if (nn_module.is_module(first) or type(first) == "function") and
@@ -147,8 +147,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- The bytes of the host and of the named device to which ratios and shares of the configuration refer: free bytes plus
--- those that this process holds, since budgets include the latter.
+-- Returns the bytes of the host and of the named device to which ratios and shares of the configuration refer: free
+-- bytes plus those that this process holds, since budgets include the latter.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -161,7 +161,7 @@ local function available(device)
   return there
 end
 
--- The device of "auto": cuda if a GPU can be used. Prints a note if there is a GPU that cannot be used.
+-- Returns the device of "auto": cuda if a GPU can be used. Prints a note if there is a GPU that cannot be used.
 local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
@@ -184,7 +184,7 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- The way in which ranks share the layers of a model; false: they share none.
+-- Returns the way in which ranks share the layers of a model; false: they share none.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
@@ -200,7 +200,7 @@ local function layers_of(engine, cfg)
   return layers
 end
 
--- Whether tables of nn.Embedding may be looked up on the host.
+-- Returns whether tables of nn.Embedding may be looked up on the host.
 local function lookups_of(engine, fields)
   local wanted = embed.wanted(fields, function(text) engine:note(text) end)
   if not wanted or fields.zero_stage == 0 then return wanted end
@@ -211,14 +211,14 @@ local function lookups_of(engine, fields)
   return false
 end
 
--- Whether every update runs inside backward, by the configuration: gradients then need no place of their own.
+-- Returns whether every update runs inside backward, by the configuration: gradients then need no place of their own.
 local function updates_inside(fields, cfg)
   return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
     and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
 end
 
--- Whether masters are kept as remainders. Without accumulation and with clipping, a gradient lies in its parameter's
--- place, which remainders need: nothing is saved then.
+-- Returns whether masters are kept as remainders. Without accumulation and with clipping, a gradient lies in its
+-- parameter's place, which remainders need: nothing is saved then.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
   if not wanted then return false end
@@ -243,7 +243,7 @@ end
 ---@param request table
 ---@param config table ps.config
 ---@return table fields of the engine that follow from the configuration
----@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages; nil: it does not
+---@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages, or nil if it does not
 function setup.configure(engine, request, config)
   local world = mesh.group "world"
   local cfg, notes = config.read(request.config, { world_size = world and world:size() or 1,
@@ -280,7 +280,7 @@ function setup.configure(engine, request, config)
   return fields, pipeline
 end
 
--- The number of a module's parameters, and of those that train.
+-- Returns the number of a module's parameters, and of those that train.
 local function count(module)
   local numel, trained = 0, 0
   for _, p in ipairs(module:parameters()) do
@@ -289,10 +289,10 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
--- The function that makes the model: the script's, or that of a planner which tries other sizes.
+-- Returns the function that makes the model: the script's, or that of a planner which tries other sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- The same counts for a model that is made on the meta device; nil if its function cannot run there.
+-- Returns the same counts for a model that is made on the meta device; nil if its function cannot run there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = create.set_default_device("meta")
@@ -305,13 +305,13 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
--- The function that cuts the layers of a model without data; nil: ranks share no layers.
+-- Returns the function that cuts the layers of a model without data, or nil if ranks share no layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- The number of parameters that this rank has of a cut model. All ranks call this. The cut into stages is kept.
+-- Returns the number of parameters that this rank has of a cut model. All ranks call this. The cut into stages is kept.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
@@ -330,7 +330,7 @@ local function count_own(engine, pipeline)
   return numel
 end
 
--- The number of parameters whose state this process keeps, or shares; nil if they cannot be counted.
+-- Returns the number of parameters whose state this process keeps, or shares; nil if they cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
@@ -338,8 +338,8 @@ local function count_kept(engine, pipeline)
   return counted and counted.numel
 end
 
--- The most bytes per parameter that this process keeps: state, gradient and staging. If ranks share these, it is this
--- rank's share plus 10 %, since shares are uneven.
+-- Returns the most bytes per parameter that this process keeps: state, gradient and staging. If ranks share these, it
+-- is this rank's share plus 10 %, since shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -349,8 +349,8 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Bytes of the disk file: the limit, or the bytes for this process's share of the model's state and for the staging of
--- its parameters.
+-- Returns the bytes of the disk file: the limit, or the bytes for this process's share of the model's state and for the
+-- staging of its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -367,14 +367,14 @@ end
 
 --- Notes that an engine is closed. Another one may then be opened.
 ---@param engine ps.Engine
----@return boolean was this engine owned the context's chunks; false: another engine owns them, or none does
+---@return boolean was this engine owned the context's chunks, or false if another engine owns them, or none does
 function setup.closed(engine)
   if open ~= engine then return false end
   open = nil
   return true
 end
 
---- The engine that owns the context's chunks; nil: none does.
+--- Returns the engine that owns the context's chunks, or nil if none does.
 ---@return ps.Engine?
 function setup.current() return open end
 
@@ -472,7 +472,7 @@ function setup.make_module(engine, request)
   return { module = run_model(engine, model_func, to_chunk) }
 end
 
---- The error of a model that could not be made. If memory ran out, it has the bytes of the whole model.
+--- Returns the error of a model that could not be made. If memory ran out, it has the bytes of the whole model.
 ---@param problem any
 ---@return any
 function setup.explain(engine, problem)
@@ -505,7 +505,7 @@ local function finish_optimizer(engine)
     consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
 end
 
--- The function that runs a forward: it calls fn(...), and may store activations on the host.
+-- Returns the function that runs a forward: it calls fn(...), and may store activations on the host.
 local function runner(engine, run)
   if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
   if engine.device ~= engine.host then
@@ -515,7 +515,7 @@ local function runner(engine, run)
   return run
 end
 
--- Why backward cannot update the parameters of this rank; nil: it can.
+-- Why backward cannot update the parameters of this rank, or nil if it can.
 local function why_not_overlap(engine, staged)
   local optimizer = engine.optimizer
   if staged and engine.ranks.dp:size() > 1 then return "ranks share the parameters of a stage" end
@@ -525,7 +525,7 @@ local function why_not_overlap(engine, staged)
   if engine.adds_up and not staged then return "gradients of several micro-batches are added up" end
 end
 
--- Whether a step's last backward may update parameters, by the configuration.
+-- Returns whether a step's last backward may update parameters, by the configuration.
 local function overlaps(engine, staged)
   local wanted, why = engine.cfg.overlap_optimizer, why_not_overlap(engine, staged)
   if wanted == true and why then

@@ -33,7 +33,7 @@ local inspect = {}
 
 local stats_out, no_values = ffi.new("ps_stats"), ffi.new("double[1]")
 
--- {numel, mean, squares, min, max} of a tensor; squares: the sum of squared differences from the mean.
+-- Returns {numel, mean, squares, min, max} of a tensor; squares: the sum of squared differences from the mean.
 local function stats_of(t)
   return scope.no_grad(scope.scope, function()
     native.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
@@ -43,7 +43,7 @@ end
 
 local function std(s) return s[1] > 1 and math.sqrt(s[3] / (s[1] - 1)) or 0 / 0 end
 
--- The statistics of the union of two sets of elements (Chan, Golub, LeVeque 1979).
+-- Returns the statistics of the union of two sets of elements (Chan, Golub, LeVeque 1979).
 local function join(a, b)
   if a[1] == 0 then return b end
   if b[1] == 0 then return a end
@@ -98,7 +98,8 @@ local function read(text)
   return entries
 end
 
--- The entries of all ranks, in the order of ranks. fn returns this rank's. An error of one rank is an error of all.
+-- Returns the entries of all ranks, in the order of ranks. fn returns this rank's. An error of one rank is an error of
+-- all.
 local function of_ranks(fn)
   local group = require("ps.dist.mesh").group "world"
   if not group then return { fn() } end
@@ -177,7 +178,7 @@ end
 --- without the loss scale; a gradient that backward has already used for an update has been freed and is missing. All
 --- ranks call this, and all get all parameters, including those of other stages.
 ---@param model ps.nn.Module|ps.Engine
----@param pattern? string for names, as in Python's fnmatch: *, ?, [abc], [!abc]; default all
+---@param pattern? string for names, as in Python's fnmatch: *, ?, [abc], [!abc] (default: all)
 ---@param prefix? string put before each name in the result
 ---@return ps.inspect.Row[]
 function inspect.inspect_model(model, pattern, prefix)
@@ -325,14 +326,14 @@ function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
--- The open engine, and its name for the recorded parameter; nil: it is not a parameter of an engine.
+-- Returns the open engine, and its name for the recorded parameter, or nil if it is not a parameter of an engine.
 local function engine_of(record)
   local engine = record.leaf and require("ps.engine.setup").current()
   local name = engine and not engine.closed and require("ps.engine.state.values").name_of(engine, record.leaf)
   if name then return engine, name end
 end
 
--- The gradient of a record, and the factor on it.
+-- Returns the gradient of a record, and the factor on it.
 local function grad_of(record)
   local engine = engine_of(record)
   if engine then return require("ps.engine.state.values").gradient(engine, record.leaf) end

@@ -32,7 +32,8 @@ File.__index = File
 
 local OPEN = { mmap = "boolean" }
 
--- The paths of a file's parts, and the number of the given part, from 0 on; nil: it is not the name of a part.
+-- Returns the paths of a file's parts, and the number of the given part, from 0 on, or nil if it is not the name of a
+-- part.
 local function parts_of(path)
   local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
   if not stem then return nil end
@@ -127,12 +128,12 @@ function gguf.with(path, fn)
   return result
 end
 
---- Whether a path names a GGUF file.
+--- Returns whether a path names a GGUF file.
 ---@param path string
 ---@return boolean
 function gguf.is_path(path) return path:match("%.gguf$") ~= nil end
 
---- The paths of a file, or of all parts of a file that was split.
+--- Returns the paths of a file, or of all parts of a file that was split.
 ---@param path string
 ---@return string[]
 function gguf.paths(path) return (parts_of(path)) or { path } end
@@ -144,7 +145,7 @@ local function opened(self)
 end
 
 -- -- metadata -------------------------------------------------------------------------------------------------------
---- The keys of the metadata, in file order.
+--- Returns the keys of the metadata, in file order.
 ---@return string[]
 function File:keys()
   local keys, g = {}, opened(self)
@@ -152,7 +153,8 @@ function File:keys()
   return keys
 end
 
--- The types and the number of values of an entry of the metadata, with its part and number; nil: there is none.
+-- Returns the types and the number of values of an entry of the metadata, with its part and number, or nil if there is
+-- none.
 local function meta_of(self, key)
   local g, out = opened(self), ffi.new("ps_gguf_value")
   local i = C.ps_gguf_meta_find(g, key)
@@ -161,7 +163,7 @@ local function meta_of(self, key)
   return out, g, i
 end
 
---- A value of the metadata: a number, string or boolean; a list for an array. nil: there is none.
+--- A value of the metadata: a number, string or boolean; a list for an array. Returns nil if there is none.
 ---@param key string
 ---@return any value
 ---@return string? type such as "uint32"; of an array, the type of its values
@@ -182,7 +184,7 @@ function File:meta(key)
   return list, kind, true
 end
 
---- The number of values of an array of the metadata; nil: there is no such entry.
+--- Returns the number of values of an array of the metadata, or nil if there is no such entry.
 ---@param key string
 ---@return integer?
 function File:meta_length(key)
@@ -250,14 +252,14 @@ function File:present(raw, name, layout)
   end
 end
 
---- Names in file order.
+--- Returns the names in file order.
 ---@return string[]
 function File:names()
   opened(self)
   return { unpack(self.order) }
 end
 
---- Whether the file has a tensor of this name.
+--- Returns whether the file has a tensor of this name.
 ---@param name string
 ---@return boolean
 function File:has(name)
@@ -270,7 +272,7 @@ end
 ---@param name string
 function File:keep_packed(name) home_of(self, name).packed = true end
 
---- The shape of a tensor, from the outermost dimension on.
+--- Returns the shape of a tensor, from the outermost dimension on.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -284,12 +286,13 @@ function File:shape(name)
   return shape
 end
 
---- The type of a tensor in the file: "F32", "Q4_0", ...
+--- Returns the type of a tensor in the file: "F32", "Q4_0", ...
 ---@param name string
 ---@return string
 function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
 
---- The dtype of the values that are read: fp32 for blocks. If the type is not supported: nil, and the type's name.
+--- Returns the dtype of the values that are read: fp32 for blocks. If the type is not supported: nil, and the type's
+--- name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -310,7 +313,7 @@ end
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- The size of a tensor in the file, in bytes.
+--- Returns the size of a tensor in the file, in bytes.
 ---@param name string
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end

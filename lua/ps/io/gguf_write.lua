@@ -34,7 +34,7 @@ end
 ---@field [2] string the type: "uint32", "string", ...; of an array, the type of its values
 ---@field [3] any the value; a list is an array
 
---- The bytes of entries, as in files.
+--- Returns the bytes of entries, as in files.
 ---@param entries ps.gguf.Entry[]
 ---@return string
 function writing.entries(entries)

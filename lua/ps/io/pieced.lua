@@ -22,7 +22,7 @@ local error = require("ps.core.caller").error
 local Pieced = {}
 Pieced.__index = Pieced
 
---- The names, in order.
+--- Returns the names, in order.
 ---@return string[]
 function Pieced:names()
   local names = {}

@@ -12,12 +12,12 @@ local pieces = {}
 local PIECE = 2 ^ 21                                       -- bytes
 local byte_array = array "uint8_t"
 
---- The buffer for tensors of up to `nbytes` bytes.
+--- Returns the buffer for tensors of up to `nbytes` bytes.
 ---@param nbytes integer
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
 
---- The number of elements of a type in a piece.
+--- Returns the number of elements of a type in a piece.
 ---@param dtype string
 ---@return integer
 function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end

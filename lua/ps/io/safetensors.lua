@@ -64,7 +64,7 @@ local function entry_of(self, name)
   return entry, i
 end
 
---- The tensors that are shards of tensor parallelism, by name (ps.save notes them).
+--- Returns the tensors that are shards of tensor parallelism, by name (ps.save notes them).
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   opened(self)
@@ -72,7 +72,7 @@ function File:shards()
   return self.shards_of
 end
 
---- Names in file order.
+--- Returns the names in file order.
 ---@return string[]
 function File:names()
   local names, st = {}, opened(self)
@@ -80,7 +80,7 @@ function File:names()
   return names
 end
 
---- Whether the file has a tensor of this name.
+--- Returns whether the file has a tensor of this name.
 ---@param name string
 ---@return boolean
 function File:has(name)
@@ -88,7 +88,7 @@ function File:has(name)
   return C.ps_st_find(st, caller.typed(name, "string", "the name of a tensor in " .. self.path)) >= 0
 end
 
---- The shape of a tensor.
+--- Returns the shape of a tensor.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -97,7 +97,7 @@ function File:shape(name)
   return shape
 end
 
---- The type by this engine's name; for a type that it lacks, nil and the file's name.
+--- Returns the type by this engine's name; for a type that it lacks, nil and the file's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -135,7 +135,7 @@ function File:checksum(name)
   return #digits == 16 and digits or nil
 end
 
---- The size of a tensor in bytes.
+--- Returns the size of a tensor in bytes.
 ---@param name string
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
@@ -155,7 +155,7 @@ local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = 
   U32 = { "uint32_t", "int64" } }
 local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
 
--- All of `name`, converted from an integer type that no tensor here has to a wider one.
+-- Returns all of `name`, converted from an integer type that no tensor here has to a wider one.
 local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)

@@ -71,10 +71,10 @@ function serialize.save(value, path)
   end
 end
 
---- The format of a file, from its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the reader
---- refuses by name); nil: neither, or no such file. Byte 9 of a safetensors file, after the length of its header, is
---- the header's "{". Bytes 5 to 8 are 0, because that length is below 2^32. The length may begin like an archive or a
---- pickle.
+--- Returns the format of a file, from its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the
+--- reader refuses by name); nil: neither, or no such file. Byte 9 of a safetensors file, after the length of its
+--- header, is the header's "{". Bytes 5 to 8 are 0, because that length is below 2^32. The length may begin like an
+--- archive or a pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)

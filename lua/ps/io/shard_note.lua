@@ -7,7 +7,7 @@ local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- The raw descriptions in a note, by place. A damaged note, or a note of another kind, has none.
+--- Returns the raw descriptions in a note, by place. A damaged note, or a note of another kind, has none.
 ---@param text? string
 ---@return table<string, any>
 function shard_note.entries(text)
@@ -15,7 +15,7 @@ function shard_note.entries(text)
   return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
 end
 
---- The shards of a note, by place, without invalid descriptions.
+--- Returns the shards of a note, by place, without invalid descriptions.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)

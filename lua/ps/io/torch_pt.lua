@@ -41,7 +41,7 @@ end
 ---@return string?
 function torch_pt.kind(value) return marks[value] and marks[value].kind end
 
---- The keys of a table that was read from a file, in the file's order; nil for other tables.
+--- Returns the keys of a table that was read from a file, in the file's order; nil for other tables.
 ---@param value table
 ---@return any[]?
 function torch_pt.keys(value) return marks[value] and marks[value].keys end
@@ -95,7 +95,7 @@ local function key_of(self, pt, id)
   return key
 end
 
--- The dict's keys, each once, and key -> value. For a duplicate key the last value counts.
+-- Returns the dict's keys, each once, and key -> value. For a duplicate key the last value counts.
 local function dict_items(self, pt, id, count)
   local keys, values = {}, {}
   for i = 0, count - 2, 2 do
@@ -235,7 +235,7 @@ function torch_pt.open(path, options)
   return setmetatable({ path = path, place = "", file = file, id = C.ps_pt_root(out[0]) }, File)
 end
 
--- This dict's keys and items; an error for other values.
+-- Returns this dict's keys and items; an error for other values.
 local function items_of(self)
   local pt = opened(self)
   if not self.order then
@@ -253,12 +253,12 @@ local function kind_of(pt, id)
   return value_out.kind
 end
 
---- The file's value as Lua tables, numbers, strings, booleans and tensors. All of it is read.
----@param device? string of the tensors, default "cpu"
+--- Returns the file's value as Lua tables, numbers, strings, booleans and tensors. All of it is read.
+---@param device? string of the tensors (default "cpu")
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
---- The tensors that are shards of tensor parallelism, by their places below this dict (ps.save notes them).
+--- Returns the tensors that are shards of tensor parallelism, by their places below this dict (ps.save notes them).
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   local nbytes = check(C.ps_pt_note(opened(self), note_out))
@@ -270,11 +270,11 @@ function File:shards()
   return below
 end
 
---- The keys of this dict, in the file's order.
+--- Returns the keys of this dict, in the file's order.
 ---@return any[]
 function File:keys() return (items_of(self)) end
 
---- Whether this dict has a key.
+--- Returns whether this dict has a key.
 ---@param key any
 ---@return boolean
 function File:holds(key)
@@ -282,9 +282,9 @@ function File:holds(key)
   return items[key] ~= nil
 end
 
---- The whole value of one key; nil if there is none.
+--- Returns the whole value of one key; nil if there is none.
 ---@param key any
----@param device? string of the tensors in it, default "cpu"
+---@param device? string of the tensors in it (default "cpu")
 ---@return any
 function File:get(key, device)
   local _, items = items_of(self)
@@ -308,7 +308,7 @@ function File:at(key, ...)
   return inner
 end
 
---- Names of this dict's tensors, in the file's order.
+--- Returns the names of this dict's tensors, in the file's order.
 ---@return string[]
 function File:names()
   local order, items = items_of(self)
@@ -326,7 +326,7 @@ function File:names()
   return names
 end
 
---- Whether this dict has a tensor of this name.
+--- Returns whether this dict has a tensor of this name.
 ---@param name string
 ---@return boolean
 function File:has(name)
@@ -342,7 +342,7 @@ local function id_of(self, name)
   return items[name], self.file.pt
 end
 
---- The shape of a tensor.
+--- Returns the shape of a tensor.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -350,7 +350,7 @@ function File:shape(name)
   return shape_at(pt, id)
 end
 
---- The type by this engine's name; for a type that it lacks, nil and PyTorch's name.
+--- Returns the type by this engine's name; for a type that it lacks, nil and PyTorch's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other

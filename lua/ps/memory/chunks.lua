@@ -14,7 +14,7 @@ local ACTIONS = { [C.PS_ACT_NONE] = "-", [C.PS_ACT_FORWARD] = "forward", [C.PS_A
   [C.PS_ACT_UPDATE] = "update" }
 local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD" }
 
---- The tiers, fastest first; nil if no engine is open.
+--- Returns the tiers, fastest first; nil if no engine is open.
 ---@return ps.view.Tier[]?
 function look.tiers()
   local count = C.ps_engine_tier_count(native.ctx)
@@ -36,7 +36,7 @@ local function known(moment)
   if moment >= 0 then return moment end
 end
 
---- All chunks.
+--- Returns all chunks.
 ---@return ps.view.Chunk[] list with open = true if an engine with chunks is open; other ranks may own all its chunks
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
@@ -57,7 +57,7 @@ function look.chunks()
   return list
 end
 
---- The trace of a step: its trace indices in order, with the chunks that each uses.
+--- Returns the trace of a step: its trace indices in order, with the chunks that each uses.
 ---@param id integer
 ---@return ps.view.Moment[]? moments nil: newer traces have replaced it
 ---@return table<string, integer>? other by tier: the peak of bytes outside chunks

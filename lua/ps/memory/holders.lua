@@ -41,7 +41,7 @@ local Holders = { __tostring = show }
 
 local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[1]"
 
---- The largest tensors, as a list that prints as lines.
+--- Returns the largest tensors, as a list that prints as lines.
 ---@param when "now"|"peak"|"failed"
 ---@param device integer number of the device; -1 with "failed": the device that ran out of memory
 ---@return ps.Holder[] list with `used`, the bytes in use at that time
@@ -64,7 +64,7 @@ function holders.list(when, device)
   return list
 end
 
---- The largest tensors when memory last ran out, for its error; nil if no tensor is as large as a page.
+--- Returns the largest tensors when memory last ran out, for its error; nil if no tensor is as large as a page.
 ---@return ps.Holder[]?
 function holders.refused()
   local list = holders.list("failed", -1)

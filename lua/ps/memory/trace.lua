@@ -48,7 +48,7 @@ local function tiers_text(uses)
   return table.concat(names, "+")
 end
 
--- Consecutive indices with the same action and uses, as one row: its first and last index, and its cells.
+-- Returns consecutive indices with the same action and uses, as one row: its first and last index, and its cells.
 local function rows_of(moments)
   local rows = {}
   for _, m in ipairs(moments) do
@@ -66,7 +66,7 @@ end
 local COLUMNS = { { title = "moments" }, { title = "action", left = true }, { title = "tier", left = true },
   { title = "bytes" }, { title = "chunks", left = true } }
 
--- The text of a row's chunks in at most `room` columns.
+-- Returns the text of a row's chunks in at most `room` columns.
 local function shorten(row, room)
   if #row.text <= room then return row.text end
   local tail = (" .. (%d)"):format(row.uses)
@@ -132,7 +132,7 @@ local Trace = { __tostring = show, prints_rows = true }
 
 local OPTIONS = { all = "boolean", action = "string" }
 
--- The chunks selected by an id or a tensor's name, as a set.
+-- Returns the chunks selected by an id or a tensor's name, as a set.
 local function asked(chunks, which)
   local found = view.chunks(chunks, which, "ps.trace")
   local set = {}
@@ -156,7 +156,7 @@ local function check_action(moments, action)
   error(("ps.trace: the step has no action '%s' (it has %s)"):format(action, table.concat(names, ", ")))
 end
 
---- Trace indices as a list that prints as a table.
+--- Returns trace indices as a list that prints as a table.
 ---@param moments ps.view.Moment[]
 ---@param other table<string, integer> by tier: the peak of bytes outside chunks
 ---@param chunks ps.view.Chunk[]
@@ -178,8 +178,8 @@ function trace.list(moments, other, chunks, options)
   return setmetatable(list, Trace)
 end
 
---- The result of ps.trace.
----@param id? integer of the open engine's trace; nil: there is none
+--- Returns the result of ps.trace.
+---@param id? integer of the open engine's trace, or nil if there is none
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
 function trace.trace(id, options)

@@ -29,20 +29,20 @@ local LEAST_NAMES = 12         -- smallest number of columns for names
 
 ---@class ps.view.Tier
 ---@field name string
----@field budget integer bytes; 0: no limit
+---@field budget integer bytes, or 0 if there is no limit
 ---@field chunks integer
 ---@field other integer
 ---@field free integer
 ---@field peak integer
 
--- The common prefix of two names, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
+-- Returns the common prefix of two names, up to a dot: "h.0." of "h.0.ln_1.weight" and "h.0.mlp.c_fc.bias".
 local function common_part(a, b)
   local part = a:match("^(.*%.)") or ""
   while b:sub(1, #part) ~= part do part = part:sub(1, -2):match("^(.*%.)") or "" end
   return part
 end
 
--- The common prefix of all names; "" if there are fewer than two.
+-- Returns the common prefix of all names; "" if there are fewer than two.
 local function common_prefix(chunks)
   local prefix, count
   for _, chunk in ipairs(chunks) do
@@ -212,7 +212,7 @@ local function check_filter(chunks, options)
   end
 end
 
--- One chunk with the names of all its tensors.
+-- Returns one chunk with the names of all its tensors.
 local function show_chunk(self)
   local text = show_chunks(setmetatable({ self, all = true }, nil))
   local lines = { text:match "^[^\n]*\n[^\n]*" }
@@ -247,7 +247,7 @@ local function one_chunk(chunks, id, who)
   error(("%s: there is no chunk %g%s"):format(who, id, why))
 end
 
--- The chunks that hold a tensor for which `is` returns true, and the names of these tensors.
+-- Returns the chunks that hold a tensor for which `is` returns true, and the names of these tensors.
 local function chunks_with(chunks, is)
   local list, names, known = {}, {}, {}
   for _, chunk in ipairs(chunks) do
@@ -263,8 +263,8 @@ local function chunks_with(chunks, is)
   return list, names
 end
 
--- The chunks that hold a tensor: for a parameter its value, master, state and gradient. The name may lack its first
--- components if only one tensor has this end, or be a module's, since tables print names in both ways.
+-- Returns the chunks that hold a tensor: for a parameter its value, master, state and gradient. The name may lack its
+-- first components if only one tensor has this end, or be a module's, since tables print names in both ways.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name
@@ -289,12 +289,12 @@ local function holding(chunks, name, who)
     near and ("; did you mean '%s'?"):format(near) or #chunks == 0 and chunks.open and ": " .. OWNS_NONE or ""))
 end
 
---- The chunks as a list that prints as a table.
+--- Returns the chunks as a list that prints as a table.
 ---@param chunks ps.view.Chunk[]
 ---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
 ---  tensor's name, for the chunks that hold it; kind, tier and state: only chunks of a kind, with a valid copy on a
 ---  tier, in a state; all: print every row
----@param who? string the caller's name in errors of an id or a tensor's name, default "ps.chunks"
+---@param who? string the caller's name in errors of an id or a tensor's name (default "ps.chunks")
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options, who)
   if type(options) == "number" then return one_chunk(chunks, options, who or "ps.chunks") end

@@ -32,7 +32,7 @@ function views.memory(device)
     chunks.tiers())
 end
 
---- The chunks of the open engine, as a list that prints as a table; an empty list without an engine.
+--- Returns the chunks of the open engine, as a list that prints as a table; an empty list without an engine.
 ---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for this
 ---  chunk with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; kind,
 ---  tier and state: only chunks of a kind, with a valid copy on a tier, in a state; all = true prints every row

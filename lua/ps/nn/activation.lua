@@ -95,8 +95,8 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
---- x times the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), exact or approximated by
---- tanh.
+--- Returns x times the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), exact or
+--- approximated by tanh.
 ---@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
@@ -114,14 +114,14 @@ local Dropout = nn_module.class("Dropout")
 Dropout.unscoped = true
 
 --- In training, sets elements to 0 with probability p and scales the others by 1 / (1 - p).
----@param p? number in [0, 1), default 0.5
+---@param p? number in [0, 1) (default 0.5)
 function Dropout:init(p)
   self.p = p or 0.5
   caller.typed(self.p, "number", "Dropout: p")
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Whether a call would drop elements at present: in training, if p is above 0.
+--- Returns whether a call would drop elements at present: in training, if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Methods of modules for which PyTorch has one call and this engine another: lists, types, devices.
 
--- The values of an iterator of names and values, as a list.
+-- Returns the values of an iterator of names and values, as a list.
 local function values(next_one)
   local list = {}
   for _, value in next_one do list[#list + 1] = value end
@@ -10,13 +10,13 @@ end
 
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- The direct child modules, as a list.
+  --- Returns the direct child modules, as a list.
   ---@return ps.nn.Module[]
   function Module:children() return values(self:named_children()) end
-  --- The module itself and all modules in it, as a list.
+  --- Returns the module itself and all modules in it, as a list.
   ---@return ps.nn.Module[]
   function Module:modules() return values(self:named_modules()) end
-  --- All buffers, each once, in the order of named_buffers.
+  --- Returns all buffers, each once, in the order of named_buffers.
   ---@return ps.Tensor[]
   function Module:buffers() return values(self:named_buffers()) end
 

@@ -26,9 +26,9 @@ local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "
 --- biases 0.
 ---@param width integer E, the width of queries and of the result
 ---@param heads integer divides E
----@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean,
----  dtype?: string, device?: string} dropout of the weights in training, default 0; bias default true; kdim, vdim: the
----  widths of keys and values, default E; batch_first: tensors are [B, T, C] and not [T, B, C], default false
+---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean, dtype?:
+---  string, device?: string} dropout of the weights in training, default 0; bias default true; kdim, vdim: the widths
+---  of keys and values, default E; batch_first: tensors are [B, T, C] and not [T, B, C] (default false)
 function MultiheadAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadAttention", OPTIONS)
   caller.whole(width, "nn.MultiheadAttention: the width", 1)

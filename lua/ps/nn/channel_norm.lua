@@ -23,7 +23,7 @@ local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
 local in_step = setmetatable({}, { __mode = "k" })
 local layers = setmetatable({}, { __mode = "k" })                -- all that have running statistics
 
--- The layers with running statistics in a model.
+-- Returns the layers with running statistics in a model.
 local function layers_in(model)
   local list = {}
   if next(layers) == nil then return list end
@@ -182,7 +182,7 @@ SyncBatchNorm.unscoped = false
 ---  string, device?: string} as those of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
--- The normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
+-- Returns the normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
 local function over_ranks(self, x, group)
   local dtype = x:dtype()
   local wide = (dtype == "fp64" or dtype == "fp32") and x or x:float()

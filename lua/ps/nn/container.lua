@@ -19,7 +19,7 @@ local function check_module(value, call)
   if not nn_module.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
 end
 
--- The items as a Lua list, from 1.
+-- Returns the items as a Lua list, from 1.
 local function items_of(self)
   local items = {}
   for i = 0, self.length - 1 do items[i + 1] = self._fields[i] end
@@ -36,7 +36,7 @@ local function set_items(self, items)
   self.length = #items
 end
 
--- The place of an index; indices from -1 down count from the end. `last` is the largest valid place.
+-- Returns the place of an index; indices from -1 down count from the end. `last` is the largest valid place.
 local function place(self, index, last, call)
   caller.whole(index, call .. ": the index")
   local at = index < 0 and self.length + index or index
@@ -76,7 +76,7 @@ nn_module.adapt(ModuleList, function(class)
     remove = function(self, index) return self:remove(index) end }
 end)
 
--- The modules of a constructor's list. `...`: surplus arguments.
+-- Returns the modules of a constructor's list. `...`: surplus arguments.
 local function given_modules(call, modules, ...)
   if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
@@ -154,14 +154,14 @@ function ModuleList:remove(index)
   return module
 end
 
---- Whether Module:recompute_blocks treats an element as a block: always.
+--- Returns whether Module:recompute_blocks treats an element as a block: always.
 ---@return boolean
 function ModuleList:holds_blocks() return true end
 
---- The number of modules in it.
+--- Returns the number of modules in it.
 ---@return integer
 function ModuleList:size() return self.length end
---- The number of modules in it.
+--- Returns the number of modules in it.
 ---@return integer
 function ModuleList:len() return self.length end
 
@@ -191,7 +191,7 @@ function Sequential:init(...)
   end
 end
 
---- Whether Module:recompute_blocks treats an element as a block: if it contains modules.
+--- Returns whether Module:recompute_blocks treats an element as a block: if it contains modules.
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self

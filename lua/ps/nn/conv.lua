@@ -16,7 +16,7 @@ local CONV = { stride = "whole|table", padding = "whole|table|string", dilation 
 local TRANSPOSE = { stride = "whole|table", padding = "whole|table", output_padding = "whole|table", groups = "whole",
   bias = "boolean", dilation = "whole|table", dtype = "string", device = "string" }
 
--- {v, ...} of a number for each of n dimensions, or of such a list.
+-- Returns {v, ...} of a number for each of n dimensions, or of such a list.
 local function each(value, n, what, least)
   local list = type(value) == "table" and caller.list(value, what) or {}
   for i = 1, n do list[i] = type(value) == "table" and value[i] or value end
@@ -119,7 +119,7 @@ Conv1d.unscoped, Conv1d.extra_repr = true, extra_repr
 function Conv1d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv1d", 1, in_channels, out_channels, kernel_size, options)
 end
---- The cross-correlation, plus the bias.
+--- Returns the cross-correlation, plus the bias.
 ---@param x ps.Tensor [N, in_channels, L] or [in_channels, L]
 ---@return ps.Tensor [N, out_channels, length] or [out_channels, length]
 function Conv1d:forward(x) return forward(self, x, F.conv1d) end
@@ -142,7 +142,7 @@ Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)
 end
---- The cross-correlation, plus the bias.
+--- Returns the cross-correlation, plus the bias.
 ---@param x ps.Tensor [N, in_channels, H, W] or [in_channels, H, W]
 ---@return ps.Tensor [N, out_channels, height, width] or [out_channels, height, width]
 function Conv2d:forward(x) return forward(self, x, F.conv2d) end
@@ -174,7 +174,7 @@ ConvTranspose1d.unscoped, ConvTranspose1d.extra_repr = true, extra_repr
 function ConvTranspose1d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose1d", 1, in_channels, out_channels, kernel_size, options)
 end
---- The transposed convolution, plus the bias.
+--- Returns the transposed convolution, plus the bias.
 ---@param x ps.Tensor [N, in_channels, L] or [in_channels, L]
 ---@return ps.Tensor [N, out_channels, length] or [out_channels, length]
 function ConvTranspose1d:forward(x) return F.conv_transpose1d(x, self.weight, self.bias, self.use) end
@@ -197,7 +197,7 @@ ConvTranspose2d.unscoped, ConvTranspose2d.extra_repr = true, extra_repr
 function ConvTranspose2d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose2d", 2, in_channels, out_channels, kernel_size, options)
 end
---- The transposed convolution, plus the bias.
+--- Returns the transposed convolution, plus the bias.
 ---@param x ps.Tensor [N, in_channels, H, W] or [in_channels, H, W]
 ---@return ps.Tensor [N, out_channels, height, width] or [out_channels, height, width]
 function ConvTranspose2d:forward(x) return F.conv_transpose2d(x, self.weight, self.bias, self.use) end

@@ -36,7 +36,7 @@ local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- A second Lua object for a tensor's header, which it retains.
+-- Returns a second Lua object for a tensor's header, which it retains.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
@@ -62,7 +62,7 @@ local function new_record()
     Record)
 end
 
--- A function that raises an error if the tensor was written to after this call.
+-- Returns a function that raises an error if the tensor was written to after this call.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
@@ -179,7 +179,7 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- The file and the name there of a tensor in an open state; nil: the state is a table of tensors.
+--- Returns the file and the name there of a tensor in an open state, or nil if the state is a table of tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
@@ -192,7 +192,7 @@ function deferred.origin(state, name)
 end
 
 -- -- repeating ------------------------------------------------------------------------------------------------------
--- The nodes that computed the values of t, in the order in which they ran.
+-- Returns the nodes that computed the values of t, in the order in which they ran.
 local function nodes_for(record, t)
   local chosen, seen, list = {}, {}, {}
   local need_header
@@ -220,8 +220,8 @@ local function nodes_for(record, t)
   return list
 end
 
--- The tensor with data for a header. If there is none yet, an empty one is made. The recorded header itself is not
--- used: it may have got values in the meantime, while the other tensors were computed from its old ones.
+-- Returns the tensor with data for a header. If there is none yet, an empty one is made. The recorded header itself is
+-- not used: it may have got values in the meantime, while the other tensors were computed from its old ones.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -246,7 +246,7 @@ local function run_node(record, env, node, device, files)
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
 end
 
--- The values of a tensor on a device, computed by the nodes of `list`.
+-- Returns the values of a tensor on a device, computed by the nodes of `list`.
 local function compute(record, list, env, t, device, files)
   for _, node in ipairs(list) do run_node(record, env, node, device, files) end
   return real(record, env, t, device)
@@ -260,7 +260,8 @@ local FILLS = {
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Whether a tensor's values come only from fills of the whole tensor. Then a part can be filled without the rest.
+-- Returns whether a tensor's values come only from fills of the whole tensor. Then a part can be filled without the
+-- rest.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -283,8 +284,8 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- The values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is filled
--- separately.
+-- Returns the values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is
+-- filled separately.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   if not devices.computes then return t end                             -- a dry run of a script has no values
@@ -304,7 +305,7 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
--- The values of only a shard from a file, without reading the rest. node: the load of the whole tensor.
+-- Returns the values of only a shard from a file, without reading the rest. `node` is the load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
@@ -377,8 +378,8 @@ end
 
 local OPTIONS = { device = "string", elsewhere = "callable" }
 
--- All tensors of a model, each once, {name =, tensor =, kind =}: parameters by their first names and in their order,
--- then buffers and tensors in plain fields.
+-- Returns all tensors of a model, each once, {name =, tensor =, kind =}: parameters by their first names and in their
+-- order, then buffers and tensors in plain fields.
 local function tensors_of(model)
   local list, seen = {}, {}
   for name, p in model:named_parameters() do

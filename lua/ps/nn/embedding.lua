@@ -34,8 +34,8 @@ function Embedding:init(rows, width, options)
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
---- The vectors at some indices. If the table is on another device than the indices, it is looked up on its device, and
---- the vectors are copied to the indices' device.
+--- Returns the vectors at some indices. If the table is on another device than the indices, it is looked up on its
+--- device, and the vectors are copied to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)

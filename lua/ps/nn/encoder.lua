@@ -39,7 +39,7 @@ local function init(self, call, width, heads, options, cross)
   for i = 1, cross and 3 or 2 do self["dropout" .. i] = activation.Dropout(p) end
 end
 
--- x + fn(norm(x)) with norm_first, else norm(x + fn(x)).
+-- Returns x + fn(norm(x)) with norm_first, else norm(x + fn(x)).
 local function step(self, x, which, fn)
   local layer_norm = self["norm" .. which]
   if self.norm_first then return x + fn(layer_norm(x)) end

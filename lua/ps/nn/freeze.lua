@@ -5,13 +5,13 @@ local nearest = require "ps.core.nearest"
 local readable = require "ps.core.readable"
 local shard = require "ps.tensor.shard"
 
--- A pattern as a Lua pattern over ".name.": "*" stands for any characters. It begins and ends at dots, so "layers.*"
--- fits "model.layers.0.mlp.up_proj.weight", and "wte" fits "transformer.wte.weight".
+-- Returns a pattern as a Lua pattern over ".name.": "*" stands for any characters. It begins and ends at dots, so
+-- "layers.*" fits "model.layers.0.mlp.up_proj.weight", and "wte" fits "transformer.wte.weight".
 local function lua_pattern(pattern)
   return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
 end
 
--- The parameters whose names fit a list of patterns. Each pattern must fit at least one name.
+-- Returns the parameters whose names fit a list of patterns. Each pattern must fit at least one name.
 local function chosen(module, patterns, call)
   if type(patterns) == "string" then patterns = { patterns } end
   caller.typed(patterns, "table", call .. ": the pattern of names, or the list of patterns,")
@@ -90,8 +90,8 @@ return function(Module)
     return self
   end
 
-  --- The trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers of one kind
-  --- are added up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- Returns the trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers of
+  --- one kind are added up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

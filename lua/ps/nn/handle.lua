@@ -12,7 +12,7 @@ local ENGINE = {}                                             -- the key
 local engines = setmetatable({}, { __mode = "kv" })           -- engine -> the same engine
 local originals = setmetatable({}, { __mode = "k" })          -- the handle's wrapper -> the module's function
 
---- The engine of a model.
+--- Returns the engine of a model.
 ---@param model any
 ---@return ps.Engine? engine nil: `model` is neither a model of ps.initialize nor an engine
 function handle.of(model)
@@ -20,7 +20,7 @@ function handle.of(model)
   return rawget(model, ENGINE) or engines[model]
 end
 
---- The engine of the model that a method was called on.
+--- Returns the engine of the model that a method was called on.
 ---@param model any
 ---@param name string the method's name
 ---@return ps.Engine
@@ -29,7 +29,7 @@ function handle.own(model, name)
     .. "model:%s(...)"):format(name, type(model), name))
 end
 
---- The module of a model; for a module, the module itself.
+--- Returns the module of a model; for a module, the module itself.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.nn.Module
 function handle.module(model)
@@ -37,7 +37,8 @@ function handle.module(model)
   return engine and engine.module or model
 end
 
---- The module's function that a wrapper of a handle calls. A function that is not a wrapper is returned unchanged.
+--- Returns the module's function that a wrapper of a handle calls. A function that is not a wrapper is returned
+--- unchanged.
 ---@param fn function
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
@@ -61,7 +62,7 @@ local function bound(self, fn)
   return wrapper
 end
 
--- The handle's own value of a name; nil: the name is the module's.
+-- Returns the handle's own value of a name, or nil if the name is the module's.
 local function own_value(self, methods, key)
   local engine = rawget(self, ENGINE)
   if key == "module" then return engine.module end
@@ -69,7 +70,7 @@ local function own_value(self, methods, key)
   return methods[key]
 end
 
---- The metatable of handles.
+--- Returns the metatable of handles.
 ---@param methods table<string, function> the handle's own methods by name
 ---@param call fun(engine: ps.Engine, ...): any a call of the model
 ---@return table
@@ -102,7 +103,7 @@ function handle.instance(methods, call)
   }
 end
 
---- The handle of an engine.
+--- Returns the handle of an engine.
 ---@param engine ps.Engine
 ---@param instance table from handle.instance
 ---@return ps.Engine

@@ -27,15 +27,15 @@ local function add(module, kind, fn, call)
   return tensor_hooks.add(lists[kind], fn)
 end
 
---- Calls fn(module, args) before each forward of the module. args: the list of the call's arguments, with their number
---- in n. fn returns nil, or new arguments: a list, or a single tensor.
+--- Calls fn(module, args) before each forward of the module. `args` is the list of the call's arguments, with their
+--- number in n. fn returns nil, or new arguments: a list, or a single tensor.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
---- Calls fn(module, args, output) after each forward of the module. output: the value that forward returned, or a list
---- if it returned several. fn returns nil, or a new output.
+--- Calls fn(module, args, output) after each forward of the module. `output` is the value that forward returned, or a
+--- list if it returned several. fn returns nil, or a new output.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
@@ -51,7 +51,7 @@ function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "re
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_full_backward_hook(self, fn) return add(self, "back", fn, "register_full_backward_hook") end
 
---- Whether a module has hooks now.
+--- Returns whether a module has hooks now.
 ---@param module ps.nn.Module
 ---@return boolean
 function hooks.has(module)

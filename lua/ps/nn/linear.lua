@@ -35,7 +35,7 @@ function Linear:init(inputs, outputs, options)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
---- x weight^T + bias, plus a residual that is added as the product is written.
+--- Returns x weight^T + bias, plus a residual that is added as the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -70,7 +70,7 @@ function Conv1D:init(inputs, outputs, options)
   self:param("bias", create.zeros({ outputs }, where))
 end
 
---- x weight + bias, plus a residual that is added as the product is written.
+--- Returns x weight + bias, plus a residual that is added as the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -108,12 +108,12 @@ end
 -- [V, C]
 local function weight_of(head) return (rawget(head, "tied") or head).weight end
 
---- The logits.
+--- Returns the logits.
 ---@param x ps.Tensor [..., C]
 ---@return ps.Tensor [..., V]
 function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
---- The mean cross entropy of the logits, computed without holding all of them at once.
+--- Returns the mean cross entropy of the logits, computed without holding all of them at once.
 ---@param x ps.Tensor [..., C]
 ---@param targets ps.Tensor integers [...]; -100: ignored
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's

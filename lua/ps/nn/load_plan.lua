@@ -14,7 +14,7 @@ local error = caller.error
 
 local load_plan = {}
 
---- The first five names of a list, and the number of others.
+--- Returns the first five names of a list, and the number of others.
 ---@param list string[]
 ---@return string
 function load_plan.some(list)
@@ -40,7 +40,7 @@ local function fits(shape, tensor, name, kinds, is_whole)
   return kind ~= nil
 end
 
--- The names of entries without a source. If a source has no tensor that belongs to another process, it is this
+-- Returns the names of entries without a source. If a source has no tensor that belongs to another process, it is this
 -- process's own state, and the tensors of other processes do not count as missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
@@ -106,7 +106,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
   return entries, missing, unexpected, wrong
 end
 
--- Whether two tensors of a state have the same values. Those of a file are read into memory, as values of `tensor`.
+-- Returns whether two tensors of a state have the same values. Those of a file are read into memory, as values of
+-- `tensor`.
 local function alike(state, one, other, tensor)
   if not state.read_into then
     return rawequal(state[one], state[other]) or state[one]:equal(state[other])

@@ -39,7 +39,7 @@ local function loss(class_name, name, keys, buffers, of_three)
   ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
   function class:forward(x, target) return F[name](x, target, options_of(self)) end
   if of_three then
-    --- The loss of three tensors, in the order of the function of ps.F.
+    --- Returns the loss of three tensors, in the order of the function of ps.F.
     ---@param a ps.Tensor
     ---@param b ps.Tensor
     ---@param c ps.Tensor
@@ -89,7 +89,7 @@ function CosineSimilarity:init(dim, eps)
   self.dim, self.eps = caller.whole(dim or 1, "nn.CosineSimilarity: dim"),
     caller.typed(eps or 1e-8, "number", "nn.CosineSimilarity: eps")
 end
---- The cosines of the angles between the vectors of a and b.
+--- Returns the cosines of the angles between the vectors of a and b.
 ---@param a ps.Tensor
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@return ps.Tensor without that dimension

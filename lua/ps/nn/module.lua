@@ -48,7 +48,7 @@ local Module = foreign.stand({ class_name = "Module" }, "module")
 
 local is_tensor, walk, address = scope.is_tensor, registry.walk, registry.address
 
---- Whether a value is a module.
+--- Returns whether a value is a module.
 ---@param value any
 ---@return boolean
 local function is_module(value)
@@ -56,7 +56,7 @@ local function is_module(value)
   return meta and meta.ps_module or false
 end
 
--- level: of the function whose assignment registers the value; nil: a method registers it.
+-- level: of the function whose assignment registers the value, or nil if a method registers it.
 local function register(self, name, kind, value, level)
   registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
@@ -144,7 +144,7 @@ end
 -- outermost call runs inside a scope.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
--- The name of a module's call and a hint, for the error about a surplus argument.
+-- Returns the name of a module's call and a hint, for the error about a surplus argument.
 local function input_names(self)
   local names = {}
   for name in pairs(self.split_inputs or {}) do names[#names + 1] = name .. " =" end
@@ -195,7 +195,7 @@ function exports.adapt(made, adapter)
   adapter(made)
 end
 
---- A new class. `Class(...)` and `Class:new(...)` make an object and run `Class:init(...)` on it.
+--- Returns a new class. `Class(...)` and `Class:new(...)` make an object and run `Class:init(...)` on it.
 ---@param name string
 ---@param base? table default nn.Module
 ---@return table
@@ -332,7 +332,7 @@ function Module:named_parameters() return iterate(tensors_of(self, "param")) end
 ---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
---- All parameters, each once, in the order of named_parameters.
+--- Returns all parameters, each once, in the order of named_parameters.
 ---@return ps.Tensor[]
 function Module:parameters()
   local list = {}
@@ -340,7 +340,7 @@ function Module:parameters()
   return list
 end
 
---- The number of elements of all parameters. A parameter of which ranks have shards counts as a whole.
+--- Returns the number of elements of all parameters. A parameter of which ranks have shards counts as a whole.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -348,7 +348,7 @@ function Module:num_parameters()
   return n
 end
 
---- The modules below, with their numbers of parameters: a list that prints as a table (ps.inspect.summary).
+--- Returns the modules below, with their numbers of parameters: a list that prints as a table (ps.inspect.summary).
 ---@return table[] rows
 function Module:summary() return summary(self) end
 

@@ -24,8 +24,8 @@ local function shown(value) return value == nil and "nil" or scope.is_tensor(val
   or "a " .. type(value) end
 
 -- -- by name --------------------------------------------------------------------------------------------------------
--- The entries of a constructor's table as a list of { name, value }. { a = x } gives them in alphabetical order (a Lua
--- table has no order); { { "a", x }, { "b", y } } keeps its order.
+-- Returns the entries of a constructor's table as a list of { name, value }. { a = x } gives them in alphabetical order
+-- (a Lua table has no order); { { "a", x }, { "b", y } } keeps its order.
 local function entries_of(call, given)
   if given == nil then return {} end
   if type(given) ~= "table" or nn_module.is_module(given) then
@@ -69,7 +69,7 @@ local function dictionary(name, kind, what, check)
     nn_module.register(self, key, kind, value)
   end
 
-  --- Values by name.
+  --- Returns the values by name.
   ---@param entries? table { name = value } in alphabetical order, or { { name, value }, ... } in the given order
   function class:init(entries) self:update(entries) end
   --- Adds values; a value with an existing name replaces the old one.
@@ -88,22 +88,22 @@ local function dictionary(name, kind, what, check)
     put(self, key, value, name .. ":set")
     return self
   end
-  --- The value of a name, or nil if there is none.
+  --- Returns the value of a name, or nil if there is none.
   ---@param key string
   ---@return any
   function class:get(key) return registry.kind(self, key) == kind and self[key] or nil end
-  --- Whether there is a value of that name.
+  --- Returns whether there is a value of that name.
   ---@param key string
   ---@return boolean
   function class:contains(key) return registry.kind(self, key) == kind end
-  --- The names, in order.
+  --- Returns the names, in order.
   ---@return string[]
   function class:keys()
     local keys = {}
     for key, _, of in registry.members(self) do if of == kind then keys[#keys + 1] = key end end
     return keys
   end
-  --- The values, in order.
+  --- Returns the values, in order.
   ---@return any[]
   function class:values()
     local values = {}
@@ -131,10 +131,10 @@ local function dictionary(name, kind, what, check)
     self[key] = nil
     return value
   end
-  --- The number of values.
+  --- Returns the number of values.
   ---@return integer
   function class:size() return #self:keys() end
-  --- The number of values.
+  --- Returns the number of values.
   ---@return integer
   function class:len() return #self:keys() end
   return class
@@ -198,10 +198,10 @@ function ParameterList:extend(tensors)
   for _, tensor in ipairs(caller.list(tensors, self.class_name .. ": the list of tensors")) do self:append(tensor) end
   return self
 end
---- The number of parameters.
+--- Returns the number of parameters.
 ---@return integer
 function ParameterList:size() return self.length end
---- The number of parameters.
+--- Returns the number of parameters.
 ---@return integer
 function ParameterList:len() return self.length end
 --- `for i, p in list:each() do` iterates over the parameters with i from 0, as `ipairs(list)` does.

@@ -28,8 +28,8 @@ local function by_most(list, fn)
   return out
 end
 
---- The sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a dry run of a script,
---- which has no values, all sums are 0.
+--- Returns the sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a dry run of a
+--- script, which has no values, all sums are 0.
 ---@param grads ps.Tensor[]
 ---@return number[]
 function norms.squares(grads)
@@ -43,9 +43,9 @@ function norms.squares(grads)
   return squares
 end
 
---- The square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits do not
---- depend on how tensors are stored. The norm is NaN or infinite if a gradient is. The host waits for the device once
---- per 4096 gradients. In a dry run of a script, which has no values, the norm is 0, so a step neither clips nor
+--- Returns the square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits
+--- do not depend on how tensors are stored. The norm is NaN or infinite if a gradient is. The host waits for the device
+--- once per 4096 gradients. In a dry run of a script, which has no values, the norm is 0, so a step neither clips nor
 --- overflows.
 ---@param grads ps.Tensor[]
 ---@return number

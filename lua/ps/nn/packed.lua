@@ -25,12 +25,12 @@ for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
---- The type of packed numbers with a name or number; nil: there is none.
+--- Returns the type of packed numbers with a name or number, or nil if there is none.
 ---@param which string|integer
 ---@return ps.nn.PackedType?
 function packed.type(which) return BY_NAME[which] or BY_NUMBER[which] end
 
---- The packed type of a layer; nil: its weight is not packed.
+--- Returns the packed type of a layer, or nil if its weight is not packed.
 ---@param layer ps.nn.Module
 ---@return ps.nn.PackedType?
 function packed.of(layer)
@@ -66,7 +66,7 @@ local function head_loss(self, x, targets, options)
   return functional.cross_entropy(self(x:reshape(-1, width)), targets:reshape(-1), options)
 end
 
--- The weight unpacked, in the layout of the layer's class.
+-- Returns the weight unpacked, in the layout of the layer's class.
 local function weight_now(self)
   local state = rawget(self, "packed_")
   local weight = native.ops.unpack(state.owner.weight, state.type.number, native.dtype_code(state.dtype))
@@ -82,7 +82,7 @@ end
 
 local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
 
---- Whether a module's weight can be packed: a linear layer, a head or a table, without adapters.
+--- Returns whether a module's weight can be packed: a linear layer, a head or a table, without adapters.
 ---@param module ps.nn.Module
 ---@return boolean
 function packed.can(module)
@@ -90,7 +90,7 @@ function packed.can(module)
     or false
 end
 
---- The shape of the packed weight of a layer.
+--- Returns the shape of the packed weight of a layer.
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
 ---@return integer[]? shape nil: blocks do not divide its rows

@@ -35,7 +35,7 @@ local parts = {}
 
 local KEYS = { name = true, modules = true, parameters = true, forward = true }
 
--- The module and the field of a name such as "stem.scale"; nil: the model has no such parameter or buffer.
+-- Returns the module and the field of a name such as "stem.scale", or nil if the model has no such parameter or buffer.
 local function find(model, name)
   local owner, key = model, nil
   for word in name:gmatch "[^.]+" do
@@ -54,7 +54,7 @@ local function names_of(model)
   return names
 end
 
--- Refuses a part that cannot be read. i: its number from 1.
+-- Refuses a part that cannot be read. `i` is its number from 1.
 local function check(model, i, part, seen)
   local function refuse(text, ...)
     local name = type(part) == "table" and type(part.name) == "string" and (" (%s)"):format(part.name) or ""
@@ -94,7 +94,7 @@ local function check(model, i, part, seen)
   end
 end
 
---- The parts of a model, checked: an error names the part that cannot be used.
+--- Returns the parts of a model, checked: an error names the part that cannot be used.
 ---@param model ps.nn.Module
 ---@return ps.nn.Part[]
 function parts.of(model)
@@ -167,7 +167,7 @@ end
 -- instead of calling the layer, such as fused ops and tied heads. Adapters (ps.lora) give a layer a forward of its own
 -- and a function weight_now.
 
---- Whether a layer is of a class and has no forward of its own.
+--- Returns whether a layer is of a class and has no forward of its own.
 ---@param layer ps.nn.Module
 ---@param class table
 ---@return boolean
@@ -175,7 +175,7 @@ function parts.is_plain(layer, class)
   return getmetatable(layer) == class.instance and rawget(layer, "forward") == nil
 end
 
---- The weight that a layer computes with: with its active adapter, else its parameter.
+--- Returns the weight that a layer computes with: with its active adapter, else its parameter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function parts.weight(layer)

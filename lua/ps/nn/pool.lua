@@ -88,7 +88,7 @@ function Upsample:init(options)
   self.options = {}
   for key, value in pairs(caller.options(options, "nn.Upsample", UPSAMPLE)) do self.options[key] = value end
 end
---- The input in another size.
+--- Returns the input in another size.
 ---@param x ps.Tensor [N, C, L] or [N, C, H, W]
 ---@return ps.Tensor [N, C, ...]
 function Upsample:forward(x) return F.interpolate(x, self.options) end

@@ -17,7 +17,7 @@ local VALUES = 2 ^ 20                                      -- packed at a time
 
 local floats, bytes = array "float", array "uint8_t"
 
--- A new tensor with the packed rows of a layer's weight.
+-- Returns a new tensor with the packed rows of a layer's weight.
 local function pack(name, layer, kind, shape)
   local weight = layer.weight:detach()
   if layer.class_name == "Conv1D" then weight = weight:transpose(0, 1) end

@@ -40,7 +40,7 @@ end
 
 local DEPTH = 4                                             -- levels of nested tables that are searched
 
--- The first module or parameter in a plain table that no module has registered, and its place there, "[2].up".
+-- Returns the first module or parameter in a plain table that no module has registered, and its place there, "[2].up".
 local function find_unowned(list, depth, seen)
   seen[list] = true
   for key, value in next, list do
@@ -54,8 +54,8 @@ local function find_unowned(list, depth, seen)
   end
 end
 
---- A module or parameter in a plain Lua table that is a field of this module, if no module has registered it. It would
---- not be trained, saved or moved.
+--- Returns a module or parameter in a plain Lua table that is a field of this module, if no module has registered it.
+--- It would not be trained, saved or moved.
 ---@param self ps.nn.Registered
 ---@return any field nil: there is none
 ---@return string? place in the table, "[2].up"
@@ -69,7 +69,7 @@ function registry.unowned(self)
   end
 end
 
--- Whether this assignment is part of the same statement as the last one. level: of the assigning function.
+-- Returns whether this assignment is part of the same statement as the last one. level: of the assigning function.
 local function continues(self, level)
   local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
   if not info or info.currentline <= 0 then return false end
@@ -99,7 +99,7 @@ end
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
 ---@param value ps.nn.Module|ps.Tensor
----@param level? integer of the assigning function; nil: a method call registers, which is not part of a statement
+---@param level? integer of the assigning function, or nil if a method call registers, which is not part of a statement
 function registry.add(self, name, kind, value, level)
   self._fields[name] = value
   owned[value] = true
@@ -184,7 +184,7 @@ function registry.set_persistent(module, key, is_part) mark(module, "_transient"
 ---@param keeps boolean
 function registry.set_keeps_dtype(module, key, keeps) mark(module, "_typed", key, keeps) end
 
---- Whether a member is a buffer that keeps its type when the module is converted.
+--- Returns whether a member is a buffer that keeps its type when the module is converted.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@return boolean
@@ -193,7 +193,7 @@ function registry.keeps_dtype(module, key)
   return list ~= nil and list[key] == true and module._kind[key] == "buffer"
 end
 
---- Whether a member is part of the module's state.
+--- Returns whether a member is part of the module's state.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@return boolean
@@ -202,7 +202,7 @@ function registry.is_persistent(module, key)
   return not (list and list[key] and module._kind[key] == "buffer")
 end
 
---- The kind of a registered name: "module", "param", "buffer"; nil: it is not registered.
+--- Returns the kind of a registered name: "module", "param", "buffer", or nil if it is not registered.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@return string?
@@ -214,7 +214,7 @@ function registry.kind(module, key) return module._kind[key] end
 ---@param tensor ps.Tensor
 function registry.put(module, key, tensor) module._fields[key] = tensor end
 
---- A number that is equal for two references to the same tensor.
+--- Returns a number that is equal for two references to the same tensor.
 ---@param tensor ps.Tensor
 ---@return integer
 function registry.address(tensor) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor))) end

@@ -16,7 +16,7 @@ local sharded = {}
 ---@field index integer the rank along tp that has these pieces
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- The sharded parameters of a model, by name (for a tied one, the first); nil: there are none.
+--- Returns the sharded parameters of a model, by name (for a tied one, the first), or nil if there are none.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)
@@ -31,7 +31,7 @@ function sharded.of(model)
   return found
 end
 
---- The shape of a shard without its padding; nil: it consists of padding.
+--- Returns the shape of a shard without its padding, or nil if it consists of padding.
 ---@param at ps.nn.Sharded
 ---@return integer[]?
 function sharded.own_shape(at)
@@ -42,7 +42,7 @@ function sharded.own_shape(at)
   return at.pieces[1] and shape or nil
 end
 
---- A shard without its padding, as a view; nil: it consists of padding.
+--- Returns a shard without its padding, as a view, or nil if it consists of padding.
 ---@param tensor ps.Tensor of the shard's shape
 ---@param at ps.nn.Sharded
 ---@return ps.Tensor?
@@ -51,7 +51,7 @@ function sharded.own(tensor, at)
   return shape and rectangles.view(tensor, rectangles.zeros(shape), shape) or nil
 end
 
---- The shape of a whole parameter.
+--- Returns the shape of a whole parameter.
 ---@param parameter ps.Tensor
 ---@return integer[]
 function sharded.shape(parameter)
@@ -59,8 +59,8 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- The way in which a shape fits a parameter: "whole"; for a cut parameter also "own", the shard's shape; nil: it does
---- not fit.
+--- Returns the way in which a shape fits a parameter: "whole"; for a cut parameter also "own", the shard's shape, or
+--- nil if it does not fit.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil

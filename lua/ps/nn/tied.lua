@@ -23,9 +23,9 @@ local function declared(self, prefix, first_of, names)
   end
 end
 
---- The further names of tied parameters and persistent buffers.
+--- Returns the further names of tied parameters and persistent buffers.
 ---@param module ps.nn.Module
----@param loads? boolean also names that are only accepted when values are loaded; default false
+---@param loads? boolean also names that are only accepted when values are loaded (default false)
 ---@return table<string, string> names further name -> first name, which is the one that named_parameters has
 function tied.names(module, loads)
   local first_of, names, modules = {}, {}, { { module, "" } }

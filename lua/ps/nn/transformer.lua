@@ -13,7 +13,7 @@ local MultiheadSelfAttention = nn_module.class("MultiheadSelfAttention")
 local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 local FORWARD = { mask = "tensor", residual = "tensor" }
 
--- The options that both halves pass to their products.
+-- Returns the options that both halves pass to their products.
 local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
 
 --- Self-attention with one product for queries, keys and values, and one for the result.

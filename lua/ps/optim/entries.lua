@@ -11,15 +11,15 @@ local error = caller.error
 local entries = {}
 local address = nn_module.address
 
---- The type of a parameter's state and master. A parameter of this type is its own master.
+--- Returns the type of a parameter's state and master. A parameter of this type is its own master.
 ---@param param ps.Tensor
 ---@return string
 function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
 
--- The type of a state tensor of a parameter.
+-- Returns the type of a state tensor of a parameter.
 local function dtype_of(state, param) return state.dtype == "fp32" and entries.state_dtype(param) or state.dtype end
 
---- The states that a parameter needs.
+--- Returns the states that a parameter needs.
 ---@param entry table
 ---@return table[]
 function entries.states_of(entry)
@@ -47,7 +47,7 @@ function entries.prepare(entry)
   return states
 end
 
---- The names of the parameters in a saved state: those in the model; without a model, "0", "1", ...
+--- Returns the names of the parameters in a saved state: those in the model; without a model, "0", "1", ...
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@return string[]
@@ -62,7 +62,7 @@ function entries.names_for(self, model)
   return names
 end
 
---- The parameters' names, noted when the optimizer was made; nil: some parameters have no name.
+--- Returns the parameters' names, noted when the optimizer was made, or nil if some parameters have no name.
 ---@param self ps.Optimizer
 ---@return string[]?
 function entries.own_names(self)
@@ -74,8 +74,8 @@ function entries.own_names(self)
   return names
 end
 
---- The names of the parameters in a saved state. In a state saved without a model they are numbers. If both sides know
---- names, a parameter gets the number that its name had.
+--- Returns the names of the parameters in a saved state. In a state saved without a model they are numbers. If both
+--- sides know names, a parameter gets the number that its name had.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@param values table the values of the saved state

@@ -17,8 +17,8 @@ local groups = {}
 -- Names of matrices that are not inside a model: tables of embeddings, and heads.
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
---- The default groups of an optimizer that updates only matrices: matrices inside the model, and the
---- rest with another optimizer.
+--- Returns the default groups of an optimizer that updates only matrices: matrices inside the model, and the rest with
+--- another optimizer.
 ---@param kind string
 ---@return table[]? nil: one group has all parameters
 function groups.split(kind)
@@ -50,12 +50,12 @@ function groups.check_parameter(group, name, param, cut)
   end
 end
 
---- The settings of a group, with PyTorch's names.
+--- Returns the settings of a group, with PyTorch's names.
 ---@param group table
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- The settings of a group that are saved: those of its optimizer, and its fields that cannot be set.
+--- Returns the settings of a group that are saved: those of its optimizer, and its fields that cannot be set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
@@ -65,7 +65,7 @@ function groups.saved_keys(group)
   return keys
 end
 
---- The error in a group's settings; nil: none.
+--- Returns the error in a group's settings, or nil if there is none.
 ---@param group table
 ---@return string?
 function groups.problem(group)
@@ -141,7 +141,7 @@ end
 
 --- Makes the groups' present rates their initial ones.
 ---@param optimizer {groups: table[]}
----@param given? number the optimizer's own rate; nil: it was made without one
+---@param given? number the optimizer's own rate, or nil if it was made without one
 function groups.begin_rates(optimizer, given)
   for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
   note_rates(optimizer.groups)
@@ -158,7 +158,7 @@ function groups.renew_rates(optimizer)
   optimizer.base_lr = base_of(optimizer.groups, optimizer.given_lr)
 end
 
---- The groups' rates as text, and whether they are all equal.
+--- Returns the groups' rates as text, and whether they are all equal.
 ---@param list table[]
 ---@param key? string "lr" (default) or "initial_lr"
 ---@return string text
@@ -190,7 +190,7 @@ end
 --- refused.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
----@param call? string of messages, default "optimizer:set_lr"
+---@param call? string of messages (default "optimizer:set_lr")
 function groups.set_lr(optimizer, lr, call)
   call = call or "optimizer:set_lr"
   check_lr(lr, call)
@@ -266,7 +266,7 @@ function groups.to_text(group, keys)
   return kept
 end
 
---- The reason why saved groups do not match a list; nil if they do.
+--- Returns the reason why saved groups do not match a list; nil if they do.
 ---@param list table[]
 ---@param saved table[]
 ---@return string?
@@ -297,7 +297,7 @@ end
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- The groups of a configuration: its optimizer's settings, changed by the script's param_groups.
+--- Returns the groups of a configuration: its optimizer's settings, changed by the script's param_groups.
 ---@param optimizer {type: string, params: table} block "optimizer" of the configuration
 ---@param param_groups? table[] nil: one group
 ---@return table[] groups
@@ -329,7 +329,7 @@ function groups.states(list)
   return states
 end
 
--- The groups whose match returns true for a parameter; a last group without a match gets it if there is none.
+-- Returns the groups whose match returns true for a parameter; a last group without a match gets it if there is none.
 local function matches(param_groups, name, param)
   local list = {}
   for number, given in ipairs(param_groups) do
@@ -373,7 +373,7 @@ function groups.check_members(param_groups, rows, note)
   end
 end
 
---- The number, from 1, of a parameter's group: the first whose match returns true, else the last.
+--- Returns the number, from 1, of a parameter's group: the first whose match returns true, else the last.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

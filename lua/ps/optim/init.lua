@@ -29,7 +29,7 @@ local optim = { give_back = norms.give_back, squares = norms.squares, global_nor
 
 local address = nn_module.address
 
---- Two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
+--- Returns two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
 ---@param model ps.nn.Module
 ---@param weight_decay number
 ---@return table[] groups
@@ -96,7 +96,7 @@ local function defaults_of(made, lr)
   return defaults
 end
 
--- The optimizer of a group: its own, if it names one.
+-- Returns the optimizer of a group: its own, if it names one.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -198,7 +198,7 @@ local function update(entries, grads, scale, done)
   end
 end
 
---- The norm of an optimizer's gradients, for code that runs its steps without step().
+--- Returns the norm of an optimizer's gradients, for code that runs its steps without step().
 ---@param optimizer ps.Optimizer
 ---@return number
 function optim.norm_of(optimizer)
@@ -350,9 +350,9 @@ function Optimizer:set_lr(lr)
   groups.set_lr(self, lr)
 end
 
---- The state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and `values`, which
---- JSON can hold. Without a model, parameters have the names "0", "1", ...; `values` then has their real names, if the
---- optimizer was made from a module or from optim.groups.
+--- Returns the state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and `values`,
+--- which JSON can hold. Without a model, parameters have the names "0", "1", ...; `values` then has their real names,
+--- if the optimizer was made from a module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -405,15 +405,15 @@ local function for_torch(self)
   return view
 end
 
---- The state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg, ...}},
---- param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
+--- Returns the state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg,
+--- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
   return optimizer_state.torch(for_torch(self), entries_of.own_names(self) ~= nil)
 end
 
--- Whether a state, or an open file with one, is in PyTorch's form.
+-- Returns whether a state, or an open file with one, is in PyTorch's form.
 local function is_torch(state)
   if type(state.holds) == "function" then return state:holds "param_groups" end
   return state.values == nil and state.param_groups ~= nil

@@ -86,7 +86,7 @@ local RANGES = { scale = types.scale, interval = types.integer(1), growth = type
 --- `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
 ---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the first one, default
 ---  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: the factor of an
----  overflow, default 0.5
+---  overflow (default 0.5)
 ---@return ps.LossScaler
 function M.pytorch(options)
   options = caller.options(options, "optim.GradScaler", PYTORCH)
@@ -98,7 +98,7 @@ function M.pytorch(options)
     steps = 0, last_overflow = -1 }, LossScaler)
 end
 
---- The loss times the scale, for backward.
+--- Returns the loss times the scale, for backward.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
 function LossScaler:scale_loss(loss)
@@ -119,7 +119,7 @@ local function overflow(self)
   self.last_overflow = self.steps
 end
 
--- Whether a good step ends a window.
+-- Returns whether a good step ends a window.
 local function window_ends(self)
   local good = self.steps - self.last_overflow                       -- good steps, including this one
   if self.restarts then return good >= self.loss_scale_window end
@@ -160,7 +160,7 @@ end
 
 local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
 
---- The state that a resumed run needs, as text that keeps every bit.
+--- Returns the state that a resumed run needs, as text that keeps every bit.
 ---@return table<string, string>
 function LossScaler:state_dict()
   local state = {}

@@ -31,7 +31,7 @@ end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
--- The progress from the end of warm-up (0) to the last step (1).
+-- Returns the progress from the end of warm-up (0) to the last step (1).
 local function way(options, count)
   local warmup = options.warmup or 0
   return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
@@ -185,7 +185,7 @@ function sched.WarmupCosineLR(options, ...)
   return build("WarmupCosineLR", options, function(count) return rate * factor(count) end, nil, { total = total })
 end
 
--- The height of step `count` in the cycle, from 0 at its ends to 1 in the middle.
+-- Returns the height of step `count` in the cycle, from 0 at its ends to 1 in the middle.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up
@@ -298,7 +298,7 @@ function sched.get_scheduler(name, optimizer, num_warmup_steps, num_training_ste
   return sched[given.name](options)
 end
 
---- The schedule of a configuration (cfg.scheduler of ps.config).
+--- Returns the schedule of a configuration (cfg.scheduler of ps.config).
 ---@param scheduler {type: string, params: table}
 ---@param optimizer ps.Optimizer
 ---@return ps.Schedule

@@ -28,7 +28,7 @@ local function keys_of(more)
 end
 local TO_END = keys_of { num_training_steps = "whole" }
 
--- The options of a call with checked numbers of steps.
+-- Returns the options of a call with checked numbers of steps.
 local function steps_of(name, keys, required, options, ...)
   options = checked(name, keys, required, options, ...)
   local what = "sched." .. name .. ": "
@@ -41,10 +41,10 @@ local function steps_of(name, keys, required, options, ...)
   return options, warmup, total
 end
 
--- The factor during the warm-up; nil: it is over.
+-- Returns the factor during the warm-up, or nil if it is over.
 local function warming(count, warmup) if count < warmup then return count / warmup end end
 
--- The progress after the warm-up: 0 at its end, 1 at the last step, more after it.
+-- Returns the progress after the warm-up: 0 at its end, 1 at the last step, more after it.
 local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
 
 local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end
@@ -152,7 +152,7 @@ function hugging_face.inverse_sqrt(options, ...)
   end)
 end
 
--- The least factor, from min_lr or min_lr_rate.
+-- Returns the least factor, from min_lr or min_lr_rate.
 local function least_of(name, options)
   if (options.min_lr ~= nil) == (options.min_lr_rate ~= nil) then
     error(("sched.%s needs min_lr or min_lr_rate, and not both"):format(name))

@@ -240,7 +240,7 @@ local function cycle_steps(options)
   return caller.whole(total, "sched.OneCycleLR: total_steps", 1)
 end
 
--- The phases of a cycle: last step, and the names of the values at its ends.
+-- Returns the phases of a cycle: last step, and the names of the values at its ends.
 local function cycle_phases(options, total)
   local up, down = (options.pct_start or 0.3) * total - 1, { last = total - 1, "max", "least", "base", "max" }
   if not options.three_phase then return { { last = up, "first", "max", "max", "base" }, down } end
@@ -297,7 +297,7 @@ local PLATEAU = { optimizer = "table", mode = "string", factor = "number", patie
 local MODES = { min = true, max = true }
 local THRESHOLDS = { rel = true, abs = true }
 
--- Whether a value is better than the best so far, by more than the threshold.
+-- Returns whether a value is better than the best so far, by more than the threshold.
 local function is_better(self, value)
   local best, by = self.best, self.threshold
   if self.larger then return value > (self.relative and best * (by + 1) or best + by) end
@@ -324,7 +324,7 @@ local function judge(self, value)
   self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 end
 
---- The schedule of torch.ReduceLROnPlateau, by the name of PyTorch or Hugging Face.
+--- Returns the schedule of torch.ReduceLROnPlateau, by the name of PyTorch or Hugging Face.
 ---@param name string
 ---@param options any
 ---@param ... any

@@ -12,7 +12,8 @@ local schedule = {}
 
 ---@class ps.Schedule
 ---@field count integer optimizer steps so far
----@field total? integer the steps after which the rate stays as it is; nil: it never does, or there is no such step
+---@field total? integer the steps after which the rate stays as it is, or nil if it never does, or there is no such
+---  step
 ---@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (ReduceLROnPlateau)
 local Schedule = {}
 Schedule.__index = Schedule
@@ -25,7 +26,7 @@ function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, 
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Whether an optimizer's groups have initial rates. Other tables only need set_lr.
+-- Returns whether an optimizer's groups have initial rates. Other tables only need set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
@@ -125,8 +126,8 @@ function schedule.build(name, options, rate, how, more)
   return self
 end
 
---- The rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and the schedules of PyTorch
---- and Hugging Face it is the first group's.
+--- Returns the rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and the schedules of
+--- PyTorch and Hugging Face it is the first group's.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
@@ -139,7 +140,8 @@ function Schedule:lr(count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
 end
 
---- The rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number per group.
+--- Returns the rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number
+--- per group.
 ---@return number[]
 function Schedule:get_last_lr()
   local list = {}
@@ -171,7 +173,7 @@ function schedule.advance(self)
   if self.judge then self.count = self.count + 1 else self:step() end
 end
 
---- The schedule's kind, step and options, for load_state_dict.
+--- Returns the schedule's kind, step and options, for load_state_dict.
 ---@return {name: string, count: integer, options: table<string, string>}
 function Schedule:state_dict()
   local state = { name = self.name, count = self.count, options = self.options }
@@ -214,7 +216,8 @@ function Schedule:load_state_dict(state)
   tell_change(self, state)
 end
 
---- The text that names a schedule that ends before or after a run does; nil: it ends with it, or has no end.
+--- Returns the text that names a schedule that ends before or after a run does, or nil if it ends with it, or has no
+--- end.
 ---@param self ps.Schedule
 ---@param steps integer steps that the run has left
 ---@return string?
@@ -235,14 +238,15 @@ end
 local ORDER = {}
 schedule.order = ORDER
 
--- Whether a value is a table of options, as opposed to a list or an object.
+-- Returns whether a value is a table of options, as opposed to a list or an object.
 local function is_options(value, kinds)
   if type(value) ~= "table" or getmetatable(value) then return false end
   local key = next(value)
   return type(key) == "string" or key == nil and not kinds:find "table"
 end
 
--- The options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or both.
+-- Returns the options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or
+-- both.
 local function in_order(name, keys, optimizer, ...)
   local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
   for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
@@ -285,7 +289,7 @@ function schedule.checked(name, keys, required, options, ...)
   return options
 end
 
---- The rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
+--- Returns the rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
 ---@param name string
 ---@param options table of the call
 ---@param key string the option to pass if there is no such rate

@@ -99,8 +99,8 @@ local function check_groups(saved, opt)
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
---- The state by name, {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values in a form that JSON holds.
---- Masters are not among the tensors, since the model's state_dict has them.
+--- Returns the state by name, {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values in a form that JSON
+--- holds. Masters are not among the tensors, since the model's state_dict has them.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function state.named(opt)
@@ -167,7 +167,7 @@ local function members(opt)
   return lists
 end
 
--- A group in PyTorch's form. names: its parameters' names, which PyTorch writes for named parameters.
+-- A group in PyTorch's form. `names` are its parameters' names, which PyTorch writes for named parameters.
 local function torch_group(group, params, names)
   local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
   for _, key in ipairs(made.settings) do
@@ -178,9 +178,9 @@ local function torch_group(group, params, names)
   return out
 end
 
---- The state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, which load_state_dict of
---- torch.optim.AdamW accepts. SGD's has momentum_buffer; PyTorch ignores its `step`. Groups have param_names, which
---- PyTorch keeps.
+--- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, which
+--- load_state_dict of torch.optim.AdamW accepts. SGD's has momentum_buffer; PyTorch ignores its `step`. Groups have
+--- param_names, which PyTorch keeps.
 ---@param opt ps.EngineOptimizer
 ---@param named? boolean default true: groups have param_names
 ---@return {state: table<integer, table>, param_groups: table[]}
@@ -201,7 +201,7 @@ function state.torch(opt, named)
   return { state = all, param_groups = groups }
 end
 
--- The entry of one parameter: a source and its `step`; nil if it has none.
+-- Returns the entry of one parameter: a source and its `step`; nil if it has none.
 local function entry_of(saved, number)
   if is_file(saved) then
     local all = saved:at("state")
@@ -213,8 +213,8 @@ local function entry_of(saved, number)
   if entry then return entry, entry.step end
 end
 
--- The number of updates of an entry. Some optimizers of PyTorch do not count them. Then the existence of the first
--- state says whether there was an update, and the op needs only this.
+-- Returns the number of updates of an entry. Some optimizers of PyTorch do not count them. Then the existence of the
+-- first state says whether there was an update, and the op needs only this.
 local function whole_step(made, source, step, name)
   if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
@@ -240,8 +240,8 @@ local function check_torch_group(from, number, opt)
   check_needs(from, number, opt)
 end
 
--- The numbers in a saved group for `list`, its parameters here. If the group has param_names, its numbers are in the
--- order of those names; else they are in the order of the model. named: the parameters here have names.
+-- Returns the numbers in a saved group for `list`, its parameters here. If the group has param_names, its numbers are
+-- in the order of those names; else they are in the order of the model. named: the parameters here have names.
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then

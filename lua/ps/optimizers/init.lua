@@ -7,7 +7,7 @@ local dtypes = require "ps.core.dtype"
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
 ---@field name string PyTorch's name, if PyTorch has this state; also the kind of chunks that contain it
 ---@field dtype "fp32"|"bf16"|"uint8" fp32 becomes fp64 for parameters of fp64
----@field shape? fun(shape: integer[]): integer[]? returns its shape for a parameter of this shape; nil: such a
+---@field shape? fun(shape: integer[]): integer[]? returns its shape for a parameter of this shape, or nil if such a
 ---  parameter does not have this state. If the field is absent, the state has the parameter's shape
 ---@field most? number with `shape`: the most bytes per element of the parameter
 
@@ -50,27 +50,27 @@ for _, name in ipairs(optimizers.names) do
   for _, alias in ipairs(made.exact_aliases or {}) do by_exact[alias] = name end
 end
 
---- The description of an optimizer by its own name.
+--- Returns the description of an optimizer by its own name.
 ---@param name string
 ---@return ps.optimizers.Description
 function optimizers.of(name) return by_name[name] end
 
---- An optimizer's name, found by any of its names in any case; nil: there is none.
+--- Returns an optimizer's name, found by any of its names in any case, or nil if there is none.
 ---@param name string
 ---@return string?
 function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
 
---- The description of a group's optimizer.
+--- Returns the description of a group's optimizer.
 ---@param group {kind: string}
 ---@return ps.optimizers.Description
 function optimizers.of_group(group) return by_name[group.kind] end
 
---- Whether an op updates parameters.
+--- Returns whether an op updates parameters.
 ---@param op string
 ---@return boolean
 function optimizers.is_update(op) return updates[op] == true end
 
---- The names of all states, in the order of optimizers.names.
+--- Returns the names of all states, in the order of optimizers.names.
 ---@return string[]
 function optimizers.state_names()
   local list, seen = {}, {}
@@ -83,7 +83,7 @@ function optimizers.state_names()
   return list
 end
 
---- The number of elements of a state of a parameter of this shape.
+--- Returns the number of elements of a state of a parameter of this shape.
 ---@param state ps.optimizers.State
 ---@param shape integer[]
 ---@return integer
@@ -93,7 +93,7 @@ function optimizers.state_numel(state, shape)
   return numel
 end
 
---- Bytes of all states of a parameter of this shape.
+--- Returns the bytes of all states of a parameter of this shape.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return integer
@@ -105,8 +105,8 @@ function optimizers.states_nbytes(states, shape)
   return sum
 end
 
---- An estimate of the bytes of states per element of a parameter. Only matrices with one row or column, and tensors of
---- one element, can have more.
+--- Returns an estimate of the bytes of states per element of a parameter. Only matrices with one row or column, and
+--- tensors of one element, can have more.
 ---@param states ps.optimizers.State[]
 ---@return number
 function optimizers.states_most(states)
@@ -117,7 +117,8 @@ function optimizers.states_most(states)
   return sum + factored
 end
 
---- The states of an optimizer's parameters, if its groups have these settings. The group that needs the most decides.
+--- Returns the states of an optimizer's parameters, if its groups have these settings. The group that needs the most
+--- decides.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]
@@ -131,7 +132,7 @@ function optimizers.states_of(made, groups)
   return list
 end
 
---- The states among these that a parameter of this shape has.
+--- Returns the states among these that a parameter of this shape has.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return ps.optimizers.State[]
@@ -143,7 +144,7 @@ function optimizers.states_for(states, shape)
   return list
 end
 
---- The number of state tensors that the update takes for each parameter.
+--- Returns the number of state tensors that the update takes for each parameter.
 ---@param made ps.optimizers.Description
 ---@return integer
 function optimizers.takes(made) return made.takes or #made.states end

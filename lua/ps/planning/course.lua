@@ -18,7 +18,7 @@ local function simulated(cut, costs, link)
   return got
 end
 
---- The peak bytes of activations that each stage holds, by its row of the schedule's table.
+--- Returns the peak bytes of activations that each stage holds, by its row of the schedule's table.
 ---@param cut ps.planning.Pipeline
 ---@return number[] by stage, from 1
 function course.held(cut)
@@ -27,7 +27,7 @@ function course.held(cut)
   return simulated(cut, costs).held
 end
 
---- The fraction of the ranks' time in which they are idle, by counted operations, if transfers take no time.
+--- Returns the fraction of the ranks' time in which they are idle, by counted operations, if transfers take no time.
 ---@param cut ps.planning.Pipeline
 ---@return number
 function course.bubble(cut)

@@ -67,7 +67,7 @@ local function watch_rows(seen, rows)
   end)
 end
 
--- The longest list of modules in the module.
+-- Returns the longest list of modules in the module.
 local function longest_list(module)
   local longest
   for _, m in module:named_modules() do
@@ -114,7 +114,7 @@ local function watch_ops()
 end
 
 -- -- results ----------------------------------------------------------------------------------------------------------
--- The number of parameters that each rank owns; nil if ranks share nothing.
+-- Returns the number of parameters that each rank owns; nil if ranks share nothing.
 local function owned(engine)
   if engine.zero_stage == 0 then return nil end
   local list = {}
@@ -123,7 +123,7 @@ local function owned(engine)
   return list
 end
 
--- The rank along dp, from 0, that owns the most parameters.
+-- Returns the rank along dp, from 0, that owns the most parameters.
 local function owner(list)
   local most = 1
   for rank, numel in ipairs(list or {}) do if numel > list[most] then most = rank end end
@@ -132,7 +132,7 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- The cut of the model, with the costs of its virtual stages for the script's micro-batches; nil: it is not cut.
+-- The cut of the model, with the costs of its virtual stages for the script's micro-batches, or nil if it is not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
   local pipe, stages = engine.driver.pipe, engine.stages
@@ -240,7 +240,7 @@ local function of_devices(engine, seen)
   return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
 end
 
--- The error of a script as a table, with the script's line.
+-- Returns the error of a script as a table, with the script's line.
 local function explained(problem)
   local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
@@ -257,10 +257,11 @@ end
 local REHEARSED, ROUNDS = 1e12, 8          -- operations: a few seconds
 local STEADY = 2 ^ 18                      -- bytes
 
--- Bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN keeps after
--- products, and pages of files that only the parent process has touched. It performs products, in rounds until the
--- process stops growing, since the heap is fragmented and a buffer may not fit at once. nil: the products would need
--- too much time or memory, or the system does not report its pages. The second result is the seconds that it took.
+-- Returns the bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN
+-- keeps after products, and pages of files that only the parent process has touched. It performs products, in rounds
+-- until the process stops growing, since the heap is fragmented and a buffer may not fit at once. Returns nil if the
+-- products would need too much time or memory, or the system does not report its pages. The second result is the
+-- seconds that it took.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now

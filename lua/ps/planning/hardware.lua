@@ -40,8 +40,8 @@ local function over(base, other)
   return out
 end
 
--- All machines by name. If a file does not return a table, the entry is the error text, which is raised only for that
--- machine.
+-- Returns all machines by name. If a file does not return a table, the entry is the error text, which is raised only
+-- for that machine.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
@@ -87,7 +87,7 @@ local function check(t)
   if t.gpu then look(OF_GPU, above_0, "a number above 0") end
 end
 
---- The names of the machines that have tables.
+--- Returns the names of the machines that have tables.
 ---@return string[]
 function hardware.names()
   local list = {}
@@ -112,7 +112,7 @@ end
 ---@field rates table<string, number> of ps.rates
 ---@field table ps.planning.Machine
 ---@field one string the name of this machine with one GPU
----@field count integer GPUs; 0: none
+---@field count integer GPUs, or 0 if there is none
 ---@field taken {what: string, nbytes: number, source: string}[]
 ---@field notes string[]
 

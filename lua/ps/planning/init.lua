@@ -19,9 +19,9 @@ local planning = {}
 ---@field host? number bytes of the machine's host memory
 ---@field ranks? integer processes; default as many as the hardware has GPUs
 ---@field find? "budget"|"batch"|"model"|"all"|"nothing" the aim of further dry runs: the least budgets and remedies,
----  the largest batch, the largest model; default all
----@field limit? number seconds within which further dry runs begin; values that are not found by then are bounds. 0:
----  no limit; default 60
+---  the largest batch, the largest model (default: all)
+---@field limit? number seconds within which further dry runs begin; values that are not found by then are bounds. 0: no
+---  limit (default 60)
 ---@field quiet? boolean discard the engine's notes
 
 -- Speeds of this machine between its processor and the device sim, measured in its own process.
@@ -33,7 +33,7 @@ local function rates_here()
   return not got.error and got or nil
 end
 
--- The tier in which a failed run ran short of memory, with its budget and its least budget.
+-- Returns the tier in which a failed run ran short of memory, with its budget and its least budget.
 local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
@@ -69,9 +69,9 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Bytes of a process of the run, if all its tiers except the disk are memory of this machine. They are the sum of the
--- tiers, of the dry run's process (the same program and script without bytes of tensors), and of other memory that a
--- real process has (result.kept), if it is known. nil for a GPU, whose driver also allocates host memory.
+-- Returns the bytes of a process of the run, if all its tiers except the disk are memory of this machine. They are the
+-- sum of the tiers, of the dry run's process (the same program and script without bytes of tensors), and of other
+-- memory that a real process has (result.kept), if it is known. nil for a GPU, whose driver also allocates host memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)

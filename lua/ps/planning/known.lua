@@ -21,7 +21,7 @@ end
 
 local function as_text(number) return ("%.17g"):format(number) end
 
---- The facts of an engine whose step has run dry; nil: its model is not cut into stages.
+--- Returns the facts of an engine whose step has run dry, or nil if its model is not cut into stages.
 ---@param engine ps.Engine
 ---@return table? value of JSON
 function known.of(engine)

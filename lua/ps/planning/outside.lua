@@ -21,7 +21,7 @@ local there = ffi.new "char[4096]"         -- a path
 local function nothing() return true end
 local function zero() return 0 end
 
--- The actual path of a file: the run's own copy, or, if the script has not written that name, the path itself.
+-- Returns the actual path of a file: the run's own copy, or, if the script has not written that name, the path itself.
 local function at(path, writes)
   if type(path) ~= "string" then return path, false end
   local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
@@ -133,7 +133,7 @@ local function close_posix()
   refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run does not start programs: posix.unistd.%s")
 end
 
---- The folder for a dry run's files. Its name has the process id; the parent process removes it.
+--- Returns the folder for a dry run's files. Its name has the process id; the parent process removes it.
 ---@param pid integer
 ---@return string
 function outside.folder(pid) return ("%s/psluajit-dry-%d"):format(os.getenv "TMPDIR" or "/tmp", pid) end

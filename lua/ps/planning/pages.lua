@@ -12,7 +12,7 @@ local LARGEST = 2 ^ 28                     -- bytes of a mapping; larger ones ar
 ---@field first number the address of the first
 ---@field count integer
 
---- Bytes of this process in memory now. nil: the system does not report it.
+--- Returns the bytes of this process in memory now. Returns nil if the system does not report it.
 ---@return integer?
 function pages.resident()
   local f = io.open "/proc/self/smaps_rollup"
@@ -21,14 +21,14 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
--- The system's entries for consecutive pages, 8 bytes each; nil: none.
+-- Returns the system's entries for consecutive pages, 8 bytes each, or nil if there is none.
 local function read(map, first, count)
   local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
   return text and #text == count * 8 and text or nil
 end
 
---- The pages of files that this process has in memory; a fork has them at the same addresses. nil: the system does not
---- report them.
+--- Returns the pages of files that this process has in memory; a fork has them at the same addresses. Returns nil if
+--- the system does not report them.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
   local map, list = io.open("/proc/self/pagemap", "rb"), {}
@@ -56,7 +56,8 @@ function pages.of_files()
   return list
 end
 
---- The bytes of those pages that this process does not have in memory. nil: the system does not report them.
+--- Returns the bytes of those pages that this process does not have in memory. Returns nil if the system does not
+--- report them.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

@@ -60,7 +60,7 @@ local function percent(range)
   return low == high and low .. " %" or ("%s to %s %%"):format(low, high)
 end
 
--- The contents of each kind of stage.
+-- Returns the contents of each kind of stage.
 local function stages(lines, plan)
   local cut, rows = plan.cut, {}
   lines[#lines + 1] = ("%s parameters in %d stages, %s, %d virtual stage%s each, %d micro-batches; bubble %s by the "
@@ -98,7 +98,7 @@ local function verdict(plan)
   return "fits: no"
 end
 
---- The lines of a plan.
+--- Returns the lines of a plan.
 ---@param plan table the result of ps.planning.plan
 ---@return string[]
 function report.lines(plan)

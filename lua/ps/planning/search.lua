@@ -24,7 +24,7 @@ local function with(request, changes)
   return copy
 end
 
---- Seconds on a monotonic clock.
+--- Returns the seconds on a monotonic clock.
 ---@return number
 function search.now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -37,13 +37,13 @@ local now = search.now
 ---@field longest number seconds of the longest run so far
 ---@field over boolean whether a search ended because of it
 
---- The time that all searches of one request have together; request.clock. nil: no limit.
+--- Returns the time that all searches of one request have together; request.clock. Returns nil if there is no limit.
 ---@param seconds number
 ---@param took number seconds of a run of the unchanged script
 ---@return ps.planning.Clock
 function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
 
--- Whether there is time for a run that takes `times` times as long as the longest so far.
+-- Returns whether there is time for a run that takes `times` times as long as the longest so far.
 local function in_time(request, times)
   local clock = request.clock
   if not clock or now() + clock.longest * times <= clock.ends then return true end
@@ -51,7 +51,7 @@ local function in_time(request, times)
   return false
 end
 
--- Whether a run with these changes fits. An error other than a shortage of memory is raised.
+-- Returns whether a run with these changes fits. An error other than a shortage of memory is raised.
 local function fits(request, changes)
   local began = now()
   local result = trial.run(with(request, changes))
@@ -63,7 +63,7 @@ end
 
 local function up_to_page(n) return math.ceil(n / PAGE) * PAGE end
 
--- The budgets of a request, with one tier changed.
+-- Returns the budgets of a request, with one tier changed.
 local function budgets_with(request, tier, nbytes)
   local budgets = {}
   for name, value in pairs(request.budgets or {}) do budgets[name] = value end
@@ -71,7 +71,7 @@ local function budgets_with(request, tier, nbytes)
   return budgets
 end
 
---- The least budget of a tier, with unchanged budgets of the other tiers.
+--- Returns the least budget of a tier, with unchanged budgets of the other tiers.
 ---@param request ps.planning.Request
 ---@param tier string "device" or "host"
 ---@param from integer bytes at which to begin: the budget, or a peak
@@ -101,9 +101,9 @@ function search.least_budget(request, tier, from)
   end
 end
 
--- The largest integer up to `most` for which fn is true, 0 if there is none. fn must be true up to some number and
--- false above it. known: a number and the value of fn for it. The second result is true if the search ended early: at
--- `most`, or because time was used up.
+-- Returns the largest integer up to `most` for which fn is true, 0 if there is none. fn must be true up to some number
+-- and false above it. `known` is a number and the value of fn for it. The second result is true if the search ended
+-- early: at `most`, or because time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
@@ -123,7 +123,8 @@ local function largest(request, fn, known, holds, most)
   return low
 end
 
---- The largest number of rows per micro-batch that fits; nil if the rows of the script's batch cannot be counted.
+--- Returns the largest number of rows per micro-batch that fits; nil if the rows of the script's batch cannot be
+--- counted.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result of the unchanged script
 ---@return integer?
@@ -134,8 +135,8 @@ function search.largest_batch(request, result)
     MOST_ROWS)
 end
 
---- The largest number of blocks that fits in the model's longest list of modules, and the number of parameters of that
---- model; nil if the model has no such list, or if the script's own model does not fit.
+--- Returns the largest number of blocks that fits in the model's longest list of modules, and the number of parameters
+--- of that model; nil if the model has no such list, or if the script's own model does not fit.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result of the unchanged script
 ---@return integer? blocks
@@ -159,7 +160,7 @@ local CHANGES = {
   { "a disk tier and recompute = true", { disk = true, recompute = true } },
 }
 
---- The changes that make a script fit, each tested by a run: a list of texts.
+--- Returns the changes that make a script fit, each tested by a run: a list of texts.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result
 ---@return string[]

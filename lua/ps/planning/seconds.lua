@@ -12,7 +12,7 @@ local optimizers = require "ps.optimizers"
 
 local seconds = {}
 
--- {least, most} seconds of an amount at a speed, given the range of the fraction of it that is reached.
+-- Returns {least, most} seconds of an amount at a speed, given the range of the fraction of it that is reached.
 local function range(amount, speed, efficiency)
   return { amount / (speed * efficiency[2]), amount / (speed * efficiency[1]) }
 end
@@ -44,8 +44,8 @@ local function of_ops(t, result, list, pieces)
   return sum, flops, rows, updates
 end
 
--- Seconds of the updates, which move `nbytes` bytes, in proportion to Adam's rate and bytes. If the plan splits the
--- updates, the longer of host and device, which work at the same time.
+-- Returns the seconds of the updates, which move `nbytes` bytes, in proportion to Adam's rate and bytes. If the plan
+-- splits the updates, the longer of host and device, which work at the same time.
 local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
   local own = nbytes / ADAM_NBYTES
@@ -65,21 +65,21 @@ local function beside(P, X, n)
   return out
 end
 
--- The speed between ranks: that of the network if they are on several machines; nil: the table lacks it.
+-- Returns the speed between ranks: that of the network if they are on several machines, or nil if the table lacks it.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge
 end
 
--- Whether the ranks of an axis are on several machines. Ranks count along tp first, then dp, then pp.
+-- Returns whether the ranks of an axis are on several machines. Ranks count along tp first, then dp, then pp.
 local function apart(result, axis, here)
   local tp, dp, stages = result.tp or 1, result.world or 1, result.cut and result.cut.stages or 1
   if axis == "tp" then return tp > here end
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- Seconds of a rank's ops, with its messages to ranks that share its layers; operations; seconds of its updates. run:
--- its ops, axes and pieces. nil: the table lacks a speed.
+-- Returns the seconds of a rank's ops, with its messages to ranks that share its layers; operations; seconds of its
+-- updates. run: its ops, axes and pieces. Returns nil if the table lacks a speed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
@@ -92,8 +92,8 @@ local function of_rank(there, result, run, here)
   return ops, flops, of_updates(there, result, updates)
 end
 
--- The compute of a pipeline: {least, most} seconds of the simulated step, with the messages within layers and the
--- stages' updates, and the bubbles.
+-- Returns the compute of a pipeline: {least, most} seconds of the simulated step, with the messages within layers and
+-- the stages' updates, and the bubbles.
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
@@ -118,12 +118,12 @@ local function compute_of(there, result, here)
   return add(ops, updates), flops
 end
 
---- The seconds of a step of a result, as ranges; nil if the table lacks a speed of its device.
+--- Returns the seconds of a step of a result, as ranges; nil if the table lacks a speed of its device.
 ---@param there ps.planning.Hardware
 ---@param result ps.planning.Result
 ---@param here integer ranks on one machine
----@return {compute: number[], transfer: number[], communication: number[], step: number[], bubble?: number[],
----  flops: number, lines: string[]}?
+---@return {compute: number[], transfer: number[], communication: number[], step: number[], bubble?: number[], flops:
+---  number, lines: string[]}?
 function seconds.of(there, result, here)
   local t = there.table
   if t.memory_alone then return nil end

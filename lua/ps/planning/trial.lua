@@ -44,15 +44,15 @@ local AT_ONCE = 4                          -- dry runs at the same time
 ---@field blocks? number
 ---@field ops? {name: string, flops: number, bytes: number}[] costs of the step's ops
 ---@field rss? number peak bytes of the dry run's process
----@field kept? number other bytes of a process of the run, without these and its tiers; nil: unknown
+---@field kept? number other bytes of a process of the run, without these and its tiers, or nil if it is unknown
 ---@field kept_s? number seconds in which `kept` was measured
 ---@field plain? table<string, number> without an engine: peak bytes by device
 ---@field owned? number[] by rank along dp: parameters that it owns; nil if ranks share nothing
 ---@field owner? integer the rank along dp, from 0, that owns most
 ---@field ended? boolean the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline the cut of the model into stages
----@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; with
----  several ranks, the most
+---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; with several
+---  ranks, the most
 ---@field pieces? {count: integer, nbytes: number} of the bytes along tp, those of rows that are exchanged during
 ---  products; and the number of pieces
 ---@field tp? integer number of ranks that share the same layers
@@ -67,10 +67,10 @@ local AT_ONCE = 4                          -- dry runs at the same time
 ---@field schedule string
 ---@field virtual_stages integer per stage
 ---@field micro_batches integer
----@field performed? integer micro-batches that the engine's dry run performed; nil: no dry run has ended
----@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number,
----  held: number, up: number, down: number}[] operations of a micro-batch, bytes that its forward keeps for backward,
----  bytes that are sent to the next virtual stage, and bytes of gradients that are sent back
+---@field performed? integer micro-batches that the engine's dry run performed, or nil if no dry run has ended
+---@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number, held:
+---  number, up: number, down: number}[] operations of a micro-batch, bytes that its forward keeps for backward, bytes
+---  that are sent to the next virtual stage, and bytes of gradients that are sent back
 ---@field sent number bytes that this stage sends to others in a step
 
 ---@class ps.planning.Run
@@ -129,8 +129,8 @@ local function kind_of(stage, stages)
   return stage == 0 and "first" or stage == stages - 1 and "last" or stage == stages - 2 and "before last" or "middle"
 end
 
--- The stages to run: the first, the one before the last, the last, and, of middle stages that hold and compute the
--- same, the one with the most activations.
+-- Returns the stages to run: the first, the one before the last, the last, and, of middle stages that hold and compute
+-- the same, the one with the most activations.
 local function stages_of(cut)
   local held, list, middle = course.held(cut), {}, {}
   for stage = 0, cut.stages - 1 do
@@ -148,8 +148,8 @@ local function stages_of(cut)
   return list
 end
 
--- The ranks along dp that represent all: the first, and the first one for each number of parameters that ranks own. The
--- first rank along tp represents the others, whose parts of layers have the same sizes.
+-- Returns the ranks along dp that represent all: the first, and the first one for each number of parameters that ranks
+-- own. The first rank along tp represents the others, whose parts of layers have the same sizes.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
@@ -212,7 +212,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- The result of several runs: that of the first that failed, else all of them merged.
+-- Returns the result of several runs: that of the first that failed, else all of them merged.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -222,8 +222,8 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- The ranks of a pipeline that represent all. The rank that owns the most of a stage is known once one rank has laid
--- the stage out. Until then the rank that owns the most of the first stage is used.
+-- Returns the ranks of a pipeline that represent all. The rank that owns the most of a stage is known once one rank has
+-- laid the stage out. Until then the rank that owns the most of the first stage is used.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end
@@ -255,7 +255,7 @@ function trial.run(request)
   return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
---- Whether a run failed for lack of memory: then other budgets, rows or blocks may work.
+--- Returns whether a run failed for lack of memory: then other budgets, rows or blocks may work.
 ---@param result ps.planning.Result
 ---@return boolean
 function trial.is_short(result)

@@ -46,7 +46,7 @@ local function ask(group)
   return offset, (shortest + 1) / 2
 end
 
--- The earliest of all ranks' times on rank 0's clock; nil if no rank has one.
+-- Returns the earliest of all ranks' times on rank 0's clock; nil if no rank has one.
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)
@@ -58,7 +58,7 @@ end
 
 --- Aligns this rank's clock with that of rank 0. All ranks call it.
 ---@param group ps.Group
----@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock; nil: it has none
+---@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock, or nil if it has none
 ---@return ffi.cdata* offset int64_t, nanoseconds to add to this rank's clock
 ---@return ffi.cdata* wrong int64_t, nanoseconds: the largest error of the offset
 ---@return ffi.cdata* zero int64_t, nanoseconds by rank 0's clock: the first event of all ranks, or 0

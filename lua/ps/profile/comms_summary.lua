@@ -19,7 +19,7 @@ local comm = {}
 ---@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
 ---  of n ranks, (n - 1) / n for a gather or a reduce-scatter, else algbw
 
--- The numbers of the record's calls by name.
+-- Returns the numbers of the record's calls by name.
 local function numbers()
   local list, number = {}, 0
   while C.ps_record_call_name(number) ~= nil do
@@ -59,8 +59,8 @@ function Summary.__tostring(rows)
     { title = "busbw (Gbps)" } }, lines), "\n")
 end
 
---- The time of calls between ranks so far, by call and size, for the calls that comms_logger of the configuration
---- counts. Each rank has its own sums.
+--- Returns the time of calls between ranks so far, by call and size, for the calls that comms_logger of the
+--- configuration counts. Each rank has its own sums.
 ---@return ps.comm.Row[] rows that print as DeepSpeed's table
 function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"
@@ -79,7 +79,7 @@ function comm.log_rows()
   return setmetatable(rows, Summary)
 end
 
---- The rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; other ranks need not call it.
+--- Returns the rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; other ranks need not call it.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
   local rows = comm.log_rows()

@@ -70,7 +70,7 @@ end
 ---@field flops number|table<string, number> operations per second that a device reaches in products; or by their type
 ---@field bytes number bytes per second that it reads and writes
 
--- The limits that a script passed, with types by the names in profiles.
+-- Returns the limits that a script passed, with types by the names in profiles.
 local function given(limits)
   local function above_0(x) return type(x) == "number" and x > 0 end
   local flops, ok = limits.flops, above_0(limits.bytes)
@@ -87,8 +87,8 @@ local function given(limits)
   return { flops = flops, bytes = limits.bytes }
 end
 
--- The limits of the device of a profile's products, or of `device`. nil and the reason, if they cannot be measured and
--- were not requested explicitly.
+-- Returns the limits of the device of a profile's products, or of `device`. nil and the reason, if they cannot be
+-- measured and were not requested explicitly.
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil
@@ -105,11 +105,11 @@ local OPTIONS = { by = "string", file = "string", against = "string", limits = "
 
 --- Sums the record by op or by module, per step: time, operations and bytes per second, the share of the machine's
 --- limit, waits, idle time. Prints a table. A running record is stopped.
----@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean,
----  device?: string, quiet?: boolean } by: default "op"; file: a saved profile, instead of the record; against: a saved
----  profile for comparison; limits: per second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true:
----  measured now for each type of product in the profile, on `device` (default the profile's), which needs 140 MiB;
----  absent: measured if there is memory; false: none; quiet: prints nothing
+---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean, device?:
+---  string, quiet?: boolean } by: default "op"; file: a saved profile, instead of the record; against: a saved profile
+---  for comparison; limits: per second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true: measured now
+---  for each type of product in the profile, on `device` (default the profile's), which needs 140 MiB; absent: measured
+---  if there is memory, or false if there is none; quiet: prints nothing
 ---@return ps.profiler.Row[] rows that print as the table
 function profiler.report(options)
   options = caller.options(options, "ps.profiler.report", OPTIONS)

@@ -22,7 +22,7 @@ local read = {}
 
 ---@class ps.profile.Tier
 ---@field name string "device", "host" or "disk"; without chunks the name of a device
----@field budget integer bytes; 0: no limit
+---@field budget integer bytes, or 0 if there is no limit
 ---@field times number[] of changes
 ---@field held integer[] bytes of chunks from each of these times on
 ---@field other integer[] bytes of everything else
@@ -35,9 +35,10 @@ local read = {}
 ---@field nbytes integer
 ---@field tensors string[]
 ---@field times number[] of changes
----@field on (string|false)[] from each of these times on, the fastest tier on which it has memory; false: none
+---@field on (string|false)[] from each of these times on, the fastest tier on which it has memory, or false if there is
+---  none
 
--- PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
+-- Returns PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
 local function kinds_in_order()
   local list, states = { "param", "param_fp32" }, optimizers.state_names()
   for i = #states, 1, -1 do list[#list + 1] = states[i] end
@@ -49,7 +50,7 @@ local BANDS = { forward = "forward", backward = "backward", input = "backward", 
 local rank_of_kind = {}
 for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 
--- The file's JSON. An error says whether it is not JSON, is cut off, or was written by another program.
+-- Returns the file's JSON. An error says whether it is not JSON, is cut off, or was written by another program.
 local function decoded(path)
   local f, why = io.open(path, "rb")
   local text = f and f:read "*a"
@@ -115,7 +116,7 @@ local function sort(chunks)
   end)
 end
 
--- The chunks that had memory at any time.
+-- Returns the chunks that had memory at any time.
 local function somewhere(chunks)
   local list = {}
   for _, chunk in ipairs(chunks) do
@@ -143,7 +144,7 @@ local function chunks_of(head, check)
   return list, by_id
 end
 
--- The tiers that the head lists, in its order, then those that only events name.
+-- Returns the tiers that the head lists, in its order, then those that only events name.
 local function tier_finder(head, check)
   local list, by_name = {}, {}
   local function find(name)
@@ -285,7 +286,8 @@ function read.drop_warmup(self)
   self.steps, self.bands = steps, bands
 end
 
---- The tier by PatrickStar's name GPU, CPU or DISK; without a name the fastest. It is an error if the profile lacks it.
+--- Returns the tier by PatrickStar's name GPU, CPU or DISK; without a name the fastest. It is an error if the profile
+--- lacks it.
 ---@param self ps.Profile
 ---@param name? string
 ---@return ps.profile.Tier
@@ -300,7 +302,7 @@ function read.tier(self, name)
   error(("%s has no memory of type %s; it has %s"):format(self.path, name, table.concat(names, ", ")), 0)
 end
 
---- The largest total of a tier, and the time at which it begins.
+--- Returns the largest total of a tier, and the time at which it begins.
 ---@param tier ps.profile.Tier
 ---@return integer nbytes
 ---@return number time

@@ -80,10 +80,11 @@ end
 ---@field waits number seconds per step in which it waited for copies, collectives and messages
 ---@field idle? number seconds per step of a module's forward that were neither ops nor waits; nil if ops overlapped the
 ---  script, as on a GPU
----@field limit? number the smallest share of `seconds` that the machine could need; nil: a type's limit is unknown
+---@field limit? number the smallest share of `seconds` that the machine could need, or nil if a type's limit is unknown
 ---@field before? number seconds in the other profile
 
--- The paths of a module and of all modules around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost module).
+-- Returns the paths of a module and of all modules around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost
+-- module).
 local function around(path)
   local list = { path }
   while path ~= "" do
@@ -104,7 +105,7 @@ local function row_of(rows, name)
   return row
 end
 
--- Seconds within steps, of ops and of waits there. If there are no steps, of everything.
+-- Returns the seconds within steps, of ops and of waits there. If there are no steps, of everything.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }
@@ -138,7 +139,7 @@ local function add(row, e, n)
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
 end
 
--- The rows of a profile, per step, largest time first (modules: in the order of the model).
+-- Returns the rows of a profile, per step, largest time first (modules: in the order of the model).
 local function rows_of(profile, by, n)
   local rows, stepped, order = {}, #profile.psluajit.steps > 0, {}
   for _, e in ipairs(profile.traceEvents) do
@@ -180,7 +181,7 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
--- The shortest time of a row's products in seconds; nil if the rate of a type is unknown.
+-- Returns the shortest time of a row's products in seconds; nil if the rate of a type is unknown.
 local function product_seconds(row, flops)
   if type(flops) == "number" then return row.flops / flops end
   local sum = 0
@@ -200,7 +201,7 @@ local function rates_text(flops)
   return table.concat(list, ", ")
 end
 
--- The lines about the step as a whole.
+-- Returns the lines about the step as a whole.
 local function summary(self)
   local lines = { ("per step: %.3f ms; ops %.3f, waits %.3f, idle (neither) %.3f; %.4g GFLOP, %.1f GFLOP/s; %d step%s")
     :format(self.wall * 1e3, self.ops * 1e3, self.waits * 1e3, self.idle * 1e3, self.flops * 1e-9,
@@ -257,12 +258,12 @@ end
 
 local Report = { __tostring = show }
 
---- The lines below the table of a report, about the step as a whole.
+--- Returns the lines below the table of a report, about the step as a whole.
 ---@param rows ps.profiler.Row[] of report.of
 ---@return string
 function report.summary(rows) return summary(rows) end
 
---- The types of a profile's products, and the device that computed most of them.
+--- Returns the types of a profile's products, and the device that computed most of them.
 ---@param profile table
 ---@return { dtypes: string[], device: string? }
 function report.products(profile)
@@ -283,7 +284,7 @@ function report.products(profile)
   return { dtypes = dtypes, device = most }
 end
 
---- The sums of a profile as a list of rows that prints as a table.
+--- Returns the sums of a profile as a list of rows that prints as a table.
 ---@param profile table
 ---@param by "op"|"module"
 ---@param limits? ps.profiler.Limits peak rates of the machine

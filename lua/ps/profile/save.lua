@@ -19,7 +19,7 @@ local function text(value)
   return '"' .. value:gsub('[%c"\\]', function(c) return ("\\u%04x"):format(c:byte()) end) .. '"'
 end
 
--- The number of the stream (from 0) of an event with a duration.
+-- Returns the number of the stream (from 0) of an event with a duration.
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
@@ -30,7 +30,7 @@ end
 local Writer = {}
 Writer.__index = Writer
 
--- Names of the tiers on which a chunk has memory.
+-- Returns the names of the tiers on which a chunk has memory.
 function Writer:places(on)
   local names = {}
   for t, tier in ipairs(self.tiers) do
@@ -41,7 +41,7 @@ end
 
 function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
 
--- The argument `module` of an event; empty outside modules, and if the module was collected.
+-- Returns the argument `module` of an event; empty outside modules, and if the module was collected.
 function Writer:in_module(e)
   local module = self.modules[e.module]
   return module and ',"module":' .. text(module.path) or ""
@@ -105,7 +105,7 @@ function Writer:counter(e)
     text(name), self:at(e.begin_ns), self.rank, tonumber(e.bytes), tonumber(e.flops)))
 end
 
--- The first track of the event's stream that is free at its begin.
+-- Returns the first track of the event's stream that is free at its begin.
 function Writer:track(e)
   local stream = stream_of(e)
   if stream == 0 then return 0 end
@@ -143,7 +143,7 @@ function Writer:name_tracks()
   end
 end
 
--- An int64_t with all its decimal digits.
+-- Returns an int64_t with all its decimal digits.
 local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
 -- A list as JSON: [] if it is empty, which encode would write as an object.
@@ -162,8 +162,8 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- The record as the text of a file. Time 0 is the first event. For one of several ranks whose clocks are not aligned
---- it is that of the machine's clock, which the ranks of a machine share.
+--- Returns the record as the text of a file. Time 0 is the first event. For one of several ranks whose clocks are not
+--- aligned it is that of the machine's clock, which the ranks of a machine share.
 ---@param group? ps.Group all its ranks call this, and their clocks are aligned; nil: only this rank's clock
 ---@return string
 return function(group)

@@ -11,7 +11,7 @@ local speeds = {}
 
 local TRIES = 4
 
---- The shortest time of a few calls, in seconds.
+--- Returns the shortest time of a few calls, in seconds.
 ---@param fn function
 ---@return number
 function speeds.least(fn)
@@ -24,7 +24,7 @@ function speeds.least(fn)
   return seconds
 end
 
---- The speeds of a device. A type that it cannot multiply is absent.
+--- Returns the speeds of a device. A type that it cannot multiply is absent.
 ---@param device string
 ---@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: of the product's square matrices; nbytes: of
 ---  the copy, larger than the caches of a processor
@@ -76,7 +76,7 @@ local function measure(device, sizes)
   return measured
 end
 
---- The limits of a device, measured once per process.
+--- Returns the limits of a device, measured once per process.
 ---@param device string
 ---@param dtypes string[] types of products; a type that the device cannot multiply has no limit
 ---@return {flops: table<string, number>, bytes: number} flops: by type

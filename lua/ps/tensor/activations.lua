@@ -20,7 +20,7 @@ local function number(value, default, what)
   return caller.typed(value, "number", what)
 end
 
---- log(1 + exp(beta x)) / beta; x itself where beta x is above the threshold.
+--- Returns log(1 + exp(beta x)) / beta; x itself where beta x is above the threshold.
 ---@param x ps.Tensor floats
 ---@param beta? number default 1
 ---@param threshold? number default 20
@@ -30,7 +30,7 @@ function M.softplus(x, beta, threshold)
     number(threshold, 20, "F.softplus: threshold"))
 end
 
---- x where it is above 0, else slope x.
+--- Returns x where it is above 0, else slope x.
 ---@param x ps.Tensor floats
 ---@param slope? number default 0.01
 ---@return ps.Tensor of x's shape
@@ -38,7 +38,7 @@ function M.leaky_relu(x, slope)
   return ops.leaky_relu(floats(x, "F.leaky_relu"), number(slope, 0.01, "F.leaky_relu: the slope"))
 end
 
---- x where it is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
+--- Returns x where it is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
 ---@param x ps.Tensor floats
 ---@param alpha? number default 1
 ---@return ps.Tensor of x's shape
@@ -46,17 +46,17 @@ function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.
 
 local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
---- 1.0507 elu(x, 1.6733), which keeps mean and variance (Klambauer et al. 2017).
+--- Returns 1.0507 elu(x, 1.6733), which keeps mean and variance (Klambauer et al. 2017).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
 
--- x limited to [low, high]. As in PyTorch, and unlike clamp, the gradient is 0 at the bounds themselves.
+-- Returns x limited to [low, high]. As in PyTorch, and unlike clamp, the gradient is 0 at the bounds themselves.
 local function limited(x, low, high)
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
 
---- x limited to [low, high]; at and beyond the bounds the gradient is 0.
+--- Returns x limited to [low, high]; at and beyond the bounds the gradient is 0.
 ---@param x ps.Tensor
 ---@param low? number default -1
 ---@param high? number default 1
@@ -68,7 +68,7 @@ function M.hardtanh(x, low, high)
   return limited(x, low, high)
 end
 
---- x limited to [0, 6]; at and beyond the bounds the gradient is 0.
+--- Returns x limited to [0, 6]; at and beyond the bounds the gradient is 0.
 ---@param x ps.Tensor
 ---@return ps.Tensor of x's shape
 function M.relu6(x)
@@ -76,12 +76,12 @@ function M.relu6(x)
   return limited(x, 0, 6)
 end
 
---- x tanh(softplus(x)) (Misra 2019).
+--- Returns x tanh(softplus(x)) (Misra 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20)):to(x:dtype()) end
 
---- log(sigmoid(x)), without overflow.
+--- Returns log(sigmoid(x)), without overflow.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.logsigmoid(x)
@@ -90,22 +90,22 @@ function M.logsigmoid(x)
   return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x))):to(x:dtype())
 end
 
---- (x limited to [-3, 3] + 3) / 6.
+--- Returns (x limited to [-3, 3] + 3) / 6.
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.hardsigmoid(x) return (limited(floats(x, "F.hardsigmoid"), -3, 3) + 3) / 6 end
 
---- x hardsigmoid(x) (Howard et al. 2019).
+--- Returns x hardsigmoid(x) (Howard et al. 2019).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.hardswish(x) return floats(x, "F.hardswish") * (ops.clamp(x + 3, 0, 6) / 6) end
 
---- x / (1 + |x|).
+--- Returns x / (1 + |x|).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.softsign(x) return floats(x, "F.softsign") / (ops.abs(x) + 1) end
 
---- The first half along a dimension times the sigmoid of the second half (Dauphin et al. 2017).
+--- Returns the first half along a dimension times the sigmoid of the second half (Dauphin et al. 2017).
 ---@param x ps.Tensor floats
 ---@param dim? integer default -1; its size is even
 ---@return ps.Tensor half as large along dim
@@ -115,7 +115,7 @@ function M.glu(x, dim)
   return x:narrow(dim or -1, 0, n / 2) * ops.sigmoid(x:narrow(dim or -1, n / 2, n / 2))
 end
 
---- x divided by its p-norm along dimensions; a norm below eps is replaced by eps.
+--- Returns x divided by its p-norm along dimensions; a norm below eps is replaced by eps.
 ---@param x ps.Tensor floats
 ---@param p? number default 2
 ---@param dim? integer|integer[] default 1
@@ -127,7 +127,7 @@ function M.normalize(x, p, dim, eps)
   return x / x:norm(p or 2, dim or 1, true):clamp(eps)
 end
 
---- The cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
+--- Returns the cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param dim? integer default 1, of the shape that both broadcast to

@@ -17,7 +17,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 
--- fn of a tensor, computed in fp32 or fp64. The result has the tensor's own type.
+-- Returns fn of a tensor, computed in fp32 or fp64. The result has the tensor's own type.
 local function wide(t, what, fn, ...)
   if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
@@ -25,7 +25,7 @@ local function wide(t, what, fn, ...)
 end
 
 -- -- order ----------------------------------------------------------------------------------------------------------
---- The elements in reverse order along some dimensions; a copy.
+--- Returns the elements in reverse order along some dimensions; a copy.
 ---@param dims integer|integer[]
 ---@return ps.Tensor of this shape
 function T:flip(dims)
@@ -39,7 +39,7 @@ function T:flip(dims)
   return rawequal(y, self) and self:clone() or y:contiguous()
 end
 
---- The elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
+--- Returns the elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
 ---@param shifts integer|integer[]
 ---@param dims? integer|integer[] one for each shift; default: along the elements in row-major order
 ---@return ps.Tensor of this shape
@@ -59,8 +59,8 @@ function T:roll(shifts, dims)
   return rawequal(y, self) and self:clone() or y
 end
 
---- The tensor repeated along each dimension; `...` has the numbers of repetitions, leading dimensions first. This is
---- PyTorch's repeat, a reserved word in Lua.
+--- Returns the tensor repeated along each dimension; `...` has the numbers of repetitions, leading dimensions first.
+--- This is PyTorch's repeat, a reserved word in Lua.
 ---@param ... integer one for each dimension; more add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
@@ -82,7 +82,7 @@ function T:tile(...)
   return self:reshape(spread):expand(full):reshape(result)
 end
 
---- The elements sorted along a dimension, by topk: fast enough for thousands of elements, not for millions.
+--- Returns the elements sorted along a dimension, by topk: fast enough for thousands of elements, not for millions.
 ---@param d? integer default -1
 ---@param descending? boolean default false
 ---@return ps.Tensor values of this shape
@@ -101,7 +101,7 @@ function T:sort(d, descending)
 end
 
 -- -- triangles ------------------------------------------------------------------------------------------------------
--- column - row of each element of the last two dimensions, int64 [R, C].
+-- Returns column - row of each element of the last two dimensions, int64 [R, C].
 local function offsets(t, what)
   if t.ndim < 2 then error(("%s takes a tensor of 2 dimensions or more"):format(what)) end
   local where = { dtype = "int64", device = t:device() }
@@ -122,7 +122,8 @@ function T:triu(diagonal)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- The largest element, which is subtracted from all; 0 if it is infinite, since the difference of infinities is NaN.
+-- Returns the largest element, which is subtracted from all; 0 if it is infinite, since the difference of infinities is
+-- NaN.
 local function shift_of(x, dims)
   return scope.no_grad(function()
     local top = x:amax(dims, true)
@@ -142,7 +143,7 @@ local function logsumexp(x, dims, keepdim)
   local shift = shift_of(x, dims)
   return without((x - shift):exp():sum(dims, true):log() + shift, dims, keepdim, x)
 end
---- log(sum(exp(x))) over some dimensions, of floats, without overflow.
+--- Returns log(sum(exp(x))) over some dimensions, of floats, without overflow.
 ---@param dims integer|integer[]
 ---@param keepdim? boolean
 ---@return ps.Tensor
@@ -151,7 +152,7 @@ function T:logsumexp(dims, keepdim)
   return wide((autocast.full(self)), "logsumexp", logsumexp, dims, keepdim)
 end
 
--- x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
+-- Returns x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
 local function root(x, p)
   if not (x:needs_grad() and scope.grad_enabled()) then return p == 2 and x:sqrt() or x ^ (1 / p) end
   local zero = x:eq(0)
@@ -168,8 +169,8 @@ local function norm(x, p, dims, keepdim)
   if p == 1 then return x:abs():sum(dims, keepdim) end
   return root((x:abs() ^ p):sum(dims, keepdim), p)
 end
---- The p-norm over some dimensions, of floats. p is any number, infinities included; 0 counts the elements that are not
---- 0. Where the norm is 0, its gradient is 0.
+--- Returns the p-norm over some dimensions, of floats. p is any number, infinities included; 0 counts the elements that
+--- are not 0. Where the norm is 0, its gradient is 0.
 ---@param p? number default 2
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
@@ -187,7 +188,7 @@ local function with_gradient(t, yes) return yes and t:requires_grad(true) or t e
 
 --- Ones on the main diagonal, zeros elsewhere.
 ---@param n integer rows
----@param m? integer columns, default n
+---@param m? integer columns (default n)
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor [n, m]
 function M.eye(n, m, options)
@@ -203,7 +204,7 @@ function M.eye(n, m, options)
   return with_gradient(t, options.requires_grad)
 end
 
---- `steps` equally spaced numbers from first to last.
+--- Returns `steps` equally spaced numbers from first to last.
 ---@param first number
 ---@param last number
 ---@param steps integer
@@ -222,7 +223,7 @@ function M.linspace(first, last, steps, options)
   return with_gradient(y:to(dtype), options.requires_grad)
 end
 
---- One-hot vectors of classes: 1 at the index of each class, int64 [..., classes].
+--- Returns one-hot vectors of classes: 1 at the index of each class, int64 [..., classes].
 ---@param index ps.Tensor integers from 0
 ---@param classes? integer default: the largest + 1
 ---@return ps.Tensor
@@ -285,7 +286,7 @@ local function drop(t, list, keep)
   return t:sum(gone), rest
 end
 
--- The product of two tensors, summed over the dimensions that only they have, as one matrix product.
+-- Returns the product of two tensors, summed over the dimensions that only they have, as one matrix product.
 local function contract(a, in_a, b, in_b, keep, sizes)
   a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
   b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)

@@ -51,7 +51,7 @@ local function check_options(options, call, shape, ...)
   if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
--- The options of a tensor that is filled next. requires_grad is set only after that.
+-- Returns the options of a tensor that is filled next. requires_grad is set only after that.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
   return { dtype = options.dtype or dtype, device = options.device }
@@ -112,7 +112,7 @@ function M.held(value, dtype)
   return value
 end
 
---- A tensor whose contents are not set.
+--- Returns a tensor whose contents are not set.
 ---@param shape integer[] sizes, at most 8; a number n is { n }
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@param ... any refused: a shape is one list
@@ -144,7 +144,7 @@ local function filled(call, value)
   end
 end
 M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
---- A tensor with one number as all its elements.
+--- Returns a tensor with one number as all its elements.
 ---@param shape integer[] sizes, at most 8; a number n is { n }
 ---@param value number an error if an integer type cannot hold it
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -157,8 +157,8 @@ function M.full(shape, value, options)
   return filled("ps.full", value)(shape, options)
 end
 
---- The numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if start and step are
---- whole, unless options set another.
+--- Returns the numbers start, start + step, ... before stop. arange(stop) begins at 0. The type is int64 if start and
+--- step are whole, unless options set another.
 ---@param start number
 ---@param stop? number
 ---@param step? number default 1; not 0
@@ -208,7 +208,7 @@ local function random(call, fill)
 end
 M.randn = random("ps.randn", function(t) return t:normal_() end)
 M.rand = random("ps.rand", function(t) return t:uniform_() end)
---- Uniform integers in [low, high), of type int64 unless options set another.
+--- Returns uniform integers in [low, high), of type int64 unless options set another.
 ---@param low integer
 ---@param high integer
 ---@param shape integer[]
@@ -220,7 +220,7 @@ function M.randint(low, high, shape, options)
   return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
---- t on a device, given by its number.
+--- Returns t on a device, given by its number.
 ---@param t ps.Tensor
 ---@param device integer
 ---@return ps.Tensor
@@ -240,8 +240,8 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- A tensor from a number or a (nested) list of numbers or booleans. Next to numbers, true counts as 1. Booleans alone
---- give a tensor of type bool. A tensor is copied.
+--- Returns a tensor from a number or a (nested) list of numbers or booleans. Next to numbers, true counts as 1.
+--- Booleans alone give a tensor of type bool. A tensor is copied.
 ---@param value number|boolean|table|ps.Tensor
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the dtype
 ---@return ps.Tensor
@@ -279,13 +279,13 @@ function M.tensor(value, options)
   return t
 end
 
---- A 0-dimensional constant of a type (its code), on the device of `like`.
+--- Returns a 0-dimensional constant of a type (its code), on the device of `like`.
 function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- A 0-dimensional constant for an op with `like`. It does not widen like's type, unless that is an integer type and
---- the value is a fraction or not finite.
+--- Returns a 0-dimensional constant for an op with `like`. It does not widen like's type, unless that is an integer
+--- type and the value is a fraction or not finite.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end

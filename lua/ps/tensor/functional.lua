@@ -19,7 +19,7 @@ local F = {}
 
 local LINEAR = { out_in = "boolean", residual = "tensor" }
 
---- x times a weight, plus a bias, plus a residual, in one kernel call.
+--- Returns x times a weight, plus a bias, plus a residual, in one kernel call.
 ---@param x ps.Tensor [..., I]
 ---@param w ps.Tensor [O, I] with out_in (the default), else [I, O]
 ---@param b? ps.Tensor [O]
@@ -36,8 +36,8 @@ function F.linear(x, w, b, options)
   return ops.linear(x, w, b, options.residual, options.out_in == false and 0 or 1)
 end
 
---- linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU the GELU, its
---- gradient and the gradients of the biases are computed within the products.
+--- Returns linear(gelu(linear(x, w1, b1)), w2, b2) as one op, with gelu by the tanh approximation. On a GPU the GELU,
+--- its gradient and the gradients of the biases are computed within the products.
 ---@param x ps.Tensor [..., C]
 ---@param w1 ps.Tensor [H, C] with out_in (the default), else [C, H]
 ---@param b1? ps.Tensor [H]
@@ -50,7 +50,7 @@ function F.mlp(x, w1, b1, w2, b2, options)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
--- The last `dims` dimensions as one, with the rows before them.
+-- Returns the last `dims` dimensions as one, with the rows before them.
 local function over_last(x, dims, call)
   local shape = x:shape()
   if dims > #shape then
@@ -64,8 +64,8 @@ local function over_last(x, dims, call)
   return x:reshape(rows)
 end
 
---- (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016), or over the last
---- `dims` of them together.
+--- Returns (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016), or over the
+--- last `dims` of them together.
 ---@param x ps.Tensor [..., C]
 ---@param w? ps.Tensor [C], with dims that many dimensions
 ---@param b? ps.Tensor of w's shape
@@ -89,14 +89,15 @@ function F.layer_norm(x, w, b, eps, dims)
   local flat = over_last(x, dims, "F.layer_norm")
   return ops.layer_norm(flat, w and w:reshape(-1), b and b:reshape(-1), eps):reshape(x:shape())
 end
---- x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
+--- Returns x / sqrt(mean(x^2) + eps) * w over the last dimension (Zhang and Sennrich 2019).
 ---@param x ps.Tensor [..., C]
 ---@param w? ps.Tensor [C]
 ---@param eps? number default 1e-6
 ---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
---- The number of this dropout in the forward. The context has the counter, so that recomputation can restore it.
+--- Returns the number of this dropout in the forward. The context has the counter, so that recomputation can restore
+--- it.
 local function next_op()
   local op = rng.op
   rng.op = op + 1
@@ -111,7 +112,7 @@ local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 --- parts of one sample, such as rows along tp, `part` says which elements x has; without it all these ranks would draw
 --- the same mask.
 ---@param x ps.Tensor
----@param p? number in [0, 1), default 0.5
+---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean default true; false returns x unchanged
 ---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the row-major number of x's first
 ---  element in the micro-batch's whole tensor; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
@@ -127,7 +128,7 @@ end
 
 local GELU = { none = 0, tanh = 1 }
 
---- x times the normal distribution's cumulative probability at x, or its approximation by tanh.
+--- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
 ---@param x ps.Tensor
 ---@param approximate? "none"|"tanh" default "none"
 ---@return ps.Tensor of x's shape
@@ -137,13 +138,13 @@ end
 
 local ACTS = { none = 1, tanh = 2 }
 
---- silu(gate) * up, in one kernel (SwiGLU, Shazeer 2020).
+--- Returns silu(gate) * up, in one kernel (SwiGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@return ps.Tensor of gate's shape
 function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
 
---- gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
+--- Returns gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
 ---@param approximate? "none"|"tanh" default "none"
@@ -153,12 +154,12 @@ function F.geglu(gate, up, approximate)
 end
 
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.T.relu, ops.silu, ops.tanh, ops.sigmoid
---- exp(x) divided by its sum along one dimension.
+--- Returns exp(x) divided by its sum along one dimension.
 ---@param x ps.Tensor
 ---@param dim? integer default -1
 ---@return ps.Tensor of x's shape
 function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
---- The logarithm of softmax along one dimension.
+--- Returns the logarithm of softmax along one dimension.
 ---@param x ps.Tensor
 ---@param dim? integer default -1
 ---@return ps.Tensor of x's shape
@@ -172,14 +173,14 @@ local function reduction_of(options, call)
   return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
---- The cross entropy of logits against target classes. A row whose target is ignore_index is left out. If no target
---- counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing to the
+--- Returns the cross entropy of logits against target classes. A row whose target is ignore_index is left out. If no
+--- target counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing to the
 --- gradients.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor,
----  label_smoothing?: number} ignore_index default -100, reduction "mean"; weight [V]: weight of each class, by which
----  the mean is weighted; label_smoothing: the share of a target that is spread evenly over all classes, default 0
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
+---  number} ignore_index default -100, reduction "mean"; weight [V]: weight of each class, by which the mean is
+---  weighted; label_smoothing: the share of a target that is spread evenly over all classes (default 0)
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
@@ -194,9 +195,9 @@ end
 local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor", weight = "tensor",
   label_smoothing = "number" }
 
---- The cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows, and are
---- never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and label_smoothing are
---- as in F.cross_entropy.
+--- Returns the cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows,
+--- and are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and
+--- label_smoothing are as in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...]
@@ -220,7 +221,7 @@ end
 
 local EMBEDDING = { padding_idx = "whole" }
 
---- The rows of a table at integer indices.
+--- Returns the rows of a table at integer indices.
 ---@param index ps.Tensor integers [...]
 ---@param w ps.Tensor [V, C]
 ---@param options? {padding_idx?: integer} padding_idx: the row that gets no gradient
@@ -234,7 +235,7 @@ local function full_table(t)
   return (t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16) and ops.cast(t, C.PS_F32) or t
 end
 
---- Rotary position embedding (Su et al. 2021): rotates each pair of columns d and d + R / 2 by an angle.
+--- Returns rotary position embedding (Su et al. 2021): rotates each pair of columns d and d + R / 2 by an angle.
 ---@param x ps.Tensor [B, H, T, D]
 ---@param cos ps.Tensor fp32 or a half type (fp64 for fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns
 ---  from R on stay
@@ -247,8 +248,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- The number of the first head, for the dropout mask: from the options, else from the module whose forward is running,
--- since ranks may share its heads.
+-- Returns the number of the first head, for the dropout mask: from the options, else from the module whose forward is
+-- running, since ranks may share its heads.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -258,19 +259,20 @@ local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout 
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
   first_head = "whole" }
 
---- softmax(scale q k^T + mask) v. A query that sees no key returns 0. If there are fewer heads of keys than of queries,
---- G must divide H, and H / G neighbouring heads of queries share each (grouped-query attention, Ainslie et al. 2023).
+--- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If there are fewer heads of keys than of
+--- queries, G must divide H, and H / G neighbouring heads of queries share each (grouped-query attention, Ainslie et
+--- al. 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
----  first_head?: integer} mask: bool [B, S], false hides a key; or int32 [B, T] if T = S: segments, that is neighbours
----  with the same number, see only each other, and 0 is padding, which sees nothing and is not seen; or [B or 1, H or
----  1, T or 1, S] of bool, fp32 or q's type: floats are added to scores, and those of -1e30 and less hide a key; a
----  float mask that needs a gradient gets one through F.attention_weights. causal: query i sees keys up to i + S - T,
----  with window only the last `window` of them; scale: default 1 / sqrt(D); dropout: of the weights, default 0;
----  first_head: the number of q's first head if ranks share the heads, so that dropout masks equal those of one rank;
----  default: from the module that runs, if tensor_parallel divides its heads, else 0
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
+---  integer} mask: bool [B, S], false hides a key; or int32 [B, T] if T = S: segments, that is neighbours with the same
+---  number, see only each other, and 0 is padding, which sees nothing and is not seen; or [B or 1, H or 1, T or 1, S]
+---  of bool, fp32 or q's type: floats are added to scores, and those of -1e30 and less hide a key; a float mask that
+---  needs a gradient gets one through F.attention_weights. causal: query i sees keys up to i + S - T, with window only
+---  the last `window` of them; scale: default 1 / sqrt(D); dropout: of the weights, default 0; first_head: the number
+---  of q's first head if ranks share the heads, so that dropout masks equal those of one rank; default: from the module
+---  that runs, if tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -318,13 +320,13 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- F.attention made of separate ops, which keep all weights in memory: a float mask gets a gradient, and the weights
---- are returned.
+--- Returns F.attention made of separate ops, which keep all weights in memory: a float mask gets a gradient, and the
+--- weights are returned.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
----@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number,
----  first_head?: integer} as for F.attention
+---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
+---  integer} as for F.attention
 ---@return ps.Tensor [B, H, T, D]
 ---@return ps.Tensor weights [B, H, T, S] in the type of q, after dropout
 function F.attention_weights(q, k, v, options)
@@ -363,7 +365,7 @@ function F.attention_weights(q, k, v, options)
   return weights:matmul(v), weights
 end
 
---- Self-attention over queries, keys and values in one tensor, next to each other.
+--- Returns self-attention over queries, keys and values in one tensor, next to each other.
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask

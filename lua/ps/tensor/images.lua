@@ -10,7 +10,7 @@ local F = {}
 
 local PLACES = { "height", "width" }
 
--- {H, W} of a number or of a list of `n`; a signal has H = other.
+-- Returns {H, W} of a number or of a list of `n`; a signal has H = other.
 local function pair(value, n, what, least, other)
   if type(value) ~= "table" then
     caller.whole(value, what, least)
@@ -22,7 +22,7 @@ local function pair(value, n, what, least, other)
   return n == 1 and { other, value[1] } or { value[1], value[2] }
 end
 
--- x [N, C, ...] of n dimensions of space, and whether its first dimension was missing.
+-- Returns x [N, C, ...] of n dimensions of space, and whether its first dimension was missing.
 local function batched(x, n, call)
   if caller.tensor(x, call, "the input") == nil then error(call .. ": no input was given") end
   local dims = x:dim()
@@ -48,7 +48,7 @@ end
 -- -- convolution ----------------------------------------------------------------------------------------------------
 local CONV = { stride = "whole|table", padding = "whole|table|string", dilation = "whole|table", groups = "whole" }
 
--- {before H, before W, after H, after W}
+-- Returns {before H, before W, after H, after W}
 local function padding_of(value, n, w, stride, dilation, call)
   if type(value) ~= "string" then
     local p = pair(value or 0, n, call .. ": padding", 0, 0)
@@ -83,16 +83,16 @@ local function conv(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- The cross-correlation of signals and kernels, plus a bias.
+--- Returns the cross-correlation of signals and kernels, plus a bias.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [O, C / groups, K]
 ---@param b? ps.Tensor [O]
----@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} default
----  1, 0, 1, 1
+---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} default 1,
+---  0, 1, 1
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d") end
 
---- The cross-correlation of images and kernels, plus a bias.
+--- Returns the cross-correlation of images and kernels, plus a bias.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [O, C / groups, KH, KW]
 ---@param b? ps.Tensor [O]
@@ -133,7 +133,7 @@ local function conv_transpose(x, w, b, options, n, call)
   return single and y:squeeze(0) or y
 end
 
---- The transpose of F.conv1d with the same options (the gradient of its input), plus a bias.
+--- Returns the transpose of F.conv1d with the same options (the gradient of its input), plus a bias.
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [C, O / groups, K]
 ---@param b? ps.Tensor [O]
@@ -142,7 +142,7 @@ end
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, options, 1, "F.conv_transpose1d") end
 
---- The transpose of F.conv2d with the same options (the gradient of its input), plus a bias.
+--- Returns the transpose of F.conv2d with the same options (the gradient of its input), plus a bias.
 ---@param x ps.Tensor [N, C, H, W] or [C, H, W]
 ---@param w ps.Tensor [C, O / groups, KH, KW]
 ---@param b? ps.Tensor [O]
@@ -173,7 +173,7 @@ end
 local MAX_POOL = { stride = "whole|table", padding = "whole|table", dilation = "whole|table", ceil_mode = "boolean",
   return_indices = "boolean" }
 
--- Kernel, stride, dilation, padding and the size of the result; of a signal H has one element.
+-- Returns kernel, stride, dilation, padding and the size of the result; of a signal H has one element.
 local function pooling(x, kernel, options, n, call)
   local k = pair(kernel, n, call .. ": the kernel's size", 1, 1)
   local stride = pair(options.stride or kernel, n, call .. ": stride", 1, 1)
@@ -196,7 +196,7 @@ local function max_pool(x, kernel, options, n, call)
   return back(y)
 end
 
---- The largest element of each window; NaN if the window contains one.
+--- Returns the largest element of each window; NaN if the window contains one.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, dilation?: integer, ceil_mode?: boolean, return_indices?:
@@ -206,7 +206,7 @@ end
 ---@return ps.Tensor? indices int64, with return_indices: the place of each in [L]
 function F.max_pool1d(x, kernel_size, options) return max_pool(x, kernel_size, options, 1, "F.max_pool1d") end
 
---- The largest element of each window; NaN if the window contains one.
+--- Returns the largest element of each window; NaN if the window contains one.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], dilation?: integer|integer[], ceil_mode?:
@@ -232,16 +232,16 @@ local function avg_pool(x, kernel, options, n, call)
     options.count_include_pad == false and 0 or 1, NONE, divisor or 0))
 end
 
---- The mean of each window. Padding counts as zeros.
+--- Returns the mean of each window. Padding counts as zeros.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
----@param options? {stride?: integer, padding?: integer, ceil_mode?: boolean, count_include_pad?: boolean}
----  stride default: the kernel's size; padding: at most half of that, default 0; ceil_mode: a last window may be
----  incomplete; count_include_pad = false: sums are divided by the number of elements outside the padding
+---@param options? {stride?: integer, padding?: integer, ceil_mode?: boolean, count_include_pad?: boolean} stride
+---  default: the kernel's size; padding: at most half of that, default 0; ceil_mode: a last window may be incomplete;
+---  count_include_pad = false: sums are divided by the number of elements outside the padding
 ---@return ps.Tensor [N, C, length] or [C, length]
 function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 1, "F.avg_pool1d") end
 
---- The mean of each window. Padding counts as zeros.
+--- Returns the mean of each window. Padding counts as zeros.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], ceil_mode?: boolean, count_include_pad?:
@@ -275,25 +275,25 @@ local function adaptive_max(x, size, n, call)
   return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)))
 end
 
---- The means of `size` windows of nearly equal length that cover all elements.
+--- Returns the means of `size` windows of nearly equal length that cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_avg_pool1d(x, size) return adaptive_avg(x, size, 1, "F.adaptive_avg_pool1d") end
 
---- The means of windows of nearly equal size that cover all elements.
+--- Returns the means of windows of nearly equal size that cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param size integer|integer[] height and width; false in a list: the input's
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_avg_pool2d(x, size) return adaptive_avg(x, size, 2, "F.adaptive_avg_pool2d") end
 
---- The largest elements of `size` windows of nearly equal length that cover all elements.
+--- Returns the largest elements of `size` windows of nearly equal length that cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_max_pool1d(x, size) return adaptive_max(x, size, 1, "F.adaptive_max_pool1d") end
 
---- The largest elements of windows of nearly equal size that cover all elements.
+--- Returns the largest elements of windows of nearly equal size that cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param size integer|integer[] height and width; false in a list: the input's
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
@@ -309,7 +309,7 @@ local function pad_constant(x, pad, value)
   return ops.pad(x, before, after, value)
 end
 
--- [A, B, H, W] of any tensor of one dimension or more; H is 1 for one dimension of space.
+-- Returns [A, B, H, W] of any tensor of one dimension or more; H is 1 for one dimension of space.
 local function as_image(x, n)
   local dims = x:dim()
   local H, W = n == 2 and x:size(-2) or 1, x:size(-1)
@@ -329,7 +329,7 @@ end
 ---@param pad integer[] before and after the last dimension, then those of the one before it, ...; negative numbers cut
 ---  off, with "constant" only
 ---@param mode? "constant"|"reflect"|"replicate"|"circular" default "constant"; the others pad one or two dimensions
----@param value? number of "constant", default 0
+---@param value? number of "constant" (default 0)
 ---@return ps.Tensor
 function F.pad(x, pad, mode, value)
   if caller.tensor(x, "F.pad", "the input") == nil then error("F.pad: no input was given") end
@@ -362,7 +362,7 @@ local INTERPOLATE = { size = "whole|table", scale_factor = "number|table", mode 
 local INTERPOLATIONS = { nearest = { KIND.nearest, 0 }, ["nearest-exact"] = { KIND.nearest, 1 },
   linear = { KIND.linear, 0, 1 }, bilinear = { KIND.linear, 0, 2 }, area = { KIND.adaptive, 0 } }
 
---- An image or signal of another size.
+--- Returns an image or signal of another size.
 ---@param x ps.Tensor floats [N, C, L] or [N, C, H, W]
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
 ---  recompute_scale_factor?: boolean} size or scale_factor; mode: "nearest" (default), "nearest-exact", "linear" (of
@@ -411,7 +411,7 @@ function F.interpolate(x, options)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------
--- Whether the running statistics must be updated by the present forward: not if backward recomputes a segment.
+-- Returns whether the running statistics must be updated by the present forward: not if backward recomputes a segment.
 local function counts()
   local at = scope.segment
   while at do
@@ -432,7 +432,7 @@ local function move(running, value, scale, factor)
 end
 
 -- Updates running statistics [C] by the mean [C] and the variance [C] (divided by the count) of `count` elements for
--- each channel. momentum: the weight of the new values.
+-- each channel. `momentum` is the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)

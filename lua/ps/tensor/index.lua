@@ -61,7 +61,7 @@ local function joined(...)
   return all
 end
 
--- The elements of t that index tensors select. picks: { d =, index = }, sorted by d.
+-- Returns the elements of t that index tensors select. picks: { d =, index = }, sorted by d.
 --   index: one number for each element of the picked dimensions, which are numbered together in row-major order:
 --   whether the picked dimensions are neighbours; t is then [outer, rows, inner]
 --   axes: the picked dimensions, then the others; t permuted by them is [rows, inner]
@@ -87,7 +87,7 @@ local function named(t, picks)
   return p
 end
 
--- x as [outer, rows, inner] or [rows, inner], the index for its dimension 1 or 0, and that dimension.
+-- Returns x as [outer, rows, inner] or [rows, inner], the index for its dimension 1 or 0, and that dimension.
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
@@ -113,8 +113,8 @@ local function check_count(t, key)
   if taken > t.ndim then error(("%d indices for a tensor with %d dimensions"):format(taken, t.ndim)) end
 end
 
--- The view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor without
--- dimensions acts as a number. writes: such a tensor is read on the host, so that the result stays a view.
+-- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor
+-- without dimensions acts as a number. writes: such a tensor is read on the host, so that the result stays a view.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -196,7 +196,7 @@ local function masked(t, mask, value)
   return ops.where(whole, value, t)
 end
 
--- `value` as a tensor of t's type, broadcast to a shape.
+-- Returns `value` as a tensor of t's type, broadcast to a shape.
 local function spread(t, value, shape, call)
   if type(value) == "number" then
     return create.full(shape, value, { dtype = t:dtype(), device = t:device() })
@@ -258,9 +258,9 @@ function M.set(t, key, value)
   else view:copy_(value) end
 end
 
---- A copy of t with a value at the elements that t[key] reads. Both t and the value have gradients. accumulate: the
---- value is added to the elements. If index tensors select one element several times, the last value in row-major order
---- stays, or with accumulate all are added.
+--- Returns a copy of t with a value at the elements that t[key] reads. Both t and the value have gradients. accumulate:
+--- the value is added to the elements. If index tensors select one element several times, the last value in row-major
+--- order stays, or with accumulate all are added.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor

@@ -42,7 +42,7 @@ function M.later(load)
   end })
 end
 
---- All methods of tensors.
+--- Returns all methods of tensors.
 ---@return table<string, function>
 function M.methods()
   load_more()
@@ -58,7 +58,7 @@ local double_array = array "double"
 local dim_index = create.dim_index
 
 -- -- shape, type, place ---------------------------------------------------------------------------------------------
---- The size of each dimension.
+--- Returns the size of each dimension.
 ---@return integer[]
 function T:shape()
   local s = {}
@@ -66,38 +66,38 @@ function T:shape()
   return s
 end
 
---- Size of dimension d, or the whole shape as a table.
+--- Returns the size of dimension d, or the whole shape as a table.
 ---@param d? integer from 0, or negative from the end; nil: the whole shape
 ---@return integer|integer[]
 function T:size(d)
   if d == nil then return self:shape() end
   return tonumber(self.shape_[dim_index(self, d)])
 end
---- Number of its dimensions.
+--- Returns the number of its dimensions.
 ---@return integer
 function T:dim() return self.ndim end
---- Number of its elements.
+--- Returns the number of its elements.
 ---@return integer
 function T:numel() return tonumber(self.numel_) end
---- Bytes of its elements.
+--- Returns the bytes of its elements.
 ---@return integer
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
---- The name of its type: "fp32".
+--- Returns the name of its type: "fp32".
 ---@return string
 function T:dtype() return native.dtype_name[self.dtype_] end
---- The name of its device: "cpu".
+--- Returns the name of its device: "cpu".
 ---@return string
 function T:device() return native.device_name[self.device_] end
---- Whether its type is a floating-point one.
+--- Returns whether its type is a floating-point one.
 ---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
---- Whether its elements are contiguous in memory, in row-major order.
+--- Returns whether its elements are contiguous in memory, in row-major order.
 ---@return boolean
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
---- Whether its bytes still exist; false once a scope has freed them.
+--- Returns whether its bytes still exist; false once a scope has freed them.
 ---@return boolean
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
---- The stride of dimension d, or all strides, in elements.
+--- Returns the stride of dimension d, or all strides, in elements.
 ---@param d? integer
 ---@return integer|integer[]
 function T:stride(d)
@@ -108,7 +108,8 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
--- The first n elements as doubles. A device other than the host is read through a copy, which the tape does not record.
+-- Returns the first n elements as doubles. A device other than the host is read through a copy, which the tape does not
+-- record.
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
@@ -124,7 +125,7 @@ local function read(t, n, buffer)
 end
 
 local one = ffi.new("double[1]")
---- The value of a tensor with one element. A bool returns a boolean, because the number 0 is true in Lua.
+--- Returns the value of a tensor with one element. A bool returns a boolean, because the number 0 is true in Lua.
 ---@return number|boolean
 function T:item()
   local t = self
@@ -134,7 +135,7 @@ function T:item()
   return one[0]
 end
 
---- The values as nested lists; a number or boolean if the tensor has no dimension.
+--- Returns the values as nested lists; a number or boolean if the tensor has no dimension.
 ---@return number|boolean|table
 function T:tolist()
   local n = self:numel()
@@ -174,7 +175,7 @@ end
 ---@param on? boolean default true
 ---@return ps.Tensor self
 function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, "requires_grad_")) end
---- Whether gradients reach it.
+--- Returns whether gradients reach it.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
 --- Sets whether this leaf's gradients are summed in fp32, whatever its type, for accumulation over micro-batches.
@@ -187,8 +188,9 @@ function T:grad_in_fp32(on)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- The gradient, or nil. In a model that ps.initialize made it is the sum over micro-batches and ranks, each times its
---- weight and the loss scale (docs/zero.md); if backward has already updated the parameters, reading it is an error.
+--- Returns the gradient, or nil. In a model that ps.initialize made it is the sum over micro-batches and ranks, each
+--- times its weight and the loss scale (docs/zero.md); if backward has already updated the parameters, reading it is an
+--- error.
 ---@return ps.Tensor|nil
 function T:grad()
   local g = scope.grad_of(self)
@@ -221,13 +223,13 @@ end
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
---- The same values in row-major order: the tensor itself if it is contiguous, else a copy.
+--- Returns the same values in row-major order: the tensor itself if it is contiguous, else a copy.
 ---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
   return ops.contiguous(self)
 end
---- A copy with its own bytes. Gradients reach the original.
+--- Returns a copy with its own bytes. Gradients reach the original.
 ---@return ps.Tensor
 function T:clone() return ops.contiguous(self) end
 
@@ -235,8 +237,9 @@ local function to_device(t, name) return create.to_device(t, native.device_index
 
 local TO = { dtype = "string", device = "string" }
 
---- The same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = , device = }.
---- If nothing changes, it is the tensor itself. Gradients return in the type and on the device of the original.
+--- Returns the same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = ,
+--- device = }. If nothing changes, it is the tensor itself. Gradients return in the type and on the device of the
+--- original.
 ---@param what string|{dtype?: string, device?: string} a type, a device, or a table of both
 ---@param ... any refused
 ---@return ps.Tensor
@@ -260,7 +263,7 @@ for method, name in pairs { float = "fp32", double = "fp64", half = "fp16", bflo
   ---@return ps.Tensor
   T[method] = function(self) return self:to(name) end
 end
---- True for elements that are not 0.
+--- Returns true for elements that are not 0.
 ---@return ps.Tensor bool, of this shape
 function T:bool() return self.dtype_ == C.PS_BOOL and self or self:ne(0) end
 
@@ -271,7 +274,7 @@ local function shape_args(call, ...)
   return first
 end
 
---- Another shape over the same elements in row-major order; a copy if the strides require one.
+--- Returns another shape over the same elements in row-major order; a copy if the strides require one.
 ---@param ... integer|integer[] the sizes; one of them may be -1, to be computed from the others
 ---@return ps.Tensor
 function T:reshape(...)
@@ -285,7 +288,7 @@ function T:reshape(...)
   end
   return ops.reshape(t, #shape, shape)
 end
---- Another shape over the same bytes. It is an error if reshape would copy.
+--- Returns another shape over the same bytes. It is an error if reshape would copy.
 ---@param ... integer|integer[] the sizes; one of them may be -1
 ---@return ps.Tensor
 function T:view(...)
@@ -332,7 +335,7 @@ function T:transpose(a, b)
   axes[a + 1], axes[b + 1] = b, a
   return ops.permute(self, axes)
 end
---- The transposed matrix, a view. A tensor of fewer than 2 dimensions is returned itself.
+--- Returns the transposed matrix, a view. A tensor of fewer than 2 dimensions is returned itself.
 ---@return ps.Tensor
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
 --- Inserts a dimension of size 1 before dimension d. A view.
@@ -347,7 +350,7 @@ function T:unsqueeze(d)
   return ops.reshape(self, #shape, shape)
 end
 --- Removes dimensions of size 1. A view.
----@param dims? integer|integer[] the dimensions; those of another size stay. nil: all dimensions of size 1
+---@param dims? integer|integer[] the dimensions; those of another size stay. Returns nil if all dimensions of size 1
 ---@return ps.Tensor
 function T:squeeze(dims)
   local new, named = {}, dims ~= nil and {}
@@ -366,7 +369,7 @@ function T:expand(...)
   local shape = shape_args("expand", ...)
   return ops.expand(self, #shape, shape)
 end
---- Every step-th element of [start, stop) along dimension d. A view.
+--- Returns every step-th element of [start, stop) along dimension d. A view.
 ---@param d integer
 ---@param start? integer default 0; negative: from the end
 ---@param stop? integer default the size of d; negative: from the end
@@ -383,7 +386,7 @@ function T:slice(d, start, stop, step)
   start = math.max(0, math.min(n, start))
   return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
 end
---- Elements start to start + length - 1 of dimension d. A view.
+--- Returns the elements start to start + length - 1 of dimension d. A view.
 ---@param d integer
 ---@param start integer negative: from the end
 ---@param length integer
@@ -395,7 +398,7 @@ function T:narrow(d, start, length)
   if start < 0 then start = start + tonumber(self.shape_[d]) end
   return ops.slice(self, d, start, start + length, 1)
 end
---- The part at index i of dimension d, without that dimension. A view.
+--- Returns the part at index i of dimension d, without that dimension. A view.
 ---@param d integer
 ---@param i integer negative: from the end
 ---@return ps.Tensor
@@ -431,7 +434,7 @@ function T:split(size, d)
   end
   return unpack(parts)
 end
---- n parts along dimension d, as several results; the last may be smaller. Views.
+--- Returns n parts along dimension d, as several results; the last may be smaller. Views.
 ---@param n integer
 ---@param d? integer default 0
 ---@return ps.Tensor ...
@@ -443,7 +446,7 @@ function T:chunk(n, d)
 end
 
 -- -- indexing -------------------------------------------------------------------------------------------------------
---- The parts at the given indices of dimension d, copied.
+--- Returns the parts at the given indices of dimension d, copied.
 ---@param d integer
 ---@param idx ps.Tensor integers, of any shape
 ---@return ps.Tensor of this shape with dimension d replaced by idx's shape
@@ -461,7 +464,7 @@ function T:index_select(d, idx)
   return ops.gather(self:reshape(outer, shape[d + 1], inner), index, 1):reshape(new)
 end
 
---- The elements where a mask is true, in row-major order.
+--- Returns the elements where a mask is true, in row-major order.
 ---@param mask ps.Tensor bool, of this shape
 ---@return ps.Tensor [number of true elements]
 function T:masked_select(mask)
@@ -475,7 +478,7 @@ function T:masked_select(mask)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
 end
---- The indices of the elements other than 0.
+--- Returns the indices of the elements other than 0.
 ---@return ps.Tensor int64 [count, number of dimensions]
 function T:nonzero()
   native.retry(C.ps_tensor_nonzero, self, tensor_out)
@@ -561,7 +564,7 @@ ffi.metatype("ps_tensor", mt)
 
 local function given(t, call) return caller.tensor(t, call,
   "its argument") or error(call .. ": no tensor was given") end
---- Whether two Lua values refer to one tensor. Each call that returns a tensor creates its own Lua value.
+--- Returns whether two Lua values refer to one tensor. Each call that returns a tensor creates its own Lua value.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@return boolean

@@ -16,7 +16,7 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- The type and device of a tensor like t: t's own, unless the options, which are checked, say otherwise.
+-- Returns the type and device of a tensor like t: t's own, unless the options, which are checked, say otherwise.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
@@ -35,7 +35,8 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- A tensor of t's shape with all elements equal to a number; of t's type and device unless the options say otherwise.
+--- Returns a tensor of t's shape with all elements equal to a number; of t's type and device unless the options say
+--- otherwise.
 ---@param t ps.Tensor
 ---@param value number an error where an integer type cannot hold it
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -46,8 +47,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- A tensor of t's shape with uniform whole numbers in [low, high); of t's type and device unless the options say
---- otherwise. ps.randint_like(t, high) begins at 0.
+--- Returns a tensor of t's shape with uniform whole numbers in [low, high); of t's type and device unless the options
+--- say otherwise. ps.randint_like(t, high) begins at 0.
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -65,7 +66,7 @@ function M.randint_like(t, low, high, options)
   return where.requires_grad and y:requires_grad(true) or y
 end
 
--- fp64 numbers in [0, 1) with 48 random bits: those of 24 bits are too few to order millions of them.
+-- Returns fp64 numbers in [0, 1) with 48 random bits: those of 24 bits are too few to order millions of them.
 local function fine(shape, device)
   local where = { dtype = "fp64", device = device }
   return tensor.rand(shape, where) + tensor.rand(shape, where) * 2 ^ -24
@@ -73,7 +74,7 @@ end
 
 local ORDER = { dtype = "string", device = "string" }
 
---- The numbers 0 to n - 1 in a random order.
+--- Returns the numbers 0 to n - 1 in a random order.
 ---@param n integer
 ---@param options? {dtype?: string, device?: string}
 ---@return ps.Tensor [n] int64, unless the options say otherwise
@@ -124,8 +125,8 @@ end
 -- Draws that are compared with all categories at once have at most this many elements.
 local AT_ONCE = 2 ^ 22
 
--- n draws of each row of p [rows, V], fp64, whose sums are positive: the first category whose running sum is above a
--- uniform number.
+-- Returns n draws of each row of p [rows, V], fp64, whose sums are positive: the first category whose running sum is
+-- above a uniform number.
 local function with_replacement(p, n)
   local upto = p:cumsum(-1)
   local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}

@@ -35,7 +35,7 @@ local function pair(x, target, call)
   return target
 end
 
---- The mean of squared differences of x and target, of one shape.
+--- Returns the mean of squared differences of x and target, of one shape.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
@@ -47,7 +47,7 @@ function losses.mse_loss(x, target, options)
   return reduced(d * d, options.reduction, "F.mse_loss")
 end
 
---- The mean of absolute differences of x and target, of one shape.
+--- Returns the mean of absolute differences of x and target, of one shape.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
@@ -60,14 +60,14 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
--- |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step): the absolute value with a round tip.
+-- Returns |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step): the absolute value with a round tip.
 local function rounded(d, step)
   local size = d:abs()
   return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
 end
 
---- The mean of absolute differences of x and target, of one shape, with squares near 0: 0.5 d^2 / beta where |d| is
---- below beta, else |d| - 0.5 beta. With beta 0 it is F.l1_loss.
+--- Returns the mean of absolute differences of x and target, of one shape, with squares near 0: 0.5 d^2 / beta where
+--- |d| is below beta, else |d| - 0.5 beta. With beta 0 it is F.l1_loss.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", beta?: number} default "mean" and 1
@@ -83,7 +83,7 @@ end
 
 local HUBER = { reduction = "string", delta = "number" }
 
---- Huber's loss of x and target, of one shape: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5 delta).
+--- Returns Huber's loss of x and target, of one shape: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5 delta).
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", delta?: number} default "mean" and 1
@@ -97,9 +97,9 @@ function losses.huber_loss(x, target, options)
   return reduced(rounded(d, delta) * delta, options.reduction, "F.huber_loss")
 end
 
---- The binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in PyTorch,
---- logarithms are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside [0, 1] give
---- NaN.
+--- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in
+--- PyTorch, logarithms are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside
+--- [0, 1] give NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
@@ -122,8 +122,8 @@ end
 
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
---- The binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, is the weight
---- of targets of 1.
+--- Returns the binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, is the
+--- weight of targets of 1.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
@@ -143,7 +143,7 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- The Kullback-Leibler divergence target (log target - x). x holds logarithms of probabilities; target holds
+--- Returns the Kullback-Leibler divergence target (log target - x). x holds logarithms of probabilities; target holds
 --- probabilities, or their logarithms with log_target. "batchmean" divides the sum by the size of the first dimension,
 --- which is the divergence's definition; "mean", the default as in PyTorch, divides by the number of elements.
 ---@param x ps.Tensor floats of any shape
@@ -168,12 +168,12 @@ function losses.kl_div(x, target, options)
 end
 
 -- -- of distances ---------------------------------------------------------------------------------------------------
---- The p-norms of the differences of vectors, whose elements are along the last dimension.
+--- Returns the p-norms of the differences of vectors, whose elements are along the last dimension.
 ---@param a ps.Tensor floats [..., D]
 ---@param b ps.Tensor of a shape that broadcasts with a's
 ---@param p? number default 2
----@param eps? number added to each difference; default 1e-6
----@param keepdim? boolean the last dimension stays, with size 1; default false
+---@param eps? number added to each difference (default 1e-6)
+---@param keepdim? boolean the last dimension stays, with size 1 (default false)
 ---@return ps.Tensor [...]
 function losses.pairwise_distance(a, b, p, eps, keepdim)
   if caller.tensor(a, "F.pairwise_distance", "a") == nil or caller.tensor(b, "F.pairwise_distance", "b") == nil then
@@ -184,8 +184,8 @@ end
 
 local TRIPLET = { margin = "number", p = "number", eps = "number", swap = "boolean", reduction = "string" }
 
---- max(0, margin + the distance of anchor and positive - the distance of anchor and negative). Vectors are along the
---- last dimension.
+--- Returns max(0, margin + the distance of anchor and positive - the distance of anchor and negative). Vectors are
+--- along the last dimension.
 ---@param anchor ps.Tensor floats [..., D]
 ---@param positive ps.Tensor of the same shape
 ---@param negative ps.Tensor of the same shape
@@ -206,13 +206,13 @@ end
 
 local MARGIN = { margin = "number", reduction = "string" }
 
--- The target of signs. At the bound of max(0, x) the gradient is 0, as in PyTorch: relu has it, clamp has 1.
+-- Returns the target of signs. At the bound of max(0, x) the gradient is 0, as in PyTorch: relu has it, clamp has 1.
 local function signs(y, call)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
   return y
 end
 
---- max(0, margin - y (a - b)): y is 1 where a should be larger than b, -1 where b should be.
+--- Returns max(0, margin - y (a - b)): y is 1 where a should be larger than b, -1 where b should be.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, of a shape that broadcasts
@@ -226,7 +226,8 @@ function losses.margin_ranking_loss(a, b, y, options)
   return reduced(ops.relu(-signs(y, call) * (a - b) + (options.margin or 0)), options.reduction, call)
 end
 
---- 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, of vectors along the last dimension.
+--- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, of vectors along the last
+--- dimension.
 ---@param a ps.Tensor floats [N, D] or [D]
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, [N], or of 0 dimensions
@@ -248,7 +249,7 @@ function losses.cosine_embedding_loss(a, b, y, options)
   return reduced(like + tensor.where(y:eq(-1), ops.relu(cos - (options.margin or 0)), 0), options.reduction, call)
 end
 
---- x where y is 1, and max(0, margin - x) where y is -1.
+--- Returns x where y is 1, and max(0, margin - x) where y is -1.
 ---@param x ps.Tensor floats, such as distances
 ---@param y ps.Tensor of 1 and -1, of the same shape
 ---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 1
@@ -264,12 +265,12 @@ end
 
 local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
 
---- Half of log(var) + (x - target)^2 / var: minus the log-likelihood of normal distributions.
+--- Returns half of log(var) + (x - target)^2 / var: minus the log-likelihood of normal distributions.
 ---@param x ps.Tensor floats: means
 ---@param target ps.Tensor of the same shape
 ---@param var ps.Tensor variances, of a shape that broadcasts; those below eps count as eps
----@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: with the constant
----  log(2 pi) / 2; eps: default 1e-6
+---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: with the constant log(2 pi) /
+---  2; eps: default 1e-6
 ---@return ps.Tensor of 0 dimensions; as x with reduction "none"
 function losses.gaussian_nll_loss(x, target, var, options)
   local call = "F.gaussian_nll_loss"
@@ -310,7 +311,7 @@ local function class_terms(logp, target, weight, ignore, smooth)
 end
 
 -- Counts the targets that equal the class of the first largest score [..., V], and all targets that are not ignored:
--- int64 [2]; nil: not requested. weight: the weights of classes; a target of weight 0 is left out unless labels are
+-- int64 [2]; nil: not requested. `weight` is the weights of classes; a target of weight 0 is left out unless labels are
 -- smoothed.
 local function hits_of(scores, target, weight, ignore, smooth)
   if loss_weight.wants_hits() == 0 then return nil end

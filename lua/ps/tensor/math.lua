@@ -45,7 +45,7 @@ local function with_alpha(op, a, b, alpha, call)
   return half and (not is_tensor(a) or a.dtype_ == b.dtype_) and ops.cast(y, b.dtype_) or y
 end
 
---- a + alpha * b, elementwise; shapes broadcast.
+--- Returns a + alpha * b, elementwise; shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param alpha? number|{alpha?: number} default 1
@@ -56,7 +56,7 @@ local function add(a, b, alpha)
   if type(a) == "number" then return affine(b, 1, a) end
   return ops.add(a, b)
 end
---- a - alpha * b, elementwise; shapes broadcast.
+--- Returns a - alpha * b, elementwise; shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param alpha? number|{alpha?: number} default 1
@@ -67,7 +67,7 @@ local function sub(a, b, alpha)
   if type(a) == "number" then return affine(b, -1, a) end
   return ops.sub(a, b)
 end
---- a * b, elementwise; shapes broadcast.
+--- Returns a * b, elementwise; shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
@@ -77,8 +77,8 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- op(a, b) of a number and a tensor. Integers are computed as fp32, and the number is not rounded to the few bits of a
--- half type.
+-- Returns op(a, b) of a number and a tensor. Integers are computed as fp32, and the number is not rounded to the few
+-- bits of a half type.
 local function with_number(op, a, b)
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
@@ -89,7 +89,7 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
---- a / b, elementwise; shapes broadcast. Integers are divided as fp32.
+--- Returns a / b, elementwise; shapes broadcast. Integers are divided as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param rounding? nil refused: PyTorch's rounding_mode
@@ -110,7 +110,7 @@ local function div(a, b, rounding)
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
   return ops.div(a, b)
 end
---- a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
+--- Returns a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
@@ -120,7 +120,7 @@ local function pow(a, b)
   return ops.pow(a, b)
 end
 T.add, T.sub, T.mul, T.div, T.pow = add, sub, mul, div, pow
---- -t.
+--- Returns -t.
 ---@return ps.Tensor
 function T:neg() return affine(self, -1, NOTHING) end
 local int_range = { [C.PS_BOOL] = { 0, 1 }, [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 } }
@@ -157,25 +157,25 @@ for _, name in ipairs { "floor", "ceil", "round" } do
     return ops[name](t)
   end
 end
---- max(x, 0); NaN stays NaN and passes the gradient.
+--- Returns max(x, 0); NaN stays NaN and passes the gradient.
 ---@param self ps.Tensor
 ---@return ps.Tensor
 function T:relu()
   if is_tensor(self) and not FLOAT[self.dtype_] then return ops.clamp(self, 0, math.huge) end
   return ops.relu(self)
 end
---- x times the normal distribution's cumulative probability at x, or its approximation by tanh.
+--- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
 ---@param approximate? "none"|"tanh" default "none"
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
 local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
---- x * x.
+--- Returns x * x.
 ---@return ps.Tensor
 function T:square()
   local x = autocast.full(counted(self))
   return ops.mul(x, x)
 end
---- x limited to [low, high]. The gradient passes at the bounds, too.
+--- Returns x limited to [low, high]. The gradient passes at the bounds, too.
 ---@param low? number default: no bound
 ---@param high? number default: no bound
 ---@return ps.Tensor
@@ -183,7 +183,8 @@ function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
--- Returns a number as an operand of `where`, on the device of `on`. like: the other operand, or nil if it is a number.
+-- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if it is a
+-- number.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -195,7 +196,7 @@ local function condition(c, call)
     error(("%s: the condition is a tensor of %s; it must be of bool, such as c:ne(0)"):format(call, c:dtype()))
   end
 end
---- a for elements whose condition is true, else b; shapes broadcast.
+--- Returns a for elements whose condition is true, else b; shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
@@ -206,7 +207,7 @@ function M.where(c, a, b)
   if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
   return ops.where(c, a, b)
 end
---- This tensor's elements whose condition is true, else those of `other`; shapes broadcast.
+--- Returns this tensor's elements whose condition is true, else those of `other`; shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param other ps.Tensor|number
 ---@return ps.Tensor
@@ -220,8 +221,8 @@ function T:where(c, other)
   return ops.where(c, self, other)
 end
 
---- The matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1 dimension
---- is a row on the left and a column on the right. The result lacks that dimension, as in PyTorch.
+--- Returns the matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1
+--- dimension is a row on the left and a column on the right. The result lacks that dimension, as in PyTorch.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
@@ -260,27 +261,27 @@ local function flag(value, name)
 end
 local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
 
---- The sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
+--- Returns the sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
 ---@param dims? integer|integer[] default: all
----@param keepdim? boolean keeps the dimensions, with size 1; default false
+---@param keepdim? boolean keeps the dimensions, with size 1 (default false)
 ---@return ps.Tensor
 function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
---- The mean over some dimensions, of floats.
+--- Returns the mean over some dimensions, of floats.
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
---- The largest element over some dimensions. Equal ones share the gradient.
+--- Returns the largest element over some dimensions. Equal ones share the gradient.
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
---- The smallest element over some dimensions. Equal ones share the gradient.
+--- Returns the smallest element over some dimensions. Equal ones share the gradient.
 ---@param dims? integer|integer[] default: all
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
---- The largest element; with d, the largest along that dimension and their indices.
+--- Returns the largest element; with d, the largest along that dimension and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -292,7 +293,7 @@ function T:max(d, keepdim)
   end
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
---- The smallest element; with d, the smallest along that dimension and their indices.
+--- Returns the smallest element; with d, the smallest along that dimension and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -310,7 +311,7 @@ local function all_kept(y, t, keepdim)
   for i = 1, t.ndim do ones[i] = 1 end
   return y:reshape(ones)
 end
---- The index of the first largest element along dimension d.
+--- Returns the index of the first largest element along dimension d.
 ---@param d? integer default: over all elements, in row-major order
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
@@ -318,7 +319,7 @@ function T:argmax(d, keepdim)
   if d == nil then return all_kept(ops.argmax(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmax(self, d, kept(keepdim))
 end
---- The index of the first smallest element along dimension d.
+--- Returns the index of the first smallest element along dimension d.
 ---@param d? integer default: over all elements, in row-major order
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
@@ -326,7 +327,7 @@ function T:argmin(d, keepdim)
   if d == nil then return all_kept(ops.argmin(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmin(self, d, kept(keepdim))
 end
---- The running sum along dimension d; integers are summed in int64.
+--- Returns the running sum along dimension d; integers are summed in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumsum(d)
@@ -335,7 +336,7 @@ function T:cumsum(d)
 end
 local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
 
---- The k largest along a dimension, in descending order, or the k smallest, in ascending order.
+--- Returns the k largest along a dimension, in descending order, or the k smallest, in ascending order.
 ---@param k integer
 ---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all further arguments by name
 ---@param largest? boolean default true
@@ -368,13 +369,13 @@ local function widened(t)
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- The square root. If the root is 0, the gradient is 0, a subgradient of a norm at its minimum.
+-- Returns the square root. If the root is 0, the gradient is 0, a subgradient of a norm at its minimum.
 local function root(t)
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
 end
 
--- The variance in fp32 or fp64.
+-- Returns the variance in fp32 or fp64.
 local function variance(self, dims, unbiased, keepdim)
   if not FLOAT[self.dtype_] then error("var and std take a float tensor; convert with :float()") end
   local x, ones = widened(self), {}
@@ -387,29 +388,29 @@ local function variance(self, dims, unbiased, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
 end
---- The variance over some dimensions, of floats.
+--- Returns the variance over some dimensions, of floats.
 ---@param dims? integer|integer[] default: all
 ---@param unbiased? boolean divided by n - 1 (default true), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
---- The standard deviation over some dimensions, of floats. If all elements are equal, its gradient is 0.
+--- Returns the standard deviation over some dimensions, of floats. If all elements are equal, its gradient is 0.
 ---@param dims? integer|integer[] default: all
 ---@param unbiased? boolean divided by n - 1 (default true), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
---- Whether any element is not 0.
+--- Returns whether any element is not 0.
 ---@return ps.Tensor bool, of 0 dimensions
 function T:any() return self:ne(0):long():sum():gt(0) end
---- Whether no element is 0.
+--- Returns whether no element is 0.
 ---@return ps.Tensor bool, of 0 dimensions
 function T:all() return self:eq(0):long():sum():eq(0) end
---- exp(x) divided by its sum along dimension d.
+--- Returns exp(x) divided by its sum along dimension d.
 ---@param d? integer default -1
 ---@return ps.Tensor of this shape
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
---- The logarithm of softmax along dimension d.
+--- Returns the logarithm of softmax along dimension d.
 ---@param d? integer default -1
 ---@return ps.Tensor of this shape
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end

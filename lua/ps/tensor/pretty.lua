@@ -9,11 +9,11 @@ local C = ffi.C
 local pretty = {}
 
 ---@class ps.pretty.options
----@field width? integer columns to use, default 80
----@field depth? integer nested tables shown, default 4
----@field items? integer entries shown of one table, default 64
----@field total? integer entries shown of all tables together, default 400
----@field text? integer bytes shown of one string, default 2000
+---@field width? integer columns to use (default 80)
+---@field depth? integer nested tables shown (default 4)
+---@field items? integer entries shown of one table (default 64)
+---@field total? integer entries shown of all tables together (default 400)
+---@field text? integer bytes shown of one string (default 2000)
 
 local EDGE = 3           -- elements shown at each end of a long dimension
 local CORNER = 150       -- most values read for one tensor
@@ -55,7 +55,7 @@ local function is_tensor(v)
 end
 pretty.is_tensor = is_tensor
 
---- "tensor [2, 3] fp32 cpu", and whether its values can be read.
+--- Returns "tensor [2, 3] fp32 cpu", and whether its values can be read.
 ---@param t ps.Tensor
 ---@return string, boolean
 local function headline(t)
@@ -69,7 +69,7 @@ local function headline(t)
   return text, device ~= "meta"
 end
 
---- The positions of a dimension to show; -1 replaces those left out.
+--- Returns the positions of a dimension to show; -1 replaces those left out.
 ---@param n integer
 ---@param edge integer
 ---@return integer[]
@@ -83,8 +83,8 @@ local function positions(n, edge)
   return list
 end
 
---- The numbers to show of a tensor in device memory, in order. Each run of a row is copied by itself, so that a large
---- tensor needs neither its bytes on the host nor room on the device.
+--- Returns the numbers to show of a tensor in device memory, in order. Each run of a row is copied by itself, so that a
+--- large tensor needs neither its bytes on the host nor room on the device.
 ---@param t ps.Tensor
 ---@param edge integer
 ---@return number[]
@@ -196,7 +196,7 @@ local function write_values(values, write, indent)
   return "[" .. table.concat(parts, (deep and ",\n\n" or ",\n") .. (" "):rep(indent + 1)) .. "]"
 end
 
---- Shape, type, device and a corner of the values.
+--- Returns shape, type, device and a corner of the values.
 ---@param t ps.Tensor
 ---@return string
 function pretty.tensor(t)
@@ -317,7 +317,7 @@ local function colored(text)
   return "\27[1m" .. heading .. "\27[0m" .. rows
 end
 
---- A value as text of several lines.
+--- Returns a value as text of several lines.
 ---@param value any
 ---@param options? ps.pretty.options
 ---@return string

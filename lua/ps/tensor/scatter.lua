@@ -36,7 +36,7 @@ local function shortened(x, d, idx)
   return idx
 end
 
--- d counted from 0, and the index, both checked.
+-- Returns d counted from 0, and the index, both checked.
 local function along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim ~= x.ndim then
@@ -46,7 +46,8 @@ local function along(x, d, idx, call)
   return d, shortened(x, d, idx)
 end
 
--- The part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the index's shape.
+-- Returns the part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the
+-- index's shape.
 local function part_for(x, idx, src, call)
   if type(src) == "number" then
     return create.full(idx:shape(), src, { dtype = x:dtype(), device = x:device() })
@@ -78,7 +79,7 @@ function T:gather(d, idx)
   return ops.gather(self, short, at)
 end
 
---- A copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
+--- Returns a copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -90,8 +91,8 @@ end
 
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
---- A copy of x with src at the elements that gather(d, idx) would read. If src has several elements for one place, the
---- last in row-major order is written, and the others have gradient 0.
+--- Returns a copy of x with src at the elements that gather(d, idx) would read. If src has several elements for one
+--- place, the last in row-major order is written, and the others have gradient 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -111,8 +112,8 @@ end
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- A copy of x with elements of src combined with those that gather(d, idx) would read. For amax and amin, equal
---- elements share the gradient; prod has no gradient.
+--- Returns a copy of x with elements of src combined with those that gather(d, idx) would read. For amax and amin,
+--- equal elements share the gradient; prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -150,7 +151,7 @@ function T:scatter_reduce(d, idx, src, reduce, include_self)
   return sum / count
 end
 
--- x as [outer, size, inner] around dimension d, with the index and the shape that a source needs.
+-- Returns x as [outer, size, inner] around dimension d, with the index and the shape that a source needs.
 local function rows_along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim > 1 then
@@ -165,7 +166,7 @@ local function rows_along(x, d, idx, call)
   return x:reshape(outer, shape[d + 1], inner), flat:reshape(1, -1):expand(outer, n), 1, whole, d
 end
 
--- src as the parts of x at n indices of dimension d, in the shape from rows_along.
+-- Returns src as the parts of x at n indices of dimension d, in the shape from rows_along.
 local function part_along(x, d, n, src, shape, call)
   if type(src) == "number" then return create.full(shape, src, { dtype = x:dtype(), device = x:device() }) end
   local want = x:shape()
@@ -188,7 +189,8 @@ end
 
 local ALPHA = { alpha = "number" }
 
---- A copy of x with alpha times part n of src added to the part at index idx[n] of dimension d, in the order of n.
+--- Returns a copy of x with alpha times part n of src added to the part at index idx[n] of dimension d, in the order of
+--- n.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d
@@ -200,8 +202,8 @@ function T:index_add(d, idx, src, alpha)
   return put_along(ops.scatter_add, self, d, idx, given(src, "index_add", "the source"), "index_add")
 end
 
---- A copy of x in which part n of src replaces the part at index idx[n] of dimension d. If indices are equal, the last
---- one counts.
+--- Returns a copy of x in which part n of src replaces the part at index idx[n] of dimension d. If indices are equal,
+--- the last one counts.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d
@@ -210,7 +212,7 @@ function T:index_copy(d, idx, src)
   return put_along(ops.scatter, self, d, idx, given(src, "index_copy", "the source"), "index_copy")
 end
 
---- A copy of x with a number in the parts at the given indices of dimension d.
+--- Returns a copy of x with a number in the parts at the given indices of dimension d.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param value number|ps.Tensor a number, or a tensor without dimensions
@@ -225,8 +227,8 @@ function T:index_fill(d, idx, value)
   return put_along(ops.scatter, self, d, idx, value, "index_fill")
 end
 
---- A copy of x with a value at the elements that x[key] reads. Both x and the value have gradients. If a key selects
---- one element several times, the last value in row-major order stays, or with accumulate all are added.
+--- Returns a copy of x with a value at the elements that x[key] reads. Both x and the value have gradients. If a key
+--- selects one element several times, the last value in row-major order stays, or with accumulate all are added.
 ---@param key number|ps.Tensor|table as in x[key]
 ---@param value number|ps.Tensor of x's type, and of a shape that broadcasts to x[key]'s
 ---@param accumulate? boolean default false; true adds the value to the elements
@@ -248,7 +250,7 @@ local function mask_of(x, mask, call)
   return mask
 end
 
---- A copy with a number at all places where a mask is true.
+--- Returns a copy with a number at all places where a mask is true.
 ---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
 ---@param value number|ps.Tensor a number, or a tensor without dimensions, which has a gradient
 ---@return ps.Tensor
@@ -263,7 +265,7 @@ function T:masked_fill(mask, value)
   return ops.where(mask, create.scalar_like(self, value), self)
 end
 
---- A copy with the elements of src, in row-major order, at all places where a mask is true.
+--- Returns a copy with the elements of src, in row-major order, at all places where a mask is true.
 ---@param mask ps.Tensor bool, of this shape or one that broadcasts to it
 ---@param src ps.Tensor of x's type, with at least as many elements as the mask has true ones
 ---@return ps.Tensor of x's shape

@@ -32,7 +32,7 @@ local partial = setmetatable({}, { __mode = "k" })          -- parameters
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }
 
--- Elements of the cut dimension per rank and block.
+-- Returns the elements of the cut dimension per rank and block.
 local function run_of(desc)
   return (desc.full_shape[desc.dim + 1] + (desc.padded or 0)) / desc.blocks / desc.count
 end
@@ -63,7 +63,7 @@ function shard.new(given, name)
   return desc
 end
 
---- The shape of a rank's shard, with padding.
+--- Returns the shape of a rank's shard, with padding.
 ---@param desc ps.nn.Shard
 ---@return integer[]
 function shard.shape(desc)
@@ -72,7 +72,7 @@ function shard.shape(desc)
   return shape
 end
 
---- The rectangles of the whole tensor that a rank has, in order. A shard of only padding has none.
+--- Returns the rectangles of the whole tensor that a rank has, in order. A shard of only padding has none.
 ---@param desc ps.nn.Shard
 ---@return ps.nn.Shard.Piece[]
 function shard.pieces(desc)
@@ -91,7 +91,7 @@ function shard.pieces(desc)
   return list
 end
 
---- A rank's shard of a whole tensor, as a copy. Padding is 0.
+--- Returns a rank's shard of a whole tensor, as a copy. Padding is 0.
 ---@param desc ps.nn.Shard
 ---@param whole ps.Tensor of desc.full_shape
 ---@return ps.Tensor
@@ -137,12 +137,12 @@ function shard.set(parameter, desc)
   return parameter
 end
 
---- The description of a parameter's shard; nil: it is the whole tensor.
+--- Returns the description of a parameter's shard, or nil if it is the whole tensor.
 ---@param parameter ps.Tensor
 ---@return ps.nn.Shard?
 function shard.of(parameter) return descriptions[parameter] end
 
---- The number of elements of the whole tensor, without padding.
+--- Returns the number of elements of the whole tensor, without padding.
 ---@param parameter ps.Tensor
 ---@return integer
 function shard.whole_numel(parameter)
@@ -162,7 +162,7 @@ function shard.set_partial(parameter)
   return parameter
 end
 
---- Whether a parameter's gradient must be summed over all ranks.
+--- Returns whether a parameter's gradient must be summed over all ranks.
 ---@param parameter ps.Tensor
 ---@return boolean
 function shard.is_partial(parameter) return partial[parameter] == true end

@@ -14,7 +14,7 @@ local T = tensor.T
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
--- fn of a tensor in fp32, fp64 or int64, its result in the tensor's own type; integers give int64.
+-- Returns fn of a tensor in fp32, fp64 or int64, its result in the tensor's own type; integers give int64.
 local function wide(t, fn, ...)
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
   if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
@@ -22,8 +22,8 @@ local function wide(t, fn, ...)
 end
 
 -- -- products -------------------------------------------------------------------------------------------------------
--- The product along dimension d, which stays with size 1: halves times halves, so that the gradient of an element is
--- the product of the others, at zeros as well.
+-- Returns the product along dimension d, which stays with size 1: halves times halves, so that the gradient of an
+-- element is the product of the others, at zeros as well.
 local function prod_along(x, d)
   local n, rest = x:size(d), nil
   if n == 0 then return x:sum(d, true) + 1 end
@@ -59,9 +59,9 @@ local function prod(x, dims, keepdim)
   return x:reshape(shape)
 end
 
---- The product over some dimensions; of integers in int64.
+--- Returns the product over some dimensions; of integers in int64.
 ---@param dims? integer|integer[] default: all
----@param keepdim? boolean the dimensions stay, with size 1; default false
+---@param keepdim? boolean the dimensions stay, with size 1 (default false)
 ---@return ps.Tensor
 function T:prod(dims, keepdim)
   if keepdim ~= nil then caller.typed(keepdim, "boolean", "prod: keepdim") end
@@ -80,7 +80,7 @@ local function cumprod(x, d)
   end
   return shift > 1 and x or ops.contiguous(x)
 end
---- The running product along dimension d; of integers in int64.
+--- Returns the running product along dimension d; of integers in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumprod(d)
@@ -90,7 +90,7 @@ function T:cumprod(d)
   return wide((autocast.full(self)), cumprod, dim_index(self, d))
 end
 
---- The products of each element of this vector with each of another.
+--- Returns the products of each element of this vector with each of another.
 ---@param other ps.Tensor [M]
 ---@return ps.Tensor [N, M], of a vector [N]
 function T:outer(other)
@@ -101,9 +101,10 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
---- The distances of each vector of this tensor to each vector of another. Where a distance is 0, its gradient is 0.
+--- Returns the distances of each vector of this tensor to each vector of another. Where a distance is 0, its gradient
+--- is 0.
 ---@param b ps.Tensor floats [..., M, D]
----@param p? number of the p-norm; default 2
+---@param p? number of the p-norm (default 2)
 ---@return ps.Tensor [..., N, M], of [..., N, D]
 function T:cdist(b, p)
   if caller.tensor(b, "cdist", "the other") == nil then error "cdist: the other tensor is missing" end
@@ -126,14 +127,14 @@ function T:isinf()
   return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
 end
 
---- The whole part of each element: rounded towards 0. Integers are copied.
+--- Returns the whole part of each element: rounded towards 0. Integers are copied.
 ---@return ps.Tensor
 function T:trunc()
   if not FLOAT[self.dtype_] then return ops.contiguous(self) end
   return ops.where(self:lt(0), ops.ceil(self), ops.floor(self))
 end
 
--- a minus b times the rounded quotient, in fp64, in which quotients and products of fp32 are exact enough.
+-- Returns a minus b times the rounded quotient, in fp64, in which quotients and products of fp32 are exact enough.
 local function rest_of(a, b, round, call)
   if not is_tensor(b) and type(b) ~= "number" then
     error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
@@ -149,17 +150,19 @@ local function rest_of(a, b, round, call)
   return (x - round(x / y) * y):to(dtype)
 end
 
---- The remainder of a division, with the sign of the divisor: a - b * (a / b):floor(). Integers are exact up to 2^53.
+--- Returns the remainder of a division, with the sign of the divisor: a - b * (a / b):floor(). Integers are exact up to
+--- 2^53.
 ---@param b ps.Tensor|number not 0 for integers
 ---@return ps.Tensor
 function T:remainder(b) return rest_of(self, b, ops.floor, "remainder") end
 
---- The remainder of a division, with the sign of the dividend: a - b * (a / b):trunc(). Integers are exact up to 2^53.
+--- Returns the remainder of a division, with the sign of the dividend: a - b * (a / b):trunc(). Integers are exact up
+--- to 2^53.
 ---@param b ps.Tensor|number not 0 for integers
 ---@return ps.Tensor
 function T:fmod(b) return rest_of(self, b, T.trunc, "fmod") end
 
---- This tensor plus weight times its difference to another one.
+--- Returns this tensor plus weight times its difference to another one.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
 ---@param weight number|ps.Tensor 0: this tensor; 1: the other
 ---@return ps.Tensor
@@ -179,7 +182,7 @@ function T:lerp(stop, weight)
   return stop - way * (1 - weight)
 end
 
---- The indices that sort a tensor along a dimension.
+--- Returns the indices that sort a tensor along a dimension.
 ---@param d? integer default -1
 ---@param descending? boolean default false
 ---@return ps.Tensor int64, of this shape
@@ -191,7 +194,7 @@ end
 -- -- whole tensors --------------------------------------------------------------------------------------------------
 local CLOSE = { rtol = "number", atol = "number", equal_nan = "boolean" }
 
--- Whether |a - b| <= atol + rtol |b|, element by element; infinities of one sign are close.
+-- Returns whether |a - b| <= atol + rtol |b|, element by element; infinities of one sign are close.
 local function close(a, b, rtol, atol, equal_nan, call)
   if type(rtol) == "table" then
     local options = caller.options(rtol, call, CLOSE)
@@ -214,21 +217,21 @@ end
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean two NaNs are equal; default false
+---@param equal_nan? boolean two NaNs are equal (default false)
 ---@return ps.Tensor bool
 function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
 
---- Whether all elements of two tensors are nearly equal, by isclose's rule.
+--- Returns whether all elements of two tensors are nearly equal, by isclose's rule.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean two NaNs are equal; default false
+---@param equal_nan? boolean two NaNs are equal (default false)
 ---@return boolean
 function T:allclose(other, rtol, atol, equal_nan)
   return close(self, other, rtol, atol, equal_nan, "allclose"):all():item()
 end
 
---- Whether two tensors have one shape and equal elements.
+--- Returns whether two tensors have one shape and equal elements.
 ---@param other ps.Tensor
 ---@return boolean
 function T:equal(other)
@@ -238,7 +241,7 @@ function T:equal(other)
 end
 
 -- -- shapes ---------------------------------------------------------------------------------------------------------
---- A dimension as several ones.
+--- Returns a dimension as several ones.
 ---@param d integer
 ---@param sizes integer[] of the new dimensions; one may be -1, which is computed from the others
 ---@return ps.Tensor
@@ -261,7 +264,7 @@ function T:unflatten(d, sizes)
   return self:reshape(shape)
 end
 
---- This tensor, expanded to another one's shape.
+--- Returns this tensor, expanded to another one's shape.
 ---@param other ps.Tensor
 ---@return ps.Tensor a view
 function T:expand_as(other)
@@ -289,7 +292,7 @@ function T:repeat_interleave(repeats, d)
 end
 
 -- -- parts ----------------------------------------------------------------------------------------------------------
---- The parts along dimension d, without it, as several results. Views.
+--- Returns the parts along dimension d, without it, as several results. Views.
 ---@param d? integer default 0
 ---@return ps.Tensor ...
 function T:unbind(d)
@@ -299,7 +302,7 @@ function T:unbind(d)
   return unpack(parts)
 end
 
---- A matrix with a vector on a diagonal, or the diagonal of a matrix, a view where the matrix is contiguous.
+--- Returns a matrix with a vector on a diagonal, or the diagonal of a matrix, a view where the matrix is contiguous.
 ---@param diagonal? integer 0: the main one; above it: larger
 ---@return ps.Tensor
 function T:diag(diagonal)

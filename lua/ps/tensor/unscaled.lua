@@ -8,7 +8,7 @@ local scope = require "ps.core.scope"
 
 local unscaled = {}
 
---- The gradient of the micro-batch's own loss.
+--- Returns the gradient of the micro-batch's own loss.
 ---@param grad ps.Tensor
 ---@param factor? number nil: the walk does not belong to an engine
 ---@return ps.Tensor

@@ -37,7 +37,8 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Makes a tensor of the same shape at `offset` elements into the chunk of a kind. ids: a row's chunks (chunks_for).
+-- Makes a tensor of the same shape at `offset` elements into the chunk of a kind. `ids` are a row's chunks
+-- (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -45,11 +46,12 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Whether a state cannot lie at its parameter's offset: its shape differs, or its elements are so small that the offset
--- would not be aligned.
+-- Returns whether a state cannot lie at its parameter's offset: its shape differs, or its elements are so small that
+-- the offset would not be aligned.
 local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
--- Bytes from the begin of its chunk at which a parameter's state lies. index: the parameter's number in the layout.
+-- Returns the bytes from the begin of its chunk at which a parameter's state lies. `index` is the parameter's number in
+-- the layout.
 local function state_at(state, ids, offset, index)
   if not packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
   return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
@@ -118,8 +120,8 @@ function build.to_chunk(tensor, shards)
   shards:adopt(tensor, part, 0, nil)
 end
 
--- The module's parameters: {name, tensor, number, places = {{module, key}...}}; tied ones appear once. number: its
--- number in the model, from 0.
+-- Returns the module's parameters: {name, tensor, number, places = {{module, key}...}}; tied ones appear once. number:
+-- its number in the model, from 0.
 local function parameters(module)
   local list, by_address = {}, {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -165,7 +167,7 @@ local function check_parameter(entry, device)
   end
 end
 
--- The dtype in which a parameter trains: the configuration's for fp32, else its own.
+-- Returns the dtype in which a parameter trains: the configuration's for fp32, else its own.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
@@ -455,7 +457,7 @@ function build.place(module, options)
 end
 
 --- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i].
---- built.list is sorted by (vstage, order). order: the number among all trained parameters of the model; norms are
+--- built.list is sorted by (vstage, order). `order` is the number among all trained parameters of the model; norms are
 --- summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
@@ -480,7 +482,7 @@ function build.register(built, group_of, n_groups, where)
     local row = rows[i - 1]
     local apart = where.device ~= where.host
     local averages = entry.averages or {}
-    -- The tensor for the compute device; the host's view of it goes into row.host.
+    -- Returns the tensor for the compute device; the host's view of it goes into row.host.
     local function both(t, k)
       if apart then row.host[k] = ptr(seen_from(t, where.host)) end
       return ptr(apart and k > 0 and seen_from(t, where.device) or t)

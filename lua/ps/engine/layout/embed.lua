@@ -22,7 +22,7 @@ local GAIN = 0.98           -- a table moves to the host if the step then takes 
 ---@field nbytes integer
 ---@field crossed integer bytes of rows that a step's lookups copy to the device, known after a dry run
 
---- Whether a parameter is registered only as the table of one embedding.
+--- Returns whether a parameter is registered only as the table of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -35,7 +35,7 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Whether the engine's tables may move to the host. Prints a note if the setting has no effect here.
+--- Returns whether the engine's tables may move to the host. Prints a note if the setting has no effect here.
 ---@param fields {cfg: ps.Config, device: integer, host: integer} of the engine
 ---@param note fun(text: string)
 ---@return boolean
@@ -63,8 +63,8 @@ local function set_of(list)
   return set
 end
 
--- Seconds of a step, without its computation, with these tables on the host: its copies and updates (hybrid.lua), plus
--- the copies of lookups (rows to the device, gradients to the host), which all other work waits for.
+-- Returns the seconds of a step, without its computation, with these tables on the host: its copies and updates
+-- (hybrid.lua), plus the copies of lookups (rows to the device, gradients to the host), which all other work waits for.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -109,8 +109,8 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- The tables that all ranks chose. A rank that failed chose none. It raises its error after this exchange, so that the
--- others do not wait for it.
+-- Returns the tables that all ranks chose. A rank that failed chose none. It raises its error after this exchange, so
+-- that the others do not wait for it.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end

@@ -56,7 +56,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field states? ps.optimizers.State[] of its optimizer; it shares chunks only with tensors that have the same ones
 ---@field bytes? number bytes per element in all kinds of chunks, if it trains
 ---@field apart? boolean shares chunks only with other tensors that have it set
----@field vstage? integer its virtual stage, by number among those of this process; default 0
+---@field vstage? integer its virtual stage, by number among those of this process (default 0)
 ---@field stays? boolean whether it stays on this rank from its first gather to the end of the step; absent: as the
 ---  configuration says
 
@@ -66,7 +66,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field vstage integer
 ---@field stays? boolean that of its entries
 ---@field states? ps.optimizers.State[] those of its entries
----@field bytes number the most bytes per element of an entry; 0: not known
+---@field bytes number the most bytes per element of an entry, or 0 if it is unknown
 ---@field chunks integer number of chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
@@ -117,7 +117,8 @@ local function check_size(size, key)
   end
 end
 
--- The chunk of `list` with room for `need` more elements: the newest, or one of the `lookback` before it; nil: none.
+-- Returns the chunk of `list` with room for `need` more elements: the newest, or one of the `lookback` before it, or
+-- nil if there is none.
 local function place(list, need, capacity, lookback)
   for i = #list, math.max(1, #list - lookback), -1 do
     if list[i].fill + need <= capacity then return list[i] end
@@ -199,7 +200,7 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Bytes per element in all kinds together. An update needs all of them at once.
+--- Returns the bytes per element in all kinds together. An update needs all of them at once.
 ---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
 ---@param trained? number bytes if it trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
@@ -226,7 +227,7 @@ end
 ---@field feasible boolean
 ---@field why? string why it is not feasible
 
--- The reason why these chunks do not fit into `capacity` bytes of the fastest tier; nil: they fit.
+-- Returns the reason why these chunks do not fit into `capacity` bytes of the fastest tier, or nil if they fit.
 local function obstacle(row, entries, capacity)
   if not capacity or row.bytes <= capacity then return nil end
   if row.alone_bytes > capacity then
@@ -269,8 +270,8 @@ local function judge(entries, size, options)
   return row
 end
 
--- The repeated blocks of a model: runs of entries whose names are equal up to the first number ("h.0.", "h.1.", ...).
--- Each block is a list of its entries' elements. Blocks with the same total appear once.
+-- Returns the repeated blocks of a model: runs of entries whose names are equal up to the first number ("h.0.", "h.1.",
+-- ...). Each block is a list of its entries' elements. Blocks with the same total appear once.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -327,8 +328,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- The range of sizes to try. It begins below the usual smallest size if that leaves no room to fetch ahead, or too few
--- chunks per rank.
+-- Returns the range of sizes to try. It begins below the usual smallest size if that leaves no room to fetch ahead, or
+-- too few chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -364,7 +365,7 @@ local function check_options(options)
 end
 
 ---@class ps.layout.Options
----@field capacity? number bytes for chunks in the fastest tier; nil: everything fits
+---@field capacity? number bytes for chunks in the fastest tier, or nil if everything fits
 ---@field state_bytes? number bytes of a trained element in all kinds of chunks (default 14, fp32 16)
 ---@field min? integer elements, default 1 Mi (less if `capacity` or `ranks` needs less)
 ---@field max? integer elements, default 64 Mi

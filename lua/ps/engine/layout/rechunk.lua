@@ -36,7 +36,7 @@ local function move_param(made, group, ids, at, where)
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
 
--- The unit of each row of a layout; 0 if it does not train.
+-- Returns the unit of each row of a layout; 0 if it does not train.
 local function units_of(made)
   local units, count = {}, 0
   for _, row in ipairs(made.chunks) do
@@ -94,8 +94,8 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- The bytes of the largest parameter with its state, and its name. Its update needs them on the host at once, whatever
--- the chunk size.
+-- Returns the bytes of the largest parameter with its state, and its name. Its update needs them on the host at once,
+-- whatever the chunk size.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -106,10 +106,10 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Bytes of a chunk of `numel` elements in fp32, in the kind with the largest offset.
+-- Returns the bytes of a chunk of `numel` elements in fp32, in the kind with the largest offset.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
--- Elements of the largest chunk with several tensors.
+-- Returns the elements of the largest chunk with several tensors.
 local function largest_shared(engine)
   local most = 0
   for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
@@ -118,8 +118,9 @@ local function largest_shared(engine)
   return most
 end
 
---- The largest new chunk size, as a fraction of the largest chunk. While tensors move, an old and a new chunk are on
---- the host at once, and the chunks of all kinds of a row exist twice on the tiers. 0: there is no room.
+--- Returns the largest new chunk size, as a fraction of the largest chunk. While tensors move, an old and a new chunk
+--- are on the host at once, and the chunks of all kinds of a row exist twice on the tiers. Returns 0 if there is no
+--- room.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -141,8 +142,8 @@ end
 -- Errors of a step for which smaller chunks may help.
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
---- The fraction of an op's chunks for which there is room, if a step cannot be planned and smaller chunks may help.
---- Else nil; the error then says why smaller chunks do not help, or that the configuration sets chunk_size.
+--- Returns the fraction of an op's chunks for which there is room, if a step cannot be planned and smaller chunks may
+--- help. Else nil; the error then says why smaller chunks do not help, or that the configuration sets chunk_size.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?

@@ -49,7 +49,7 @@ function share.out(rows, size, weight)
   return made
 end
 
---- The bytes of the fullest rank relative to the mean, minus one.
+--- Returns the bytes of the fullest rank relative to the mean, minus one.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

@@ -9,8 +9,8 @@ local split = {}
 local UNIT = pack.UNIT
 local AT_MOST = 0.75                    -- fraction of the largest chunk, so that few tries reach any size
 
---- The next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split; nil: none can
---- be.
+--- Returns the next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split, or nil
+--- if none can be.
 ---@param made ps.layout.Layout
 ---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?

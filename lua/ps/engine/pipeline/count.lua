@@ -49,7 +49,7 @@ local count = {}
 ---@field needs_grad boolean the next part returns a gradient for it
 
 -- -- ops ------------------------------------------------------------------------------------------------------------
--- Whether a gradient reaches t, and whether t is a leaf, as a parameter is.
+-- Returns whether a gradient reaches t, and whether t is a leaf, as a parameter is.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
 local function is_leaf(t) return t.node == nil end
 
@@ -148,7 +148,7 @@ function count.stand_in(places, device, precision)
   return function() for _, at in ipairs(places) do registry.put(at.owner, at.key, at.tensor) end end
 end
 
---- All tensors of a model or of one of its parts, for count.stand_in.
+--- Returns all tensors of a model or of one of its parts, for count.stand_in.
 ---@param model ps.nn.Module
 ---@param part? ps.nn.Part
 ---@param more? string[] further names of parameters of the model
@@ -173,7 +173,7 @@ local function used()
   return views.memory("meta").used
 end
 
--- The carry of a part as a list sorted by name, and its bytes.
+-- Returns the carry of a part as a list sorted by name, and its bytes.
 local function carry_of(part, carry)
   if type(carry) ~= "table" then
     error(("part %s returned a %s; a part's forward must return a table of tensors"):format(part.name, type(carry)), 0)
@@ -222,7 +222,7 @@ local function likeness(part, cost)
   return table.concat(said, "\n")
 end
 
---- The first names of a model's parameters and buffers.
+--- Returns the first names of a model's parameters and buffers.
 ---@param module ps.nn.Module
 ---@param key_of fun(t: ps.Tensor): any equal for tensors that count as one
 ---@return table<any, string> by key
@@ -285,9 +285,9 @@ end
 --- Counts what a model's parts cost for a micro-batch.
 ---@param module ps.nn.Module with parts()
 ---@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
----@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute; default fp32
----@param carries? boolean true: count the tensors between parts, but not `activations`, for which garbage is
----  collected before and after each part
+---@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute (default fp32)
+---@param carries? boolean true: count the tensors between parts, but not `activations`, for which garbage is collected
+---  before and after each part
 ---@param cached? boolean true: a step of generate with cached keys and values: the batch has cached = true. Needs
 ---  `carries`
 ---@return ps.engine.PartCost[]

@@ -34,7 +34,7 @@ Driver.work = {
 
 local driver = {}
 
---- The driver of an engine whose model is cut into stages.
+--- Returns the driver of an engine whose model is cut into stages.
 ---@param engine ps.Engine
 ---@param pipe ps.engine.Pipe
 ---@return ps.engine.RowDriver
@@ -47,7 +47,8 @@ function Driver:forward(v, micro) return self.pipe:forward(v, micro) end
 function Driver:fingerprint() return self.pipe:fingerprint() end
 
 -- -- performing a row -------------------------------------------------------------------------------------------------
--- The next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and reductions.
+-- Returns the next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and
+-- reductions.
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
@@ -64,8 +65,8 @@ local function resume(engine, pipe, factor)
   if not ok then actions.fail(engine, problem) end
 end
 
--- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0;
--- nil: the row has ended.
+-- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0,
+-- or nil if the row has ended.
 local function advance(self, dry, before)
   local engine, pipe = self.engine, self.pipe
   local s, report = state.of(engine), not dry and engine.report
@@ -117,7 +118,7 @@ end
 function Driver:end_dry() return self.pipe:drop_dry() end
 
 -- -- beginning --------------------------------------------------------------------------------------------------------
--- All micro-batches of a loop. A pipeline needs them before its first turn.
+-- Returns all micro-batches of a loop. A pipeline needs them before its first turn.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do

@@ -18,7 +18,7 @@ local pipe_generate = {}
 ---@field agreed fun(read: (fun(): table), told: fun(request: table): string[][]): table
 ---@field together fun(fn: fun(): boolean): boolean
 
--- The logits [R, V] fp32 of a forward through the stages, on all ranks.
+-- Returns the logits [R, V] fp32 of a forward through the stages, on all ranks.
 local function next_logits(engine, ids, at)
   local module, pipe = engine.module, engine.driver.pipe
   local out = engine.driver:once(ids, module:step_batch(ids, at))
@@ -30,7 +30,7 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
--- The groups of ranks that must advance together. Each rank is in one group of each kind. ZeRO stage 3 gathers
+-- Returns the groups of ranks that must advance together. Each rank is in one group of each kind. ZeRO stage 3 gathers
 -- parameters among ranks that have other rows, so these advance together, too.
 local function groups_of(engine)
   if engine.zero_stage == 3 then return { mesh.group "world" } end

@@ -25,7 +25,8 @@ local function zeros(like, device)
   return t
 end
 
--- The seconds of a part's forward and of its backward. from: the tensors that the part receives (ps.engine.Carry[]).
+-- Returns the seconds of a part's forward and of its backward. `from` are the tensors that the part receives
+-- (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
   for _, like in ipairs(from) do carry[like.name] = zeros(like, device) end
@@ -42,7 +43,7 @@ local function run(part, from, batch, device)
   return middle - begin, process.now() - middle
 end
 
--- The key of a part's kind: parts with the same counted costs are measured once.
+-- Returns the key of a part's kind: parts with the same counted costs are measured once.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end

@@ -83,13 +83,13 @@ local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
--- The table of a schedule, before transfers are added to it.
+-- Returns the table of a schedule, before transfers are added to it.
 local function new_table(cut, size, micros, forward_only)
   return pipe_table.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
     micro_batches = micros, forward_only = forward_only }
 end
 
---- The pipeline that a configuration asks for.
+--- Returns the pipeline that a configuration asks for.
 ---@param cfg ps.Config
 ---@param group ps.Group the ranks of the stages
 ---@return ps.engine.Pipeline
@@ -119,7 +119,7 @@ function pipe.join(module, stages, built)
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
 
---- The pipeline of an engine.
+--- Returns the pipeline of an engine.
 ---@param engine ps.Engine
 ---@param stages ps.engine.Stages
 ---@param group ps.Group
@@ -137,8 +137,8 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- This rank's row of actions and its executor for a step of `micros` micro-batches, made at the first call. All ranks
--- call this together.
+-- Returns this rank's row of actions and its executor for a step of `micros` micro-batches, made at the first call. All
+-- ranks call this together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -162,7 +162,7 @@ local function row_of(self, micros, forward_only)
   return found
 end
 
--- Whether this is a step of generate with cached keys and values.
+-- Returns whether this is a step of generate with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
 local NO_EXAMPLE = "pipeline: the model was cut by its numbers of parameters, since it was made before a batch was "
@@ -177,7 +177,8 @@ local function recount(self, args)
   self.stages:recount(engine.module, args, engine.precision)
 end
 
--- The costs of the model's parts for micro-batches like this one, and the tensors that each part passes to the next.
+-- Returns the costs of the model's parts for micro-batches like this one, and the tensors that each part passes to the
+-- next.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -211,7 +212,7 @@ local function expect(self, row, micro)
   row.keys[micro.number] = micro.key
 end
 
---- This rank's actions in a step of `micros` micro-batches: forwards, backwards and reductions.
+--- Returns this rank's actions in a step of `micros` micro-batches: forwards, backwards and reductions.
 ---@param micros integer
 ---@return table[] actions {kind, number of the virtual stage among this rank's, micro-batch}
 function Pipe:actions(micros)
@@ -287,9 +288,9 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- The micro-batches, from the first number up to but not including the second, that repeat the effects of those before
--- them in a dry run (ps_pipe_repeat). They are all except the first PS_PIPE_PERFORMED and the last, if they have the
--- shapes of the second one. 0, 0: none.
+-- Returns the micro-batches, from the first number up to but not including the second, that repeat the effects of those
+-- before them in a dry run (ps_pipe_repeat). They are all except the first PS_PIPE_PERFORMED and the last, if they have
+-- the shapes of the second one. 0, 0: none.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -330,7 +331,7 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Whether the forward that is due repeats the effects of another micro-batch's: done() then performs it.
+--- Returns whether the forward that is due repeats the effects of another micro-batch's: done() then performs it.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
@@ -354,8 +355,9 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- The next forward, recompute segment or yield; nil: the row has ended. C performs the actions before it. A backward,
---- weight gradients or a reduction are returned only if Lua has work before C performs them (collects, tell).
+--- Returns the next forward, recompute segment or yield, or nil if the row has ended. C performs the actions before it.
+--- A backward, weight gradients or a reduction are returned only if Lua has work before C performs them (collects,
+--- tell).
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -370,11 +372,11 @@ function Pipe:next()
   self.row = false
 end
 
---- Whether Lua should collect garbage before the event under way.
+--- Returns whether Lua should collect garbage before the event under way.
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
---- The number of what the walk of the event under way stopped for.
+--- Returns the number of what the walk of the event under way stopped for.
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
@@ -403,7 +405,7 @@ end
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
 --- Performs a row of forwards up to its next yield.
----@return integer? micro that of the yield, from 0; nil: the row has ended
+---@return integer? micro that of the yield, from 0, or nil if the row has ended
 function Pipe:look()
   while true do
     local kind, v, micro = self:next()
@@ -415,7 +417,7 @@ function Pipe:look()
 end
 
 -- -- the model's code -------------------------------------------------------------------------------------------------
--- The tensors that a virtual stage received, by name.
+-- Returns the tensors that a virtual stage received, by name.
 local function come_in(self, names)
   local carry = {}
   for i = 1, self.event.n do
@@ -516,7 +518,7 @@ local function loss_here(micro)
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- The description that the last virtual stage would send of its output, for a dry run without that rank.
+-- Returns the description that the last virtual stage would send of its output, for a dry run without that rank.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -549,7 +551,7 @@ local function gathered(self, micro)
   return micro.out or batch.turning(out)
 end
 
---- The output that a script gets for a micro-batch whose loss has arrived.
+--- Returns the output that a script gets for a micro-batch whose loss has arrived.
 ---@param number integer
 ---@param gather? boolean all ranks get the tensors of the last virtual stage; all call it
 ---@return table out

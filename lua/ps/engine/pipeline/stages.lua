@@ -75,7 +75,8 @@ local function numbers(list)
   return table.concat(said, ", ")
 end
 
--- The number of layers, which are the parts whose names end in a number; if there are none, the number of all parts.
+-- Returns the number of layers, which are the parts whose names end in a number; if there are none, the number of all
+-- parts.
 local function layers_of(list)
   local n = 0
   for _, part in ipairs(list) do if part.name:match "%.%d+$" then n = n + 1 end end
@@ -87,7 +88,7 @@ local WEIGHTS = {
   parameters = function(cost) return cost.numel end,
 }
 
--- The letter of each part in Megatron's layouts: E the first part, L the last one, t a layer, m another part.
+-- Returns the letter of each part in Megatron's layouts: E the first part, L the last one, t a layer, m another part.
 local function kinds_of(list)
   local kinds = {}
   for i, part in ipairs(list) do
@@ -97,8 +98,8 @@ local function kinds_of(list)
   return table.concat(kinds)
 end
 
--- The number of parts in each virtual stage for the shortest simulated step. The simulation shows how a slow part, such
--- as the head, delays the other stages.
+-- Returns the number of parts in each virtual stage for the shortest simulated step. The simulation shows how a slow
+-- part, such as the head, delays the other stages.
 local function by_cost(costs, table_)
   local given = {}
   for i, cost in ipairs(costs) do
@@ -110,7 +111,7 @@ local function by_cost(costs, table_)
   return counts, times
 end
 
--- Weights for DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
+-- Returns the weights for DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -217,8 +218,8 @@ local function check_overlaps(self, names_of, uses)
   end
 end
 
--- The virtual stages that use each parameter and buffer, by name: those whose parts declare it, or read it in the dry
--- run that counted the parts. A head that reads a tied table need not declare it.
+-- Returns the virtual stages that use each parameter and buffer, by name: those whose parts declare it, or read it in
+-- the dry run that counted the parts. A head that reads a tied table need not declare it.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
   for i = 1, #self.parts do
@@ -311,7 +312,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- The first of this rank's virtual stages that use a parameter, by its number among this rank's; nil: none uses it.
+--- Returns the first of this rank's virtual stages that use a parameter, by its number among this rank's, or nil if
+--- none uses it.
 ---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
@@ -320,7 +322,8 @@ function Stages:own(name)
   end
 end
 
---- The other virtual stages of this rank that use a parameter, without own(), by their numbers among this rank's.
+--- Returns the other virtual stages of this rank that use a parameter, without own(), by their numbers among this
+--- rank's.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -331,15 +334,15 @@ function Stages:other_uses(name)
   return list
 end
 
---- Whether several virtual stages use one parameter, on any ranks.
+--- Returns whether several virtual stages use one parameter, on any ranks.
 ---@return boolean
 function Stages:has_ties()
   for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
   return false
 end
 
---- The place of a parameter or buffer on another rank, as text; nil: it is on this rank. Buffers that no part's modules
---- hold are on all ranks.
+--- Returns the place of a parameter or buffer on another rank, as text, or nil if it is on this rank. Buffers that no
+--- part's modules hold are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -348,7 +351,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- The other ranks that also hold a parameter of this rank, as copies of a tied table.
+--- Returns the other ranks that also hold a parameter of this rank, as copies of a tied table.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -360,8 +363,8 @@ function Stages:sharers(name)
   return list
 end
 
---- Whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since copies of a tied table are
---- equal.
+--- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since copies of a tied
+--- table are equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -369,7 +372,7 @@ function Stages:saves(name)
   return (list and self.ranks[list[1] + 1] or 0) == self.rank
 end
 
---- The ranks that hold copies of tied parameters; nil: no parameter is on several ranks.
+--- Returns the ranks that hold copies of tied parameters, or nil if no parameter is on several ranks.
 ---@return integer[]?
 function Stages:copies()
   local found
@@ -402,8 +405,8 @@ function Stages:keep_own(state)
   end
 end
 
---- Whether a state has no tensor that only other ranks hold, like a result of keep_own. It may be empty: other ranks of
---- the same stage may own all of it.
+--- Returns whether a state has no tensor that only other ranks hold, like a result of keep_own. It may be empty: other
+--- ranks of the same stage may own all of it.
 ---@param state table<string, ps.Tensor>|table an open file has names()
 ---@return boolean
 function Stages:is_own(state)
@@ -424,7 +427,7 @@ function Stages:run(vstage, carry, batch)
   return scope.scope(parts.run, self.parts, self.first[v], self.first[v + 1] - 1, carry, batch)
 end
 
---- The cost of a virtual stage: the sums over its parts, and the carry of its last part.
+--- Returns the cost of a virtual stage: the sums over its parts, and the carry of its last part.
 ---@param v integer number in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
@@ -442,7 +445,7 @@ function Stages:cost(v)
   return sum
 end
 
---- Whether a virtual stage sends a gradient back, because a tensor that it receives requires one.
+--- Returns whether a virtual stage sends a gradient back, because a tensor that it receives requires one.
 ---@param v integer number in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
@@ -452,7 +455,7 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- Whether the costs are those of by_parameters, since no batch was known when the model was cut.
+--- Returns whether the costs are those of by_parameters, since no batch was known when the model was cut.
 ---@return boolean
 function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
 
@@ -481,15 +484,15 @@ function Stages:check_uses(costs)
 end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
--- The arguments of the call that counts the operations of a model's parts: the batch that ps.initialize got as
--- `example`, or those that the model itself makes; nil: none are known.
+-- Returns the arguments of the call that counts the operations of a model's parts: the batch that ps.initialize got as
+-- `example`, or those that the model itself makes, or nil if none are known.
 local function example_of(module, pipeline)
   if pipeline.example then return pipeline.example end
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
--- The costs of a model's parts before a batch is known. Until then a part's number of parameter elements is used in
--- place of its operations. The parts are counted when the first batch arrives (row.lua).
+-- Returns the costs of a model's parts before a batch is known. Until then a part's number of parameter elements is
+-- used in place of its operations. The parts are counted when the first batch arrives (row.lua).
 local function by_parameters(module)
   local costs = {}
   for i, part in ipairs(parts.of(module)) do
@@ -502,8 +505,8 @@ local function by_parameters(module)
   return costs
 end
 
--- The costs with the parts' seconds on rank 0's device instead of operations. All ranks use those of rank 0, since they
--- must make the same cut.
+-- Returns the costs with the parts' seconds on rank 0's device instead of operations. All ranks use those of rank 0,
+-- since they must make the same cut.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",

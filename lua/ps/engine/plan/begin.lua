@@ -61,8 +61,8 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil: the step has begun; a fraction for rechunk.split: smaller chunks may help; 0:
--- they may help, but a rank has no room for the new layout.
+-- Tries to begin a step. Returns nil: the step has begun; a fraction for rechunk.split: smaller chunks may help, or 0
+-- if they may help, but a rank has no room for the new layout.
 local function try_step(engine, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, engine, args, key)

@@ -57,14 +57,15 @@ end
 ---@field wanted integer bytes of chunks that the op needs on the tier at once
 ---@field left integer bytes for chunks there, next to the peak of other tensors in the step
 
--- The first op that has room only because other tensors are small at its trace index; nil: there is none.
+-- Returns the first op that has room only because other tensors are small at its trace index, or nil if there is none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- The forecast of a step like trace `id`. If it does not fit, the error has fields with the tier and the bytes.
+--- Returns the forecast of a step like trace `id`. If it does not fit, the error has fields with the tier and the
+--- bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -85,8 +86,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- The plan's line about the gradients that this process sends to their owners and keeps; nil: every process keeps its
--- own.
+-- Returns the plan's line about the gradients that this process sends to their owners and keeps, or nil if every
+-- process keeps its own.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end
@@ -100,7 +101,7 @@ local function gradients_line(engine)
       or parts and shards.once and "once, and keeps them until the last" or "once")
 end
 
---- The plan as lines of text.
+--- Returns the plan as lines of text.
 ---@param engine ps.Engine
 ---@param forecast ps.engine.Forecast
 ---@return string[]

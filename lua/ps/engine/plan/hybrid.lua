@@ -25,7 +25,7 @@ local APART = 0.3           -- fraction of the shorter phase (copies or updates)
 ---@field share number fraction of the parameters that may be updated on the device
 ---@field resident integer number of units, at most `count`, whose state fits into the margin
 ---@field id integer the trace of a step with this split
----@field seconds? number predicted for a step without forward and backward, from the three below; nil: there was
+---@field seconds? number predicted for a step without forward and backward, from the three below, or nil if there was
 ---  nothing to decide
 ---@field link? number predicted seconds of copies per step
 ---@field host? number predicted seconds per step in which the host is busy with updates
@@ -33,7 +33,7 @@ local APART = 0.3           -- fraction of the shorter phase (copies or updates)
 ---@field forecast? ps.engine.Forecast
 ---@field all_host? ps.engine.Split the split with all units on the host, or with as many as fit there
 
--- Whether the device has kernels for this optimizer's updates. The kernels of cuda do not support remainders.
+-- Returns whether the device has kernels for this optimizer's updates. The kernels of cuda do not support remainders.
 local function has_kernels(engine)
   if engine.remainder and engine.device_name == "cuda" then return false end
   local names = { [engine.cfg.optimizer.type] = true }
@@ -45,7 +45,7 @@ local function has_kernels(engine)
   return true
 end
 
---- Whether this engine may run any updates on the device.
+--- Returns whether this engine may run any updates on the device.
 ---@param engine ps.Engine
 ---@return boolean
 function hybrid.wanted(engine)
@@ -56,8 +56,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- The units that the device may update, which exclude tables that are looked up on the host; the number of their
--- parameters; and the number of parameters that the device may update at most.
+-- Returns the units that the device may update, which exclude tables that are looked up on the host; the number of
+-- their parameters; and the number of parameters that the device may update at most.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -72,7 +72,7 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- The margin by the forecast of a step: bytes on the device for optimizer state, next to the parameters.
+-- Returns the margin by the forecast of a step: bytes on the device for optimizer state, next to the parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -83,8 +83,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- The first units whose state together fits into the margin, and their number. most: the largest number of their
--- parameters.
+-- Returns the first units whose state together fits into the margin, and their number. `most` is the largest number of
+-- their parameters.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -150,8 +150,8 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- The share at which copies take as long as updates on the host, by linear interpolation between two splits. With one
--- split, it assumes that each further unit copies its state and saves the host its update.
+-- Returns the share at which copies take as long as updates on the host, by linear interpolation between two splits.
+-- With one split, it assumes that each further unit copies its state and saves the host its update.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -165,17 +165,17 @@ local function same(a, b, units)
   return true
 end
 
--- Whether split a is better than b. A gain never justifies more disk traffic, since the disk is slower than the links
--- compared here.
+-- Returns whether split a is better than b. A gain never justifies more disk traffic, since the disk is slower than the
+-- links compared here.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- The split with the fewest updates on the device for which the tiers have room. The plan with all updates on the host
--- lacks some bytes, for state that the last tier cannot hold and that must live on the device. Raises the plan's error
--- if no such split exists.
+-- Returns the split with the fewest updates on the device for which the tiers have room. The plan with all updates on
+-- the host lacks some bytes, for state that the last tier cannot hold and that must live on the device. Raises the
+-- plan's error if no such split exists.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
@@ -266,7 +266,7 @@ end
 
 local function ms(seconds) return ("%.3g ms"):format(seconds * 1e3) end
 
---- The plan's lines that describe a split.
+--- Returns the plan's lines that describe a split.
 ---@param engine ps.Engine
 ---@param split ps.engine.Split
 ---@return string[]

@@ -14,7 +14,7 @@ local rates = {}
 ---@field up number bytes per second from the host to the device, with both directions busy
 ---@field down number bytes per second from the device to the host
 ---@field at_once number fraction of the device's time in Adam during which the host is free
----@field seconds number of the measurement; 0: nothing was measured
+---@field seconds number of the measurement, or 0 if nothing was measured
 ---@field given table<string, boolean> the speeds that the configuration set
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
@@ -43,8 +43,8 @@ local supposed
 ---@param r table<string, number>|nil by KEYS
 function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 
---- The speeds that this process measured, with at most `nbytes` of memory on each side. It measures if it has not done
---- so, or if it used much less memory than is allowed this time.
+--- Returns the speeds that this process measured, with at most `nbytes` of memory on each side. It measures if it has
+--- not done so, or if it used much less memory than is allowed this time.
 ---@param device string|integer
 ---@param nbytes? integer
 ---@return ps.Rates
@@ -66,10 +66,10 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- The speeds by which an engine plans: those of its configuration, and measured ones for the others. Each is the
---- minimum over all ranks, so that all ranks make the same decisions.
+--- Returns the speeds by which an engine plans: those of its configuration, and measured ones for the others. Each is
+--- the minimum over all ranks, so that all ranks make the same decisions.
 ---@param engine ps.Engine
----@param least? fun(value: integer): integer minimum over all ranks; nil: there is one rank
+---@param least? fun(value: integer): integer minimum over all ranks, or nil if there is one rank
 ---@return ps.Rates
 function rates.of(engine, least)
   local cfg, r, missing = engine.cfg, setmetatable({ seconds = 0, given = {} }, shown), false

@@ -9,8 +9,8 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- The bytes that a trained parameter and a frozen one take on this process: the average share if ranks share the
---- state.
+--- Returns the bytes that a trained parameter and a frozen one take on this process: the average share if ranks share
+--- the state.
 ---@param stage integer of zero_optimization
 ---@param size integer processes
 function shortage.bytes_each(options, stage, size)
@@ -32,7 +32,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- Remedies, as keys of the configuration.
+-- Returns remedies, as keys of the configuration.
 local function advice(options, shared)
   local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do

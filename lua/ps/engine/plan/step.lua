@@ -27,8 +27,8 @@ end
 ---@field printed table|false the facts that the printed plans contain
 ---@field tables_on_host table<ps.engine.Table, boolean>|false tables of nn.Embedding that are on the host
 
--- Whether a plan differs enough from the printed ones to be printed: another layout, the first moves, the first op that
--- lacks room, or a clearly higher peak. Plans for batches of other sizes differ by less.
+-- Returns whether a plan differs enough from the printed ones to be printed: another layout, the first moves, the first
+-- op that lacks room, or a clearly higher peak. Plans for batches of other sizes differ by less.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false

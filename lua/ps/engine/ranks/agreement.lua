@@ -74,7 +74,7 @@ function data_parallel.new(engine)
 end
 
 -- Refuses loaders that read different data, or in a different order: nothing else would report such ranks.
----@param records table<string, number>[] of all ranks; data: the hash of the loader's data; 0: no loader
+---@param records table<string, number>[] of all ranks; data: the hash of the loader's data, or 0 if there is no loader
 function Ranks:compare_data(records)
   local alike = true
   for _, record in ipairs(records) do
@@ -93,13 +93,13 @@ function Ranks:compare_data(records)
   end
 end
 
--- The rank with the first layers, or the first part of them, in the model replica that a rank belongs to.
+-- Returns the rank with the first layers, or the first part of them, in the model replica that a rank belongs to.
 local function first_of_copy(rank)
   local tp, dp = mesh.size "tp", mesh.size "dp"
   return math.floor(rank / tp) % dp * tp
 end
 
--- Whether two ranks have the same layers, or parts of the same layers.
+-- Returns whether two ranks have the same layers, or parts of the same layers.
 local function same_stage(a, b)
   local ranks = mesh.size "tp" * mesh.size "dp"
   return math.floor(a / ranks) == math.floor(b / ranks)
@@ -113,7 +113,7 @@ local ALIKE = { { field = "batch", what = "has a different batch, or different w
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
 -- Refuses ranks of one model replica that have different rows, or would continue with different settings. records:
--- those of all ranks. same_rows: the stages of the model have the same rows.
+-- those of all ranks. `same_rows` are the stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -126,7 +126,7 @@ local function compare_parts(records, same_rows)
   end
 end
 
--- A number for the rows of a micro-batch; 0: it has no rows.
+-- A number for the rows of a micro-batch, or 0 if it has no rows.
 local function rows_number(given)
   local said = {}
   for i = 1, given.n do batch.add_hashes(said, given[i]) end
@@ -193,18 +193,18 @@ local PLANNED = { "tp", "dp" }                     -- axes whose calls within a 
 --   gathers    the number of gathers that run ahead
 --   short      1: there was no room, but there may be with smaller chunks
 --   share      the size that smaller chunks may have, as a fraction of the present size
---   data       the hash of the data that the loader reads; 0: there is no loader, or it was compared before
+--   data       the hash of the data that the loader reads, or 0 if there is no loader, or it was compared before
 --   batch      the number for the micro-batches and the weights of losses
 --   settings   the hash of the settings that must be equal on all stages
 --   own        the hash of the seed and of the parameters that train
---   tp, dp     the number for the planned calls along this axis; 0: none are known
---   rows       the number for the first micro-batch's rows; 0: it was compared before
+--   tp, dp     the number for the planned calls along this axis, or 0 if none are known
+--   rows       the number for the first micro-batch's rows, or 0 if it was compared before
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
 local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows",
   "rates" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 
--- A number for the collectives that the dry run of this step noted along an axis; 0: none are known.
+-- A number for the collectives that the dry run of this step noted along an axis, or 0 if none are known.
 local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
@@ -212,7 +212,7 @@ local function calls_number(self, axis)
   return agree.hash_number(hash_out[0])
 end
 
--- The calls that this rank plans along an axis, one per line.
+-- Returns the calls that this rank plans along an axis, one per line.
 local function calls_text(group)
   local lines = {}
   for i = 0, C.ps_group_plan_calls(group.c) - 1 do
@@ -257,7 +257,7 @@ local function begin_plans(self, records)
   end
 end
 
--- This rank's record. ok: the step has begun; part: the fraction of an op's chunks for which there was room.
+-- Returns this rank's record. ok: the step has begun; part: the fraction of an op's chunks for which there was room.
 local function record_of(self, ok, part, limit)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and limit() or 1, gathers = 0 }
@@ -323,7 +323,8 @@ function Ranks:number_samples()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- The minimum of a number over the ranks that train the same layers, since their plans and layouts must be equal.
+--- Returns the minimum of a number over the ranks that train the same layers, since their plans and layouts must be
+--- equal.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -331,7 +332,7 @@ function Ranks:least(value)
   return self.tp and agree.least(self.tp, value) or value
 end
 
---- The sums of numbers over the ranks that have other rows of the batch.
+--- Returns the sums of numbers over the ranks that have other rows of the batch.
 ---@param ... number
 ---@return number ... as many
 function Ranks:sum(...)
@@ -366,7 +367,7 @@ local function some(names)
   return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
 end
 
--- The parameters in a stripe of chunks, or whose gradients are in it.
+-- Returns the parameters in a stripe of chunks, or whose gradients are in it.
 local function names_of(built, stripe)
   local names, inside = {}, {}
   for _, row in ipairs(built.layout.chunks) do

@@ -50,7 +50,8 @@ local function model_lines(engine)
   return lines
 end
 
--- The lines of a model that is cut into stages. Each rank has made the whole model without data and cuts it itself.
+-- Returns the lines of a model that is cut into stages. Each rank has made the whole model without data and cuts it
+-- itself.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -129,7 +130,7 @@ end
 function replicas.compare_cut(group, module, stages) compare(group, "model", cut_lines(module, stages)) end
 
 -- -- every step -----------------------------------------------------------------------------------------------------
---- The optimizer's settings as text: a line for each setting of each group.
+--- Returns the optimizer's settings as text: a line for each setting of each group.
 ---@param engine ps.Engine
 ---@return string
 function replicas.rates(engine) return table.concat(group_lines(engine), "\n") end
@@ -152,8 +153,8 @@ end
 --- The contents of settings(), in words.
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- The numbers that decide the next steps and must be equal on all ranks, as text. The seed is not among them, since
---- stages may have their own seeds.
+--- Returns the numbers that decide the next steps and must be equal on all ranks, as text. The seed is not among them,
+--- since stages may have their own seeds.
 ---@param engine ps.Engine
 ---@return string
 function replicas.settings(engine)
@@ -192,7 +193,7 @@ local function hashes(engine, axis)
   return list
 end
 
--- The ranks whose number differs from the most common one (from rank 0's, if no number is more common).
+-- Returns the ranks whose number differs from the most common one (from rank 0's, if no number is more common).
 local function odd_ones(column)
   local counts, common = {}, column[1]
   for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
@@ -202,7 +203,7 @@ local function odd_ones(column)
   return odd
 end
 
--- The error of ranks that differ along an axis; nil: they are equal.
+-- Returns the error of ranks that differ along an axis, or nil if they are equal.
 local function difference_along(engine, axis)
   local group = engine.ranks[axis]
   if not group or group:size() == 1 then return nil end

@@ -34,7 +34,7 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- Whether optimizer state, gradients and parameters have one owner each.
+--- Returns whether optimizer state, gradients and parameters have one owner each.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
@@ -71,7 +71,7 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- A tensor over this rank's own bytes of another tensor, seen from a device; nil: another rank owns the bytes.
+--- A tensor over this rank's own bytes of another tensor, seen from a device, or nil if another rank owns the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)
@@ -85,7 +85,7 @@ function Sharding:take_stripes(count)
   return self.stripes - count
 end
 
---- The rank that stages the next parameter, which has `nbytes`.
+--- Returns the rank that stages the next parameter, which has `nbytes`.
 ---@return integer
 function Sharding:stage_owner(nbytes)
   local rank = 1

@@ -35,13 +35,13 @@ function flops_profiler.new(engine)
   return self
 end
 
--- The depth of a module with this path below the model.
+-- Returns the depth of a module with this path below the model.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- The record's last step, as a profile; nil if the script began or ended a record meanwhile.
+-- Returns the record's last step, as a profile; nil if the script began or ended a record meanwhile.
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps
@@ -55,7 +55,7 @@ local function last_step()
   return profile
 end
 
--- The names of the `n` rows with the largest values of `key`, each with its value.
+-- Returns the names of the `n` rows with the largest values of `key`, each with its value.
 local function most(rows, key, n, factor, unit)
   local sorted, names = copied(rows), {}
   table.sort(sorted, function(a, b)

@@ -34,7 +34,7 @@ local PARTS = { "forward", "backward", "step" }
 local Report = {}
 Report.__index = Report
 
--- Bytes that were fetched and evicted between all tiers since the engine was opened.
+-- Returns the bytes that were fetched and evicted between all tiers since the engine was opened.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
@@ -90,7 +90,7 @@ function Report:took(part, seconds)
   self.seconds[part] = self.seconds[part] + seconds
 end
 
--- Whether step `number` gets a line.
+-- Returns whether step `number` gets a line.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 
 --- Adds the loss of a micro-batch and its weight. The loss's value is read only for a step with a line or events.
@@ -101,7 +101,7 @@ function Report:take_loss(loss, weight)
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
---- Whether the step under way gets a line or events that have its accuracy.
+--- Returns whether the step under way gets a line or events that have its accuracy.
 ---@return boolean
 function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
 
@@ -136,7 +136,7 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- The bytes that tiers hold, their peaks, and the tensors at the peak of the device that computes.
+-- Returns the bytes that tiers hold, their peaks, and the tensors at the peak of the device that computes.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }

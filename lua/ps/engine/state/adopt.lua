@@ -27,7 +27,7 @@ function adopt.check(optimizer)
   end
 end
 
---- The optimizer's settings by keys of the configuration: {value, name for messages}.
+--- Returns the optimizer's settings by keys of the configuration: {value, name for messages}.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
@@ -41,7 +41,7 @@ function adopt.settings(optimizer)
   return said
 end
 
---- The optimizer's groups as param_groups of an engine, which identifies parameters by name.
+--- Returns the optimizer's groups as param_groups of an engine, which identifies parameters by name.
 ---@param optimizer ps.Optimizer
 ---@param module ps.nn.Module
 ---@return table[] param_groups

@@ -19,8 +19,8 @@ function masters.split(place, low, values)
   scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
 end
 
---- The fp32 values of a row of built.list, as the host sees them; nil: another rank has them. Lent, or a copy if the
---- row has remainders.
+--- Returns the fp32 values of a row of built.list, as the host sees them, or nil if another rank has them. Lent, or a
+--- copy if the row has remainders.
 ---@param row table
 ---@return ps.Tensor?
 function masters.values(row)

@@ -50,7 +50,7 @@ local NONE = {}                     -- no options: the configuration has the set
 
 --- Copies the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
----@param factors? table<integer, number> by group, from 1: the factor on its gradients; default 1
+---@param factors? table<integer, number> by group, from 1: the factor on its gradients (default 1)
 function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
@@ -62,8 +62,8 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- The settings as text, after a check. The text reveals a change: the settings at the begin of an update must stay
---- until step() has ended.
+--- Returns the settings as text, after a check. The text reveals a change: the settings at the begin of an update must
+--- stay until step() has ended.
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -86,14 +86,14 @@ end
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
 -- -- called by the step; the optimizer of plain memory has its own (engine/state/plain.lua) ---------------------------
---- The norm of all gradients.
+--- Returns the norm of all gradients.
 ---@return number
 function Optimizer:norm()
   native.check(C.ps_engine_sq_norm(native.ctx, double_out))
   return math.sqrt(double_out[0])
 end
 
---- The norm of the gradients of some groups, after norm() in the same step.
+--- Returns the norm of the gradients of some groups, after norm() in the same step.
 ---@param numbers integer[] of groups, from 1, ascending
 ---@return number
 function Optimizer:norm_of(numbers)
@@ -117,7 +117,7 @@ function Optimizer:norm_of(numbers)
   return math.sqrt(sum)
 end
 
---- The sums of squares of some parameters' gradients, after norm() in the same step.
+--- Returns the sums of squares of some parameters' gradients, after norm() in the same step.
 ---@param list {row: ps.engine.Row}[]
 ---@return number[]
 function Optimizer:squares(list) -- luacheck: no self
@@ -139,7 +139,7 @@ end
 --- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
---- The number of parameters that this step has updated, and the number of all parameters.
+--- Returns the number of parameters that this step has updated, and the number of all parameters.
 ---@return integer n
 ---@return integer all
 function Optimizer:updated()
@@ -201,10 +201,10 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- The state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or with momentum_buffer
---- for SGD; n counts from 0 in the order of groups. With a model: the form that ps.checkpoints writes, {tensors by
---- name, values}. Tensors are lent: save them before the next step. Masters belong to the model: model:state_dict() has
---- them.
+--- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or with
+--- momentum_buffer for SGD; n counts from 0 in the order of groups. With a model: the form that ps.checkpoints writes,
+--- {tensors by name, values}. Tensors are lent: save them before the next step. Masters belong to the model:
+--- model:state_dict() has them.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)

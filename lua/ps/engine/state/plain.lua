@@ -119,7 +119,7 @@ local function convert(module, precision)
   return made
 end
 
--- The optimizer's entries with names, in the module's order. Each entry has its master from the start.
+-- Returns the optimizer's entries with names, in the module's order. Each entry has its master from the start.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
@@ -139,7 +139,7 @@ local function named_rows(module, inner, made)
   return rows
 end
 
--- Optimizer groups with their parameters, in the form of ps.optim.
+-- Returns optimizer groups with their parameters, in the form of ps.optim.
 local function groups_of(engine, module)
   local param_groups, trained = engine.param_groups, {}
   local list = optim_groups.configured(engine.cfg.optimizer, param_groups)

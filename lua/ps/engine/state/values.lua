@@ -10,8 +10,8 @@ local C = native.C
 
 local values = {}
 
--- This rank's own bytes of a gradient, as the host sees it; nil: another rank owns them. Reading a tensor in a part
--- would gather the other ranks' bytes.
+-- Returns this rank's own bytes of a gradient, as the host sees it, or nil if another rank owns them. Reading a tensor
+-- in a part would gather the other ranks' bytes.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -20,8 +20,8 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- The gradient of one of the open engine's parameters in the step under way: the bytes that this rank has, and the
---- factor that undoes the loss scale and the sums over micro-batches and ranks.
+--- Returns the gradient of one of the open engine's parameters in the step under way: the bytes that this rank has, and
+--- the factor that undoes the loss scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return ps.Tensor? grad nil: there is none, or another rank owns it
@@ -31,7 +31,7 @@ function values.gradient(engine, param)
   return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
 end
 
---- The name of a tensor, if it is a parameter that the engine trains.
+--- Returns the name of a tensor, if it is a parameter that the engine trains.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return string?
@@ -40,7 +40,7 @@ function values.name_of(engine, param)
   for _, row in ipairs(engine.built.list) do if nn_module.address(row.param) == at then return row.name end end
 end
 
---- The parameters whose values this rank has, in the order of the model.
+--- Returns the parameters whose values this rank has, in the order of the model.
 ---@param engine ps.Engine
 ---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
 function values.parameters(engine)
@@ -65,7 +65,7 @@ local STATE = { __tostring = function(self)
     self.zero_stage, self.steps, where)
 end }
 
---- The engine's state as a table that prints as one line.
+--- Returns the engine's state as a table that prints as one line.
 ---@param engine ps.Engine
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
 ---  parameters: integer, steps: integer, micro: integer, micros: integer, in_step: boolean, config: ps.Config}

@@ -32,7 +32,7 @@ function actions.new(engine)
 end
 
 -- -- beginning and ending ---------------------------------------------------------------------------------------------
--- The actions of a step: those of the driver, the norm if one is needed, and the update.
+-- Returns the actions of a step: those of the driver, the norm if one is needed, and the update.
 local function table_of(engine, micros, measures)
   local list = engine.driver:actions(micros)
   if measures then list[#list + 1] = { NORM, 0, 0 } end
@@ -42,7 +42,7 @@ local function table_of(engine, micros, measures)
   return out, #list
 end
 
--- Whether the update needs a norm of all gradients.
+-- Returns whether the update needs a norm of all gradients.
 local function measures(engine)
   local opt = engine.optimizer
   return opt.max_norm ~= nil or opt.checks_overflow

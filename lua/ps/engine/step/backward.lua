@@ -16,9 +16,9 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- The weight of a loss (weigh.loss): from the model's count_targets if it has one, else from the ops of the loss
---- (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has sent
---- the weight to all ranks.
+--- Returns the weight of a loss (weigh.loss): from the model's count_targets if it has one, else from the ops of the
+--- loss (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has
+--- sent the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}

@@ -15,8 +15,8 @@ local error = caller.error
 local CALL = "nn.clip_grad_norm"
 
 -- -- which engine -----------------------------------------------------------------------------------------------------
--- The parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for a
--- frozen one.
+-- Returns the parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for
+-- a frozen one.
 local function places_of(engine)
   local at, built = {}, engine.built
   for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
@@ -56,7 +56,7 @@ local function engines()
 end
 
 -- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
--- The trained parameters among the places, in the order of the optimizer's groups, in which norms are summed.
+-- Returns the trained parameters among the places, in the order of the optimizer's groups, in which norms are summed.
 local function trained(found)
   local list, seen = {}, {}
   for _, at in ipairs(found) do
@@ -103,8 +103,8 @@ local function check_once(engine, list, max_norm)
   end
 end
 
--- The norm of some parameters' gradients, multiplied by the factors of earlier calls; if the norm of all gradients is
--- not finite, that norm.
+-- Returns the norm of some parameters' gradients, multiplied by the factors of earlier calls; if the norm of all
+-- gradients is not finite, that norm.
 local function norm_of(engine, list)
   local all, factors = step.norm(engine), step.factors(engine)
   if not types.finite(all) then return all end

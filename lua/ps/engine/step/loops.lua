@@ -20,7 +20,7 @@ local loops = {}
 ---@field given any[] the micro-batch of the last turn
 ---@field targets ps.Targets|false|nil in a pipeline without gradients: the targets of the last turn's loss
 ---@field score {hits: number, targets: number}|false|nil with `targets`: how many the last turn's loss hit
----@field at integer the number, from 1, of the last turn's micro-batch; 0: no turn yet
+---@field at integer the number, from 1, of the last turn's micro-batch, or 0 if there is no turn yet
 ---@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
 ---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next turn
 ---@field left fun(self: ps.engine.Loop) called when the loop has ended, or was abandoned
@@ -41,8 +41,8 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Whether the loop has another micro-batch. Refuses a loop that was abandoned, and one whose last micro-batch had no
--- backward.
+-- Returns whether the loop has another micro-batch. Refuses a loop that was abandoned, and one whose last micro-batch
+-- had no backward.
 local function goes_on(engine, s, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
   if engine.driver:backwards() < loop.at then

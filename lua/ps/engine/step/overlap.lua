@@ -36,12 +36,12 @@ function overlap.backward(engine, weight, last, dry)
   return how
 end
 
---- Whether the backwards of the step under way have updated parameters, or may have.
+--- Returns whether the backwards of the step under way have updated parameters, or may have.
 ---@param s ps.engine.StepState
 ---@return boolean
 function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
---- Whether the backward of the step under way has updated the parameters.
+--- Returns whether the backward of the step under way has updated the parameters.
 ---@param engine ps.Engine
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end

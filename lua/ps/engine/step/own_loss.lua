@@ -7,7 +7,7 @@ local batch = require "ps.data.batch"
 
 local own_loss = {}
 
---- The arguments without the targets: without `labels`, or without the last of several arguments.
+--- Returns the arguments without the targets: without `labels`, or without the last of several arguments.
 ---@param given any[] and n
 ---@return any[] and n
 function own_loss.inputs(given)
@@ -38,8 +38,8 @@ local function value_of(loss, out, given)
   return value
 end
 
---- The model's output together with the script's loss. Without gradients or targets, the loss is computed only when the
---- script reads out.loss: an evaluation may want only the logits.
+--- Returns the model's output together with the script's loss. Without gradients or targets, the loss is computed only
+--- when the script reads out.loss: an evaluation may want only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any the model's result
 ---@param given any[] the model's arguments, with targets; and n

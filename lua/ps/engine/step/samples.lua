@@ -6,8 +6,8 @@ local caller = require "ps.core.caller"
 
 local samples = {}
 
--- The number of samples in a batch: the first dimension of its first tensor that has dimensions; nil: there is none. A
--- table's tensors are sorted by name.
+-- Returns the number of samples in a batch: the first dimension of its first tensor that has dimensions, or nil if
+-- there is none. A table's tensors are sorted by name.
 local function count(value)
   if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end

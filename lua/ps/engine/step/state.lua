@@ -19,17 +19,16 @@ local state = {}
 ---@field config_measures boolean? whether the table has a norm
 ---@field config_micros integer? number of the table's micro-batches
 ---@field loop ps.engine.Loop|false the loop over micro-batches that the script is in
----@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} the last forward's named output, until its
----  backward
+---@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} the last forward's named output, until its backward
 ---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> by the loss of a named output: its loop and
 ---  the number of its micro-batch
----@field key string|false key of the trace in engine.traces; false: the trace is not kept there
+---@field key string|false key of the trace in engine.traces, or false if the trace is not kept there
 ---@field last_key string|false the key of the last step that had one
 ---@field measures boolean the step has a norm
 ---@field evaluates boolean the step began in evaluation mode, and has had no backward yet
 ---@field cleared boolean zero_grad was called between the step's first forward and its first backward: a forward
 ---  restarts the step
----@field scale number|false|nil the factor on gradients that optimizer:step() found; false: it skips the step
+---@field scale number|false|nil the factor on gradients that optimizer:step() found, or false if it skips the step
 ---@field kept table[]|nil copies of the optimizer's groups from the begin of a backward that updates
 ---@field settings string|nil the optimizer's settings at the begin of backward or of the update
 ---@field factors table<integer, number> by group of the optimizer: the factor on its gradients (update.clip)
@@ -78,7 +77,7 @@ function state.closed(engine)
   if states[engine] then states[engine].unwatch() end
 end
 
---- The state of an engine's steps.
+--- Returns the state of an engine's steps.
 ---@param engine ps.Engine
 ---@return ps.engine.StepState
 function state.of(engine) return states[engine] end
@@ -95,7 +94,8 @@ state.fields = {
   torn = function(engine) return states[engine].torn end,
 }
 
---- The number of micro-batches of the step under way; before a step begins, of the loop, or of the configuration.
+--- Returns the number of micro-batches of the step under way; before a step begins, of the loop, or of the
+--- configuration.
 ---@param engine ps.Engine
 ---@return integer
 function state.count(engine)
@@ -111,23 +111,23 @@ function state.batch_text(engine)
   return ("%d %s"):format(state.count(engine), loop and loop.rows or "")
 end
 
---- Whether a step has begun and not ended.
+--- Returns whether a step has begun and not ended.
 ---@param engine ps.Engine
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Whether the step has had only forwards in evaluation mode so far. If the next call is not a backward, such a step
---- ends without a trace.
+--- Returns whether the step has had only forwards in evaluation mode so far. If the next call is not a backward, such a
+--- step ends without a trace.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end
 
---- Whether an action of the step is under way: the model's forward, or a backward or an update that calls Lua.
+--- Returns whether an action of the step is under way: the model's forward, or a backward or an update that calls Lua.
 ---@param engine ps.Engine
 ---@return boolean
 function state.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
---- The trace of the step under way, or else of the last one; nil: there is none.
+--- Returns the trace of the step under way, or else of the last one, or nil if there is none.
 ---@param engine ps.Engine
 ---@return integer? id
 function state.trace(engine)
@@ -135,7 +135,7 @@ function state.trace(engine)
   return key and engine.traces[key] or nil
 end
 
---- The factor on the step's gradients, without the loss scale; 0 for a step without targets.
+--- Returns the factor on the step's gradients, without the loss scale; 0 for a step without targets.
 ---@param engine ps.Engine
 ---@return number
 function state.weight_factor(engine)
@@ -143,7 +143,7 @@ function state.weight_factor(engine)
   return s.total == 0 and 0 or (s.unit or 1) / s.total
 end
 
---- The factors on the gradients of this step, by row of engine.built (engine/step/clip.lua).
+--- Returns the factors on the gradients of this step, by row of engine.built (engine/step/clip.lua).
 ---@param engine ps.Engine
 ---@return table<table, number>
 function state.factors(engine) return states[engine].clipped end

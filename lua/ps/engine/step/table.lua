@@ -41,7 +41,7 @@ local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_
 ---  and appends the consequence to the error
 ---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
 ---@field fingerprint fun(self: ps.engine.Driver): number? a hash of a loop's micro-batches, which all stages of a model
----  must have alike; nil: they are not known when the step begins
+---  must have alike, or nil if they are not known when the step begins
 ---@field pipe ps.engine.Pipe|false the row of actions of a model that is cut into stages
 ---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one must follow
 ---@field close fun(self: ps.engine.Driver)
@@ -150,7 +150,7 @@ end
 
 function Driver:end_dry() return false end
 
---- The driver of an engine whose model is not cut into stages.
+--- Returns the driver of an engine whose model is not cut into stages.
 ---@param engine ps.Engine
 ---@return ps.engine.Driver
 function driver.new(engine) return setmetatable({ engine = engine }, Driver) end

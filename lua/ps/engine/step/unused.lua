@@ -14,7 +14,7 @@ local unused = {}
 
 local SHOWN = 8
 
--- By engine: the updates of each parameter, by number, before the step that is checked; false: it was checked.
+-- By engine: the updates of each parameter, by number, before the step that is checked, or false if it was checked.
 local before = setmetatable({}, { __mode = "k" })
 
 --- Notes the number of updates of each parameter, for the check after the next step. Also called when an optimizer's
@@ -27,7 +27,7 @@ function unused.begin(engine)
   before[engine] = counts
 end
 
--- Whether this module, or one inside it, was called.
+-- Returns whether this module, or one inside it, was called.
 local function was_called(module)
   for _, inner in module:named_modules() do if rawget(inner, "_number") then return true end end
   return false
@@ -47,7 +47,7 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- The outermost module that contains a parameter and has no gradient at all; nil: there is none.
+-- Returns the outermost module that contains a parameter and has no gradient at all, or nil if there is none.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -55,7 +55,7 @@ local function outermost(name, all, without)
   end
 end
 
---- The line about parameters without a gradient; nil: there are none.
+--- Returns the line about parameters without a gradient, or nil if there are none.
 ---@param module ps.nn.Module
 ---@param trained string[] the names of parameters that train, in order
 ---@param lacking table<string, true>
@@ -97,7 +97,7 @@ function unused.text(module, trained, lacking, calls)
     .. "list:size() is its number of modules" or "")
 end
 
--- This rank's information, one line for each parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
+-- Returns this rank's information, one line for each parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do
@@ -130,7 +130,7 @@ function unused.look(engine)
   if dist.rank() == 0 then engine:note(text) end
 end
 
---- The line for an optimizer of ps.optim that has made one step; nil: there is nothing to report.
+--- Returns the line for an optimizer of ps.optim that has made one step, or nil if there is nothing to report.
 ---@param module ps.nn.Module
 ---@param optimizer ps.Optimizer
 ---@return string?

@@ -15,8 +15,8 @@ local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
 --- Added to a norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_.
 step.CLIP_EPS = 1e-6
 
---- The norm of all gradients of the step, without the loss scale; 0 if no target counts. The first call performs the
---- step's action, on all ranks together.
+--- Returns the norm of all gradients of the step, without the loss scale; 0 if no target counts. The first call
+--- performs the step's action, on all ranks together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -26,7 +26,7 @@ function step.norm(engine)
   return s.norm
 end
 
---- The factor on gradients in the update that undoes the loss scale and the sum over micro-batches and ranks.
+--- Returns the factor on gradients in the update that undoes the loss scale and the sum over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
@@ -56,8 +56,8 @@ function step.check_gradients(engine, call)
   if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end
 end
 
--- Computes the norm, checks for overflow and clips. Returns the factor on gradients in the update; false: the step is
--- skipped.
+-- Computes the norm, checks for overflow and clips. Returns the factor on gradients in the update, or false if the step
+-- is skipped.
 local function measure(engine, s)
   local opt, skipped = engine.optimizer, false
   opt.grad_norm = nil
@@ -95,7 +95,7 @@ local function update(engine, s)
   actions.timed(engine, UPDATE, how, s.scale)
 end
 
---- The norm of the gradients of some groups of the optimizer, after the step's last backward. The update then
+--- Returns the norm of the gradients of some groups of the optimizer, after the step's last backward. The update then
 --- multiplies these gradients by max_norm / (norm + eps), if that is below 1. The step must measure a norm without
 --- clipping by it: optimizer.max_norm was math.huge when it began.
 ---@param engine ps.Engine
@@ -168,7 +168,7 @@ end
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
 --- the step, unless parameters have been updated.
 ---@param engine ps.Engine
----@param call? string of messages, default "optimizer:zero_grad()"
+---@param call? string of messages (default "optimizer:zero_grad()")
 function step.zero_grad(engine, call)
   call = call or "optimizer:zero_grad()"
   native.check_running(call)

@@ -17,13 +17,13 @@ local weigh = {}
 
 local NONE = { count = 1, places = 1 }      -- for a loss whose targets are not known
 
---- Whether losses are weighted by their targets, because a step has several losses.
+--- Returns whether losses are weighted by their targets, because a step has several losses.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@return boolean
 function weigh.several(engine, micros) return micros > 1 or engine.adds_up or engine.ranks ~= nil end
 
---- The error of a backward from a value that is not a loss.
+--- Returns the error of a backward from a value that is not a loss.
 ---@param value any
 ---@return string
 function weigh.no_loss(value)
@@ -42,7 +42,7 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- The weight of a loss: the number of its targets. If a step has one loss, it is 1, or 0 without targets.
+--- Returns the weight of a loss: the number of its targets. If a step has one loss, it is 1, or 0 without targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false the targets of the loss's batch
@@ -56,8 +56,8 @@ function weigh.loss(engine, micros, found, options)
   return found.count, found.places
 end
 
---- The tensor from which backward's walk begins: the loss times its factor. The report gets the loss. With a loss scale
---- every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after "scaled".
+--- Returns the tensor from which backward's walk begins: the loss times its factor. The report gets the loss. With a
+--- loss scale every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after "scaled".
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param weight number
@@ -71,7 +71,7 @@ function weigh.root(engine, loss, weight, factor)
   return root
 end
 
---- The factor of the walks of a dry run, which has no weights: 1 if a real walk has it.
+--- Returns the factor of the walks of a dry run, which has no weights: 1 if a real walk has it.
 ---@param engine ps.Engine
 ---@param micros integer
 ---@return number
@@ -79,7 +79,7 @@ function weigh.dry_factor(engine, micros)
   return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
 end
 
---- The power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
+--- Returns the power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end

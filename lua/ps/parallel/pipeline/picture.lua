@@ -21,7 +21,7 @@ local function label(t, action)
   return t.virtual_stages > 1 and action.vstage .. micro or micro
 end
 
---- The picture as characters, one column per tick. Returns nil if an action begins or ends between two ticks.
+--- Returns the picture as characters, one column per tick. Returns nil if an action begins or ends between two ticks.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
 ---@param most? integer columns; a longer picture is nil (default 400)
@@ -52,8 +52,8 @@ function picture.text(t, course, most)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- The times at which the number of pairs that a rank holds changes, and by how much. A pair is held from its forward to
--- its B or I, and from I to W.
+-- Returns the times at which the number of pairs that a rank holds changes, and by how much. A pair is held from its
+-- forward to its B or I, and from I to W.
 local function changes(t, course, rank)
   local list = {}
   for i, action in ipairs(t:row(rank)) do
@@ -66,8 +66,8 @@ local function changes(t, course, rank)
   return list
 end
 
--- The shapes to draw, in pixels from the top left corner: { "rect", x, y, width, height, colour } and { "text", x, y,
--- text, anchor ("start", "middle"), size }.
+-- Returns the shapes to draw, in pixels from the top left corner: { "rect", x, y, width, height, colour } and { "text",
+-- x, y, text, anchor ("start", "middle"), size }.
 local function shapes(t, course)
   local list, scale = {}, WIDTH / math.max(course.makespan, 1e-30)
   local function add(...) list[#list + 1] = { ... } end
@@ -116,7 +116,7 @@ local function shapes(t, course)
   return list, LEFT + WIDTH + 20, TOP + t.stages * (LANE + HELD + GAP) + 6
 end
 
---- The picture as the text of an SVG file.
+--- Returns the picture as the text of an SVG file.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
 ---@return string

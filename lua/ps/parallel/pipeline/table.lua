@@ -48,7 +48,7 @@ Table.__index = Table
 
 ---@class ps.pipe.Link
 ---@field latency? number in the same unit of time as the costs
----@field rate? number bytes per unit of time; 0: transfers take no time
+---@field rate? number bytes per unit of time, or 0 if transfers take no time
 ---@field depth? integer messages that a link can queue; 0: any number
 
 ---@class ps.pipe.Course
@@ -79,7 +79,7 @@ local function adopt(c)
     forward_only = spec.forward_only == 1 }, Table)
 end
 
---- The table of a schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1 or zb_v.
+--- Returns the table of a schedule: gpipe, 1f1b, interleaved, looped_bfs, zb_h1 or zb_v.
 ---@param options ps.pipe.Spec
 ---@return ps.pipe.Table
 function pipe.table(options)
@@ -105,7 +105,7 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- The table as text, in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
+--- Returns the table as text, in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
 ---@param all? boolean
 ---@return string
 function Table:text(all)
@@ -116,7 +116,7 @@ function Table:text(all)
   return ffi.string(out)
 end
 
---- The actions of a rank, in order.
+--- Returns the actions of a rank, in order.
 ---@param rank integer
 ---@return ps.pipe.Action[]
 function Table:row(rank)
@@ -128,7 +128,7 @@ function Table:row(rank)
   return list
 end
 
---- The rank that runs a virtual stage, and the virtual stage's number among those of that rank.
+--- Returns the rank that runs a virtual stage, and the virtual stage's number among those of that rank.
 ---@param vstage integer
 ---@return integer rank
 ---@return integer index
@@ -137,8 +137,8 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- The numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak: between forward and backward, and
---- between I and W.
+--- Returns the numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak: between forward and
+--- backward, and between I and W.
 ---@param rank integer
 ---@return integer in_flight
 ---@return integer waiting

@@ -93,7 +93,7 @@ local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, i
 -- The layers below a claimed module that are cut with it: { field, kind }.
 local WITH = { attention = { "out_proj", "row" } }
 
--- All entries of the tables of a model and of its modules, sorted by path.
+-- Returns all entries of the tables of a model and of its modules, sorted by path.
 local function claims_of(model)
   local claims, by_module, tables = {}, {}, 0
   for prefix, module in model:named_modules() do
@@ -462,7 +462,7 @@ local function find_tied(cut)
   end)
 end
 
--- The names of parameters that every rank has whole, each once, with "*" for the numbers of layers.
+-- Returns the names of parameters that every rank has whole, each once, with "*" for the numbers of layers.
 local function replicated(model)
   local seen, list = {}, {}
   for name, p in model:named_parameters() do

@@ -24,7 +24,7 @@ local Region, flat = region_file.Region, region_file.flat
 local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
 -- -- what the layers share ------------------------------------------------------------------------------------------
--- The region in a layer's options, or a new one for the group in them. In a new region the ranks share no rows.
+-- Returns the region in a layer's options, or a new one for the group in them. In a new region the ranks share no rows.
 local function region_of(options, call)
   local region = options.region
   if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
@@ -66,7 +66,7 @@ local function begin(self, inputs, outputs, given, call)
   self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
 end
 
--- The whole layer, as one rank alone has it.
+-- Returns the whole layer, as one rank alone has it.
 local function whole_of(self, of)
   local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
@@ -109,7 +109,7 @@ function Column:init(inputs, outputs, options)
   take(self, whole, "bias", { dim = 0, blocks = blocks }, call)
 end
 
---- This rank's outputs for all rows.
+--- Returns this rank's outputs for all rows.
 ---@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, else [..., inputs]
 ---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
 function Column:forward(x)
@@ -184,7 +184,7 @@ function Row:init(inputs, outputs, options)
   if rows and self.bias ~= nil then shard.set_partial(self.bias) end
 end
 
---- The sum of the ranks' products, plus bias and residual.
+--- Returns the sum of the ranks' products, plus bias and residual.
 ---@param x ps.Tensor [..., inputs / t], with split_input [..., inputs]
 ---@param residual? ps.Tensor of the result's shape
 ---@return ps.Tensor [B T / t, outputs] if the ranks share the region's rows, else [..., outputs]
@@ -241,7 +241,7 @@ function Vocabulary:init(rows, width, options)
   take(self, whole, "weight", rows_of(rows, self.region), call)
 end
 
---- The vectors at the given indices.
+--- Returns the vectors at the given indices.
 ---@param index ps.Tensor integers [B, T] if the ranks share the region's rows from here on, else [...]
 ---@return ps.Tensor [B T / t, width], or [..., width]
 function Vocabulary:forward(index)
@@ -271,8 +271,8 @@ local HEAD = { region = "table", group = "table", std = "number", dtype = "strin
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
 ---  ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region or group: the ranks. std: as in
----  nn.LMHead. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: the caller gives
----  the head its weight, and its bias if it has one
+---  nn.LMHead. `biased` is a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: the caller
+---  gives the head its weight, and its bias if it has one
 function Head:init(width, words, options)
   local call = "nn.ParallelLMHead"
   options = caller.options(options, call, HEAD)
@@ -297,7 +297,7 @@ end
 -- [ceil(V / t)], or nil
 local function bias_of(head) return (rawget(head, "biased") or head).bias end
 
---- The logits of all words.
+--- Returns the logits of all words.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@return ps.Tensor [B, T, V], or [..., V]
 function Head:forward(x)
@@ -342,7 +342,7 @@ local function counted(targets, ignore, total, call)
   return counts
 end
 
--- This rank's classes of a tensor over all words [V], padded with 0 after the last word: [per].
+-- Returns this rank's classes of a tensor over all words [V], padded with 0 after the last word: [per].
 local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
@@ -351,8 +351,8 @@ local function own_classes(t, first, per)
   return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
--- The weights of a loss: share [N], the weights of the targets' classes, and label smoothing. With label smoothing also
--- this rank's class weights [per] and the sum of all class weights.
+-- Returns the weights of a loss: share [N], the weights of the targets' classes, and label smoothing. With label
+-- smoothing also this rank's class weights [per] and the sum of all class weights.
 local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
   local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
   if not (smooth >= 0 and smooth <= 1) then
@@ -375,8 +375,8 @@ local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", 
 local MEAN_OR_SUM = { mean = true, sum = true }
 
 -- Factors [3, N] of the loss: those of each row's log-sum-exp, of its target's logit and of the sum of its logits.
--- share [N]: the weights of the targets' classes, 0 for rows that do not count. smooth: label smoothing. mass: the sum
--- of all class weights. words: the number of classes.
+-- share [N]: the weights of the targets' classes, 0 for rows that do not count. smooth: label smoothing. `mass` is the
+-- sum of all class weights. `words` is the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
@@ -394,14 +394,14 @@ local function scale_of(dtype, reduction, N)
   return scale
 end
 
---- The mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so the whole matrix of
---- logits is never in memory; nothing of it is kept for backward. The ranks exchange three numbers per row: the
---- largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label
+--- Returns the mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so the whole
+--- matrix of logits is never in memory; nothing of it is kept for backward. The ranks exchange three numbers per row:
+--- the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label
 --- smoothing also the sum of all logits. If the ranks share the rows, these are gathered once.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
 ---@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number}
----  as in F.lm_loss; weight [V], the same on all ranks
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} as
+---  in F.lm_loss; weight [V], the same on all ranks
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
   local call = "nn.ParallelLMHead's loss"
@@ -436,7 +436,7 @@ local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", igno
   reduction = "string" }
 local REDUCTIONS = { none = true, mean = true, sum = true }
 
---- The cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
+--- Returns the cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
 ---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer, reduction?:
 ---  "mean"|"sum"|"none"} region or group: the ranks. words: V, default t times the logits of a rank; columns after V
 ---  are padding. ignore_index, reduction: as in F.cross_entropy
@@ -460,7 +460,7 @@ local function stats_of(logits, low, own, here, dtype)
   return tensors.cat({ top:reshape(1, -1), sum:reshape(1, -1), target:reshape(1, -1) }, 0)
 end
 
--- The losses [N] of the rows, 0 where `counts` is 0, from this rank's stats [3, N].
+-- Returns the losses [N] of the rows, 0 where `counts` is 0, from this rank's stats [3, N].
 local function losses_of(group, mine, counts)
   local all = group:gather_from(mine:reshape(1, 3, -1):contiguous(), 0)                 -- [t, 3, N]
   local top = all:select(1, 0):detach()                                                 -- [t, N]
@@ -469,8 +469,8 @@ local function losses_of(group, mine, counts)
   return (sum:log() + most:reshape(-1) - all:select(1, 2):sum(0)) * counts
 end
 
--- The number of counting targets that equal the first word with the largest logit, and the number of counting targets:
--- int64 [2]; nil: not requested. The ranks exchange two more numbers per row.
+-- Returns the number of counting targets that equal the first word with the largest logit, and the number of counting
+-- targets: int64 [2]; nil: not requested. The ranks exchange two more numbers per row.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -493,7 +493,7 @@ local function reduced(losses, share, reduction)
   return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
---- The loss, the same on all ranks. The logits get the gradient of this rank's words.
+--- Returns the loss, the same on all ranks. The logits get the gradient of this rank's words.
 ---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
 ---@param targets ps.Tensor integers [...], the same on all ranks
 ---@return ps.Tensor of 0 dimensions; [...] with reduction "none"

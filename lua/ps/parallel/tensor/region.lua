@@ -71,8 +71,8 @@ function Region:begin(cached)
   if next(self.begun) then self.begun = {} end
 end
 
---- The state that `restore` sets before backward runs a function again (ps.recompute), and before a pipeline runs a
---- part of another micro-batch.
+--- Returns the state that `restore` sets before backward runs a function again (ps.recompute), and before a pipeline
+--- runs a part of another micro-batch.
 ---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
 function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
 
@@ -81,7 +81,7 @@ function Region:restore(state)
   self.on, self.cached, self.dims, self.rows = state.on, state.cached, state.dims, state.rows
 end
 
--- The dimensions of x without the last one.
+-- Returns the dimensions of x without the last one.
 local function rows_dims(x)
   local dims = x:shape()
   dims[#dims] = nil
@@ -106,14 +106,14 @@ function region.own_dims(self, x)
   return x:reshape(dims)
 end
 
--- All rows [B T, C] as [B, T, C].
+-- Returns all rows [B T, C] as [B, T, C].
 function region.all_dims(self, x)
   local shape = { unpack(self.dims) }
   shape[#shape + 1] = x:size(-1)
   return x:reshape(shape)
 end
 
---- This rank's rows of x, at the place where the ranks begin to share rows.
+--- Returns this rank's rows of x, at the place where the ranks begin to share rows.
 ---@param x ps.Tensor [B, T, C], the same on all ranks
 ---@return ps.Tensor [B T / t, C]; with keeps_dims [B / t, T, C] if t divides B, else [1, B T / t, C]; x itself if the
 ---  ranks do not share the rows
@@ -123,7 +123,7 @@ function Region:enter(x)
   return region.own_dims(self, self.group:scatter_to(region.flat(x), 0))
 end
 
---- All rows, for layers that every rank computes in full.
+--- Returns all rows, for layers that every rank computes in full.
 ---@param x ps.Tensor of this rank's rows, or of all rows [B, T, C]
 ---@return ps.Tensor [B, T, C]
 function Region:leave(x)
@@ -131,8 +131,8 @@ function Region:leave(x)
   return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
 end
 
---- All rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of which each
---- rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
+--- Returns all rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of
+--- which each rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
 ---@param x ps.Tensor of this rank's rows, or of all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
@@ -140,12 +140,12 @@ function Region:gather(x)
   return region.all_dims(self, self.keep and self.group:gathered(x) or self.group:gathered_again(x))
 end
 
---- Whether x has only this rank's rows.
+--- Returns whether x has only this rank's rows.
 ---@param x ps.Tensor [..., C]
 ---@return boolean
 function Region:has_part(x) return self.on and x:numel() * self.size == self.rows * x:size(-1) end
 
---- The sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
+--- Returns the sum of y over the ranks. Each rank gets its rows of the sum, or all rows.
 ---@param y ps.Tensor [B, T, C], or [B T, C]
 ---@return ps.Tensor this rank's rows, or y's shape
 function Region:reduce(y)
@@ -153,7 +153,7 @@ function Region:reduce(y)
   return region.own_dims(self, self.group:scattered(y:reshape(self.rows, -1)))
 end
 
---- The position of x in the tensor of all rows, for F.dropout; nil: x has all rows.
+--- Returns the position of x in the tensor of all rows, for F.dropout, or nil if x has all rows.
 ---@param x ps.Tensor of this rank's rows
 ---@return {first: integer, per_sample: integer}?
 function Region:part(x)
