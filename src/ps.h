@@ -1116,6 +1116,10 @@ int ps_engine_tensor_parallel(ps_ctx *ctx, ps_group *tp);
 /* Uses the collectives of `group` that the dry run of a trace noted as the plan of the step that begins. *hash: 0: it
  * noted none, there is no such trace, or no memory for a plan. PS_ESTATE: no engine is open. */
 int ps_engine_plan_calls(ps_ctx *ctx, int32_t trace, ps_group *group, uint64_t *hash);
+/* The numbers of the ops that computed in the forward of the dry run of a trace, in order, views excluded. *n 0: there
+ * is no such trace, or it was not made by a dry run. *ops is valid until the next dry run. PS_ESTATE: no engine is
+ * open. */
+int ps_engine_forward_ops(ps_ctx *ctx, int32_t trace, const uint16_t **ops, int32_t *n);
 /* The stripe of a unit, and the parts of its values and gradients; grad_part -1: gradients are in the place of the
  * values. PS_ERANGE: no such unit. PS_EINVAL: the stripe has units of another virtual stage. */
 int ps_engine_unit_parts(ps_ctx *ctx, int unit, int32_t stripe, int32_t param_part, int32_t grad_part);

@@ -158,10 +158,56 @@ describe("a wrong hook of a module", function()
     end
   end
 
+  -- Calls a Linear layer, or a module that returns its arguments, with a hook that returns `result`.
+  local function forward(kind, result, ...)
+    local Same = nn.class "Same"
+    function Same:forward(...) return ... end
+    local layer = Same()
+    layer[kind](layer, function() return result end)
+    return layer(...)
+  end
+
+  it("that returns a value of another kind is reported", function()
+    local pre, after = "register_forward_pre_hook", "register_forward_hook"
+    for _, wrong in ipairs { "text", 3, true, print } do
+      local type_ = type(wrong)
+      local function refused(text, ...)
+        local args = { ... }
+        fails(function() forward(unpack(args)) end, text:format(type_))
+      end
+      refused("a forward hook of Same returned a %s for the output, which was a tensor", after, wrong, x)
+      refused("a forward pre-hook of Same returned a %s; it must return nil, a tensor, or a list", pre, wrong, x)
+      refused("returned a %s for argument 2, which was a tensor", pre, { x, wrong }, x, x)
+      refused("returned a %s for output 2, which was a tensor", after, { x, wrong }, x, x)
+      refused("returned a %s for field loss, which was a tensor", after, { loss = wrong }, { loss = x })
+    end
+    fails(function() forward(after, { x }, x) end, "returned a table for the output, which was a tensor")
+    fails(function() forward(after, x, { loss = x }) end, "returned a tensor for the output, which was a table")
+    fails(function() forward(after, { x, x, x }, x, x) end, "a list of 3 values; the module returned 2")
+    fails(function() forward(after, { x }, x, x) end, "returned a nil for output 2, which was a tensor")
+    fails(function() forward(pre, { ids = x }, { ids = x }) end, "a table with the field ids", "return { that_table }")
+    fails(function() forward(pre, nn.Linear(2, 2), x) end, "a forward pre-hook of Same returned a table")
+  end)
+
+  it("is right if it changes shapes, types, and the number of arguments", function()
+    assert.same({ 1 }, forward("register_forward_hook", ps.ones({ 1 }, { dtype = "int64" }), x):tolist())
+    assert.same({ 1 }, forward("register_forward_pre_hook", { ps.ones { 1 } }, x, x):tolist())
+    assert.same({ 1 }, forward("register_forward_pre_hook", { { ids = ps.ones { 1 } } }, { ids = x }).ids:tolist())
+    assert.equal("b", select(2, forward("register_forward_hook", { x, "b" }, x, nil)))
+    assert.equal(x, forward("register_forward_hook", { loss = x }, { loss = x, name = "two" }).loss)
+  end)
+
   it("is reported", function()
     fails(back(function() return 3 end), "a backward hook of Linear returned a number", "a list of gradients")
     fails(back(function() return { ps.ones { 2 } } end), "a backward hook of Linear returned a tensor of fp32",
       "shape [2]", "shape [1, 2]")
+    fails(back(function() return "text" end), "a backward hook of Linear returned a string")
+    fails(back(function() return { "text" } end), "a backward hook of Linear returned a string", "shape [1, 2]")
+    fails(back(function(_, into) return { into[1]:to "fp64" } end), "returned a tensor of fp64")
+    fails(back(function() return {} end), "returned no gradient 1, and grad_input has one")
+    fails(back(function(_, into) return { n = 2, into[1] } end), "a list of 2 gradients, and grad_input has 1")
+    fails(back(function(_, into) return { grad = into[1] } end), "a backward hook of Linear returned")
+    assert(pcall(back(function() return { n = 1 } end)))
     fails(back(function(_, into) return { into[1], into[1] } end), "returned gradient 2, but grad_input has none there")
     fails(back(function(_, into) into[1]:fill_(0) end), "changed its gradient in place")
     fails(back(function() error "mine" end), "mine")

@@ -257,6 +257,44 @@ describe("several processes", function()
     end
   end)
 
+  it("print a note that names the first op in which their forwards differ, also if parameters are the same", function()
+    local all = run(2, ([[
+      local ps = require "ps"
+      local nn, F = ps.nn, ps.F
+      ps.init_distributed { quiet = true, seed = 1, rendezvous = "file://%s/rendezvous" }
+      local Odd = nn.class("Odd")
+      function Odd:init() self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8) end
+      function Odd:forward(x)
+        local h, wide = self.a(x), x:size(0) > 2           -- other ops for another shape are no difference
+        if self.odd and ps.rank() == 1 then h = F.relu(h) elseif not wide then h = h:tanh() end
+        return self.b(h):sum()
+      end
+      for _, odd in ipairs { false, true } do
+        io.stderr:write("odd ", tostring(odd), "\n")
+        local model, optimizer = ps.initialize { config = { plan_print = false }, model_func = function()
+          local m = Odd()
+          m.odd = odd
+          return m
+        end }
+        for step = 1, 3 do
+          model:backward(model(ps.ones { step == 1 and ps.rank() == 0 and 4 or 2, 8 } * (ps.rank() + step)))
+          optimizer:step()
+        end
+        model:close()
+      end
+    ]]):format(folder))
+    local text = "the forward of rank 1 runs other ops than that of rank 0 for a batch of the same shapes: op 2 is "
+      .. "relu on rank 1 and tanh on rank 0"
+    for rank = 0, 1 do
+      assert.equal(0, all[rank].code, all[rank].text)
+      local alike, odd = all[rank].text:match "^(.*odd false.*)odd true(.*)$"
+      assert.is_nil(alike:find("runs other ops", 1, true), all[rank].text)
+      local _, n = odd:gsub("runs other ops", "")
+      assert.equal(rank == 0 and 1 or 0, n)
+      assert.equal(rank == 0, odd:find(text, 1, true) ~= nil, odd)
+    end
+  end)
+
   it("without init_distributed are refused", function()
     local all = run(2, [[
       local ps = require "ps"

@@ -56,6 +56,8 @@ typedef struct trace_rec {
     ps_trace trace;
     ps_gathers gathers;
     ps_rank_calls calls;          /* the collectives of the dry run that made the trace */
+    uint16_t *ops;                /* [n_ops] the ops of the forward of that dry run */
+    int32_t n_ops, ops_capacity;
     int32_t id;                   /* number of the trace. It stays when a step that ran differently replaces the trace;
                                    * a reused record gets a new one */
     int64_t used_at;              /* value of the clock at the last use: the least recently used record is reused. 0:

@@ -46,6 +46,15 @@ static int keep_calls(ps_rank_calls *to, const ps_rank_calls *from)
     return 0;
 }
 
+/* Stores the ops of the forward of the last dry run. Without memory for them, the record has none. */
+static void keep_ops(trace_rec *r, const ps_ctx *ctx)
+{
+    int32_t n = ctx->dry.n_ops;
+    if (n <= 0 || !ps_try_grow(r->ops, r->ops_capacity, n)) return;
+    memcpy(r->ops, ctx->dry.ops, sizeof *r->ops * (size_t)n);
+    r->n_ops = n;
+}
+
 /* Stores copies of `trace` and `gathers` in record `in`. If `in` is NULL, uses the least recently used record. */
 static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gathers, trace_rec *in, int32_t *out)
 {
@@ -66,7 +75,7 @@ static int keep_trace(ps_engine *e, const ps_trace *trace, const ps_gathers *gat
     memcpy(to->other_peak, trace->other_peak, sizeof to->other_peak);
     memcpy(to->other_base, trace->other_base, sizeof to->other_base);
     r->used_at = ++e->clock;
-    if (!in) r->calls.n = 0;
+    if (!in) r->calls.n = r->n_ops = 0;
     if (!in) r->id = e->next_id++;
     *out = r->id;
     return 0;
@@ -149,7 +158,22 @@ static int keep_dry(ps_engine *e, int32_t *id)
     if (!id) return 0;
     dry_peaks(e, &trace);
     PS_TRY(keep_trace(e, &trace, gathers, NULL, id));
-    return keep_calls(&find_trace(e, *id)->calls, &e->ctx->dry.calls);
+    trace_rec *r = find_trace(e, *id);
+    keep_ops(r, e->ctx);
+    return keep_calls(&r->calls, &e->ctx->dry.calls);
+}
+
+int ps_engine_forward_ops(ps_ctx *ctx, int32_t trace, const uint16_t **ops, int32_t *n)
+{
+    engine_base base;
+    *ops = NULL;
+    *n = 0;
+    PS_TRY(engine_base_get(ctx, &base));
+    const trace_rec *r = find_trace(base.e, trace);
+    if (!r) return 0;
+    *ops = r->ops;
+    *n = r->n_ops;
+    return 0;
 }
 
 const ps_rank_calls *engine_calls(const ps_engine *e, int32_t trace)
@@ -185,6 +209,7 @@ void trace_free(ps_engine *e)
         ps_free(e->traces[i].trace.spare);
         ps_free(e->traces[i].gathers.list);
         ps_free(e->traces[i].calls.list);
+        ps_free(e->traces[i].ops);
     }
 }
 

@@ -494,6 +494,7 @@ static int run_kernel(apply *a)
     int n_in = 0, n_out = 0, rc = 0;
     if (a->ctx->engine.hooks) a->ctx->engine.hooks->op_begins(a->ctx);
     if (a->ctx->dry.replay) ps_replay_op(a->ctx);
+    if (a->ctx->step->dry) ps_dry_note_op(a->ctx, a->op);
     a->ticked = true;
     for (; rc == 0 && n_in < a->n_in; n_in += rc == 0) {
         bool write = writes_all || (n_in == 0 && (a->row->flags & PS_OPF_INPLACE));

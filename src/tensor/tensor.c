@@ -60,6 +60,7 @@ void ps_ctx_release(ps_ctx *ctx)
     if (--ctx->refs > 0) return;
     ps_tape_free(ctx);
     ps_free(ctx->dry.calls.list);
+    ps_free(ctx->dry.ops);
     ps_replay_free(ctx->dry.replay_kept);
     ps_free(ctx);
 }
@@ -127,7 +128,7 @@ int ps_dry_begin(ps_ctx *ctx)
     }
     ctx->dry.real = ctx->mem.now;
     ctx->mem.now = ctx->dry.mem;
-    ctx->dry.calls.n = 0;
+    ctx->dry.calls.n = ctx->dry.n_ops = 0;
     return 0;
 }
 
@@ -147,6 +148,16 @@ int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n)
     memcpy(&calls->list[calls->n], list, (size_t)n * sizeof *list);
     calls->n += n;
     return 0;
+}
+
+void ps_dry_note_op(ps_ctx *ctx, int op)
+{
+    int32_t n = ctx->dry.n_ops;
+    if (!ctx->tape.grad_enabled || n < 0) return;
+    ctx->dry.n_ops = -1;
+    if (!ps_try_grow(ctx->dry.ops, ctx->dry.ops_capacity, n + 1)) return;
+    ctx->dry.ops[n] = (uint16_t)op;
+    ctx->dry.n_ops = n + 1;
 }
 
 void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem) { ctx->mem.now = mem ? mem : ctx->mem.plain; }

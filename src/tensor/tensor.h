@@ -73,6 +73,10 @@ struct ps_ctx {
         ps_mem *mem;              /* memory of dry runs, which only has addresses; NULL before the first dry run */
         ps_mem *real;             /* during a dry run: the value of mem.now before it; else NULL */
         ps_rank_calls calls;      /* calls between ranks in the dry run that is under way, or in the last one */
+        /* [n_ops] the ops that have computed with gradients enabled, so those of the forward, in the dry run that is
+         * under way, or in the last one. n_ops -1: there was no memory for the list */
+        uint16_t *ops;
+        int32_t n_ops, ops_capacity;
         struct ps_replay *replay;               /* set during a dry run of a pipeline (tensor/replay.h); else NULL */
         struct ps_replay *replay_kept;          /* the same object, which also exists between dry runs */
     } dry;                        /* tensor/tensor.c, tensor/replay.c */
@@ -169,6 +173,8 @@ int ps_dry_begin(ps_ctx *ctx);
 void ps_dry_end(ps_ctx *ctx);
 /* Adds calls to those of the dry run under way. */
 int ps_dry_note_calls(ps_ctx *ctx, const ps_rank_call *list, int32_t n);
+/* Adds an op to those of the forward of the dry run under way, if gradients are enabled. */
+void ps_dry_note_op(ps_ctx *ctx, int op);
 void ps_ctx_set_mem(ps_ctx *ctx, ps_mem *mem);    /* the memory that allocates from now on; NULL: plain memory */
 
 /* -- scope.c ----------------------------------------------------------------------------------------------------- */

@@ -28,14 +28,16 @@ local function add(module, kind, fn, call)
 end
 
 --- Calls fn(module, args) before each forward of the module. `args` is the list of the call's arguments, with their
---- number in n. fn returns nil, or new arguments: a list, or a single tensor.
+--- number in n. fn returns nil, or new arguments: a list, or a single tensor. An argument is replaced by one of the
+--- same kind: a tensor by a tensor, a table by a table.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
 --- Calls fn(module, args, output) after each forward of the module. `output` is the value that forward returned, or a
---- list if it returned several. fn returns nil, or a new output.
+--- list if it returned several. fn returns nil, or a new output of the same kind: a tensor for a tensor, and a list of
+--- the same length for several values.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
@@ -44,7 +46,8 @@ function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "re
 --- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
 --- are lists with their length in n: the gradient of each tensor among the arguments or the outputs, in order (nil: it
 --- got none). The tensors of a table among the outputs are listed in alphabetical order of their fields. fn returns
---- nil, or a list that replaces grad_input. Gradients are as in tensor hooks (t:register_hook).
+--- nil, or a list that replaces grad_input; a list with its length in n may drop a gradient by nil. Gradients are as in
+--- tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 ---  table?
@@ -75,6 +78,16 @@ local function run_back(call, grad_input)
     if result ~= nil and type(result) ~= "table" then
       error(("%s returned a %s; it must return nil, or a list of gradients like grad_input"):format(whose,
         type(result)), 0)
+    end
+    if result and result.n and result.n ~= grad_input.n then
+      error(("%s returned a list of %s gradients, and grad_input has %d"):format(whose, tostring(result.n),
+        grad_input.n), 0)
+    end
+    for i = 1, result and not result.n and grad_input.n or 0 do
+      if grad_input[i] ~= nil and result[i] == nil then
+        error(("%s returned no gradient %d, and grad_input has one; return all of them, or set n of the list to %d to "
+          .. "drop this gradient"):format(whose, i, grad_input.n), 0)
+      end
     end
     for i, g in pairs(result or {}) do
       if i ~= "n" then
@@ -160,6 +173,59 @@ local function begin_back(module, list, args)
   return call
 end
 
+-- -- results of forward hooks -----------------------------------------------------------------------------------------
+local function kind_of(value) return is_tensor(value) and "tensor" or type(value) end
+
+-- Refuses a value of a hook that is of another kind than the value that it replaces. A nil may become anything.
+local function check_kind(value, old, whose, place)
+  if old == nil or kind_of(value) == kind_of(old) then return end
+  error(("%s returned a %s for %s, which was a %s; a hook returns nil, or values of the same kinds"):format(whose,
+    kind_of(value), place, kind_of(old)), 0)
+end
+
+-- A list of values, which may have its length in n.
+local function listed(result) return { n = result.n or #result, unpack(result, 1, result.n or #result) } end
+
+-- The arguments after a pre-hook has returned `result`.
+local function new_args(module, args, result)
+  local whose = "a forward pre-hook of " .. module.class_name
+  if is_tensor(result) then result = { result } end
+  if type(result) ~= "table" or getmetatable(result) then
+    error(("%s returned a %s; it must return nil, a tensor, or a list of arguments"):format(whose, type(result)), 0)
+  end
+  for key in pairs(result) do
+    if type(key) ~= "number" and key ~= "n" then
+      error(("%s returned a table with the field %s, not a list of arguments; to pass a table as an argument, "
+        .. "return { that_table }"):format(whose, tostring(key)), 0)
+    end
+  end
+  local new = listed(result)
+  for i = 1, math.min(new.n, args.n) do
+    if new[i] ~= nil then check_kind(new[i], args[i], whose, "argument " .. i) end
+  end
+  return new
+end
+
+-- The output after a forward hook has returned `result`.
+local function new_output(module, out, result)
+  local whose = "a forward hook of " .. module.class_name
+  if out.n <= 1 then
+    check_kind(result, out[1], whose, "the output")
+    if kind_of(out[1]) == "table" then
+      for key, value in pairs(result) do check_kind(value, out[1][key], whose, "field " .. tostring(key)) end
+    end
+    return { n = 1, result }
+  end
+  caller.typed(result, "table", ("%s, which returns %d values: its result"):format(whose, out.n))
+  local new = listed(result)
+  for i = 1, out.n do check_kind(new[i], out[i], whose, "output " .. i) end
+  if new.n > out.n then
+    error(("%s returned a list of %d values; the module returned %d"):format(whose, new.n, out.n), 0)
+  end
+  new.n = out.n
+  return new
+end
+
 -- -- calls ------------------------------------------------------------------------------------------------------------
 --- Calls a module that has hooks.
 ---@param module ps.nn.Module
@@ -170,11 +236,7 @@ function hooks.run(module, body, ...)
   local lists, args = rawget(module, "_hooks"), pack(...)
   for _, fn in ipairs { unpack(lists.before) } do
     local result = fn(module, args)
-    if type(result) == "table" and not getmetatable(result) then
-      args = { n = result.n or #result, unpack(result, 1, result.n or #result) }
-    elseif result ~= nil then
-      args = { n = 1, result }
-    end
+    if result ~= nil then args = new_args(module, args, result) end
   end
   local call = lists.back[1] and scope.grad_enabled() and begin_back(module, lists.back, args)
   local out = pack(body(module, unpack(args, 1, args.n)))
@@ -182,13 +244,7 @@ function hooks.run(module, body, ...)
     local output = out
     if out.n <= 1 then output = out[1] end
     local result = fn(module, args, output)
-    if result ~= nil and out.n > 1 then
-      caller.typed(result, "table", ("a forward hook of %s, which returns %d values: its result"):format(
-        module.class_name, out.n))
-      out = { n = result.n or #result, unpack(result, 1, result.n or #result) }
-    elseif result ~= nil then
-      out = { n = 1, result }
-    end
+    if result ~= nil then out = new_output(module, out, result) end
   end
   if call then wrap(Outputs, call, places_of(out)) end
   return unpack(out, 1, out.n)

@@ -71,7 +71,7 @@ local function try_step(engine, args, key)
     plan_and_begin(engine, args, key)
   end
   local function share(problem) return rechunk.share(engine, problem) end
-  if engine.ranks then return engine.ranks:begin_step(try, share, function() return rechunk.limit(engine) end) end
+  if engine.ranks then return engine.ranks:begin_step(try, share, function() return rechunk.limit(engine) end, key) end
   local ok, problem = pcall(try)
   if ok then return nil end
   return share(problem) or error(problem, 0)

@@ -199,10 +199,13 @@ local PLANNED = { "tp", "dp" }                     -- axes whose calls within a 
 --   own        the hash of the seed and of the parameters that train
 --   tp, dp     the number for the planned calls along this axis, or 0 if none are known
 --   rows       the number for the first micro-batch's rows, or 0 if it was compared before
+--   ops        the hash of the ops that the forward ran in a dry run, or 0 if they are unknown or were compared before
+--   shapes     the hash of the shapes of this step
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
 local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settings", "own", "tp", "dp", "rows",
-  "rates" }
+  "ops", "shapes", "rates" }
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
+local ops_out, n_out = ffi.new "const uint16_t *[1]", ffi.new "int32_t[1]"
 
 -- A number for the collectives that the dry run of this step noted along an axis, or 0 if none are known.
 local function calls_number(self, axis)
@@ -257,14 +260,62 @@ local function begin_plans(self, records)
   end
 end
 
+-- The ops of the forward in the dry run of this step: an array and its length; 0: there was no dry run.
+local function forward_ops(self)
+  native.check(C.ps_engine_forward_ops(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, ops_out, n_out))
+  return ops_out[0], n_out[0]
+end
+
+-- Notes in a record the ops of the forward and the shapes of the step.
+local function note_ops(self, record, key)
+  local list, n = forward_ops(self)
+  if n == 0 then return end
+  record.ops, record.shapes = agree.hash_number(C.ps_xxh3(list, 2 * n)), agree.text_hash(key)
+end
+
+local function ops_text(self)
+  local names, list, n = {}, forward_ops(self)
+  for i = 0, n - 1 do names[i + 1] = native.op_info[list[i]].name end
+  return table.concat(names, "\n")
+end
+
+-- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes: a
+-- forward that depends on the rank. It is not an error, since one rank may compute something to print. All ranks call
+-- it, and find the same first difference.
+local function compare_ops(self, records)
+  local seen, first, other = {}, nil, nil
+  for rank, record in ipairs(records) do
+    if record.ops ~= 0 then
+      local key = ("%d %.17g"):format(mesh.line_of("dp", rank - 1), record.shapes)
+      seen[key] = seen[key] or rank
+      if records[seen[key]].ops ~= record.ops then
+        first, other = seen[key], rank
+        break
+      end
+    end
+  end
+  if not first then return end
+  self.ops_compared = true
+  local said = agree.texts(self.world, ops_text(self))
+  if self.world:rank() > 0 then return end
+  local a, b = said[first]:gmatch "[^\n]+", said[other]:gmatch "[^\n]+"
+  local one, two, n = a(), b(), 1
+  while one == two and one ~= nil do one, two, n = a(), b(), n + 1 end
+  self.engine:note(("the forward of rank %d runs other ops than that of rank %d for a batch of the same shapes: op %d "
+    .. "is %s on rank %d and %s on rank %d. Gradients are summed over the ranks as if all had run the same forward; if "
+    .. "this is not intended, remove what depends on the rank from forward"):format(other - 1, first - 1, n,
+      two or "missing", other - 1, one or "missing", first - 1))
+end
+
 -- Returns this rank's record. ok: the step has begun; part: the fraction of an op's chunks for which there was room.
-local function record_of(self, ok, part, limit)
+local function record_of(self, ok, part, limit, key)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and limit() or 1, gathers = 0 }
   local reads = not self.data_compared and data.read_by(self.world)
   if reads then mine.data = agree.text_hash(reads) end
   if not ok then return mine end
   mine.gathers = C.ps_engine_gathers(native.ctx)
+  if self.dp:size() > 1 and not self.ops_compared then note_ops(self, mine, key) end
   if self.dp:size() > 1 then mine.rates = agree.text_hash(replicas.rates(engine)) end
   for _, axis in ipairs(PLANNED) do mine[axis] = calls_number(self, axis) end
   if not self.rows_compared and self.dp:size() > 1 then
@@ -284,11 +335,12 @@ end
 ---@param fn function
 ---@param share fun(problem: any): number? the fraction of an op's chunks for which there was room
 ---@param limit fun(): number the size that smaller chunks may have on this rank, as a fraction of the present size
+---@param key string the shapes of the step
 ---@return number?
-function Ranks:begin_step(fn, share, limit)
+function Ranks:begin_step(fn, share, limit, key)
   local ok, problem = pcall(fn)
   local part = not ok and share(problem) or nil
-  local mine = record_of(self, ok, part, limit)
+  local mine = record_of(self, ok, part, limit, key)
   local records, failed, same, short, least = agree.gather(self.world, RECORD, mine), false, true, false, 1
   for _, record in ipairs(records) do
     failed, short = failed or record.failed > 0, short or record.short > 0
@@ -306,6 +358,7 @@ function Ranks:begin_step(fn, share, limit)
     if not same then C.ps_engine_gathers_drop(native.ctx) end
     begin_plans(self, records)
     if not self.rows_compared then compare_rows(self, records) end
+    if not self.ops_compared then compare_ops(self, records) end
     return
   end
   local said = agree.texts(self.world, ok and "" or tostring(problem))
