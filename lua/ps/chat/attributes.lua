@@ -10,11 +10,11 @@ local attributes = {}
 
 ---@class ps.chat.Loop the variable `loop`
 ---@field items any[]
----@field i integer the turn, from 1
+---@field i integer the current iteration, from 1
 local Loop = { kind = "loop" }
 Loop.__index = Loop
 
---- The variable `loop` of a loop over items.
+--- Returns the variable `loop` of a loop over items.
 ---@param items any[]
 ---@return ps.chat.Loop
 function attributes.loop(items) return setmetatable({ items = items, i = 0 }, Loop) end
@@ -46,7 +46,7 @@ local LOOP = {
   end,
 }
 
--- An attribute that a value has; nil: it has none of that name.
+-- Returns an attribute of a value, or nil if the value has no attribute with that name.
 local function own(v, name)
   local class = getmetatable(v)
   if class == Loop then return LOOP[name] and LOOP[name](v) end
@@ -61,7 +61,7 @@ local function own(v, name)
   return bound
 end
 
--- An item that a value has; nil: it has none.
+-- Returns the item under a key of a value, or nil if there is none.
 local function held(v, key)
   local class = getmetatable(v)
   if class == values.Dict then return values.get(v, key) end
@@ -85,7 +85,7 @@ local function missing(v, name)
   return values.undefined(("'%s' has no attribute '%s'"):format(what, name))
 end
 
---- `v.name`
+--- Returns `v.name`.
 ---@param v any
 ---@param name string
 ---@return any
@@ -97,7 +97,7 @@ function attributes.attribute(v, name)
   return found
 end
 
---- `v[key]`
+--- Returns `v[key]`.
 ---@param v any
 ---@param key any
 ---@return any
@@ -110,7 +110,7 @@ function attributes.item(v, key)
   return found
 end
 
--- A bound of a slice: NONE or a whole number.
+-- Checks a bound of a slice, and returns NONE or a whole number.
 local function bound(v)
   if v == values.NONE then return nil end
   local x, is_float = values.number(v)
@@ -120,7 +120,7 @@ local function bound(v)
   return x
 end
 
---- `v[first:last:step]`, as Python has it.
+--- Returns `v[first:last:step]`, as Python does.
 ---@param v any
 ---@param first any
 ---@param last any

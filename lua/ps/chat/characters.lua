@@ -12,10 +12,10 @@ local C = ffi.C
 
 local characters = {}
 
-characters.PATTERN = "[^\128-\191][\128-\191]*"            -- one character of valid UTF-8
+characters.PATTERN = "[^\128-\191][\128-\191]*"            -- matches one character of valid UTF-8
 
---- The code point of a character.
----@param c string valid UTF-8 of one character
+--- Returns the code point of a character.
+---@param c string one character in valid UTF-8
 ---@return integer
 function characters.point(c)
   local b1, b2, b3, b4 = c:byte(1, 4)
@@ -25,7 +25,7 @@ function characters.point(c)
   return (b1 - 240) * 262144 + (b2 - 128) * 4096 + (b3 - 128) * 64 + b4 - 128
 end
 
---- The UTF-8 of a code point.
+--- Encodes a code point in UTF-8.
 ---@param c integer
 ---@return string
 function characters.utf8(c)
@@ -36,13 +36,13 @@ function characters.utf8(c)
   return char(0xf0 + floor(c / 262144), 0x80 + floor(c / 4096) % 64, 0x80 + floor(c / 64) % 64, 0x80 + c % 64)
 end
 
---- The Unicode category of a character, as a number of utf8proc's: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl, 11 No,
+--- Returns the Unicode category of a character as utf8proc's number: 1 Lu, 2 Ll, 3 Lt, 4 Lm, 5 Lo, 9 Nd, 10 Nl, 11 No,
 --- 23 Zs, 24 Zl, 25 Zp, 26 Cc, 27 Cf, 28 Cs, 29 Co, 0 unassigned.
 ---@param c string
 ---@return integer
 function characters.category(c) return C.utf8proc_category(characters.point(c)) end
 
---- Whether Python prints a character as it is in a repr.
+--- Returns whether Python prints a character unescaped in a repr.
 ---@param c string
 ---@return boolean
 function characters.is_printable(c)

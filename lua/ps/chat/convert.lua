@@ -14,15 +14,16 @@ local convert = {}
 local DEPTH = 200
 local LARGEST = 2 ^ 53
 
----@class ps.chat.Shape the information that a Lua table loses of the JSON from which it was made
+---@class ps.chat.Shape the information about a JSON value that its Lua table cannot represent
 ---@field list boolean
----@field keys? string[] in the order of the file
----@field numbers? table<any, {[1]: number, [2]: table}> by key: the number, and its value (a float, or one over 2^53)
+---@field keys? string[] the keys in the order of the JSON text
+---@field numbers? table<any, {[1]: number, [2]: table}> key -> the Lua number and its exact value (a float, or a number
+--- over 2^53)
 
 ---@type table<table, ps.chat.Shape>
 local shapes = setmetatable({}, { __mode = "k" })
 
--- A number of Lua as a value: whole numbers become integers.
+-- Converts a Lua number to a template value. Whole numbers become integers.
 local function number_value(x)
   if x ~= x or math.abs(x) == math.huge or x ~= math.floor(x) then return values.float(x) end
   if math.abs(x) >= LARGEST then return values.big(("%.0f"):format(x)) end
@@ -42,7 +43,8 @@ local function list_of(t, shape, where, depth)
   return values.list(list)
 end
 
--- The keys of an object: the keys of its JSON that it still has, then the others in alphabetical order.
+-- Returns the keys of an object: first the keys from its JSON that it still has, in their order, then all other keys in
+-- alphabetical order.
 local function keys_of(t, shape, where)
   local keys, known, rest = {}, {}, {}
   for _, key in ipairs(shape and shape.keys or {}) do
@@ -96,14 +98,14 @@ function value_of(v, where, depth, numbers, key)
   return (list and list_of or dict_of)(v, shape, where, depth)
 end
 
---- A Lua value as one of a template. Keys of a table are in the order of the JSON from which it was made, else in
---- alphabetical order; an empty table is a list unless it was an object of JSON.
+--- Converts a Lua value to a template value. The keys of a table have the order of its JSON text, or alphabetical order
+--- if it was not made from JSON. An empty table becomes a list unless it was a JSON object.
 ---@param v any
----@param where string for errors
+---@param where string the value's origin, for errors
 ---@return any
 function convert.value(v, where) return value_of(v, where, 1) end
 
---- A value of a template as Lua's tables, in which None is cjson.null. `value` converts the result back to the
+--- Converts a template value to Lua tables, in which None is cjson.null. `value` converts the result back to the
 --- original.
 ---@param v any
 ---@return any
@@ -136,7 +138,7 @@ function convert.plain(v)
   return t
 end
 
---- A deep copy of a table that keeps the same information about its JSON.
+--- Returns a deep copy of a table, with the same information about its JSON.
 ---@param t table
 ---@return table
 function convert.copied(t)

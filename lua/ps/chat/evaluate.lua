@@ -13,21 +13,21 @@ local raise, truth, work, charge = values.raise, values.truth, text.work, text.c
 
 local evaluate = {}
 
-local DEPTH = 100                                          -- the deepest nesting of calls of macros
-local LEVELS = 300                                         -- the deepest nesting of expressions, chains included
+local DEPTH = 100                                          -- deepest nesting of macro calls
+local LEVELS = 300                                         -- deepest nesting of expressions, including chains
 
----@class ps.chat.State of one rendering
+---@class ps.chat.State the state of one rendering
 ---@field depth integer
 ---@field track boolean whether pieces are marked with messages
 ---@field doing? table the node of the last filter, test or call
----@field owners table<integer, table> by message: marks of the text that the template writes while it processes the
----  message
+---@field owners table<integer, table> message index -> mark of the text that the template writes while it processes
+--- that message
 
 ---@class ps.chat.Scope
 ---@field vars table<string, any>
 ---@field parent? ps.chat.Scope
 ---@field state ps.chat.State
----@field owner? integer the message that an iteration of a loop, or a call of a macro, processes
+---@field owner? integer the message that the current loop iteration or macro call processes
 
 local function child(scope)
   return { vars = {}, parent = scope, state = scope.state, owner = scope.owner, turn = scope.turn }
@@ -42,14 +42,14 @@ local function lookup(scope, name)
   return values.undefined(("'%s' is undefined"):format(name))
 end
 
--- Assigns in a scope. If an iteration of a loop, or a macro, assigns a message to a name, the template processes that
--- message from now on.
+-- Assigns a value to a name in a scope. If a loop iteration or a macro assigns a message to a name, the template
+-- processes that message from then on.
 local function assign(scope, name, value)
   scope.vars[name] = value
   if scope.turn and getmetatable(value) == values.Dict and value.message then scope.owner = value.message end
 end
 
--- A mark with the message that the template is processing.
+-- Returns a copy of a mark to which the message that the template is processing is added.
 local function owned(state, mark, owner)
   local known = state.owners[owner]
   if not known then
@@ -73,7 +73,7 @@ end
 
 local expression, body                                     -- below
 
--- The functions of a list of nodes.
+-- Compiles a list of nodes to a list of functions.
 local function all(nodes)
   local fns = {}
   for i, node in ipairs(nodes) do fns[i] = expression(node) end
@@ -176,7 +176,7 @@ function EXPRESSIONS.compare(node)
   end
 end
 
--- The function of a list or a tuple. make: values.list or values.tuple.
+-- Compiles a list or a tuple. `make` is values.list or values.tuple.
 local function sequence(node, make)
   local items = all(node.items)
   return function(scope)
@@ -232,7 +232,7 @@ function EXPRESSIONS.call(node)
   end
 end
 
--- The function of a filter or a test. An unknown filter or test that no condition guards is an error of the template.
+-- Compiles the name of a filter or a test. An unknown name is an error of the template unless a condition guards it.
 local function named(set, what, node)
   local fn = set[node.name]
   if fn then return fn end
@@ -262,7 +262,7 @@ function EXPRESSIONS.test(node)
   end
 end
 
--- The value that the filter of a block gets.
+-- Compiles the value that a filter block passes to its filter.
 function EXPRESSIONS.given(node)
   return function() return node.value end
 end
@@ -291,7 +291,7 @@ function STATEMENTS.print(node)
   return function(scope, out) emit(scope, out, values.str(value(scope))) end
 end
 
--- A function that assigns a value to a target.
+-- Compiles an assignment target to a function that assigns a value to it.
 local function setter(target)
   if target.kind == "name" then
     return function(scope, value) assign(scope, target.name, value) end
@@ -321,14 +321,14 @@ function STATEMENTS.set(node)
   return function(scope) set(scope, value(scope)) end
 end
 
--- Captures output: runs a body in a scope of its own, and returns its pieces.
+-- Captures output: runs a body in a new scope, and returns the pieces of its output.
 local function caught(run, scope)
   local out = {}
   run(scope, out)
   return text.concat(out)
 end
 
--- Returns a function that applies a block's filters to its output.
+-- Compiles a block's filters to a function that applies them to the block's output.
 local function block_filter(node)
   local innermost = node
   while innermost.value do innermost = innermost.value end
@@ -399,7 +399,7 @@ end
 STATEMENTS["break"] = function() return function() return "break" end end
 STATEMENTS.continue = function() return function() return "continue" end end
 
--- Whether nodes use a name.
+-- Returns whether any of the nodes uses a name.
 local function uses(node, name)
   if node.kind == "name" and node.name == name then return true end
   for _, part in pairs(node) do
@@ -408,7 +408,7 @@ local function uses(node, name)
   return false
 end
 
--- A macro's function: a value that a template calls.
+-- Compiles a macro to a value that a template can call.
 local function macro(node, name)
   local names, defaults, run = node.names, {}, body(node.body)
   for i, default in pairs(node.defaults) do defaults[i] = expression(default) end
@@ -484,7 +484,7 @@ function STATEMENTS.with(node)
   end
 end
 
--- The bytes that a template's generation block marks as the assistant's.
+-- Compiles a generation block, which marks its bytes as the assistant's.
 function STATEMENTS.generation(node)
   local run = body(node.body)
   return function(scope, out)
@@ -510,7 +510,7 @@ function body(nodes)
   end
 end
 
---- Compiles a parsed template to a function that renders it with variables.
+--- Compiles a parsed template to a function that renders the template with variables.
 ---@param nodes table[]
 ---@return fun(variables: table<string, any>, track: boolean): string|ps.chat.Text
 function evaluate.compile(nodes)
@@ -523,7 +523,7 @@ function evaluate.compile(nodes)
     if ok then return result end
     if type(result) == "table" then error(result, 0) end
     if result:find("stack overflow", 1, true) then raise "expressions and macros are nested too deeply" end
-    local node = state.doing                               -- a filter, test or method lacks a check of its arguments
+    local node = state.doing                               -- a filter, test or method does not check its arguments
     if not node then error(result, 0) end
     return raise("line %d: '%s' got values that it does not support", node.line,
       node.name or node.value.name or node.value.kind)

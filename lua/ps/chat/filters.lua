@@ -28,7 +28,7 @@ function filters.upper(v) return letters.upper(values.str(v)) end
 function filters.capitalize(v) return letters.capitalize(values.str(v)) end
 
 function filters.title(v)
-  local fresh = true                                       -- words begin after spaces and ( [ { < -
+  local fresh = true                                       -- a word begins after a space or one of ( [ { < -
   return text.map(values.str(v), function(s)
     return (s:gsub(characters.PATTERN, function(c)
       local was = fresh
@@ -67,7 +67,7 @@ function filters.tojson(v, args, named)
     comma = comma, colon = colon, sort_keys = truth_argument(args, named, 4, "sort_keys", false) })
 end
 
--- Makes a function that returns the item of a value that `attribute` names: "a.b.0".
+-- Returns a function that returns the item of a value to which `attribute` refers. An example is "a.b.0".
 local function picker(attribute)
   if attribute == nil or attribute == NONE then return function(v) return v end end
   local path = {}
@@ -139,7 +139,7 @@ function filters.indent(v, args, named)
   return text.join(all, "\n")
 end
 
--- A stable order of a list's items by a key.
+-- Sorts a list's items by a key. The sort is stable.
 local function sorted(items, key, descending)
   local keyed = {}
   for i, item in ipairs(items) do
@@ -156,7 +156,7 @@ local function sorted(items, key, descending)
   return values.list(all)
 end
 
--- Returns a key function. Unless `with_case`, it turns strings into small letters.
+-- Returns a key function. It converts strings to lower case unless `with_case` is true.
 local function folded(pick, with_case)
   return function(item)
     local v = pick(item)
@@ -238,7 +238,7 @@ function filters.map(v, args, named, scope)
   return values.generator(all)
 end
 
--- The filters select and reject, and selectattr and rejectattr.
+-- Creates the filters select and reject, or selectattr and rejectattr.
 local function chooser(with_attribute, wanted)
   return function(v, args)
     local pick, first = picker(), 1
@@ -348,8 +348,8 @@ function filters.attr(v, args)
   return attributes.attribute(v, string_argument(args, {}, 1, "name") or raise "attr needs a name")
 end
 
--- Filters that treat Markup like any string. The other filters would have to return Markup, which is not supported, so
--- they are refused for it.
+-- Filters that treat Markup like any string. All other filters would have to return Markup, which is not supported, so
+-- they raise an error for it.
 local PLAIN = { safe = true, string = true, length = true, count = true, tojson = true, default = true, d = true,
   escape = true, e = true }
 for name, filter in pairs(filters) do

@@ -6,9 +6,9 @@ local raise = values.raise
 
 local format = {}
 
-local WIDEST = 10000                                       -- of a field
+local WIDEST = 10000                                       -- largest width of a field
 
--- A text, padded to the width of a field.
+-- Pads a text to the width of a field.
 local function padded(piece, width, align, fill)
   if width > WIDEST then raise("a field of %d characters: the limit is %d", width, WIDEST) end
   local missing = width - text.length(piece)
@@ -18,7 +18,7 @@ local function padded(piece, width, align, fill)
 end
 format.padded = padded
 
--- A number by a conversion of C: d, x, X, o, e, f, g and so on.
+-- Formats a number with a C conversion: d, x, X, o, e, f, g and so on.
 local function converted(v, conversion, flags, precision)
   local x, is_float = values.number(v)
   if not x then raise("a number is required for format '%s', not %s", conversion, values.kind(v)) end
@@ -33,9 +33,9 @@ local function converted(v, conversion, flags, precision)
   return ("%" .. flags .. "." .. (precision or 6) .. conversion):format(x)
 end
 
---- Python's % of a string.
+--- Implements Python's % for strings.
 ---@param pattern string|ps.chat.Text
----@param value any a tuple has several values, a dict has named values
+---@param value any a value, a tuple of values, or a dict of named values
 ---@return string|ps.chat.Text
 function format.percent(pattern, value)
   local s, pieces, at, used = text.flat(pattern), {}, 1, 0
@@ -97,7 +97,7 @@ function format.percent(pattern, value)
   return text.concat(pieces)
 end
 
--- Digits in groups of three.
+-- Inserts a separator between groups of three digits.
 local function grouped(digits, separator)
   local whole, rest = digits:match "^([-+ ]?%d+)(.*)$"
   local n
@@ -105,7 +105,7 @@ local function grouped(digits, separator)
   return whole .. rest
 end
 
--- A value by the specification after a field's colon.
+-- Formats a value with the specification after a field's colon.
 local function specified(v, spec)
   if spec == "" then return values.str(v) end
   local fill, align, rest = spec:match "^([^\128-\191][\128-\191]*)([<>^=])(.*)$"
@@ -140,7 +140,8 @@ local function specified(v, spec)
   return padded(piece, tonumber(width) or 0, align, fill)
 end
 
---- Python's str.format. Fields are numbers, names, or empty; attributes and subscripts in them are refused.
+--- Implements Python's str.format. A field is a number, a name, or empty. Attributes and subscripts in fields are
+--- errors.
 ---@param pattern string|ps.chat.Text
 ---@param args any[]
 ---@param named table<string, any>
@@ -184,9 +185,9 @@ function format.braces(pattern, args, named)
   return text.concat(pieces)
 end
 
---- Python's datetime.strftime of a day at noon, or of a moment.
+--- Implements Python's datetime.strftime for a day at noon, or for another time.
 ---@param pattern string
----@param when integer seconds since 1970, in local time as os.date has it
+---@param when integer seconds since 1970, which are formatted in local time like os.date
 ---@return string
 function format.date(pattern, when)
   return (pattern:gsub("%%(-?)(%a)", function(bare, c)

@@ -25,22 +25,22 @@ Template.__index = Template
 ---@class ps.chat.RenderOptions
 ---@field add_generation_prompt? boolean whether the text ends with the header of the model's next turn
 ---@field continue_final_message? boolean whether the text ends within the last message, which the model continues
----@field tools? table|string functions that the model may call, as JSON schemas: a list of tables, or JSON
----@field documents? table|string for templates of retrieval: a list of tables, or JSON
----@field date? string "YYYY-MM-DD", for templates that print the date; default: today
----@field tokens? table<string, string> bos_token, eos_token and so on
----@field variables? table<string, any> further variables of the template, such as enable_thinking
+---@field tools? table|string JSON schemas of the functions that the model can call: a list of tables, or JSON
+---@field documents? table|string documents for retrieval templates: a list of tables, or JSON
+---@field date? string "YYYY-MM-DD", for templates that print the date (default: today)
+---@field tokens? table<string, string> the special tokens: bos_token, eos_token and so on
+---@field variables? table<string, any> additional variables for the template, such as enable_thinking
 
 local RENDER = { add_generation_prompt = "boolean", continue_final_message = "boolean", tools = "table|string",
   documents = "table|string", date = "string", tokens = "table", variables = "table" }
 
 local function checked_options(options, call) return caller.options(options, call, RENDER) end
 
--- The names of the fields that may hold a message's reasoning, the standard one first.
+-- The fields that can contain a message's reasoning. The first field is the standard one.
 local REASONING = { "reasoning_content", "thinking", "reasoning" }
 local REASONS = { reasoning_content = true, thinking = true, reasoning = true }
 
--- A value of a template from Lua's tables or from JSON.
+-- Converts Lua tables or JSON to a template value.
 local function value_of(v, where)
   if type(v) ~= "string" then return convert.value(v, where) end
   local ok, value = pcall(json.decode, v)
@@ -48,11 +48,11 @@ local function value_of(v, where)
   return error(("%s: not JSON: %s"):format(where, type(value) == "table" and value.json or tostring(value)))
 end
 
--- Roles whose names may be part of a special token, as in '<|' + role + '|>'.
+-- Roles whose names can be part of a special token, as in '<|' + role + '|>'.
 local ROLES = { system = true, developer = true, user = true, assistant = true, tool = true, ["function"] = true,
   model = true, ipython = true, observation = true, environment = true, tool_response = true, ipynb = true }
 
--- Sets a mark on all strings of a value.
+-- Sets a mark on all strings in a value.
 local function marked(v, mark)
   if type(v) == "string" then return text.marked(v, mark) end
   local class = getmetatable(v)
@@ -68,7 +68,7 @@ local function marked(v, mark)
   return v
 end
 
--- The messages as a template sees them: without fields that are null, with the reasoning under its standard name.
+-- Returns the messages for a template: without null fields, and with the reasoning under its standard name.
 local function messages_of(messages, track)
   if getmetatable(messages) ~= values.List then error "messages: a list of messages expected" end
   if #messages == 0 then error "messages: the conversation has no message" end
@@ -105,7 +105,8 @@ local function messages_of(messages, track)
   return values.list(all)
 end
 
---- Noon of a day, in seconds since 1970; nil: now. Another form of a date is an error.
+--- Returns noon of a day in seconds since 1970, or the current time if there is no date. A date in another form is an
+--- error.
 ---@param date? string YYYY-MM-DD
 ---@return integer
 function chat.moment(date)
@@ -136,7 +137,7 @@ local function range(args)
   return values.list(items)
 end
 
--- The pairs of a call's arguments, as Python's dict(...) takes them.
+-- Returns the key-value pairs of a call's arguments, as in Python's dict(...).
 local function pairs_of(args, named)
   local dict = values.dict()
   if args[1] ~= nil then
@@ -157,7 +158,7 @@ local function pairs_of(args, named)
   return dict
 end
 
--- Functions that every template can call.
+-- Returns the functions that every template can call.
 local function globals(when)
   return {
     range = values.callable("range", range),
@@ -185,7 +186,7 @@ local function globals(when)
   }
 end
 
--- The variables of a rendering.
+-- Returns the variables for a rendering.
 local function variables_of(messages, options, track)
   local vars = globals(chat.moment(options.date))
   for name, token in pairs(options.tokens or {}) do vars[name] = token end
@@ -199,7 +200,7 @@ local function variables_of(messages, options, track)
   return vars
 end
 
--- Renders, and converts errors of a template to errors of psluajit.
+-- Renders a template, and converts its errors to psluajit's errors.
 local function render(template, vars, track)
   local ok, result = pcall(template.run, vars, track)
   if ok then return result end
@@ -214,7 +215,8 @@ end
 
 local TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
--- The last message's content with the tag at its end, where continue_final_message cuts.
+-- Appends a tag to the last message's content. continue_final_message truncates the text at this tag. Returns the
+-- tagged content.
 local function tagged(messages)
   local last = messages[#messages]
   local content = values.get(last, "content")
@@ -233,8 +235,8 @@ local function tagged(messages)
   return error "continue_final_message: the last message has no text to continue"
 end
 
---- The text of a conversation, as transformers' apply_chat_template renders it.
----@param messages table|string a list of messages {role =, content =, ...}, or JSON, which keeps the order of keys
+--- Renders a conversation as text, like transformers' apply_chat_template.
+---@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose key order is kept
 ---@param options? ps.chat.RenderOptions
 ---@return string
 function Template:render(messages, options)
@@ -259,12 +261,13 @@ function Template:render(messages, options)
   return text.flat(text.strip(all:sub(1, at - 1), nil, false, true))
 end
 
---- Whether the template asks for the date, so that its text may change from day to day.
+--- Returns whether the template uses the date, so that its text can change from day to day.
 ---@return boolean
 function Template:reads_date() return self.source:find("strftime_now", 1, true) ~= nil end
 
--- The header of the assistant's turn: the text that a template writes for add_generation_prompt after the user's last
--- message, or that it always writes at the end, or that it writes before the content of an answer; "": none.
+-- Returns the header of the assistant's turn, or "" if there is none. It is the text that a template writes for
+-- add_generation_prompt after the user's last message, or that it always writes at the end, or that it writes before
+-- the content of an answer.
 local function generation_prompt(self, messages, options)
   local upto
   for i = #messages, 1, -1 do
@@ -278,7 +281,7 @@ local function generation_prompt(self, messages, options)
     return dict
   end
   local shown = values.list(upto and values.copied(messages, 1, upto)
-    or { said "user" })                                    -- any user's message: the header is the same
+    or { said "user" })                                    -- the header is the same for any message of the user
   local function text_of(prompt)
     local vars = variables_of(shown, options, false)
     vars.add_generation_prompt = prompt
@@ -298,7 +301,7 @@ end
 
 local TRAIN_ON = { assistant = true, last = true, all = true }
 
--- The roles of messages.
+-- Returns the messages' roles.
 local function roles_of(messages)
   local roles = {}
   for i, message in ipairs(messages) do
@@ -308,7 +311,7 @@ local function roles_of(messages)
   return roles
 end
 
--- The numbers of the messages to train on.
+-- Returns the indices of the messages to train on.
 local function wanted_of(messages, train_on)
   local wanted = {}
   for i, role in ipairs(roles_of(messages)) do
@@ -322,17 +325,20 @@ end
 
 ---@class ps.chat.Rendered
 ---@field text string
----@field spans {[1]: integer, [2]: integer}[] first and last byte of each part that the model has to produce
----@field message {[1]: integer, [2]: integer}[] first and last byte of each part that comes from a message, a tool or a
----  document
----@field roles {[1]: integer, [2]: integer, known: boolean}[] likewise of each role; known: one that templates expect
----@field dropped integer[] messages whose reasoning the template leaves out
+---@field spans {[1]: integer, [2]: integer}[] first and last byte of each piece that the model has to produce
+---@field message {[1]: integer, [2]: integer}[] first and last byte of each piece that comes from a message, a tool or
+--- a document
+---@field roles {[1]: integer, [2]: integer, known: boolean}[] first and last byte of each role; `known` says whether
+--- templates expect the role
+---@field dropped integer[] indices of the messages whose reasoning the template omits
 
---- The text of a conversation and the bytes of it that the model has to produce: the text (reasoning, channels, calls,
---- content) after the header of each turn of the assistant, up to the token that ends the turn.
----@param messages table|string as for render
+--- Renders a conversation, and returns its text with the bytes that the model has to produce. In each turn of the
+--- assistant, these bytes are the text (reasoning, channels, calls, content) after the header, including the token that
+--- ends the turn.
+---@param messages table|string the messages, as for render
 ---@param options? ps.chat.RenderOptions
----@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean which messages; default "assistant"
+---@param train_on? "assistant"|"last"|"all"|fun(i: integer, role: string): boolean selects the messages to train on
+--- (default "assistant")
 ---@return ps.chat.Rendered
 function Template:trained(messages, options, train_on)
   options, train_on = checked_options(options, "template:trained"), train_on or "assistant"
@@ -373,9 +379,10 @@ end
 
 local compiled = setmetatable({}, { __mode = "v" })
 
---- A template of a Jinja text. An unsupported construct is an error that names the construct and its line.
+--- Compiles a Jinja text to a template. Raises an error that names the construct and its line if a construct is not
+--- supported.
 ---@param source string
----@param name? string of its file, for errors
+---@param name? string the name of the template's file, for errors
 ---@return ps.chat.Template
 function chat.template(source, name)
   caller.typed(source, "string", "the chat template")

@@ -8,12 +8,12 @@ local utf8 = require "ps.core.utf8"
 
 local json = {}
 
-local DEPTH = 200                                          -- the deepest nesting of lists
+local DEPTH = 200                                          -- deepest nesting of lists
 local LARGEST = 2 ^ 53
 local ESCAPES = { ['"'] = '"', ["\\"] = "\\", ["/"] = "/", b = "\b", f = "\f", n = "\n", r = "\r", t = "\t" }
 local WORDS = { ["true"] = true, ["false"] = false, null = values.NONE }
 
--- Raises an error about byte `at` of a text: its line, and the byte within the line.
+-- Raises an error about byte `at` of a text. The error contains the line, and the byte's position in the line.
 local function fail(s, at, why, ...)
   local before = s:sub(1, at - 1)
   local _, n = before:gsub("\n", "")
@@ -115,7 +115,7 @@ function read(s, at, depth)
   return read_number(s, at)
 end
 
---- The value of a JSON text. An error is a table with the field `json`, a text with the line.
+--- Decodes a JSON text. An error is a table whose field `json` is a message with the line.
 ---@param s string
 ---@return any
 function json.decode(s)
@@ -201,10 +201,10 @@ local function write(v, options, pieces, depth)
   end
 end
 
---- A value as JSON, as Python's json.dumps writes it.
+--- Encodes a value as JSON, in the same form as Python's json.dumps.
 ---@param v any
 ---@param options? {ensure_ascii?: boolean, indent?: string, comma?: string, colon?: string, sort_keys?: boolean}
----  indent: the text of one level; nil: all on one line
+--- indent: the text that indents one level; without it the JSON is on one line
 ---@return string|ps.chat.Text
 function json.encode(v, options)
   options = options or {}

@@ -7,7 +7,8 @@ local letters = {}
 
 local CHARACTER, utf8, category = characters.PATTERN, characters.utf8, characters.category
 
--- Characters whose capital letters are several: their code point, and those of the capitals.
+-- Characters whose upper-case form has several characters. Each entry has the code point and the code points of the
+-- upper-case form.
 local LONG = {}
 for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x4a, 0x30c }, { 0x390, 0x3aa, 0x301 },
   { 0x3b0, 0x3ab, 0x301 }, { 0x587, 0x535, 0x552 }, { 0xfb00, 0x46, 0x46 }, { 0xfb01, 0x46, 0x49 },
@@ -17,7 +18,7 @@ for _, row in ipairs { { 0xdf, 0x53, 0x53 }, { 0x149, 0x2bc, 0x4e }, { 0x1f0, 0x
   for i = 2, #row do capitals[i - 1] = utf8(row[i]) end
   LONG[utf8(row[1])] = table.concat(capitals)
 end
-local LONG_I = utf8(0x130)                            -- its small letter is two characters: i and a dot
+local LONG_I = utf8(0x130)                            -- its lower-case form has two characters: i and a dot
 local SIGMA, SMALL_SIGMA, LAST_SIGMA = utf8(0x3a3), utf8(0x3c3), utf8(0x3c2)
 
 local function upper_of(c) return LONG[c] or characters.upper(c) end
@@ -60,7 +61,7 @@ function letters.is_cased(c)
   return k == UPPER or k == LOWER or k == TITLE
 end
 
---- Python's str.upper.
+--- Implements Python's str.upper.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.upper(v)
@@ -70,7 +71,7 @@ function letters.upper(v)
   end)
 end
 
---- Python's str.lower. A sigma at the end of a word gets its own form.
+--- Implements Python's str.lower. A sigma at the end of a word becomes a final sigma.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.lower(v)
@@ -87,7 +88,7 @@ function letters.lower(v)
   end)
 end
 
---- Python's str.capitalize.
+--- Implements Python's str.capitalize.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.capitalize(v)
@@ -96,7 +97,7 @@ function letters.capitalize(v)
     letters.lower(text.sub(v, #first + 1, #text.flat(v))) }
 end
 
---- Each word's first letter as a capital: Python's str.title, in which any character that is not a letter ends a word.
+--- Implements Python's str.title: capitalizes each word's first letter. Any character that is not a letter ends a word.
 ---@param v string|ps.chat.Text
 ---@return string|ps.chat.Text
 function letters.title(v)
@@ -111,7 +112,7 @@ function letters.title(v)
   end)
 end
 
---- Whether a string is not empty and all of its characters pass a test.
+--- Returns whether a string is not empty and all of its characters pass a test.
 ---@param v string|ps.chat.Text
 ---@param passes fun(c: string): boolean
 ---@return boolean

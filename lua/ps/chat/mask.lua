@@ -8,20 +8,20 @@ local text = require "ps.chat.text"
 local mask = {}
 
 ---@class ps.chat.Turn
----@field first integer its first byte
----@field last integer its last byte
----@field from integer the first byte that comes from the message; nil: none
----@field upto integer the last byte that comes from the message; 0: none
----@field parts {[1]: integer, [2]: integer}[] its bytes, without those of other messages' turns
----@field over? boolean another message's turn has begun
+---@field first integer the turn's first byte
+---@field last integer the turn's last byte
+---@field from integer the first byte that comes from the message, or nil if there is none
+---@field upto integer the last byte that comes from the message, or 0 if there is none
+---@field parts {[1]: integer, [2]: integer}[] the turn's bytes without the bytes of other messages' turns
+---@field over? boolean whether another message's turn has begun
 ---@field stranger? integer a message whose bytes the template writes within this turn
 
--- The turns of a rendering, by message. A turn is the text that the template wrote while it processed the message. If
--- no loop or macro processed the message, the turn is the bytes that come from it. A turn ends where another message's
--- turn begins.
+-- Returns the turns of a rendering, indexed by message. A turn is the text that the template wrote while it processed
+-- the message. If no loop or macro processed the message, the turn consists of the bytes that come from the message. A
+-- turn ends where another message's turn begins.
 ---@return table<integer, ps.chat.Turn>
 local function turns_of(rendered)
-  local owned, turns, open = {}, {}, {}                    -- open: turns that have begun and not ended
+  local owned, turns, open = {}, {}, {}                    -- open: the turns that have begun and have not ended
   text.each(rendered, function(_, _, mark) if mark and mark.owner then owned[mark.owner] = true end end)
   text.each(rendered, function(first, last, mark)
     local message = mark and (mark.owner or mark.message)
@@ -39,7 +39,7 @@ local function turns_of(rendered)
   return turns
 end
 
--- The first byte after all turns; nil: the text ends with a turn.
+-- Returns the first byte after all turns, or nil if the text ends with a turn.
 local function tail_of(rendered)
   local tail
   text.each(rendered, function(first, _, mark)
@@ -48,17 +48,17 @@ local function tail_of(rendered)
   return tail
 end
 
--- The longest start of a generation prompt, of at most n bytes, that does not end within a word.
+-- Returns the longest prefix of a generation prompt, of at most n bytes, that does not end within a word.
 local function whole_words(prompt, n)
   while n > 0 and not prompt:find("^[%s>%]:]", n) do n = n - 1 end
   return n
 end
 
--- The first byte of a turn after its header: the byte after the last occurrence, before the message's own bytes, of
--- the generation prompt or of the longest part of its start. Bytes of the prompt may precede the turn. A turn without
--- a header, as after results of tools, begins with the message's own bytes.
+-- Returns the position of a turn's first byte after its header. The header is the generation prompt, or the longest
+-- prefix of the prompt that occurs before the message's own bytes; the last occurrence counts. Bytes of the header can
+-- precede the turn. A turn without a header, for example after a tool's results, begins with the message's own bytes.
 local function after_header(s, turn, prompt)
-  local stop = (turn.from or turn.last + 1) - 1            -- the last byte that may belong to a header
+  local stop = (turn.from or turn.last + 1) - 1            -- last byte that can belong to a header
   local n = #prompt
   while n > 0 do
     local head = prompt:sub(1, n)
@@ -70,11 +70,11 @@ local function after_header(s, turn, prompt)
   return prompt ~= "" and turn.from or turn.first
 end
 
--- The bytes of a turn before its message's own.
+-- Returns the bytes of a turn that precede the message's own bytes.
 local function header_of(s, turn) return s:sub(turn.first, (turn.from or turn.last + 1) - 1) end
 
--- The text before the header of the next turn, which ends turn i; nil: there is none. The next turn's header is known
--- from a turn of the same role that follows another role.
+-- Returns the text that ends turn i and precedes the header of the next turn, or nil if there is none. The length of
+-- the next turn's header is known from a turn of the same role that follows another role.
 local function closing(s, turns, roles, i)
   local turn, after = turns[i], nil
   for k, other in pairs(turns) do if other.first == turn.last + 1 then after = k end end
@@ -91,9 +91,9 @@ local function closing(s, turns, roles, i)
   return n > 0 and all:sub(n + 1) == header and all:sub(1, n):match "^(.*%S)" or nil
 end
 
--- The last byte of the token that ends a turn: the last byte of the turn's text that is not space. If the turn has no
--- text after the message's own bytes: the end token that directly follows, the text that the next turn writes for it,
--- or the text that the template writes at the end.
+-- Returns the last byte of the token that ends a turn. This is the last byte of the turn's text that is not a space. If
+-- the turn has no text after the message's own bytes, it is the end of the end token that follows directly, or of the
+-- text that the next turn writes for the token, or of the text that the template writes at the end.
 local function turn_end(s, turn, end_token, tail, closed_by)
   local last = turn.last
   while last > turn.upto and s:find("^%s", last) do last = last - 1 end
@@ -109,21 +109,21 @@ local function turn_end(s, turn, end_token, tail, closed_by)
   return math.max(last, turn.last)
 end
 
--- Appends bytes to spans, or makes the last span longer.
+-- Appends bytes to spans, or extends the last span.
 local function add(spans, first, last)
   if last < first then return end
   if #spans > 0 and spans[#spans][2] == first - 1 then spans[#spans][2] = last
   else spans[#spans + 1] = { first, last } end
 end
 
---- The bytes to train: a list of {first, last}, in order.
+--- Returns the bytes to train as a sorted list of {first, last}.
 ---@param rendered string|ps.chat.Text a rendering with marks
 ---@param wanted integer[] the messages whose bytes are trained
 ---@param prompt string the text that the template writes for add_generation_prompt
 ---@param end_token? string
----@param roles string[] of all messages
----@return {[1]: integer, [2]: integer}[]? spans nil: a turn holds bytes of another message
----@return integer? turn that message
+---@param roles string[] the roles of all messages
+---@return {[1]: integer, [2]: integer}[]? spans nil if a turn contains bytes of another message
+---@return integer? turn the message of that turn
 ---@return integer? stranger the other message
 function mask.spans(rendered, wanted, prompt, end_token, roles)
   local s, spans, tail = text.flat(rendered), {}, tail_of(rendered)
@@ -142,9 +142,9 @@ function mask.spans(rendered, wanted, prompt, end_token, roles)
   return spans
 end
 
---- The bytes of generation blocks; nil: the rendering has none.
+--- Returns the bytes of generation blocks, or nil if the rendering has none.
 ---@param rendered string|ps.chat.Text
----@param wanted? integer[] only those that the template writes for these messages
+---@param wanted? integer[] only returns the bytes that the template writes for these messages
 ---@return {[1]: integer, [2]: integer}[]?
 function mask.generated(rendered, wanted)
   local spans, of = {}, {}
@@ -155,7 +155,7 @@ function mask.generated(rendered, wanted)
   return spans[1] and spans
 end
 
---- The text that a template writes for a message before the message's own bytes; "" if it has only space.
+--- Returns the text that a template writes for a message before the message's own bytes, or "" if it is only space.
 ---@param rendered string|ps.chat.Text
 ---@param i integer the message
 ---@return string
@@ -165,7 +165,7 @@ function mask.header(rendered, i)
   return header:find "%S" and header or ""
 end
 
---- The part of a rendered text after its last message.
+--- Returns the text that follows the last message in a rendering.
 ---@param rendered string|ps.chat.Text
 ---@return string
 function mask.tail(rendered)
@@ -173,14 +173,14 @@ function mask.tail(rendered)
   return tail and text.flat(rendered):sub(tail) or ""
 end
 
---- The text that a template adds at the end for add_generation_prompt.
+--- Returns the text that a template appends for add_generation_prompt.
 ---@param with string
 ---@param without string
 ---@return string
 function mask.prompt(with, without)
   local n = 0
   while n < #without and with:byte(n + 1) == without:byte(n + 1) do n = n + 1 end
-  -- the template writes another end instead, such as an end token
+  -- the template writes another ending instead, such as an end token
   if n < #without then n = whole_words(with, n) end
   return with:sub(n + 1)
 end

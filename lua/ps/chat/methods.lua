@@ -28,7 +28,7 @@ local function split(from_right)
 end
 str.split, str.rsplit = split(false), split(true)
 
--- Line ends that are characters of several bytes.
+-- Line separators that have several bytes.
 local WIDE = { ["\194\133"] = 2, ["\226\128\168"] = 3, ["\226\128\169"] = 3 }
 
 function str.splitlines(v, args, named)
@@ -56,7 +56,7 @@ function str.replace(v, args, named)
   return text.replace(v, old, new, whole_argument(args, named, 3, "count", -1))
 end
 
--- startswith and endswith: a string, or a tuple of strings.
+-- Implements startswith and endswith, whose argument is a string or a tuple of strings.
 local function affix(name, fits)
   return function(v, args)
     local s, what = text.flat(v), args[1]
@@ -115,7 +115,7 @@ function str.islower(v)
   return text.flat(letters.lower(s)) == s and text.flat(letters.upper(s)) ~= s
 end
 
--- The place of a piece in code points; nil: it is not there.
+-- Returns the position of a piece in code points, or nil if it does not occur.
 local function find(v, args, from_right)
   local s, piece = text.flat(v), args[1]
   if not text.is(piece) then raise("must be str, not %s", values.kind(piece == nil and values.NONE or piece)) end
@@ -155,7 +155,7 @@ local function partition(from_right)
     local separator = string_argument(args, named, 1, "sep") or raise "partition() takes exactly one argument"
     if separator == "" then raise "empty separator" end
     local parts = text.split(v, separator, 1, from_right)
-    if #parts == 2 then                                    -- the separator with the marks that it has in the string
+    if #parts == 2 then                                    -- the separator, with the marks from the string
       local n = #text.flat(parts[1])
       return values.tuple { parts[1], text.sub(v, n + 1, n + #separator), parts[2] }
     end
@@ -234,7 +234,7 @@ function dict.copy(v)
   return copy
 end
 
--- Methods that change a value. Jinja's immutable sandbox refuses them, too.
+-- Methods that change a value. They are errors, as in Jinja's immutable sandbox.
 local function refused(name)
   return function()
     return raise("access to attribute '%s' is unsafe: values cannot be changed in a chat template", name)

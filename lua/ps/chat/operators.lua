@@ -9,7 +9,7 @@ local operators = {}
 
 local LARGEST = 2 ^ 53
 
--- A number as a value: a whole number, or a float.
+-- Converts a number to a value: a whole number, or a float.
 local function result(x, is_float)
   if is_float then return values.float(x) end
   if math.abs(x) > LARGEST then values.refuse "a whole number over 2^53" end
@@ -22,7 +22,7 @@ local function unsupported(op, a, b)
   return raise("unsupported operand type(s) for %s: '%s' and '%s'", op, kind(a), kind(b))
 end
 
--- An operator of numbers.
+-- Creates a binary operator on numbers.
 local function arithmetic(op, fn)
   return function(a, b)
     local x, xf = number(a)
@@ -94,14 +94,14 @@ operators["%"] = function(a, b)
   return modulo(a, b)
 end
 
---- Minus a number.
+--- Implements the unary minus.
 function operators.negative(v)
   local x, float = number(v)
   if not x then raise("bad operand type for unary -: '%s'", kind(values.defined(v))) end
   return result(-x, float)
 end
 
---- A number, with a plus sign.
+--- Implements the unary plus.
 function operators.positive(v)
   local x, float = number(v)
   if not x then raise("bad operand type for unary +: '%s'", kind(values.defined(v))) end

@@ -7,12 +7,12 @@ local fail = lexer.fail
 
 ---@class ps.chat.Parser
 ---@field tokens ps.chat.Token[]
----@field at integer the next token
+---@field at integer the index of the next token
 ---@field depth integer depth of nested expressions and statements
 local Parser = {}
 Parser.__index = Parser
 
-local DEPTH = 150                                          -- the deepest nesting of expressions and statements
+local DEPTH = 150                                          -- deepest nesting of expressions and statements
 local REFUSED = { block = true, extends = true, include = true, import = true, from = true, autoescape = true,
   ["do"] = true, trans = true, pluralize = true, debug = true }
 local CONSTANTS = { ["true"] = true, True = true, ["false"] = false, False = false, none = values.NONE,
@@ -38,7 +38,7 @@ function Parser:skip(kind, value)
   return true
 end
 
--- A token as errors show it.
+-- Returns a token in the form for errors.
 local function shown(token)
   if token.type == "eof" then return "the end of the template" end
   if token.type == "end" then return "'%}'" elseif token.type == "close" then return "'}}'" end
@@ -79,7 +79,7 @@ function Parser:conditional()
   return node
 end
 
--- Operators of one precedence that associate to the left.
+-- Returns a parser for left-associative operators of one precedence.
 local function left(operators, inner, kind)
   return function(self)
     local node = self[inner](self)
@@ -177,7 +177,7 @@ function Parser:primary()
   return node
 end
 
--- One expression, or a tuple of those between commas. `empty`: "()" is a tuple, too.
+-- Parses an expression, or a tuple of expressions between commas. If `empty` is true, "()" is also a tuple.
 function Parser:tuple(with_conditional, empty)
   local line, items, is_tuple = self:peek().line, {}, false
   local function ends()
@@ -218,7 +218,7 @@ function Parser:subscript()
   return parts[1] or fail(line, "an empty subscript")
 end
 
--- The arguments of a call, after its "(".
+-- Parses the arguments of a call after its "(".
 function Parser:arguments()
   local args = { positional = {}, named = {} }
   while not self:is("op", ")") do
@@ -259,7 +259,7 @@ function Parser:postfix(node)
   end
 end
 
--- The filter after a "|". `soft`: an unknown name is an error only when the filter runs.
+-- Parses the filter after a "|". If `soft` is true, an unknown name is an error only when the filter runs.
 function Parser:filter(node)
   local token = self:expect "name"
   local filter = { kind = "filter", line = token.line, name = token.value, value = node, soft = self.soft }
@@ -299,7 +299,8 @@ function Parser:filters(node)
   end
 end
 
--- The target of `set` or `for`: a name, names between commas, or with `namespaces` a field of a namespace.
+-- Parses the target of `set` or `for`: a name, several names between commas, or, if `namespaces` is true, a field of a
+-- namespace.
 function Parser:target(namespaces)
   local line, names, several = self:peek().line, {}, false
   local parens = self:skip("op", "(")
@@ -358,7 +359,7 @@ STATEMENTS["if"] = function(self, line)
   return node
 end
 
--- Parameters of a macro, after its "(".
+-- Parses the parameters of a macro after its "(".
 function Parser:parameters(node)
   node.names, node.defaults = {}, {}
   while not self:is("op", ")") do
@@ -439,9 +440,10 @@ STATEMENTS.print = function(self, line)
   return { kind = "print", line = line, value = self:tuple(true) }
 end
 
--- Statements up to a block of one of `ends`, whose name is consumed, and, except after `else` and `elif`, its "%}".
+-- Parses statements up to a block whose name is in `ends`, and consumes that name. Also consumes the block's "%}",
+-- except for `else` and `elif`.
 ---@return table[] nodes
----@return string? word nil: the end of the template
+---@return string? word nil at the end of the template
 function Parser:body(ends)
   local nodes, start = {}, self:peek().line
   local soft = self.soft

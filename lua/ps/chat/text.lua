@@ -4,8 +4,8 @@
 -- kinds, and returns a plain string if no byte has a mark. Positions are bytes unless a name says code points.
 local text = {}
 
--- Limits, so that a template cannot use up the memory: the bytes of a string, the bytes of a string whose characters
--- are listed, and the parts of a string that is split.
+-- Limits that keep a template from using up the memory: the bytes of a string, the bytes of a string whose characters
+-- are listed, and the number of parts into which a string is split.
 text.LARGEST = 64 * 1024 * 1024
 local LISTED, PARTS = 16 * 1024 * 1024, 1000000
 
@@ -13,12 +13,13 @@ local function too_much(what, n, most)
   error({ chat_template = ("%s: %d; the limit is %d"):format(what, n, most) }, 0)
 end
 
--- The work of a rendering, in steps: a statement, an iteration of a loop, a call, an item of a list that is read or
--- compared, and a number of bytes of a string each count as one step. One rendering runs at a time.
+-- The limit for the work of a rendering, in steps. Each statement, iteration of a loop, call, and item of a list that
+-- is read or compared counts as one step, and so does every run of BYTES bytes of a string. Only one rendering runs at
+-- a time.
 local STEPS, BYTES = 20e6, 32
-local steps = -math.huge                                   -- outside a rendering nothing is counted
+local steps = -math.huge                                   -- outside of a rendering, steps are not limited
 
---- Calls fn(...) as a rendering, and counts its work.
+--- Calls fn(...) as a rendering, whose work is counted.
 ---@param fn fun(...): any
 ---@param ... any
 ---@return boolean ok
@@ -30,8 +31,8 @@ function text.counted(fn, ...)
   return ok, result
 end
 
---- Counts work. Too much of it is an error of the template.
----@param n number steps
+--- Counts work. Too much work is an error of the template.
+---@param n number number of steps
 function text.work(n)
   steps = steps + n
   if steps > STEPS then
@@ -40,7 +41,7 @@ function text.work(n)
 end
 local work = text.work
 
---- Counts the work of reading a value: its bytes or its items.
+--- Counts the work of reading a value, which is the number of its bytes or items.
 ---@param value any
 function text.charge(value)
   local n = 0
@@ -52,28 +53,29 @@ end
 ---@class ps.chat.Text
 ---@field s string the bytes
 ---@field to integer[] last byte of each segment
----@field mark table[]|false[] where each segment comes from; false: from the template
----@field safe? boolean the filter `safe` made it: a string that is added to it is escaped for HTML, as Jinja does
+---@field mark table[]|false[] the origin of each segment, or false if the template wrote it
+---@field safe? boolean whether the filter `safe` created the string; as in Jinja, a string that is appended to it is
+--- escaped for HTML
 local Text = {}
 Text.__index = Text
 
--- The characters for which Python's str.isspace is true, in UTF-8.
+-- The characters for which Python's str.isspace returns true, in UTF-8.
 local SPACES = {}
 for c in (" \t\n\v\f\r\28\29\30\31\194\133\194\160\225\154\128\226\128\168\226\128\169\226\128\175"
     .. "\226\129\159\227\128\128"):gmatch "[%z\1-\127\194-\244][\128-\191]*" do SPACES[c] = true end
 for last = 128, 138 do SPACES["\226\128" .. string.char(last)] = true end
 
---- Whether a value is a string of either kind.
+--- Returns whether a value is a Lua string or a ps.chat.Text.
 ---@param value any
 ---@return boolean
 function text.is(value) return type(value) == "string" or getmetatable(value) == Text end
 
---- The bytes, without marks.
+--- Returns the bytes without marks.
 ---@param value string|ps.chat.Text
 ---@return string
 function text.flat(value) return type(value) == "string" and value or value.s end
 
---- A string whose bytes all have a mark.
+--- Returns a string whose bytes all have the given mark.
 ---@param s string
 ---@param mark table
 ---@return string|ps.chat.Text
@@ -82,7 +84,7 @@ function text.marked(s, mark)
   return setmetatable({ s = s, to = { #s }, mark = { mark } }, Text)
 end
 
---- A mark with one more field.
+--- Returns a copy of a mark with one more field.
 ---@param mark table|false
 ---@param field string
 ---@param value any
@@ -93,7 +95,7 @@ function text.mark(mark, field, value)
   return new
 end
 
---- The string as Jinja's Markup.
+--- Converts a string to Jinja's Markup.
 ---@param value string|ps.chat.Text
 ---@return ps.chat.Text
 function text.markup(value)
@@ -104,14 +106,14 @@ function text.markup(value)
   return setmetatable({ s = value, to = some and { #value } or {}, mark = some and { false } or {}, safe = true }, Text)
 end
 
---- Whether a value is Jinja's Markup.
+--- Returns whether a value is Jinja's Markup.
 ---@param value any
 ---@return boolean
 function text.is_markup(value) return getmetatable(value) == Text and value.safe == true end
 
 local ENTITIES = { ["&"] = "&amp;", ["<"] = "&lt;", [">"] = "&gt;", ['"'] = "&#34;", ["'"] = "&#39;" }
 
---- The string with the five characters of HTML as entities; Markup is returned unchanged.
+--- Escapes the five special characters of HTML. Markup is returned unchanged.
 ---@param value string|ps.chat.Text
 ---@return string|ps.chat.Text
 function text.escaped(value)
@@ -134,7 +136,7 @@ function text.each(value, fn)
   end
 end
 
---- The strings of a list, one after the other.
+--- Concatenates the strings of a list.
 ---@param pieces (string|ps.chat.Text)[]
 ---@return string|ps.chat.Text
 function text.concat(pieces)
@@ -158,7 +160,7 @@ function text.concat(pieces)
   return setmetatable({ s = s, to = to, mark = marks }, Text)
 end
 
---- A string n times.
+--- Repeats a string n times.
 ---@param value string|ps.chat.Text
 ---@param n integer
 ---@return string|ps.chat.Text
@@ -169,7 +171,7 @@ function text.rep(value, n)
   return text.concat(pieces)
 end
 
---- The same bytes with other marks.
+--- Returns the same bytes with other marks.
 ---@param value string|ps.chat.Text
 ---@param change fun(mark: table|false): table|false
 ---@return string|ps.chat.Text
@@ -183,7 +185,7 @@ function text.remark(value, change)
   return setmetatable({ s = text.flat(value), to = to, mark = marks }, Text)
 end
 
---- Bytes `first` to `last`.
+--- Returns bytes `first` to `last`.
 ---@param value string|ps.chat.Text
 ---@param first integer
 ---@param last integer
@@ -206,7 +208,7 @@ function text.sub(value, first, last)
   return setmetatable({ s = s, to = to, mark = marks }, Text)
 end
 
---- Applies a function to the bytes of each segment, and joins the results. The function must keep no state between
+--- Applies a function to the bytes of each segment, and joins the results. The function must not keep state between
 --- segments.
 ---@param value string|ps.chat.Text
 ---@param fn fun(s: string): string
@@ -222,7 +224,7 @@ function text.map(value, fn)
   return text.concat(pieces)
 end
 
---- The first byte of each code point, and one past the end.
+--- Returns the position of each code point's first byte, followed by the position after the last byte.
 ---@param s string valid UTF-8
 ---@return integer[]
 function text.points(s)
@@ -234,7 +236,7 @@ function text.points(s)
   return at
 end
 
---- The number of code points.
+--- Returns the number of code points in a string.
 ---@param value string|ps.chat.Text
 ---@return integer
 function text.length(value)
@@ -245,7 +247,7 @@ function text.length(value)
   return n
 end
 
---- Code points `first` to `last`, counted from 0, `last` excluded, by a step that is not 0.
+--- Returns the code points from `first` up to and excluding `last`, counted from 0, with a step that is not 0.
 ---@param value string|ps.chat.Text
 ---@param first integer
 ---@param last integer
@@ -265,7 +267,7 @@ function text.slice(value, first, last, step)
   return text.concat(pieces)
 end
 
--- The set of code points that strip removes.
+-- Returns the set of code points that `strip` removes.
 local function set_of(chars)
   if not chars then return SPACES end
   local set = {}
@@ -273,9 +275,9 @@ local function set_of(chars)
   return set
 end
 
---- The string without code points of a set at its ends, like Python's str.strip.
+--- Removes the code points of a set from the ends of a string, like Python's str.strip.
 ---@param value string|ps.chat.Text
----@param chars? string the set; nil: Python's spaces
+---@param chars? string the set (default: Python's spaces)
 ---@param left boolean
 ---@param right boolean
 ---@return string|ps.chat.Text
@@ -296,19 +298,19 @@ function text.strip(value, chars, left, right)
   return text.sub(value, first, last)
 end
 
---- Whether a code point is a space for Python.
----@param c string its UTF-8
+--- Returns whether Python considers a code point a space.
+---@param c string the code point in UTF-8
 ---@return boolean
 function text.is_space(c) return SPACES[c] == true end
 
---- The parts between separators, like Python's str.split and rsplit.
+--- Splits a string at separators, like Python's str.split and rsplit.
 ---@param value string|ps.chat.Text
----@param separator? string nil: runs of spaces, without empty parts
----@param limit integer the largest number of cuts; -1: no limit
+---@param separator? string the separator; if it is nil, runs of spaces separate the parts, and empty parts are omitted
+---@param limit integer the largest number of splits, or -1 for no limit
 ---@param from_right? boolean
 ---@return (string|ps.chat.Text)[]
 function text.split(value, separator, limit, from_right)
-  local s, cuts = text.flat(value), {}                     -- each cut: {first byte, last byte}
+  local s, cuts = text.flat(value), {}                     -- cuts: {first byte, last byte} of each separator
   if separator then
     local at = 1
     while true do
@@ -317,7 +319,7 @@ function text.split(value, separator, limit, from_right)
       cuts[#cuts + 1], at = { first, last }, last + 1
       if #cuts > PARTS then too_much("parts of a split string", #cuts, PARTS) end
     end
-    if from_right and limit >= 0 then                      -- separators that overlap are found from the right
+    if from_right and limit >= 0 then                      -- search from the right, since separators can overlap
       cuts = {}
       local till = #s
       while #cuts < limit do
@@ -354,15 +356,15 @@ function text.split(value, separator, limit, from_right)
   return parts
 end
 
---- Every `old` becomes `new`, like Python's str.replace.
+--- Replaces every `old` with `new`, like Python's str.replace.
 ---@param value string|ps.chat.Text
 ---@param old string
 ---@param new string|ps.chat.Text
----@param limit integer at most; -1: all
+---@param limit integer the largest number of replacements, or -1 for no limit
 ---@return string|ps.chat.Text
 function text.replace(value, old, new, limit)
   local s, pieces, done = text.flat(value), {}, 0
-  if old == "" then                                        -- an empty `old`: before each code point and at the end
+  if old == "" then  -- an empty `old` matches before each code point and at the end
     local at = text.points(s)
     for i = 1, #at do
       if limit < 0 or done < limit then pieces[#pieces + 1], done = new, done + 1 end
@@ -384,7 +386,7 @@ function text.replace(value, old, new, limit)
   return text.concat(pieces)
 end
 
---- A list's strings with a separator between them.
+--- Joins a list of strings with a separator.
 ---@param pieces (string|ps.chat.Text)[]
 ---@param separator string|ps.chat.Text
 ---@return string|ps.chat.Text

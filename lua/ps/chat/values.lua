@@ -14,9 +14,9 @@ values.NONE = NONE
 local List = { kind = "list" }
 ---@class ps.chat.Tuple items from 1
 local Tuple = { kind = "tuple" }
----@class ps.chat.Iterator items, from 1, for a loop; subscripts cannot read them
----@field kind string its class in Python
----@field sized boolean whether it has a length
+---@class ps.chat.Iterator items from 1 for a loop, which subscripts cannot read
+---@field kind string the name of its class in Python
+---@field sized boolean whether the iterator has a length
 local Iterator = {}
 ---@class ps.chat.Dict keys in order of insertion
 ---@field keys any[]
@@ -29,7 +29,7 @@ local Float = { kind = "float" }
 ---@field digits string
 local Big = { kind = "int" }
 ---@class ps.chat.Undefined
----@field message string the error when it is used
+---@field message string the error that using the value raises
 local Undefined = { kind = "undefined" }
 ---@class ps.chat.Namespace
 ---@field map table<string, any>
@@ -49,14 +49,14 @@ function values.list(items) return setmetatable(items, List) end
 ---@param items any[]
 ---@return ps.chat.Tuple
 function values.tuple(items) return setmetatable(items, Tuple) end
---- The result of a filter such as `map`.
+--- Creates the iterator that a filter such as `map` returns.
 ---@param items any[]
 ---@return ps.chat.Iterator
 function values.generator(items)
   items.kind = "generator"
   return setmetatable(items, Iterator)
 end
---- The keys, values or items of a dict.
+--- Creates a view of a dict's keys, values or items.
 ---@param items any[]
 ---@param kind string
 ---@return ps.chat.Iterator
@@ -74,7 +74,7 @@ function values.big(digits) return setmetatable({ digits = digits }, Big) end
 function values.dict() return setmetatable({ keys = {}, map = {} }, Dict) end
 ---@return ps.chat.Namespace
 function values.namespace() return setmetatable({ map = {} }, Namespace) end
----@param message string the error when it is used
+---@param message string the error that using the value raises
 ---@return ps.chat.Undefined
 function values.undefined(message) return setmetatable({ message = message }, Undefined) end
 ---@param name string
@@ -82,24 +82,24 @@ function values.undefined(message) return setmetatable({ message = message }, Un
 ---@return ps.chat.Callable
 function values.callable(name, call) return setmetatable({ name = name, call = call }, Callable) end
 
---- Raises an error with Python's text or a template's own. A template cannot catch it.
+--- Raises an error with Python's message or a template's own message. A template cannot catch it.
 ---@param message string
----@param ... any of its format
+---@param ... any the arguments of the message's format
 function values.raise(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   error({ chat_template = message }, 0)
 end
 local raise = values.raise
 
---- Raises an error about a part of Jinja or Python that is not supported here.
+--- Raises an error for a feature of Jinja or Python that is not supported.
 ---@param message string
----@param ... any of its format
+---@param ... any the arguments of the message's format
 function values.refuse(message, ...)
   if select("#", ...) > 0 then message = message:format(...) end
   error({ unsupported = message }, 0)
 end
 
---- Refuses an undefined value, and returns any other.
+--- Returns a value. Raises an error if it is undefined.
 ---@generic V
 ---@param v V
 ---@return V
@@ -108,7 +108,7 @@ function values.defined(v)
   return v
 end
 
---- The name of a value's class in Python.
+--- Returns the name of a value's Python class.
 ---@param v any
 ---@return string
 function values.kind(v)
@@ -121,10 +121,10 @@ function values.kind(v)
 end
 local kind = values.kind
 
---- Items `first` to `last` of a list, which may be long, in a new Lua table.
+--- Returns items `first` to `last` of a list in a new Lua table. The list can be long.
 ---@param items any[]
----@param first? integer default 1
----@param last? integer default the number of items
+---@param first? integer the first item (default 1)
+---@param last? integer the last item (default: the number of items)
 ---@return any[]
 function values.copied(items, first, last)
   local copy = {}
@@ -132,12 +132,12 @@ function values.copied(items, first, last)
   return copy
 end
 
---- The argument of a filter or method at a position or with a name.
+--- Returns an argument of a filter or method, given by position or by name.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
----@param default any if the call has neither
+---@param default any the result if the call has no such argument
 ---@return any
 function values.argument(args, named, i, name, default)
   local v = args[i]
@@ -146,13 +146,13 @@ function values.argument(args, named, i, name, default)
   return v
 end
 
---- The bytes of such an argument, which must be a string.
+--- Returns the bytes of a filter's or method's argument, which must be a string.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
 ---@param default? string
----@return string? s nil: the call has none, or None
+---@return string? s nil if the argument is missing or None
 function values.string_argument(args, named, i, name, default)
   local v = values.argument(args, named, i, name, default)
   if v == nil or v == NONE then return default end
@@ -160,13 +160,13 @@ function values.string_argument(args, named, i, name, default)
   return text.flat(v)
 end
 
---- The value of such an argument, which must be a whole number.
+--- Returns the value of a filter's or method's argument, which must be a whole number.
 ---@param args any[]
 ---@param named table<string, any>
 ---@param i integer
 ---@param name string
 ---@param default? integer
----@return integer? x nil: the call has none, or None
+---@return integer? x nil if the argument is missing or None
 function values.whole_argument(args, named, i, name, default)
   local v = values.argument(args, named, i, name, default)
   if v == nil or v == NONE then return default end
@@ -177,7 +177,7 @@ function values.whole_argument(args, named, i, name, default)
   return v
 end
 
---- Whether arithmetic accepts a value: a number, or a boolean, which counts as 0 or 1.
+--- Returns a value as a number if arithmetic accepts it. Accepts numbers, and booleans, which count as 0 or 1.
 ---@param v any
 ---@return number? x
 ---@return boolean is_float
@@ -188,7 +188,7 @@ function values.number(v)
   return nil, false
 end
 
---- The Lua key under which a dict stores a key: strings by their bytes, numbers by value.
+--- Returns the Lua key under which a dict stores a key. Strings are stored by their bytes, and numbers by their value.
 ---@param key any
 ---@return string|number
 local function place(key)
@@ -207,7 +207,7 @@ end
 
 ---@param dict ps.chat.Dict
 ---@param key any
----@return any? value nil: the dict has no such key
+---@return any? value nil if the dict has no such key
 function values.get(dict, key) return dict.map[place(key)] end
 
 ---@param dict ps.chat.Dict
@@ -219,7 +219,7 @@ function values.set(dict, key, value)
   dict.map[at] = value
 end
 
---- Python's truth of a value.
+--- Returns whether Python considers a value true.
 ---@param v any
 ---@return boolean
 function values.truth(v)
@@ -234,7 +234,7 @@ function values.truth(v)
   return class ~= Undefined
 end
 
---- Python's ==.
+--- Implements Python's ==.
 ---@param a any
 ---@param b any
 ---@return boolean
@@ -263,7 +263,7 @@ function values.equal(a, b)
   return class == Big and a.digits == b.digits
 end
 
--- Compares whole numbers over 2^53: by sign, length and digits.
+-- Compares whole numbers over 2^53 by sign, length and digits.
 local function big_less(a, b)
   local function parts(v)
     local digits = type(v) == "number" and ("%d"):format(v) or v.digits
@@ -277,7 +277,7 @@ local function big_less(a, b)
   return da ~= db and (da < db) ~= na
 end
 
---- Python's <, for numbers, strings and lists. `operator` is for the error.
+--- Implements Python's < for numbers, strings and lists. `operator` is used in the error.
 ---@param a any
 ---@param b any
 ---@param operator? string
@@ -300,7 +300,7 @@ function values.less(a, b, operator)
   return raise("'%s' not supported between instances of '%s' and '%s'", operator or "<", kind(a), kind(b))
 end
 
--- Python's repr of a float: the shortest digits that read back as the same float.
+-- Implements Python's repr for a float: the fewest digits that read back as the same float.
 local function float_text(x)
   if x ~= x then return "nan" end
   if x == math.huge then return "inf" elseif x == -math.huge then return "-inf" end
@@ -326,7 +326,7 @@ end
 values.float_text = float_text
 
 local SHORT = { ["\n"] = "\\n", ["\r"] = "\\r", ["\t"] = "\\t", ["\\"] = "\\\\" }
--- The escape of a character that Python does not print in a repr.
+-- Returns the escape sequence for a character that Python does not print in a repr.
 local function escape_of(c)
   if characters.is_printable(c) then return nil end
   local point = characters.point(c)
@@ -334,7 +334,7 @@ local function escape_of(c)
     or ("\\U%08x"):format(point)
 end
 
--- Python's repr of a string.
+-- Implements Python's repr for a string.
 local function quoted(v)
   local s = text.flat(v)
   local quote = s:find("'", 1, true) and not s:find('"', 1, true) and '"' or "'"
@@ -346,7 +346,7 @@ local function quoted(v)
   end), quote }
 end
 
-local DEPTH = 200                                          -- the deepest nesting of lists
+local DEPTH = 200                                          -- deepest nesting of lists
 
 local function repr(v, pieces, depth)
   if depth > DEPTH then raise "maximum recursion depth exceeded: a list is nested over 200 levels deep" end
@@ -378,7 +378,7 @@ local function repr(v, pieces, depth)
   else pieces[#pieces + 1] = values.str(v) end
 end
 
---- Python's repr.
+--- Implements Python's repr.
 ---@param v any
 ---@return string|ps.chat.Text
 function values.repr(v)
@@ -387,7 +387,7 @@ function values.repr(v)
   return text.concat(pieces)
 end
 
---- Python's str: the text that a template prints for a value.
+--- Implements Python's str, which is the text that a template prints for a value.
 ---@param v any
 ---@return string|ps.chat.Text
 function values.str(v)
@@ -404,7 +404,7 @@ function values.str(v)
   return values.repr(v)
 end
 
---- The items that a loop iterates over.
+--- Returns the items that a loop iterates over.
 ---@param v any
 ---@return any[] items from 1
 function values.items(v)
@@ -420,7 +420,7 @@ function values.items(v)
   return raise("'%s' object is not iterable", kind(v))
 end
 
---- Python's len.
+--- Implements Python's len.
 ---@param v any
 ---@return integer
 function values.length(v)

@@ -16,7 +16,7 @@ local settings = require "ps.pretrained.settings"
 
 local files_of = {}
 
--- Opens a file of weights, whose tensors stay in it. Refuses formats that are known but not supported.
+-- Opens a weight file without reading its tensors. Raises an error for formats that are known but not supported.
 local function open_file(path, mmap, packed)
   if gguf.is(path) then
     local file = gguf.open(path, mmap)
@@ -32,7 +32,8 @@ local function open_file(path, mmap, packed)
   return error(file, 0)
 end
 
--- The tensors that are split into pieces over files, as one file. by_path: the open files.
+-- Returns an object that presents the tensors which are split across several files like one file. `by_path` maps a path
+-- to its open file.
 local function pieced_of(placement, path, by_path)
   local self = setmetatable({ path = path, tensors = {} }, Pieced)
   for name, entry in pairs(placement.pieces) do
@@ -60,18 +61,18 @@ end
 
 ---@class ps.pretrained.Files
 ---@field paths string[]
----@field mmap boolean the bytes of tensors stay in the files (ps.load)
+---@field mmap boolean whether the tensors' bytes stay in the files (the option mmap of ps.load)
 ---@field private list table[] the open files, sorted by path
 ---@field private closed boolean
----@field private packed? table<string, boolean> names of tensors of a GGUF file that are read packed
----@field private placement? ps.pretrained.Placement the placement of files that save_parallelized wrote
----@field private folder? string the folder of these files
+---@field private packed? table<string, boolean> names of the GGUF tensors that are read in packed form
+---@field private placement? ps.pretrained.Placement the placement of the files, if save_parallelized wrote them
+---@field private folder? string the folder that the placement describes
 local Files = {}
 Files.__index = Files
 
---- Opens files of weights. Close them after their tensors are read.
+--- Opens weight files. The caller closes them after it has read their tensors.
 ---@param paths string[]
----@param mmap? boolean the bytes of tensors stay in the files (ps.load)
+---@param mmap? boolean whether the tensors' bytes stay in the files (the option mmap of ps.load)
 ---@return ps.pretrained.Files
 function files_of.open(paths, mmap)
   local self = setmetatable({ paths = paths, mmap = mmap or false, list = {}, closed = false }, Files)
@@ -84,9 +85,9 @@ function files_of.open(paths, mmap)
   error(problem, 0)
 end
 
---- Reads a tensor of a GGUF file packed from now on (ps/io/gguf.lua).
+--- From now on, reads a GGUF file's tensor in packed form (ps/io/gguf.lua).
 ---@param name string
----@param state table of these files, in which the tensor has this name
+---@param state table a state of these files, which contains a tensor with this name
 function Files:keep_packed(name, state)
   local _, raw = state:origin(name)
   self.packed = self.packed or {}
@@ -100,7 +101,7 @@ function Files:close()
   for _, file in ipairs(self.list) do file:close() end
 end
 
--- The open file with a path; if the files are closed, opens it again.
+-- Returns the open file with a given path. Opens the file again if the files are closed.
 local function again(self, path)
   for i, file in ipairs(self.list) do
     if self.paths[i] == path then return self.closed and open_file(path, self.mmap, self.packed) or file end
@@ -109,13 +110,13 @@ end
 
 local function same_name(name) return name end
 
---- The tensors of open files as one state for load_state_dict. own_name maps a file's name to ours; nil leaves the
---- tensor out.
----@param own_name? fun(name: string): string? default: the names in the files
+--- Returns all tensors of the open files as one state for load_state_dict. `own_name` maps a name in the files to our
+--- name, or to nil to skip the tensor.
+---@param own_name? fun(name: string): string? (default: the names in the files)
 ---@return table state
 function Files:state(own_name)
   own_name = own_name or same_name
-  local home, state = {}, { whole = true }                 -- home: our name -> {file, its name}
+  local home, state = {}, { whole = true }                 -- home: our name -> {file, the tensor's name in the file}
   local placement = self.placement
   local placed, by_path = placement and placement.pieces or {}, {}
   local function take(file, name)
@@ -142,8 +143,8 @@ function Files:state(own_name)
     return names
   end
   function state.has(_, name) return home[name] ~= nil end
-  --- The file of a tensor, its name there, and a function that returns the open file, which it opens again if it is
-  --- closed. For a tensor in pieces, the folder and a state.
+  --- Returns a tensor's file, the tensor's name in the file, and a function that returns the open file. The function
+  --- opens the file again if it is closed. For a tensor in pieces, returns the folder and a state.
   function state.origin(_, name)
     local file = home[name][1]
     if getmetatable(file) ~= Pieced then
@@ -153,13 +154,14 @@ function Files:state(own_name)
       return (self.closed and files_of.open(self.paths, self.mmap) or self):state()
     end
   end
-  --- Gives a tensor another name, or leaves it out.
+  --- Renames a tensor, or removes the tensor if `to` is nil.
   function state.rename(_, from, to)
     local found = home[from]
     home[from] = nil
     if to then home[to] = found end
   end
-  --- Whether two tensors have the same dtype, shape and bytes. One piece of each is in memory at a time.
+  --- Returns whether two tensors have the same dtype, shape and bytes. At most one piece of each tensor is in memory at
+  --- a time.
   function state.same(_, a, b)
     local shape, dtype, equal = state:shape(a), state:dtype(a), true
     if dtype ~= state:dtype(b) or not rectangles.same(shape, state:shape(b)) then return false end

@@ -13,7 +13,7 @@ local C = native.C
 
 local folder = {}
 
--- Returns ps/pretrained/gguf.lua if the path is a GGUF file, which is used like a folder; else nil.
+-- Returns ps/pretrained/gguf.lua if the path is a GGUF file, or nil otherwise. A GGUF file is used like a folder.
 local function gguf_of(path)
   return type(path) == "string" and path:match "%.gguf$" and lfs.attributes(path, "mode") == "file"
     and require "ps.pretrained.gguf" or nil
@@ -29,12 +29,12 @@ local function is(path, mode) return lfs.attributes(path, "mode") == mode end
 local function read(path)
   local file, why = io.open(path, "rb")
   if not file then error("no model file: " .. why) end
-  local text = file:read("*a") or ""                       -- reading a folder returns nil
+  local text = file:read("*a") or ""                       -- read returns nil if the path is a folder
   file:close()
   return text
 end
 
---- Reads a JSON file that holds an object.
+--- Reads a JSON file that contains an object.
 ---@param path string
 ---@return table
 function folder.read_json(path)
@@ -45,7 +45,7 @@ function folder.read_json(path)
   return value
 end
 
--- The cache folder of huggingface_hub.
+-- Returns the path of huggingface_hub's cache folder.
 local function cache()
   local own = os.getenv "HF_HUB_CACHE" or os.getenv "HUGGINGFACE_HUB_CACHE"
   if own and own ~= "" then return own end
@@ -65,11 +65,11 @@ local function commit_of(repo, revision)
   return commit
 end
 
---- The folder of a model: the folder or GGUF file with that path. If there is none, the model that was downloaded under
---- that name ("gpt2", "google-bert/bert-base-uncased") to Hugging Face's cache (HF_HUB_CACHE, HF_HOME). This function
---- downloads nothing.
+--- Returns the path of a model. If `name` is the path of a folder or a GGUF file, returns it. Otherwise `name` is a
+--- model's name, such as "gpt2" or "google-bert/bert-base-uncased", and the function returns its folder in Hugging
+--- Face's cache (HF_HUB_CACHE, HF_HOME). This function downloads nothing.
 ---@param name string
----@param revision? string a branch, tag or commit, default "main"
+---@param revision? string a branch, tag or commit (default "main")
 ---@return string path
 function folder.find(name, revision)
   caller.typed(name, "string", "from_pretrained: the folder")
@@ -93,18 +93,18 @@ function folder.find(name, revision)
     revision ~= "main" and " --revision " .. revision or ""))
 end
 
---- Whether a folder holds an adapter (docs/adapters.md).
+--- Returns whether a folder holds an adapter (docs/adapters.md).
 ---@param path string
 ---@return boolean
 function folder.is_adapter(path) return is(path .. "/adapter_config.json", "file") end
 
---- Where the fields of `config` come from, for messages: a folder's config.json, or the GGUF file.
+--- Returns the path from which `config` was read, for messages: the folder's config.json, or the GGUF file.
 ---@param path string
 ---@return string
 function folder.where(path) return gguf_of(path) and path or path .. "/config.json" end
 
---- The config.json of a folder, or the same fields for a GGUF file. Refuses a folder that holds an adapter, or whose
---- weights have an unusual file name.
+--- Returns the contents of a folder's config.json, or the same fields for a GGUF file. Raises an error for a folder
+--- that contains an adapter, and for weights with an unusual file name.
 ---@param path string
 ---@return table
 function folder.config(path)
@@ -125,7 +125,7 @@ function folder.config(path)
   return fields
 end
 
--- The files that an index names, each once, sorted by name.
+-- Returns the files that an index lists, without duplicates, sorted by name.
 local function indexed(path, from)
   local map = folder.read_json(from).weight_map
   if type(map) ~= "table" then error(from .. ": it has no weight_map, which maps tensors to files") end
@@ -142,8 +142,8 @@ local function indexed(path, from)
   return paths
 end
 
---- The files with a folder's weights, in Hugging Face's order of preference: safetensors before PyTorch's, whole files
---- before an index. For a GGUF file: the file itself.
+--- Returns the weight files of a folder in Hugging Face's order of preference: safetensors before PyTorch files, and a
+--- single file before an index. For a GGUF file, returns the file itself.
 ---@param path string the folder or GGUF file
 ---@return string[]
 function folder.files(path)
@@ -166,9 +166,9 @@ local PARALLEL = "^pytorch_model_tp_(%d+)_pp_(%d+)%.bin$"
 ---@field tensor_parallel_size integer
 ---@field weight_map table<string, string>
 ---@field pieces table<string, {dtype: string, shape: integer[], pieces: {file: string, offset: integer[], shape:
----  integer[], at: integer[]}[]}> for tensors that are in several pieces
+--- integer[], at: integer[]}[]}> the tensors that are split into several pieces
 
--- Checks the entry of a tensor in pieces.
+-- Checks the placement entry of a tensor in pieces.
 local function check_placed(path, name, entry)
   local fine = type(entry) == "table" and type(entry.dtype) == "string" and type(entry.shape) == "table"
     and type(entry.pieces) == "table" and entry.pieces[1] ~= nil
@@ -180,7 +180,7 @@ local function check_placed(path, name, entry)
   if not fine then error(("%s: the entry of '%s' needs dtype, shape and pieces"):format(path, name), 0) end
 end
 
---- Reads the placement.json of a folder; nil: there is none.
+--- Reads the placement.json of a folder. Returns nil if there is none.
 ---@param path string the folder
 ---@return ps.pretrained.Placement?
 function folder.placement(path)
@@ -202,8 +202,9 @@ function folder.placement(path)
   return placement
 end
 
---- The files of a folder from OSLO's save_parallelized, or from ours, stage by stage; nil: it has none. A missing file
---- is an error. So are OSLO's own files of tensor-parallel ranks, which do not record how layers were cut.
+--- Returns the weight files that save_parallelized (OSLO's or ours) wrote to a folder, stage by stage, or nil if the
+--- folder has none. Raises an error if a file is missing, and for OSLO's files of tensor-parallel ranks, which do not
+--- record how the layers were split.
 ---@param path string
 ---@return string[]?
 function folder.stages(path)
@@ -240,7 +241,7 @@ function folder.stages(path)
   return list
 end
 
---- The placement of files of cut layers from save_parallelized; nil: these files have none.
+--- Returns the placement for files that save_parallelized wrote with split layers, or nil for other files.
 ---@param paths string[]
 ---@return ps.pretrained.Placement? placement
 ---@return string? path the folder
@@ -253,7 +254,7 @@ function folder.placed(paths)
   end
 end
 
---- Whether a file belongs to a model but has no weights.
+--- Returns whether a file belongs to a model but has no weights.
 ---@param name string
 ---@return boolean
 function folder.is_companion(name)
@@ -261,7 +262,7 @@ function folder.is_companion(name)
   return false
 end
 
---- Copies a model's other files (tokenizer, generation settings) to a folder, unless it has them.
+--- Copies a model's companion files (tokenizer, generation settings) to a folder, unless the folder has them.
 ---@param from string
 ---@param to string
 function folder.copy_companions(from, to)

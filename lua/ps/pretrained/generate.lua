@@ -13,7 +13,7 @@ local generate_settings = require "ps.pretrained.generate_settings"
 local text = require "ps.pretrained.generate_text"
 local error = caller.error
 
--- The last n items of a list.
+-- Returns the last n items of a list.
 local function last(list, n)
   local tail = {}
   for i = math.max(1, #list - n + 1), #list do tail[#tail + 1] = list[i] end
@@ -45,7 +45,7 @@ local function tell_here(chosen, streams, ids, ended, i)
   return go_on
 end
 
--- The same on several ranks: all stop if one of them stops.
+-- Calls tell_here, and returns its result. On several ranks, all ranks stop if one of them stops.
 local function tell(model, chosen, ...)
   if not chosen.followed then return true end
   if not model.together then return tell_here(chosen, ...) end
@@ -78,7 +78,7 @@ local function run(model, prompts, n, chosen)
   return results
 end
 
--- The prompts as lists of ids, and whether the argument was a single prompt, outside a list.
+-- Returns the prompts as lists of ids, and whether the argument was a single prompt instead of a list.
 local function prompts_of(prompt)
   local mask
   if type(prompt) == "table" and prompt.input_ids ~= nil then
@@ -111,8 +111,8 @@ end
 
 local DEFAULT = 20                      -- number of tokens that transformers adds if neither options nor files set one
 
--- The number of tokens to add, from the options or the model's files if the call has no count. A length includes the
--- longest prompt.
+-- Returns the number of tokens to add. If the call has no count, it is computed from the options or the model's files.
+-- If a setting limits the whole length, the longest prompt is subtracted.
 local function count(model, n, options, file, prompts)
   options = options or {}
   local longest, config = 0, model.config or {}
@@ -140,27 +140,28 @@ local function count(model, n, options, file, prompts)
   return caller.whole(n, "generate: the number of tokens", 0)
 end
 
---- Continues token sequences. Keys and values are cached. When all positions of GPT-2 are full, generation continues
---- from the last half; rotary embedding has no last position. Missing settings come from the model's
---- generation_config.json, if it has one.
+--- Continues token sequences, with a cache of keys and values. When all positions of GPT-2 are used, generation
+--- continues from the last half of them. Rotary embeddings have no last position. Missing settings are read from the
+--- model's generation_config.json, if it has one.
 ---@param model ps.pretrained.Model
 ---@param prompt integer[]|integer[][]|ps.Tensor|table a list of ids, a list of such lists of any lengths, int [B, T],
----  or the result of a tokenizer: { input_ids =, attention_mask = }, whose masked ids are left out
----@param n? integer the most tokens to add; default max_new_tokens or max_length of the options, then of the file,
----  else 20, limited by the model's positions. The options may be passed in its place
+--- or a tokenizer's result: { input_ids =, attention_mask = }, whose masked ids are left out
+---@param n? integer the largest number of tokens to add (default: max_new_tokens or max_length of the options, then of
+--- the file, else 20, limited by the model's positions). The options may be passed in place of n
 ---@param options? {temperature?: number, top_k?: integer, top_p?: number, min_p?: number, do_sample?: boolean, seed?:
----  integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
----  integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,
----  length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
----  (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
----  on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean} temperature 0, or do_sample =
----  false, takes the likeliest token; min_p: drops tokens with less than this fraction of the likeliest token's
----  probability, after top_k and top_p; a sequence ends after a token of eos_token_id, and after the token in which a
----  stop string ends; logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V] (with beams: log
----  probabilities); on_token gets -1 for rows that have ended; on_token and on_text stop the generation by returning
----  false; with skip_special_tokens on_text gets no text of special tokens; without a seed the engine's random numbers
----  are used
----@return integer[]|integer[][] ids prompt and continuation, a list for a list; lists if num_return_sequences > 1
+--- integer, repetition_penalty?: number, no_repeat_ngram_size?: integer, min_new_tokens?: integer, eos_token_id?:
+--- integer|integer[]|false, stop_strings?: string|string[], tokenizer?: ps.Tokenizer, num_beams?: integer,
+--- length_penalty?: number, early_stopping?: boolean|"never", num_return_sequences?: integer, logits_processor?:
+--- (fun(ids: ps.Tensor, logits: ps.Tensor): ps.Tensor), on_token?: (fun(id: integer|integer[], i: integer): boolean?),
+--- on_text?: (fun(text: string, row: integer): boolean?), skip_special_tokens?: boolean} Temperature 0 or do_sample =
+--- false selects the likeliest token. min_p drops tokens with less than this fraction of the likeliest token's
+--- probability, after top_k and top_p. A sequence ends after a token of eos_token_id, and after the token in which a
+--- stop string ends. logits_processor gets ids int32 [R, L], padded left, and logits fp32 [R, V] (log probabilities
+--- with beams). on_token gets -1 for rows that have ended. on_token and on_text stop the generation by returning false.
+--- With skip_special_tokens, on_text gets no text of special tokens. Without a seed, the engine's random numbers are
+--- used.
+---@return integer[]|integer[][] ids The prompt and its continuation. The result is a list of lists if the prompt is, or
+--- if num_return_sequences > 1.
 return function(model, prompt, n, options)
   if options == nil and type(n) == "table" then n, options = nil, n end
   local function read()

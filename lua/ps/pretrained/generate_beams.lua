@@ -9,14 +9,14 @@ local copied = require "ps.core.copied"
 
 local beams = {}
 
-local NEVER = -1e9                                         -- below every score; an infinity would make sums NaN
+local NEVER = -1e9                                         -- smaller than every score; an infinity would make sums NaN
 
 ---@class ps.pretrained.Beam
 ---@field score number
 ---@field token? integer
----@field parent? ps.pretrained.Beam the beam that it continues; nil: the prompt
+---@field parent? ps.pretrained.Beam the beam that this beam continues, or nil if it continues the prompt
 
--- The last tokens of a prompt and its continuation, at most n.
+-- Returns the last n tokens, or fewer, of a prompt and its continuation.
 local function tail_of(beam, prompt, n)
   local back = {}
   while beam.parent and #back < n do back[#back + 1], beam = beam.token, beam.parent end
@@ -33,7 +33,8 @@ local function ids_of(beam, prompt)
   return ids
 end
 
--- The likeliest continuations by one token: scores and words of [B, K * V], the largest first.
+-- Returns the likeliest continuations by one token, as scores and token indices of [B, K * V]. The largest score is
+-- first.
 local function candidates(rows, running, K, keep, chosen)
   local B = #running
   return scope.scope(function()
@@ -50,7 +51,7 @@ local function candidates(rows, running, K, keep, chosen)
   end)
 end
 
--- Adds candidates that have ended to a prompt's K best finished ones.
+-- Adds candidates that have ended to the list of a prompt's K best finished candidates.
 local function finish(state, found, K, length, chosen)
   if not state.improvable or chosen.early_stopping == true and #state.finished == K then return end
   for rank, beam in ipairs(found) do
@@ -64,7 +65,8 @@ local function finish(state, found, K, length, chosen)
   end
 end
 
--- The K candidates that continue: first those that have not ended, then those that have, each in their order.
+-- Returns the K candidates that continue: first the candidates that have not ended, then those that have. The order
+-- within both groups is kept.
 local function go_on(found, K)
   local list = {}
   for _, beam in ipairs(found) do if not beam.ended and #list < K then list[#list + 1] = beam end end
@@ -76,19 +78,19 @@ local function go_on(found, K)
   return list
 end
 
--- Whether a running beam may still become better than the worst of K finished ones.
+-- Returns whether a running beam can still score higher than the worst of K finished beams.
 local function may_improve(state, best, K, length, n, chosen)
   if #state.finished < K then return true end
   if chosen.early_stopping == "never" and chosen.length_penalty > 0 then length = n end
   return best / length ^ chosen.length_penalty > state.finished[K].final
 end
 
---- Continues prompts.
----@param rows ps.pretrained.Rows K rows of each prompt
+--- Generates continuations of prompts with beam search.
+---@param rows ps.pretrained.Rows K rows per prompt
 ---@param prompts integer[][]
----@param n integer tokens at most
+---@param n integer the largest number of tokens to add
 ---@param chosen table
----@return integer[][] the num_return_sequences best of each prompt, one prompt after the other
+---@return integer[][] the num_return_sequences best sequences per prompt, in the order of the prompts
 function beams.run(rows, prompts, n, chosen)
   local K, states, running = chosen.num_beams, {}, {}
   local keep = math.max(2, 1 + chosen.eos_count) * K

@@ -12,8 +12,8 @@ local error = caller.error
 
 local choose = {}
 
--- The words that occur in the columns where the bool [R, n] is true: bool [R, V]. ids int [R, n]; chosen nil: all
--- columns.
+-- Returns a bool [R, V] that marks the tokens which occur in each row of ids (int [R, n]). Only columns where `chosen`
+-- (bool [R, n]) is true count; if `chosen` is nil, all columns count.
 local function words(logits, ids, chosen)
   local zero = create.zeros(logits:shape(), { dtype = "fp32", device = logits:device() })
   local one
@@ -28,7 +28,7 @@ local function less_repetition(logits, rows, penalty)
   return tensors.where(seen, scaled, logits)
 end
 
--- Forbids words that would complete an n-gram that the row already contains.
+-- Forbids tokens that would complete an n-gram which the row already contains.
 local function no_ngram_again(logits, rows, n)
   local ids, m = rows.ids, rows.length - n + 1                          -- m: number of n-grams
   if m < 1 then return logits end
@@ -41,11 +41,12 @@ local function no_ngram_again(logits, rows, n)
   return tensors.where(banned, create.full({ 1 }, -math.huge, { device = logits:device() }), logits)
 end
 
---- The logits to choose from.
----@param logits ps.Tensor fp32 [R, V]; may be overwritten
+--- Returns the logits from which the next token is chosen.
+---@param logits ps.Tensor fp32 [R, V]; the function may overwrite them
 ---@param rows ps.pretrained.Rows
 ---@param chosen table generate's settings
----@param together? fun(fn: fun(): boolean): boolean for several ranks: runs fn, and raises an error of one rank on all
+---@param together? fun(fn: fun(): boolean): boolean given if several ranks share the model; runs fn, and raises an
+--- error of one rank on all ranks
 ---@return ps.Tensor
 function choose.process(logits, rows, chosen, together)
   if chosen.repetition_penalty ~= 1 then logits = less_repetition(logits, rows, chosen.repetition_penalty) end

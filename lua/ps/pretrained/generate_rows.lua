@@ -18,16 +18,16 @@ local create = require "ps.tensor.create"
 
 ---@class ps.pretrained.Rows
 ---@field model ps.pretrained.Model
----@field count integer R
----@field copies integer rows per prompt, one after the other
+---@field count integer R, the number of rows
+---@field copies integer number of adjacent rows per prompt
 ---@field ids ps.Tensor int32 [R, L]; a prompt's last token is in column `width` - 1
----@field width integer columns of the prompts
----@field length integer columns that are filled
----@field parts ps.nn.Part[]? the model's parts, if it has them: one list for all tokens
----@field starts integer[] by row: the column, from 0, of its first token
----@field lead integer the largest of them
+---@field width integer number of columns of the prompts
+---@field length integer number of filled columns
+---@field parts ps.nn.Part[]? the model's parts, if it has any, as one list that is used for all tokens
+---@field starts integer[] for each row, the column of its first token, from 0
+---@field lead integer the largest value of `starts`
 ---@field base integer? the column of ids at position 0 of the caches; nil before the first logits
----@field at integer columns, from base on, whose keys and values are in the caches
+---@field at integer number of columns, counted from `base`, whose keys and values are in the caches
 local Rows = {}
 Rows.__index = Rows
 
@@ -35,9 +35,9 @@ local rows = {}
 
 local function device_of(model) return model.where_ids or model:parameters()[1]:device() end
 
---- Makes the rows of some prompts, with room for n more tokens.
+--- Creates rows for prompts, with room for n more tokens.
 ---@param model ps.pretrained.Model
----@param prompts integer[][] none of them empty
+---@param prompts integer[][] no prompt is empty
 ---@param n integer
 ---@param copies integer rows per prompt
 ---@return ps.pretrained.Rows
@@ -60,13 +60,14 @@ function rows.new(model, prompts, n, copies)
   return self
 end
 
--- The numbers of columns `first`, ... for a comparison with starts: int64 [1, n] and [R, 1].
+-- Returns the column indices `first`, first + 1, ... as int64 [1, n], and `starts` as int64 [R, 1], for a comparison of
+-- both.
 local function columns_and_starts(self, first, n, starts)
   local where = { dtype = "int64", device = self.ids:device() }
   return create.arange(first, first + n, 1, where):reshape(1, n), create.tensor(starts, where):reshape(self.count, 1)
 end
 
---- Which of the first n columns hold tokens, not padding, bool [R, n]; nil: all.
+--- Returns which of the first n columns hold tokens instead of padding, as bool [R, n], or nil if all do.
 ---@param n integer
 ---@return ps.Tensor?
 function Rows:real(n)
@@ -75,27 +76,27 @@ function Rows:real(n)
   return columns:ge(starts)
 end
 
--- Restarts reading at a column: empties the caches, and makes the column position 0.
+-- Restarts reading at a column: empties the caches, and assigns position 0 to the column.
 local function read_from(self, base)
   self.caches = self.caches or self.model:new_caches(self.count, self.window)
   self.base, self.at, self.mask, self.shift = base, 0, nil, nil
   if self.lead > base then
     local columns, starts = columns_and_starts(self, base, self.window, self.starts)
     self.mask = columns:ge(starts)                                      -- [R, window]
-    self.shift = (starts - base):clamp(0, self.window)                  -- [R, 1]: a row's position 0
+    self.shift = (starts - base):clamp(0, self.window)                  -- position 0 of each row, [R, 1]
   end
 end
 
---- Makes room in the caches. When all of the model's positions are full, reading restarts with the last half.
+--- Makes room in the caches. If all of the model's positions are used, reading restarts with the last half.
 function Rows:ready()
   if not self.base then read_from(self, math.max(0, self.length - self.window))
   elseif self.at >= self.window then read_from(self, self.length - math.ceil(self.window / 2)) end
 end
 
--- The rows of caches, masks and ids with the numbers 0, copies, 2 copies, ...: the first row of each prompt.
+-- Returns the rows 0, copies, 2 copies, ... of caches, masks or ids, which are the first rows of the prompts.
 local function firsts(self, t) return t:slice(0, 0, self.count, self.copies) end
 
--- Copies the caches of each prompt's first row to the prompt's other rows, for columns up to n.
+-- Copies the caches of each prompt's first row to the prompt's other rows, for the columns before n.
 local function hand_on(self, n)
   local prompts = self.count / self.copies
   for _, layer in pairs(self.caches) do
@@ -106,11 +107,11 @@ local function hand_on(self, n)
   end
 end
 
---- Reads the columns that the model has not seen. Call ready first, outside the scope of this call.
+--- Reads the columns that the model has not read yet. The caller calls `ready` first, outside the scope of this call.
 ---@return ps.Tensor logits fp32 [R, V] for the next token
 function Rows:logits()
   local from, n = self.base + self.at, self.length - self.base - self.at
-  local once = self.copies > 1 and self.at == 0 and self.length == self.width   -- the copies are still equal
+  local once = self.copies > 1 and self.at == 0 and self.length == self.width  -- all copies of a prompt are still equal
   local function part(t)
     if t == nil or not once then return t end
     return firsts(self, t)
@@ -139,15 +140,15 @@ function Rows:logits()
   return logits:dtype() == "fp32" and logits or logits:to("fp32")
 end
 
---- Adds a column.
+--- Appends a column.
 ---@param ids ps.Tensor int [R]
 function Rows:append(ids)
   self.ids:narrow(1, self.length, 1):copy_(ids:reshape(self.count, 1))
   self.length = self.length + 1
 end
 
---- Replaces each row's tokens, keys and values by those of another row that continues the same prompt.
----@param order integer[] by row: the number of the other row, from 0
+--- Replaces each row's tokens, keys and values with those of another row that continues the same prompt.
+---@param order integer[] the index of the source row for each row, from 0
 function Rows:reorder(order)
   local same = true
   for r, other in ipairs(order) do same = same and other == r - 1 end
@@ -157,7 +158,7 @@ function Rows:reorder(order)
     local written = self.ids:narrow(1, self.width, self.length - self.width)
     written:copy_(written:index_select(0, index))
   end
-  -- the prompt's columns are equal in all its rows
+  -- all rows of a prompt are equal in the prompt's columns
   local first = math.max(0, self.width - self.base)
   if first >= self.at then return end
   for _, layer in pairs(self.caches) do

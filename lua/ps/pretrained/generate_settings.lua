@@ -21,12 +21,13 @@ local OPTIONS = { temperature = "number", top_k = "whole", top_p = "number", min
   logits_processor = "callable", on_token = "callable", on_text = "callable",
   skip_special_tokens = "boolean" }
 
--- The settings of a file that are followed, and the kind of each.
+-- The settings of generation_config.json that are supported, with their kinds.
 local FOLLOWED = { temperature = "number", top_k = "number", top_p = "number", min_p = "number", do_sample = "boolean",
   repetition_penalty = "number", no_repeat_ngram_size = "number", min_new_tokens = "number", eos_token_id = "any",
   stop_strings = "any", num_beams = "number", length_penalty = "number", early_stopping = "any",
   num_return_sequences = "number", max_new_tokens = "number", max_length = "number" }
--- The settings of a file that change tokens, here or in transformers, and the values with which they do not.
+-- The settings of generation_config.json that change the tokens and are not supported, each with the values that have
+-- no effect.
 local REFUSED = { typical_p = { 1 }, top_h = {}, epsilon_cutoff = { 0 }, eta_cutoff = { 0 }, penalty_alpha = { 0 },
   encoder_repetition_penalty = { 1 }, encoder_no_repeat_ngram_size = { 0 }, bad_words_ids = {}, sequence_bias = {},
   suppress_tokens = {}, begin_suppress_tokens = {}, forced_bos_token_id = {}, forced_eos_token_id = {},
@@ -71,7 +72,7 @@ local function within(chosen, key, low, high, words)
   end
 end
 
--- The ids that end a sequence: a set, and their number.
+-- Returns the ids that end a sequence as a set, and their count.
 local function ends(value, vocabulary)
   local set, count = {}, 0
   if value == nil or value == false then return set, count end
@@ -99,7 +100,7 @@ local function choose_temperature(chosen, given, file)
     end
     chosen.temperature = 0
   elseif file.do_sample and not given.top_k and not file.top_k then
-    chosen.top_k = 50                                       -- the default of transformers
+    chosen.top_k = 50                                       -- transformers' default
   end
   if chosen.num_beams > 1 and chosen.temperature ~= 0 then
     rules.refuse("generate", "num_beams", chosen.num_beams, "beams are not sampled; set temperature = 0")
@@ -123,10 +124,10 @@ local function stop_strings(chosen)
   end
 end
 
---- All settings of a call of generate.
+--- Returns all settings for a call of generate.
 ---@param model ps.pretrained.Model
 ---@param options? table see generate
----@return table chosen the settings; eos: a set; stops and tail: see generate_text
+---@return table chosen the settings, with eos as a set; generate_text describes stops and tail
 ---@return table file the contents of generation_config.json
 function settings.of(model, options)
   local given = caller.options(options, "generate", OPTIONS)
@@ -171,7 +172,7 @@ local function words(value)
   return "{ " .. table.concat(list, ", ") .. " }"
 end
 
---- The settings that decide the tokens, as pairs {name, value}, which the ranks of a pipeline compare.
+--- Returns the settings that determine the tokens, as pairs {name, value}. The ranks of a pipeline compare them.
 ---@param request {prompts: integer[][], n: integer, chosen: table}
 ---@return string[][]
 function settings.told(request)
@@ -182,7 +183,7 @@ function settings.told(request)
   local keys = {}
   for key in pairs(OPTIONS) do keys[#keys + 1] = key end
   table.sort(keys)
-  for _, key in ipairs(keys) do                            -- callbacks may be set on one rank only
+  for _, key in ipairs(keys) do                            -- a script can set callbacks on one rank only
     local follows = key == "on_token" or key == "on_text" or key == "tokenizer" or key == "skip_special_tokens"
     if key ~= "seed" and not follows then list[#list + 1] = { key, words(chosen[key]) } end
   end
@@ -191,7 +192,7 @@ function settings.told(request)
   return list
 end
 
---- The seed for drawing: the given one, else from the engine's random numbers.
+--- Returns the seed for sampling: the given seed, or else a seed drawn from the engine's random numbers.
 ---@param chosen table
 ---@return integer
 function settings.seed(chosen)

@@ -4,22 +4,22 @@ local copied = require "ps.core.copied"
 
 local text = {}
 
-local BROKEN = "\239\191\189"                              -- U+FFFD: a character whose last bytes are missing
-local BEFORE = 8                                       -- tokens of the prompt before the first piece, for its decoding
+local BROKEN = "\239\191\189"  -- U+FFFD, which replaces a character whose last bytes are missing
+local BEFORE = 8  -- number of the prompt's tokens that are decoded together with the first piece
 
 ---@class ps.pretrained.Stream
 ---@field tokenizer ps.Tokenizer
 ---@field ids integer[]
----@field first boolean no piece has been returned yet
+---@field first boolean whether no piece has been returned yet
 ---@field how {skip_special_tokens: boolean} options of the tokenizer's decode
 local Stream = {}
 Stream.__index = Stream
 
---- Pieces of text of one sequence. A piece is decoded together with the one before it, since a token's text can depend
---- on the text before it: Llama 2's blank disappears at the beginning of a text.
+--- Returns a stream that decodes a sequence piece by piece. Each piece is decoded together with the previous one, since
+--- a token's text can depend on the text before it. For example, Llama 2's blank disappears at the beginning of a text.
 ---@param tokenizer ps.Tokenizer
 ---@param prompt? integer[] the ids that the sequence continues
----@param skip? boolean leave out the text of special tokens
+---@param skip? boolean omit the text of special tokens
 ---@return ps.pretrained.Stream
 function text.stream(tokenizer, prompt, skip)
   local before = {}
@@ -41,7 +41,7 @@ end
 
 local function give(self, last)
   local shown = self.tokenizer:decode(self.before, self.how)
-  if self.first then shown = without_broken(shown) end     -- the prompt may end within a character
+  if self.first then shown = without_broken(shown) end     -- the prompt can end within a character
   local all = self.tokenizer:decode(joined(self.before, self.ids), self.how)
   if not last and all:sub(-3) == BROKEN then return nil end
   self.before, self.ids = self.first and joined(self.before, self.ids) or self.ids, {}
@@ -49,7 +49,7 @@ local function give(self, last)
   return all:sub(#shown + 1)
 end
 
---- Adds a token, and returns the text that it completes; nil: no whole character.
+--- Adds a token. Returns the text that the token completes, or nil if no character is complete.
 ---@param id integer
 ---@return string?
 function Stream:add(id)
@@ -58,7 +58,7 @@ function Stream:add(id)
   return piece ~= "" and piece or nil
 end
 
---- The rest of the text, with incomplete characters.
+--- Returns the remaining text, including incomplete characters.
 ---@return string?
 function Stream:finish()
   if #self.ids == 0 then return nil end
@@ -66,8 +66,8 @@ function Stream:finish()
   return piece ~= "" and piece or nil
 end
 
---- Makes a function that gets the last tokens of a sequence and returns whether one of the strings ends within the
---- last token. Also returns the number of tokens that this function needs.
+--- Creates a function that gets the last tokens of a sequence and returns whether one of the strings ends within the
+--- last token. Also returns the number of tokens that the function needs.
 ---@param strings string[]
 ---@param tokenizer ps.Tokenizer
 ---@return fun(tail: integer[]): boolean

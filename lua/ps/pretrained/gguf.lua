@@ -12,7 +12,7 @@ local error = caller.error
 
 local gguf = {}
 
---- The shortest decimal number that rounds to an fp32 value: 1e-05 instead of 9.9999997473788e-06.
+--- Returns the shortest decimal number that rounds to an fp32 value: 1e-05 instead of 9.9999997473788e-06.
 ---@param value number
 ---@return number
 function gguf.shortest(value)
@@ -23,7 +23,7 @@ function gguf.shortest(value)
   return value
 end
 
---- Whether a path names a GGUF file that exists.
+--- Returns whether a path is an existing GGUF file.
 ---@param path string
 ---@return boolean
 function gguf.is(path) return io_gguf.is_path(path) and require("lfs").attributes(path, "mode") == "file" end
@@ -37,7 +37,7 @@ end
 
 local function refuse(file, key, value, why) settings.refuse(file.path, key, value, why) end
 
---- The architecture of an open file.
+--- Returns the architecture of an open file.
 ---@param file ps.Gguf
 ---@return ps.gguf.Architecture
 ---@return string name
@@ -55,7 +55,8 @@ function gguf.architecture(file)
   return arch, name
 end
 
--- Refuses keys of the architecture that this file does not read: they may change the model's numbers.
+-- Raises an error for metadata keys of the architecture that this file does not support, since the keys could change
+-- the model's results.
 local function check_keys(file, arch, name)
   for _, key in ipairs(file:keys()) do
     local own = key:match("^" .. name .. "%.(.*)$")
@@ -78,8 +79,8 @@ local function nearly(a, b)
   return same
 end
 
--- The settings for rope_freqs.weight, whose factors divide the frequencies. The factors of Llama 3 become rope_type
--- llama3. Other factors become longrope with two equal lists.
+-- Returns the rotary settings for rope_freqs.weight, whose factors divide the frequencies. Llama 3's factors become
+-- rope_type llama3. Other factors become longrope with two equal lists.
 local function of_factors(file, fields, D)
   local list = file:tensor("rope_freqs.weight"):to("fp32"):tolist()
   if #list ~= D / 2 then
@@ -94,7 +95,7 @@ local function of_factors(file, fields, D)
     original_max_position_embeddings = fields.max_position_embeddings }
 end
 
--- Rotary settings besides rope_theta; nil: there are none.
+-- Returns the rotary settings other than rope_theta, or nil if there are none.
 local function rotary(file, name, fields, D)
   local function at(key, kind) return file:get(name .. ".rope.scaling." .. key, kind) end
   local kind, factor = at("type", "string"), at("factor", "number")
@@ -122,13 +123,13 @@ local function rotary(file, name, fields, D)
 end
 
 local IDS = { bos = "bos_token_id", padding = "pad_token_id" }
--- Tokens that end a turn. Like llama.cpp, psluajit ends a text at these tokens, even if the file does not list them as
--- end tokens.
+-- Tokens that end a turn. Like llama.cpp, psluajit stops generation after these tokens, even if the file does not list
+-- them as end tokens.
 local TURNS = { ["<|eot_id|>"] = true, ["<|im_end|>"] = true, ["<|end|>"] = true, ["<end_of_turn>"] = true,
   ["<|endoftext|>"] = true, ["<|eom_id|>"] = true, ["<EOT>"] = true, ["_<EOT>"] = true }
 local CONTROL = 3
 
--- The ids that end a text: an id, or a list of several; nil: the file names none.
+-- Returns the ids that end a text: an id, a list of several ids, or nil if the file defines none.
 local function ends_of(file, vocabulary)
   local list, seen = {}, {}
   local function add(id)
@@ -143,7 +144,7 @@ local function ends_of(file, vocabulary)
   return #list > 1 and list or list[1]
 end
 
--- Settings of decoders that take more than one key.
+-- Adds the decoder settings that depend on more than one key.
 local function of_decoder(file, arch, name, fields)
   local heads, width = fields.num_attention_heads, fields.hidden_size
   local D = file:get(name .. ".attention.key_length", "whole")
@@ -173,7 +174,7 @@ local function of_decoder(file, arch, name, fields)
   end
 end
 
--- The fields of a config.json, except eos_token_id, which needs all tokens of the file.
+-- Returns the fields of a config.json except eos_token_id, which needs all of the file's tokens.
 local function model_fields(file)
   local arch, name = gguf.architecture(file)
   check_keys(file, arch, name)
@@ -207,7 +208,7 @@ local function model_fields(file)
   return fields
 end
 
---- The fields of a config.json for an open file.
+--- Returns the contents of a config.json for an open file.
 ---@param file ps.Gguf
 ---@return table
 function gguf.fields(file)
@@ -216,7 +217,8 @@ function gguf.fields(file)
   return fields
 end
 
--- Gives the tensors Hugging Face's names. Refuses unknown tensors, since a model without them would be a different one.
+-- Renames the tensors to Hugging Face's names. Raises an error for unknown tensors, since a model without them would be
+-- a different model.
 local function present(file, arch, fields)
   for _, raw in ipairs(file:names()) do
     local own, rows = names.to_hf(arch, raw)
@@ -231,14 +233,14 @@ local function present(file, arch, fields)
   end
 end
 
---- The fields of a config.json for a file.
+--- Returns the contents of a config.json for a file.
 ---@param path string
 ---@return table
 function gguf.config(path) return io_gguf.with(path, gguf.fields) end
 
 --- Opens a file whose tensors have the names, layouts and row orders of a Hugging Face folder.
 ---@param path string
----@param mmap? boolean as ps.load's
+---@param mmap? boolean the option mmap of ps.load
 ---@return ps.Gguf
 function gguf.open(path, mmap)
   local file = io_gguf.open(path, { mmap = mmap or false })
@@ -248,7 +250,8 @@ function gguf.open(path, mmap)
   return error(problem, 0)
 end
 
---- Writes a file's tokenizer and generation settings to a folder in Hugging Face's forms, unless it has them.
+--- Writes a GGUF file's tokenizer and generation settings to a folder in Hugging Face's formats, unless the folder has
+--- them.
 ---@param from string
 ---@param to string
 function gguf.write_companions(from, to) companions.write(from, to, gguf.config(from)) end

@@ -16,7 +16,8 @@ local function write(path, text)
   end
 end
 
--- The merges of a vocabulary with scores: pairs of tokens whose concatenation is a token, by its score, highest first.
+-- Returns the merges for a vocabulary with scores: all pairs of tokens whose concatenation is a token, sorted by the
+-- concatenation's score, highest first.
 local function merges_of_scores(t)
   local ids, order, merges = {}, {}, {}
   for i, token in ipairs(t.tokens) do
@@ -44,7 +45,7 @@ local function merges_of_scores(t)
   return merges
 end
 
--- The text of a tokenizer.json. The vocabulary is written in the order of its ids.
+-- Returns the text of a tokenizer.json. The vocabulary is sorted by id.
 local function tokenizer_json(t)
   local model, words, merges = {}, {}, nil
   for key, value in pairs(t.description.model) do model[key] = value end
@@ -62,7 +63,7 @@ local function tokenizer_json(t)
   for _, key in ipairs { "normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding" } do
     if all[key] == nil then all[key] = json.null end
   end
-  local mark = "MODEL"                             -- a text that no other part of the file has
+  local mark = "MODEL"                             -- a text that does not occur elsewhere in the file
   local rest = encode(all, "tokenizer.json")
   while rest:find(mark, 1, true) do mark = mark .. "_" end
   all.model = mark
@@ -77,7 +78,7 @@ end
 
 local CLASSES = { gpt2 = "PreTrainedTokenizerFast", llama = "PreTrainedTokenizerFast", bert = "BertTokenizer" }
 
---- Writes the files of a GGUF file's tokenizer to a folder, unless it has them.
+--- Writes the tokenizer files for a GGUF file to a folder, unless the folder has them.
 ---@param from string the GGUF file
 ---@param to string
 function companions.write_tokenizer(from, to)
@@ -93,10 +94,10 @@ function companions.write_tokenizer(from, to)
   end)
 end
 
---- Writes a GGUF file's tokenizer and generation settings to a folder, unless it has them.
+--- Writes a GGUF file's tokenizer and generation settings to a folder, unless the folder has them.
 ---@param from string the GGUF file
 ---@param to string
----@param fields table those of its config.json
+---@param fields table the contents of its config.json
 function companions.write(from, to, fields)
   companions.write_tokenizer(from, to)
   local generation = { bos_token_id = fields.bos_token_id, eos_token_id = fields.eos_token_id,

@@ -4,16 +4,16 @@
 local names = {}
 
 ---@class ps.gguf.Architecture
----@field model_types table<string, boolean> models with these model_types are written as this architecture
----@field model_type string a file of this architecture is read as a model of this model_type
----@field class string the class in config.json's architectures
----@field prefix string the prefix of the body's names in the class; a body without a head has no prefix
----@field keys table<string, string> key of the metadata, without the architecture's name -> setting
----@field tensors string[][] { name in GGUF, name in Hugging Face, rows: "heads", "groups" or "swapped" }
+---@field model_types table<string, boolean> the model_types that are written as this architecture
+---@field model_type string the model_type as which files of this architecture are read
+---@field class string the class name for config.json's architectures
+---@field prefix string the prefix of the body's parameter names in the class; a body without a head has no prefix
+---@field keys table<string, string> metadata key, without the architecture's name -> setting
+---@field tensors string[][] { GGUF's name, Hugging Face's name, row order: "heads", "groups" or "swapped" }
 ---@field optional table<string, boolean> keys that may be absent
----@field known table<string, boolean> keys that have no effect here
+---@field known table<string, boolean> keys that psluajit ignores because they have no effect
 
--- Keys of every decoder: those that become settings, and those without an effect (KNOWN).
+-- Metadata keys of every decoder. DECODER has the keys that become settings, and KNOWN those without an effect.
 local DECODER = { context_length = "max_position_embeddings", embedding_length = "hidden_size",
   block_count = "num_hidden_layers", feed_forward_length = "intermediate_size",
   ["attention.head_count"] = "num_attention_heads", ["attention.head_count_kv"] = "num_key_value_heads",
@@ -98,7 +98,7 @@ names.ARCHITECTURES = {
     optional = {}, known = { vocab_size = true, ["attention.causal"] = true, pooling_type = true }, tensors = BERT },
 }
 
---- The architecture that a model_type is written as.
+--- Returns the architecture as which models of a model_type are written.
 ---@param model_type string
 ---@return string? name
 ---@return ps.gguf.Architecture?
@@ -108,7 +108,7 @@ function names.of_model_type(model_type)
   end
 end
 
--- The rows of an architecture by one of their two names, with a layer's number as N.
+-- Returns the tensor rows of an architecture, indexed by one of their two names, in which N replaces the layer's index.
 local function by_column(arch, column)
   arch.by = arch.by or {}
   if not arch.by[column] then
@@ -126,7 +126,7 @@ local function translate(arch, name, from, to)
   return layer and row[to]:gsub("%.N%.", "." .. layer .. ".", 1) or row[to], row[3], layer and tonumber(layer)
 end
 
---- Hugging Face's name for a tensor of GGUF; nil: the architecture has no such tensor.
+--- Returns Hugging Face's name for a GGUF tensor, or nil if the architecture has no such tensor.
 ---@param arch ps.gguf.Architecture
 ---@param name string
 ---@return string?
@@ -134,7 +134,8 @@ end
 ---@return integer? layer
 function names.to_hf(arch, name) return translate(arch, name, 1, 2) end
 
---- GGUF's name for a tensor of Hugging Face; nil: the architecture has no such tensor. The body's prefix may be absent.
+--- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. The body's prefix can
+--- be absent.
 ---@param arch ps.gguf.Architecture
 ---@param name string
 ---@return string?

@@ -17,21 +17,21 @@ local C = native.C
 
 local gguf = {}
 
--- The type of most tensors, and llama.cpp's number of the file's type.
+-- The type of most tensors, and llama.cpp's id of the file type.
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
-local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- for rows whose length is not a multiple of 256
+local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }  -- replacement types for rows whose length is not a multiple of 256
 local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
 
--- Whether llama-quantize's mixture gives a layer more bits: the first eighth and last eighth of the layers, and every
--- third layer between them.
+-- Returns whether llama-quantize's mixture uses more bits for a layer: in the first eighth and the last eighth of the
+-- layers, and in every third layer between them.
 local function more_bits(layer, layers)
   local eighth = math.floor(layers / 8)
   return layer < eighth or layer >= math.floor(7 * layers / 8) or (layer - eighth) % 3 == 2
 end
 
--- The type of a tensor in a file of type `kind`. shape: as the file has it.
+-- Returns the type of a tensor in a file of type `kind`. `shape` is the shape in the file.
 local function type_of(kind, name, shape, layer, layers, tied)
   local base = TYPES[kind][1]
   if #shape < 2 or name:match "_norm%.weight$" or not name:match "%.weight$" or ALWAYS_F32[name] then return "F32" end
@@ -50,7 +50,7 @@ local function type_of(kind, name, shape, layer, layers, tied)
   return base
 end
 
--- A number of parameters as llama.cpp rounds it for general.size_label: 135M, 1.2B.
+-- Returns a parameter count in llama.cpp's rounding for general.size_label, for example 135M or 1.2B.
 local function size_label(n)
   local scale, suffix = 1e3, "K"
   if n > 1e12 then scale, suffix = 1e12, "T"
@@ -94,7 +94,7 @@ local function decoder_entries(add, config, is_qwen2)
   return p, D
 end
 
--- Factors that divide the frequencies, for the tensor rope_freqs.weight; nil: none.
+-- Returns the factors that divide the rotary frequencies, for the tensor rope_freqs.weight, or nil if there are none.
 local function factors(p, D)
   if p.rope_type == "longrope" then
     if p.attention_factor ~= 1 then
@@ -105,7 +105,7 @@ local function factors(p, D)
   return p.rope_type == "llama3" and rope.llama3_factors(p, p.rope_theta, D) or nil
 end
 
--- The entries of the metadata, without the tokenizer's, and the factors of rotary frequencies.
+-- Returns the metadata entries without those of the tokenizer, and the factors for the rotary frequencies.
 local function entries_of(model, arch_name, arch, kind, parameters, name)
   local config, entries = model.config, {}
   local function general(key, type, value) entries[#entries + 1] = { key, type, value } end
@@ -146,7 +146,7 @@ local function entries_of(model, arch_name, arch, kind, parameters, name)
   return entries, list
 end
 
--- Refuses settings that a GGUF file cannot express.
+-- Raises an error for settings that a GGUF file cannot express.
 local function check_model(model, arch)
   local config, fine = model.config, { llama = "silu", gpt2 = "gelu_new", bert = "gelu" }
   local key = arch.model_type == "gpt2" and "activation_function" or "hidden_act"
@@ -164,7 +164,8 @@ local function check_model(model, arch)
   end
 end
 
--- The entries of save.whole as tensors of the file: {name, type, shape, heads, transposed}, by their own names.
+-- Converts the entries of save.whole to tensors of the file: {name, type, shape, heads, transposed}, indexed by our
+-- names.
 local function declared(model, arch, entries, kind)
   local config, list, by_name, parameters = model.config, {}, {}, 0
   local layers = config.num_hidden_layers or config.n_layer
@@ -189,7 +190,7 @@ local function declared(model, arch, entries, kind)
   return list, by_name, parameters
 end
 
--- The name of a model for general.name: that of its folder or file. Words in lower case get a capital letter.
+-- Returns a model's name for general.name, made from the name of its folder or file. Lower-case words are capitalized.
 local function name_of(model, path)
   local words = {}
   for word in (model.source or path):gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", ""):gsub("%-", " "):gmatch "%S+" do
@@ -203,7 +204,7 @@ end
 
 local OPTIONS = { type = "string", name = "string", pre = "string", certified = "boolean" }
 
--- Checks the options and the model. Returns the type, and the architecture with its name.
+-- Checks the options and the model. Returns the type, the architecture and the architecture's name.
 local function begin(model, path, options)
   caller.typed(path, "string", "save_gguf: the path")
   options = caller.options(options, "save_gguf", OPTIONS)
@@ -217,9 +218,10 @@ local function begin(model, path, options)
   return options, kind, arch_name, arch
 end
 
---- Writes a model's tensors. All ranks call it; an error of one is an error of all and leaves no file.
----@param model ps.pretrained.Model its settings and tokenizer; its tensors may have no data
----@param all table[] the tensors, as of save.whole or save.folder
+--- Writes a model's tensors. All ranks call this function. An error on one rank is raised on all ranks and leaves no
+--- file.
+---@param model ps.pretrained.Model the source of the settings and the tokenizer; its tensors may have no data
+---@param all table[] the tensors, in the form of save.whole or save.folder
 ---@param path string
 ---@param given? table see gguf.save
 ---@param group? ps.Group
@@ -265,14 +267,14 @@ function gguf.write(model, all, path, given, group)
   end, group)
 end
 
---- Writes a model. All ranks call it; an error of one is an error of all and leaves no file.
+--- Writes a model. All ranks call this function. An error on one rank is raised on all ranks and leaves no file.
 ---@param model ps.pretrained.Model
 ---@param engine ps.Engine? the engine that holds the model
 ---@param path string
----@param given? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16",
----  "q8_0", "q4_0", "q4_k_m" or "q6_k", default "f16"; name: general.name, default that of the model's folder; pre: the
----  name in llama.cpp of the rule by which the tokenizer cuts texts; certified: reserves entries psluajit.verify.* of
----  the metadata for a certificate (ps/pretrained/gguf_verify.lua)
+---@param given? {type?: string, name?: string, pre?: string, certified?: boolean} type: "f32", "f16", "bf16", "q8_0",
+--- "q4_0", "q4_k_m" or "q6_k", (default "f16"). name: general.name (default: the name of the model's folder). pre:
+--- llama.cpp's name for the tokenizer's pre-tokenization rule. certified: reserves metadata entries psluajit.verify.*
+--- for a certificate (ps/pretrained/gguf_verify.lua)
 ---@param change? fun(entries: table[]): table[] changes the list of tensors to write
 function gguf.save(model, engine, path, given, change)
   local _, kind = begin(model, path, given)
@@ -280,7 +282,7 @@ function gguf.save(model, engine, path, given, change)
   save.check_between_steps(whole, "save_gguf")
   local group = save.group_of(whole)
   agree.same(group, "save_gguf", { { "file", path }, { "type", kind } })
-  agree.run(group, function() return save.entries(whole) end)          -- an error here is an error on all ranks
+  agree.run(group, function() return save.entries(whole) end)          -- raises an error of one rank on all ranks
   local all = save.whole(whole)
   gguf.write(model, change and change(all) or all, path, given, group)
 end

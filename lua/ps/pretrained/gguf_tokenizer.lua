@@ -29,8 +29,9 @@ local DEEPSEEK_HAN = "[\228\184\128-\233\190\165\227\129\128-\227\130\159\227\13
 
 local CODER_HAN = "[\228\184\128-\233\190\165\224\160\128-\228\184\128\234\176\128-\237\159\191]+"
 
--- By the name in tokenizer.ggml.pre: the expressions that split a text, applied one after the other. whole: a word that
--- is a token is not merged. bos: texts begin with the token bos unless the file sets add_bos_token.
+-- Pre-tokenizers by their names in tokenizer.ggml.pre. Each has the expressions that split a text, applied one after
+-- the other. whole: a word that is a token is not merged. bos: texts begin with the bos token unless the file sets
+-- add_bos_token.
 local PRE = { ["llama-bpe"] = { LLAMA3, whole = true, bos = true }, ["gpt-2"] = { GPT2 }, mpt = { GPT2 },
   olmo = { GPT2 }, jais = { GPT2 }, trillion = { GPT2 }, ["granite-docling"] = { GPT2 }, qwen2 = { QWEN2 },
   stablelm2 = { QWEN2 }, hunyuan = { QWEN2 }, ["solar-open"] = { QWEN2 }, megrez = { QWEN2 }, ["grok-2"] = { QWEN2 },
@@ -55,7 +56,7 @@ local function names_of(t)
   return table.concat(list, ", ")
 end
 
--- A post-processor that puts tokens around a text; nil: none.
+-- Returns a post-processor that adds tokens before and after a text, or nil if there are no tokens to add.
 local function around(t, first, last)
   local special, single, pair = {}, {}, {}
   local function token(id, kind)
@@ -92,7 +93,7 @@ local function of_bytes(t, file)
   return t
 end
 
--- SentencePiece's BPE: blanks are U+2581, and characters without a token are the tokens of their bytes.
+-- SentencePiece BPE: blanks become U+2581, and characters without a token become byte tokens.
 local function of_pieces(t, file)
   t.scores = file:get("tokenizer.ggml.scores", "numbers", true)
   if #t.scores ~= #t.tokens then
@@ -112,7 +113,7 @@ local function of_pieces(t, file)
   return t
 end
 
--- WordPiece: in llama.cpp the start of a word has the prefix U+2581, and its other parts have no "##".
+-- WordPiece: in llama.cpp the start of a word has the prefix U+2581, and the other pieces of the word have no "##".
 local function of_words(t, file)
   for i, token in ipairs(t.tokens) do
     if t.types[i] ~= CONTROL and t.types[i] ~= UNKNOWN then
@@ -122,7 +123,7 @@ local function of_words(t, file)
   t.adds_bos, t.adds_sep = true, true
   local unknown = file:get("tokenizer.ggml.unknown_token_id", "whole") or 100
   local lower = file:get("tokenizer.ggml.normalizer.lowercase", "boolean")
-  if lower == nil then                                     -- older files: a vocabulary with capitals keeps them
+  if lower == nil then  -- older files: text is lower-cased unless the vocabulary has capitals
     lower = true
     for i, token in ipairs(t.tokens) do
       if t.types[i] == NORMAL and token:match "^%u%l+$" then lower = false end
@@ -137,7 +138,7 @@ local function of_words(t, file)
 end
 
 local KINDS = { gpt2 = of_bytes, llama = of_pieces, bert = of_words }
--- Special tokens: the key in tokenizer.ggml.KEY_token_id, and the name in tokenizer_config.json.
+-- Special tokens: KEY in tokenizer.ggml.KEY_token_id, and the name in tokenizer_config.json.
 local SPECIAL = { bos = "bos", eos = "eos", unknown = "unk", seperator = "sep", padding = "pad", cls = "cls",
   mask = "mask" }
 
@@ -173,17 +174,17 @@ local function add_special(t, file)
 end
 
 ---@class ps.gguf.Tokenizer
----@field kind "gpt2"|"llama"|"bert" tokenizer.ggml.model
----@field description table as in tokenizer.json, without the vocabulary
----@field tokens string[] by id + 1, as tokenizer.json spells them
+---@field kind "gpt2"|"llama"|"bert" the value of tokenizer.ggml.model
+---@field description table the contents of tokenizer.json without the vocabulary
+---@field tokens string[] the tokens as tokenizer.json spells them; the index is the id + 1
 ---@field types integer[]
----@field merges? string[] "left right"
----@field scores? number[] of tokens
----@field config table<string, any> as in tokenizer_config.json
----@field ids table<string, integer> of special tokens
----@field template? string|table the chat template, or several by name
+---@field merges? string[] the merges, each as "left right"
+---@field scores? number[] the tokens' scores
+---@field config table<string, any> the contents of tokenizer_config.json
+---@field ids table<string, integer> the ids of special tokens
+---@field template? string|table the chat template, or a list of templates with names
 
---- The tokenizer of an open file. A kind or a rule that is not supported is refused by name.
+--- Returns the tokenizer of an open file. Raises an error that names the kind or the rule if it is not supported.
 ---@param file ps.Gguf
 ---@return ps.gguf.Tokenizer
 function tokenizer.of(file)
@@ -198,7 +199,8 @@ function tokenizer.of(file)
   return t
 end
 
---- The chat template of an open file: a text, or a list of several with names; nil: it has none.
+--- Returns an open file's chat template as a text, or as a list if it has several templates with names. Returns nil if
+--- the file has none.
 ---@param file ps.Gguf
 ---@return string|{name: string, template: string}[]|nil
 function tokenizer.template(file)

@@ -10,16 +10,16 @@ local error = caller.error
 
 local verify = {}
 
-local WINDOW = 256                                         -- tokens that are compared at once
--- The largest mean KL divergence, and the smallest share of positions with the same likeliest token, by the type of
--- the file's tensors that has the widest limits. The limits are for models that were not trained for a small number of
--- bits.
+local WINDOW = 256                                         -- number of tokens that are compared at once
+-- The largest mean KL divergence, and the smallest fraction of positions with the same likeliest token. The limits of a
+-- file are those of the widest type among its tensors. They are meant for models that were not trained with low-bit
+-- weights.
 local LIMITS = { F32 = { 1e-6, 0.999 }, F16 = { 1e-4, 0.99 }, BF16 = { 1e-2, 0.95 }, Q8_0 = { 1e-2, 0.95 },
   Q6_K = { 2e-2, 0.93 }, Q5_1 = { 5e-2, 0.9 }, Q5_0 = { 5e-2, 0.9 }, Q4_K = { 0.15, 0.8 }, Q4_1 = { 0.3, 0.75 },
   Q4_0 = { 0.3, 0.75 } }
 local OTHER = { 0.5, 0.6 }
 
---- The text that is used if none is given.
+--- The default text for the comparison.
 verify.TEXT = [[
 The river rises in the hills to the north of the town, where the rain of the winter months is held by peat and moss. It
 runs south for some forty miles before it meets the sea. For most of that way it is slow and wide, and small boats carry
@@ -43,29 +43,29 @@ from the air, and with water and the light of the sun they make sugar and oxygen
 it this morning."
 ]]
 
--- Log-probabilities [T, V] of the next token, in fp32.
+-- Returns the log-probabilities [T, V] of the next token, in fp32.
 local function log_probabilities(model, ids)
   local logits = model({ input_ids = ids }).logits
   return F.log_softmax(logits:reshape(logits:size(1), logits:size(2)):to("fp32"), -1)
 end
 
 ---@class ps.gguf.Certificate
----@field tokens integer positions that were compared
+---@field tokens integer the number of compared positions
 ---@field mean_kl number the mean over positions of KL(reference || file), in nats
 ---@field max_kl number
----@field top1 number the share of positions at which both have the same likeliest token
----@field perplexity number of the file's model over the text
+---@field top1 number the fraction of positions at which both models have the same likeliest token
+---@field perplexity number the perplexity of the file's model on the text
 ---@field reference_perplexity number
 ---@field limit_kl number the largest mean_kl that passes
 ---@field limit_top1 number the smallest top1 that passes
 ---@field pass boolean
 
---- Compares two language models over ids of a text.
----@param model ps.pretrained.Model of the file
+--- Compares two language models on the ids of a text.
+---@param model ps.pretrained.Model the model from the file
 ---@param reference ps.pretrained.Model
 ---@param ids integer[]
----@param limits number[] the largest mean KL divergence, and the smallest share of positions with the same likeliest
----  token
+---@param limits number[] the largest mean KL divergence, and the smallest fraction of positions with the same likeliest
+--- token
 ---@return ps.gguf.Certificate
 function verify.compare(model, reference, ids, limits)
   local n, kl, worst, same, nll, nll_reference = 0, 0, 0, 0, 0, 0
@@ -94,11 +94,11 @@ function verify.compare(model, reference, ids, limits)
 end
 
 local KEY = "psluajit.verify."
--- The numbers of a certificate in a file's metadata, and their types.
+-- The fields of a certificate in a file's metadata, and their types.
 local NOTED = { { "tokens", "uint32" }, { "mean_kl", "float32" }, { "max_kl", "float32" }, { "top1", "float32" },
   { "perplexity", "float32" }, { "reference_perplexity", "float32" }, { "pass", "bool" } }
 
---- Entries of the metadata that reserve space for a certificate: 0 tokens, not passed.
+--- Returns metadata entries that reserve space for a certificate. Their values say 0 tokens and not passed.
 ---@return ps.gguf.Entry[]
 function verify.entries()
   local entries = {}
@@ -106,7 +106,7 @@ function verify.entries()
   return entries
 end
 
---- Writes a certificate into the entries that a file has for it. Nothing else in the file changes.
+--- Writes a certificate into the entries that a file reserves for it. The rest of the file does not change.
 ---@param path string
 ---@param certificate ps.gguf.Certificate
 function verify.note(path, certificate)
@@ -115,7 +115,7 @@ function verify.note(path, certificate)
   end
 end
 
---- The limits for a file: those of the type with the widest limits among its tensors.
+--- Returns the limits for a file, which are those of the type with the widest limits among its tensors.
 ---@param file ps.Gguf
 ---@return number[]
 function verify.limits(file)

@@ -14,7 +14,7 @@ local vocabulary = {}
 
 local TYPES = gguf_tokenizer.TYPES
 local BLANK = "\226\150\129"
--- The expression by which ByteLevel of a tokenizer.json splits texts.
+-- The expression with which tokenizer.json's ByteLevel splits texts.
 local GPT2 = gguf_tokenizer.PRE["gpt-2"][1]
 -- If several rules have the same expressions, the first of these names is written to the file.
 local PREFERRED = { "llama-bpe", "gpt-2", "qwen2", "smollm", "gpt-4o", "falcon", "deepseek-v3", "tekken", "qwen35" }
@@ -41,7 +41,7 @@ local function content(value)
   return value
 end
 
--- The expressions that split texts, in order; nil: llama.cpp does not have one of the steps.
+-- Returns the expressions that split texts, in order, or nil if llama.cpp does not support one of the steps.
 local function expressions(node, list)
   list = list or {}
   if type(node) ~= "table" then return list end
@@ -60,7 +60,7 @@ local function expressions(node, list)
   end
 end
 
--- The name of the rule by which a tokenizer.json cuts texts.
+-- Returns the name of the pre-tokenization rule that corresponds to a tokenizer.json.
 local function rule_of(path, all)
   local list = expressions(all.pre_tokenizer)
   local whole = type(all.model) == "table" and all.model.ignore_merges == true
@@ -78,7 +78,7 @@ local function rule_of(path, all)
     .. "in this way; pass its name for it as the option pre, if it has one")
 end
 
--- The tokens of a tokenizer.json by id, their types, and how many there are.
+-- Returns a tokenizer.json's tokens by id, their types and their count.
 local function tokens_of(all, size)
   local tokens, types = {}, {}
   for token, id in pairs(all.model.vocab) do tokens[id + 1], types[id + 1] = token, TYPES.normal end
@@ -100,7 +100,7 @@ end
 local SPECIAL = { { "bos", "bos" }, { "eos", "eos" }, { "unk", "unknown" }, { "sep", "seperator" },
   { "pad", "padding" }, { "cls", "cls" }, { "mask", "mask" } }
 
--- Appends ids of special tokens, whether texts begin and end with them, and the chat template.
+-- Appends the special tokens' ids, the entries that say whether texts begin and end with them, and the chat template.
 local function add_special(entries, home, tokens, fields)
   local config, ids = object(home .. "/tokenizer_config.json") or {}, {}
   for i, token in ipairs(tokens) do ids[token] = ids[token] or i - 1 end
@@ -144,8 +144,8 @@ local function of_bytes(path, home, all, fields, pre)
   return entries
 end
 
--- A BPE over characters: the score of a token is minus the number of the first merge that produces it. SentencePiece
--- merges the highest score first, which is then the order of the merges.
+-- Returns the entries for a BPE over characters. A token's score is minus the index of the first merge that produces
+-- the token. SentencePiece merges the highest score first, so the scores keep the order of the merges.
 local function of_pieces(home, all, fields)
   local tokens, types = tokens_of(all, fields.vocab_size)
   local scores, ids = {}, {}
@@ -189,7 +189,7 @@ local function of_words(home, all, fields)
   return entries
 end
 
--- The tokenizer of a GGUF file, key by key.
+-- Returns the tokenizer entries of a GGUF file, copied key by key.
 local function copied(path)
   return io_gguf.with(path, function(file)
     local entries = {}
@@ -203,7 +203,8 @@ local function copied(path)
   end)
 end
 
--- The description of a folder without tokenizer.json: vocab.json with merges.txt (GPT-2), or vocab.txt (BERT).
+-- Returns the tokenizer description for a folder without tokenizer.json: from vocab.json and merges.txt (GPT-2), or
+-- from vocab.txt (BERT).
 local function of_older_files(home)
   local vocab = object(home .. "/vocab.json") or object(home .. "/encoder.json")
   local merges = read(home .. "/merges.txt") or read(home .. "/vocab.bpe")
@@ -229,11 +230,11 @@ local function of_older_files(home)
     normalizer = { lowercase = config.do_lower_case ~= false } }
 end
 
---- The entries of the metadata for the tokenizer of a model's source.
----@param source string? a folder, or a GGUF file; nil: none
----@param fields table the fields of the model's config.json
----@param pre? string the rule's name, instead of the rule that cuts texts as tokenizer.json does
----@return ps.gguf.Entry[] entries none, if the source has no tokenizer
+--- Returns the metadata entries for the tokenizer of a model's source.
+---@param source string? a folder or a GGUF file, or nil if there is no source
+---@param fields table the contents of the model's config.json
+---@param pre? string the name of the pre-tokenization rule (default: the rule that corresponds to tokenizer.json)
+---@return ps.gguf.Entry[] entries The list is empty if the source has no tokenizer.
 function vocabulary.entries(source, fields, pre)
   if not source then return {} end
   if io_gguf.is_path(source) then return copied(source) end

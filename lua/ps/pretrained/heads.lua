@@ -20,7 +20,7 @@ local heads = {}
 
 local function shape_text(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
---- Refuses token ids [B, T] without any token.
+--- Raises an error if token ids [B, T] contain no token.
 ---@param who string
 ---@param ids ps.Tensor
 function heads.some_tokens(who, ids)
@@ -29,8 +29,8 @@ function heads.some_tokens(who, ids)
     shape_text(ids)), 0)
 end
 
---- A model's arguments as a named batch: token ids alone become { input_ids = }, and positions [T] apply to each row.
---- The model's class defines the allowed names in `inputs`: name -> "tensor".
+--- Returns a model's arguments as a named batch. Token ids alone become { input_ids = }, and positions [T] are expanded
+--- to all rows. The model's class defines the allowed names in `inputs`: name -> "tensor".
 ---@param model ps.pretrained.Model
 ---@param given any
 ---@return table batch
@@ -57,7 +57,8 @@ function heads.batch(model, given)
   return given
 end
 
---- The inputs of a class with one label per row, whose rows cannot have several sequences.
+--- Returns a class's inputs without segment_ids, for classes with one label per row, whose rows cannot contain several
+--- sequences.
 ---@param inputs table<string, string>
 ---@return table<string, string>
 function heads.without_segments(inputs)
@@ -68,8 +69,8 @@ function heads.without_segments(inputs)
   return rest
 end
 
---- Checks the tensors of a batch that must have the shape of input_ids [B, T]; those in `loose` may have one row for
---- all.
+--- Checks the batch tensors that must have the shape of input_ids [B, T]. The tensors named in `loose` may also have
+--- one row for all samples.
 ---@param who string
 ---@param given table
 ---@param names string[]
@@ -88,8 +89,8 @@ function heads.same_shapes(who, given, names, loose)
   end
 end
 
---- Checks that the token ids are on the device of a weight that computes with the looked-up vectors. A weight that
---- another stage of the model holds is skipped.
+--- Checks that the token ids are on the same device as the embedding's weight. Skips a weight that another pipeline
+--- stage holds.
 ---@param who string
 ---@param ids ps.Tensor
 ---@param weight ps.Tensor
@@ -99,17 +100,18 @@ function heads.same_device(who, ids, weight)
     :format(who, ids:device(), weight:device(), weight:device(), weight:device()), 0)
 end
 
---- The row of a table that belongs to padding, as in PyTorch's tables: below 0 it counts from the end.
+--- Returns the embedding row that belongs to padding. As in PyTorch, a negative index counts from the end.
 ---@param pad? integer|false the configuration's pad_token_id
 ---@param rows integer
----@return integer? row nil: there is none
+---@return integer? row nil if there is none
 function heads.padding_row(pad, rows)
   if not pad then return nil end
   return pad < 0 and rows + pad or pad
 end
 
---- The result of a function that reads values of a batch; nil in a dry run and on device meta, where there are none.
----@param t ps.Tensor whose values are read
+--- Returns the result of a function that reads a tensor's values. Returns nil in a dry run and on device meta, where
+--- tensors have no values.
+---@param t ps.Tensor the tensor whose values fn reads
 ---@param fn fun(t: ps.Tensor): any
 ---@return any
 function heads.known(t, fn)
@@ -117,7 +119,7 @@ function heads.known(t, fn)
   return devices.known(scope.no_grad, fn, t)
 end
 
--- Whether the numbers in each row of [B, T] increase by one; true if their values are unknown.
+-- Returns whether the numbers in each row of [B, T] increase by one. Returns true if the values are unknown.
 local function go_up(places)
   local n = places:size(1) - 1
   return n < 1 or heads.known(places, function(t)
@@ -125,14 +127,14 @@ local function go_up(places)
   end) ~= false
 end
 
--- The starts of runs in rows [B, T], as a float: 1 at the start of a row and at each number that differs from the
--- previous one.
+-- Returns a float mask of run starts in rows [B, T]: 1 at the start of a row and wherever a number differs from the
+-- previous number.
 local function begins_of(differs)
   local first = create.ones({ differs:size(0), 1 }, { device = differs:device() })
   return tensors.cat({ first, differs:float() }, 1)
 end
 
---- The positions of tokens within their segments, from 0 in each segment; 0 for padding.
+--- Returns the positions of tokens within their segments, counted from 0. Padding has position 0.
 ---@param segments ps.Tensor int32 [B, T]
 ---@return ps.Tensor int64 [B, T]
 function heads.places_of(segments)
@@ -141,14 +143,14 @@ function heads.places_of(segments)
     local begins = begins_of(segments:narrow(1, 1, T - 1):ne(segments:narrow(1, 0, T - 1)))
     local at = create.arange(0, T, 1, { device = segments:device() }):reshape(1, T)
     local run = begins:cumsum(1)
-    -- The other tokens, which do not begin a run, are added to column 0, which is not read.
+    -- Tokens that do not begin a run are added to column 0, which is not read.
     local starts = create.zeros({ B, T + 1 }, { device = segments:device() }):scatter_add(1,
       (run * begins):to("int64"), at * begins)
     return ((at - starts:gather(1, run:to("int64"))) * segments:ne(0):float()):to("int64")
   end)
 end
 
--- Segments by position_ids: a position that is not one above the position before it begins a segment.
+-- Returns segments computed from position_ids: a position that is not the previous position plus one begins a segment.
 local function by_places(places, rows)
   return scope.no_grad(function()
     local T = places:size(1)
@@ -157,14 +159,15 @@ local function by_places(places, rows)
   end)
 end
 
---- Finds the sequences that share rows of a batch, and checks position_ids. segment_ids number the sequences. For a
---- causal model, position_ids that restart within a row also begin sequences, as in transformers, if there is no
---- attention_mask and the configuration has use_cache = false.
+--- Finds the sequences that share rows of a batch, and checks position_ids. segment_ids number the sequences. As in
+--- transformers, position_ids that restart within a row also begin sequences if the model is causal, there is no
+--- attention_mask, and the configuration has use_cache = false.
 ---@param who string
----@param config? table nil: restarted position_ids have no meaning for this model
----@param given table a batch by names
+---@param config? table nil if restarted position_ids have no meaning for this model
+---@param given table a named batch
 ---@return ps.Tensor? segments int32 [B, T], for F.attention's mask
----@return ps.Tensor? position_ids those of the batch; with segment_ids alone, positions that begin again
+---@return ps.Tensor? position_ids the batch's position_ids; if the batch has only segment_ids, positions that restart
+--- in each segment
 function heads.segments(who, config, given)
   local places, segments = given.position_ids, given.segment_ids
   if places ~= nil and places:is_float() then
@@ -188,7 +191,7 @@ function heads.segments(who, config, given)
   return nil, places
 end
 
---- Converts a mask of ones and zeros to bool [B, T]: the keys that are visible.
+--- Converts a mask of ones and zeros to bool [B, T], which is true for visible keys.
 ---@param mask? ps.Tensor
 ---@return ps.Tensor?
 function heads.mask(mask)
@@ -196,7 +199,7 @@ function heads.mask(mask)
   return mask:ne(0)
 end
 
---- Applies dropout and then a product.
+--- Applies dropout and then a layer.
 ---@param drop ps.nn.Dropout
 ---@param layer ps.nn.Module
 ---@param x ps.Tensor
@@ -206,7 +209,7 @@ function heads.dropped(drop, layer, x)
   return layer(x)
 end
 
---- Rows at[b] of x [B, T, C], int [B]: [B, C].
+--- Returns the rows at[b] of x [B, T, C] as [B, C]. `at` is int [B].
 ---@param x ps.Tensor
 ---@param at ps.Tensor
 ---@return ps.Tensor
@@ -216,8 +219,8 @@ function heads.rows(x, at)
   return F.embedding(first + at, x:reshape(B * T, C))
 end
 
--- The labels that positions 0 .. T - 2 of a named batch predict; T must be above 1. With segment_ids the last position
--- of a segment predicts none.
+-- Returns the labels that positions 0 .. T - 2 of a named batch predict. T must be above 1. With segment_ids, the last
+-- position of a segment predicts no label.
 local function next_labels(given)
   local labels, segments = given.labels, given.segment_ids
   local T = labels:size(1)
@@ -227,9 +230,10 @@ local function next_labels(given)
   return after:masked_fill(own:ne(other):logical_or(own:eq(0)), IGNORED)
 end
 
---- The targets [B, T] of a language model's batch by names, in transformers' form: labels are the tokens themselves,
---- and each position except the last of its row, or of its segment if there are segment_ids, learns the next one.
----@param given {labels: ps.Tensor, segment_ids?: ps.Tensor} [B, T] each
+--- Returns the targets [B, T] of a language model's named batch, as in transformers. The labels are the tokens
+--- themselves, and each position learns the next token. The last position of a row, or of a segment if there are
+--- segment_ids, has no target.
+---@param given {labels: ps.Tensor, segment_ids?: ps.Tensor} both [B, T]
 ---@return ps.Tensor
 function heads.shifted(given)
   local labels = given.labels
@@ -238,7 +242,8 @@ function heads.shifted(given)
   return T > 1 and tensors.cat({ next_labels(given), none }, 1) or none
 end
 
---- The second argument of a language model's call: targets, or nil. Named inputs belong in one table with the tokens.
+--- Checks and returns the second argument of a language model's call: the targets, or nil. Named inputs belong in the
+--- same table as the tokens.
 ---@param who string
 ---@param targets? ps.Tensor
 ---@return ps.Tensor?
@@ -248,13 +253,14 @@ function heads.targets(who, targets)
     .. "tokens themselves, or model(x, y), where y[i] is the token after x[i]"):format(who, type(targets)))
 end
 
--- The weights of the targets of next_labels; 0 for targets that are ignored.
+-- Returns the weights of next_labels' targets. Ignored targets have the weight 0.
 local function next_weights(given)
   local T = given.labels:size(1)
   return given.loss_weights:narrow(1, 1, T - 1) * next_labels(given):ne(IGNORED):float()
 end
 
---- The weights of the targets that heads.shifted returns, from the weights of labels; nil: the batch has none.
+--- Returns the weights of the targets that heads.shifted returns, computed from the weights of the labels, or nil if
+--- the batch has no weights.
 ---@param who string
 ---@param given {labels: ps.Tensor, loss_weights?: ps.Tensor, segment_ids?: ps.Tensor}
 ---@return ps.Tensor? fp32 [B, T]
@@ -271,8 +277,8 @@ function heads.shifted_weights(who, given)
   return T > 1 and tensors.cat({ next_weights(given):float(), none }, 1) or none
 end
 
---- The mean loss of targets by their weights: the sum of weight times loss, over the sum of the weights. All logits
---- are in memory at once.
+--- Returns the weighted mean loss: the sum of weight times loss, divided by the sum of the weights. All logits are in
+--- memory at once.
 ---@param logits ps.Tensor [B, T, V]
 ---@param targets ps.Tensor int [B, T]
 ---@param weights ps.Tensor fp32 [B, T]
@@ -287,9 +293,9 @@ function heads.weighted_loss(logits, targets, weights)
   end, total)
 end
 
---- The number of targets in a named batch, or the sum of their weights if there are loss_weights: its labels that are
---- not -100, without the first of each row, or segment if there are segment_ids, which no position predicts. Nil for
---- other batches, whose y is counted without these rules.
+--- Returns the number of targets in a named batch, or the sum of their weights if there are loss_weights. Targets are
+--- the labels that are not -100. The first label of each row, or of each segment if there are segment_ids, does not
+--- count, since no position predicts it. Returns nil for other batches, whose y is counted without these rules.
 ---@param given any
 ---@return integer?
 function heads.count_targets(given)
@@ -300,7 +306,8 @@ function heads.count_targets(given)
   return T > 1 and next_labels(given):ne(IGNORED):sum():item() or 0
 end
 
---- The position of each row's last token that is not padding, int64 [B]; 0 if all are padding.
+--- Returns the position of each row's last token that is not padding, as int64 [B]. The position is 0 if the whole row
+--- is padding.
 ---@param who string
 ---@param ids ps.Tensor [B, T]
 ---@param pad? integer the configuration's pad_token_id
@@ -318,7 +325,7 @@ function heads.last_tokens(who, ids, pad)
   return (create.arange(0, T, 1, { dtype = "int64", device = ids:device() }) * ids:ne(pad):to("int64")):argmax(-1)
 end
 
--- The kind of classification, if the configuration does not set it and the labels decide.
+-- Returns the kind of classification from the configuration, or from the labels if the configuration does not set it.
 local function problem_of(config, labels)
   if config.problem_type then return config.problem_type end
   if config.num_labels == 1 then return "regression" end
@@ -326,9 +333,9 @@ local function problem_of(config, labels)
   return (dtype == "int32" or dtype == "int64") and "single_label_classification" or "multi_label_classification"
 end
 
---- The loss of logits [B, K] of whole sequences. config.problem_type decides, else the number of labels and their
---- dtype: the squared error of K numbers, the cross entropy of one class in K, or the binary cross entropy of each of
---- K.
+--- Returns the loss of logits [B, K] for whole sequences. config.problem_type selects the loss; if it is absent, the
+--- number of labels and their dtype do. The losses are the squared error of K numbers, the cross entropy of one class
+--- in K, and the binary cross entropy of each of K labels.
 ---@param who string
 ---@param logits ps.Tensor [B, K]
 ---@param labels ps.Tensor [B], or [B, K] for several numbers or labels
@@ -349,15 +356,15 @@ function heads.classify(who, logits, labels, config)
   return F.binary_cross_entropy_with_logits(logits, target)
 end
 
---- The loss of logits [B, T, K] for a class of each token, labels int [B, T]; -100 is ignored.
+--- Returns the loss of logits [B, T, K] with one class per token. Labels are int [B, T], and -100 is ignored.
 ---@param logits ps.Tensor
 ---@param labels ps.Tensor
 ---@return ps.Tensor loss
 function heads.classify_tokens(logits, labels) return F.cross_entropy(logits, labels) end
 
---- The begins and ends of answers: splits logits [B, T, 2] into two of [B, T]. With positions int [B], also the mean of
---- both cross entropies, whose weight is the number of rows. A position outside [0, T) is treated as in transformers:
---- a negative one becomes 0, and one of T or more is ignored.
+--- Splits question answering's logits [B, T, 2] into start and end logits [B, T]. With positions int [B], also returns
+--- the mean of both cross entropies, with the number of rows as its weight. Positions outside [0, T) are treated as in
+--- transformers: a negative position becomes 0, and a position of T or more is ignored.
 ---@param logits ps.Tensor
 ---@param first? ps.Tensor
 ---@param last? ps.Tensor
@@ -377,13 +384,13 @@ function heads.answer(logits, first, last)
 end
 
 -- -- generation ------------------------------------------------------------------------------------------------------
---- The last position of x [B, T, C]: [B, 1, C].
+--- Returns the last position of x [B, T, C], as [B, 1, C].
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function heads.last_position(x) return x:narrow(1, x:size(1) - 1, 1):contiguous() end
 
---- Makes caches of keys and values: by layer, from 0, a tensor of a shape for each name, with the dtype of the layer's
---- weights. Layers of other pipeline ranks get none.
+--- Creates caches of keys and values. Each layer, counted from 0, gets a tensor of the given shape for each name, with
+--- the dtype of the layer's weights. Layers of other pipeline ranks get none.
 ---@param names string[]
 ---@param shape integer[]
 ---@param layers ps.nn.ModuleList
@@ -404,18 +411,19 @@ end
 
 local how, attended = native.ffi.new "ps_cached_attention", native.ffi.new "ps_tensor *[1]"
 
---- Attention of T positions that follow `at` positions whose keys and values are in caches. Appends the keys and values
---- of the T positions. It is one function because the calls for one token of a small model take longer than its memory
---- accesses. Only without gradients.
----@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H, G heads of keys (default H)
----@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} kv [B, 2 G, S, D], keys, then values; or k and v
----  [B, G, S, D]
+--- Computes attention for T positions that follow `at` positions whose keys and values are in caches, and appends the
+--- keys and values of the T positions to the caches. This is one function because, for one token of a small model, the
+--- calls take longer than the memory accesses. It works only without gradients.
+---@param attention {heads: integer, groups?: integer, scale?: number, window?: integer} H heads, G key heads (default
+--- H)
+---@param caches {kv?: ps.Tensor, k?: ps.Tensor, v?: ps.Tensor} kv [B, 2 G, S, D] with keys before values, or k and v
+--- [B, G, S, D]
 ---@param at integer
----@param mask? ps.Tensor bool [B, at + T], false hides a position as a key
----@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values next to each other
+---@param mask? ps.Tensor bool [B, at + T]; false hides a key
+---@param q ps.Tensor [B, T, H D]; with kv [B, T, (H + 2 G) D]: queries, keys and values concatenated
 ---@param k? ps.Tensor [B, T, G D]
 ---@param v? ps.Tensor [B, T, G D]
----@param cos? ps.Tensor for F.rope, which rotates q and k
+---@param cos? ps.Tensor cosines for F.rope, which rotates q and k
 ---@param sin? ps.Tensor
 ---@return ps.Tensor [B, T, H D]
 function heads.attend_cached(attention, caches, at, mask, q, k, v, cos, sin)

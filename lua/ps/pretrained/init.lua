@@ -23,11 +23,11 @@ local pretrained = {}
 ---@class ps.pretrained.Family
 ---@field model_type string
 ---@field settings ps.pretrained.Settings
----@field presets table<string, table> settings by name
----@field classes table<string, table> by the name in config.json's architectures
----@field tasks table<string, string> task -> the class's name
----@field default? string the class if a config.json names none
----@field unpads? boolean whether its models support unpad = true (ps/pretrained/unpad.lua)
+---@field presets table<string, table> preset name -> settings
+---@field classes table<string, table> name in config.json's architectures -> class
+---@field tasks table<string, string> task -> class name
+---@field default? string the class for a config.json that names none
+---@field unpads? boolean whether the family's models support unpad = true (ps/pretrained/unpad.lua)
 
 local families = {}                                        -- by model_type
 
@@ -36,8 +36,8 @@ local LOADING = { task = "string", revision = "string", quiet = "boolean", ignor
   mmap = "boolean|string", keep_quantized = "boolean" }
 
 -- -- families -------------------------------------------------------------------------------------------------------
--- Splits a script's options into settings, under their own names, and the rest. shorthands set several settings at
--- once: { dropout = { "embd_pdrop", ... } }.
+-- Splits a script's options into settings, with aliases resolved, and other options. A shorthand sets several settings
+-- at once: { dropout = { "embd_pdrop", ... } }.
 local function spread(family, given)
   local config, rest, aliases = {}, {}, family.settings.rules.aliases or {}
   for key, value in pairs(given) do
@@ -72,7 +72,7 @@ function pretrained.family(family)
   local who = family.model_type
   family.presets, family.shorthands = family.presets or {}, family.shorthands or {}
   family.kinds = family.settings:kinds()
-  local options_of, loading_of = {}, {}                    -- options of new and of from_pretrained
+  local options_of, loading_of = {}, {}                    -- allowed options of new and of from_pretrained
   for name in pairs(family.shorthands) do options_of[name], loading_of[name] = "number", "number" end
   for _, list in ipairs { family.kinds, WHERE } do
     for key, kind in pairs(list) do options_of[key], loading_of[key] = kind, kind end
@@ -83,8 +83,9 @@ function pretrained.family(family)
   if family.unpads then options_of.unpad, loading_of.unpad = "boolean", "boolean" end
   family.options_of_loading = loading_of
 
-  --- A model from a preset's name, or from a table of config.json's fields; `options` has settings that override it,
-  --- task, dtype, device and recompute, and, if the family supports it, unpad, which skips the computation of padding.
+  --- Returns a model from a preset's name, or from a table of config.json's fields. `options` contains settings that
+  --- override it, and task, dtype, device and recompute. If the family supports it, the option unpad skips the
+  --- computation of padding.
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
@@ -110,7 +111,7 @@ function pretrained.family(family)
   return family
 end
 
--- The families: the registered ones, and the files next to psluajit's own.
+-- Returns the names of all families: the registered families, and the files in psluajit's models folder.
 local function known_families()
   local names = {}
   for name in pairs(families) do names[name] = true end
@@ -124,9 +125,9 @@ local function known_families()
   return table.concat(sorted(names), ", ")
 end
 
---- The family of a model_type: a registered one, or one that models/MODEL_TYPE.lua registers.
+--- Returns the family of a model_type: a registered family, or one that models/MODEL_TYPE.lua registers.
 ---@param model_type any
----@param where string the file that names it
+---@param where string the file that contains the model_type
 ---@return ps.pretrained.Family
 function pretrained.find(model_type, where)
   if families[model_type] then return families[model_type] end
@@ -139,7 +140,8 @@ function pretrained.find(model_type, where)
     "there are " .. known_families())
 end
 
---- The class of a task, else of a config.json's architectures, else the family's default.
+--- Returns the class of a task. Without a task, returns the class in config.json's architectures, or else the family's
+--- default class.
 ---@param family ps.pretrained.Family
 ---@param task? string
 ---@param architectures any
@@ -166,7 +168,7 @@ end
 -- -- loading --------------------------------------------------------------------------------------------------------
 local DTYPES = { float32 = "fp32", bfloat16 = "bf16", float16 = "fp16", float64 = "fp64" }
 
--- The dtype in a config.json: Hugging Face's name, and the engine's.
+-- Returns the dtype in a config.json, as Hugging Face's name and as the engine's.
 local function said_dtype(fields)
   local word = type(fields.dtype) == "string" and fields.dtype or fields.torch_dtype
   return word, type(word) == "string" and DTYPES[word:match("^torch%.(.*)$") or word] or nil
@@ -174,8 +176,8 @@ end
 
 local told = {}                                            -- files for which a note about dtype was printed
 
--- The dtype in config.json is informational: values of any dtype are converted to the dtype of our parameters. Prints a
--- note if they differ.
+-- Prints a note if the dtype in config.json differs from the model's. The dtype in config.json is informational: values
+-- of any dtype are converted to the dtype of our parameters.
 local function tell_dtype(fields, model, from)
   local word, dtype = said_dtype(fields)
   local made = model:parameters()[1]:dtype()
@@ -189,20 +191,20 @@ end
 
 local WIDTHS = { bf16 = 2, fp16 = 2, fp32 = 4, fp64 = 8 }
 
--- A dtype that can hold the values of both.
+-- Returns a dtype that can hold the values of two dtypes.
 local function wider(a, b)
   if a == b or not WIDTHS[b] then return a end
   if a and WIDTHS[a] == WIDTHS[b] then return "fp32" end
   return a and WIDTHS[a] > WIDTHS[b] and a or b
 end
 
--- Refuses a config.json whose sizes differ from the weights in its folder, before a model of these sizes is made.
--- Returns a dtype that can hold the values of all of the body's weights.
+-- Compares the sizes in a config.json with the weights in its folder, before a model of these sizes is allocated.
+-- Raises an error if they differ. Returns a dtype that can hold all of the body's weights.
 local function check_sizes(family, class, config, files, from)
   local rules, names, shapes, widest = family.settings.rules, {}, {}, nil
   local state = files:state()
   local list = state.names()
-  table.sort(list)                                         -- an error names the same tensor each time
+  table.sort(list)                                         -- so that an error always names the same tensor
   for _, name in ipairs(list) do
     local bare = name:match("^" .. class.base .. "%.(.*)$") or name
     names[bare] = name
@@ -237,7 +239,8 @@ local function check_sizes(family, class, config, files, from)
   return widest or "fp32"
 end
 
--- Whether a script sets fewer layers than the file has. Then the file has tensors that the model lacks.
+-- Returns whether a script sets fewer layers than the file has. In this case the file contains tensors that the model
+-- lacks.
 local function asks_for_fewer(family, config, fields)
   local key = family.settings.rules.layers
   for alias, name in pairs(family.settings.rules.aliases or {}) do
@@ -246,9 +249,9 @@ local function asks_for_fewer(family, config, fields)
   return type(fields[key]) == "number" and config[key] ~= nil and config[key] < fields[key]
 end
 
--- The reason why the files' weights cannot stay in the files for a model on a device; nil: they can.
+-- Returns the reason why the weights cannot stay in their files for a model on a device, or nil if they can.
 local function not_mapped(list, device)
-  if device ~= "cpu" and device ~= "meta" then             -- meta: ps.materialize fills in values later
+  if device ~= "cpu" and device ~= "meta" then             -- on meta, ps.materialize fills in the values later
     return ("weights can stay in files only for device cpu, but the model is for %s"):format(device)
   end
   for _, path in ipairs(list) do
@@ -260,7 +263,7 @@ end
 
 local function refuse_mmap(why) error("from_pretrained: mmap = true: " .. why) end
 
--- Whether weights stay in the files, from the option mmap.
+-- Returns whether the weights stay in the files, according to the option mmap.
 local function maps(wanted, list, device)
   if wanted == nil or wanted == false then return false end
   if wanted ~= true and wanted ~= "auto" then
@@ -271,7 +274,8 @@ local function maps(wanted, list, device)
   return not why
 end
 
--- Refuses mmap = true if no tensor of the files has the model's dtype: all would be converted in memory.
+-- Raises an error for mmap = true if no tensor in the files has the model's dtype, since all tensors would be converted
+-- in memory.
 local function check_mapped(files, dtype)
   local state, other = files:state(), nil
   for _, name in ipairs(state.names()) do
@@ -285,8 +289,8 @@ end
 local FROM_CONFIG = { task = "string", revision = "string" }
 for key, kind in pairs(WHERE) do FROM_CONFIG[key] = kind end
 
---- A model with fresh weights, in training mode, from the fields of a config.json.
----@param source string|table a folder, a name in Hugging Face's cache, or the fields, as from cjson.decode
+--- Returns a model with newly initialized weights, in training mode, from the fields of a config.json.
+---@param source string|table a folder, a name in Hugging Face's cache, or the decoded fields
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model
 function pretrained.from_config(source, options)
@@ -305,7 +309,7 @@ function pretrained.from_config(source, options)
   return model
 end
 
---- Implements ps.from_pretrained, for one family or for any.
+--- Implements ps.from_pretrained for one family, or for any family if `family` is nil.
 ---@param name string
 ---@param options? table
 ---@param family? ps.pretrained.Family
@@ -346,7 +350,7 @@ function pretrained.load(name, options, family)
       return made:eval()
     end
     if native.recorder or hooks.heard "parameter" and not files.mmap then return make(rest.device) end
-    -- Random numbers are drawn only for tensors that the files lack. They are the same numbers as in a model that
+    -- Random numbers are drawn only for tensors that the files lack. They are the same numbers that a model draws if it
     -- initializes all its tensors.
     local deferred = require "ps.nn.deferred"
     return deferred.materialize(deferred.make(make), { device = rest.device })

@@ -30,19 +30,19 @@ local error = caller.error
 
 ---@class ps.pretrained.Model: ps.nn.Module
 ---@field config table
----@field source? string the folder from which it was loaded
----@field loaded? {missing: string[], left: string[], names: table<string, string>} parameters that the files lack,
----  tensors of the files that are not used, and for the others the parameter's name by the file's name
+---@field source? string the folder from which the model was loaded
+---@field loaded? {missing: string[], left: string[], names: table<string, string>} missing: parameters that the files
+--- lack; left: unused tensors of the files; names: name in the file -> parameter's name
 local Model = nn_module.class("PretrainedModel")
 
--- Inputs that have a row for each sample, by which a batch is cut into micro-batches; "rows or one": all samples may
--- share one row (ps/data/batch.lua). Each micro-batch gets the whole of any other input.
+-- Inputs with one row per sample, which are split into micro-batches. For "rows or one", all samples can share one row
+-- (ps/data/batch.lua). Every micro-batch gets all other inputs whole.
 Model.split_inputs = { input_ids = "rows", attention_mask = "rows", labels = "rows", start_positions = "rows",
   end_positions = "rows", segment_ids = "rows", loss_weights = "rows",
   token_type_ids = "rows or one", position_ids = "rows or one" }
 
--- The names and shapes of all saved tensors, "h.0.attn.c_attn.weight" -> "96, 288"; whole shapes if ranks share a
--- tensor.
+-- Returns the names and shapes of all saved tensors: "h.0.attn.c_attn.weight" -> "96, 288". The shape is that of the
+-- whole tensor if several ranks share it.
 local function layout_of(self)
   local layout = {}
   for name, tensor in pairs(self:state_dict { tied = false }) do
@@ -51,20 +51,19 @@ local function layout_of(self)
   return layout
 end
 
--- Notes the layout that a class makes from its configuration, which is the one that transformers makes from
--- config.json.
+-- Records the layout that a class builds from its configuration. transformers builds the same layout from config.json.
 local function note_layout(self) rawset(self, "_layout", layout_of(self)) end
 nn_module.adapt(Model, function(class) class.instance.ps_made = note_layout end)
 
 local WHERE = { dtype = "string", device = "string", recompute = "boolean" }
 local UNPADS = { dtype = "string", device = "string", recompute = "boolean", unpad = "boolean" }
 
---- Begins a class's init: checks and completes the configuration.
----@param config table config.json's fields; missing ones have the family's defaults
+--- Starts a class's init: checks and completes the configuration.
+---@param config table config.json's fields; the family's defaults replace missing fields
 ---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean} unpad: only for families with
----  unpads = true
+--- unpads = true
 ---@return table full
----@return {dtype: string?, device: string?, std: number} where for layers
+---@return {dtype: string?, device: string?, std: number} where options for the layers' constructors
 function Model:begin(config, given)
   local who = self.family.model_type
   given = caller.options(given, who, self.family.unpads and UNPADS or WHERE)
@@ -75,10 +74,10 @@ function Model:begin(config, given)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
---- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), with or without the body's prefix before
---- names, one tensor at a time. A tensor of the body that is missing, or has another shape, is an error. Parameters of
---- a head that the files lack keep their values, and a note names them and the files' unused tensors of other heads.
----@param ... string paths
+--- Loads weights from files (safetensors, or PyTorch's pytorch_model.bin), one tensor at a time. Names may have the
+--- body's prefix or not. A missing tensor of the body, or one with another shape, is an error. A head's parameters that
+--- the files lack keep their values; a note names these parameters and the files' unused tensors of other heads.
+---@param ... string paths of the files
 ---@return ps.pretrained.Model self
 function Model:load_weights(...)
   local list = { ... }
@@ -92,8 +91,8 @@ function Model:load_weights(...)
 end
 
 -- -- saving ---------------------------------------------------------------------------------------------------------
--- The arguments of save_pretrained or save_parallelized: the folder, the options, and the engine that holds the model,
--- if one passed itself. The folder may be in the options, as save_directory.
+-- Returns the arguments of save_pretrained or save_parallelized: the folder, the options, and the engine if an engine
+-- made the call. The folder may also be the option save_directory.
 local function asked(path, options, more)
   local engine = handle.of(options)
   if engine then options = more end
@@ -110,13 +109,13 @@ local function first_of(names)
   return ("%d %s (%s)"):format(#names, #names == 1 and "tensor" or "tensors", weights.some(names))
 end
 
--- Refuses to save a model whose layers were replaced by others: config.json would describe tensors that do not exist,
--- and readers would initialize them.
+-- Raises an error if layers of the model were replaced. config.json would describe tensors that do not exist, and
+-- readers would initialize them.
 local function check_layout(self, call)
   for _, module in self:named_modules() do
     packed.refuse(module, call, "load the model without keep_quantized, or convert its file (tools/gguf.lua convert)")
   end
-  if not self._layout then return end                        -- not made by its class: there is nothing to compare with
+  if not self._layout then return end  -- the model was not made by its class, so there is no layout to compare with
   local layout, lost, new, other = layout_of(self), {}, {}, {}
   for name, shape in pairs(self._layout) do
     if not layout[name] then lost[#lost + 1] = name
@@ -137,14 +136,15 @@ end
 local SAVE_PARALLELIZED = { merge_checkpoints = "boolean" }
 local SAVE = { max_shard_size = "whole|string", adapter = "string", merged = "boolean" }
 
---- Writes config.json and the weights in the form that from_pretrained and Hugging Face read, with the tokenizer's
---- files and generation_config.json of the folder from which the model was loaded. With an engine, rank 0 writes the
---- fp32 values (masters), and all ranks call it. Of a model with adapters (ps.lora) it writes the active adapter, as
---- PEFT does.
----@param path string|{save_directory: string} the folder, also by name among the options
----@param options? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}|ps.Engine the most bytes per
----  file ("5GB"), default 50 GB; adapter: another adapter than the active one; merged: the whole model with the active
----  adapter in its weights; the engine that holds this model passes itself, followed by options
+--- Writes config.json and the weights in the format that from_pretrained and Hugging Face read. Also copies the
+--- tokenizer's files and generation_config.json from the folder from which the model was loaded. With an engine, rank 0
+--- writes the fp32 values (masters), and all ranks call this function. For a model with adapters (ps.lora), writes the
+--- active adapter, as PEFT does.
+---@param path string|{save_directory: string} the folder, which can also be an option
+---@param options? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}|ps.Engine max_shard_size: the
+--- largest file size in bytes or as "5GB" (default 50 GB). adapter: writes this adapter instead of the active one.
+--- merged: writes the whole model with the active adapter merged into its weights. An engine that holds this model
+--- passes itself, followed by options.
 ---@param more? {max_shard_size?: integer|string, adapter?: string, merged?: boolean}
 function Model:save_pretrained(path, options, more)
   local engine
@@ -163,15 +163,16 @@ function Model:save_pretrained(path, options, more)
   end, { max_shard_size = options.max_shard_size, source = self.source })
 end
 
---- Writes the model as a GGUF file for llama.cpp, with the tokenizer and chat template of the folder or file from
---- which it was loaded (docs/gguf.md). One tensor is in memory at a time. With an engine, these are the fp32 values
---- (masters), and all ranks call it.
+--- Writes the model as a GGUF file for llama.cpp, with the tokenizer and chat template of the folder or file from which
+--- the model was loaded (docs/gguf.md). At most one tensor is in memory at a time. With an engine, the file contains
+--- the fp32 values (masters), and all ranks call this function.
 ---@param path string
 ---@param options? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}|ps.Engine
----  type: "f32", "f16" (default), "bf16", "q8_0", "q6_k", "q4_k_m" or "q4_0"; name: general.name, default that of the
----  model's folder; pre: llama.cpp's name of the rule by which the tokenizer cuts texts; merged: of a model with
----  adapters (ps.lora), the model with the active adapter in its weights; adapter: true or a name, that adapter alone,
----  as "f32" (default), "f16" or "bf16"; the engine that holds this model passes itself, followed by options
+--- type: "f32", "f16" (default), "bf16", "q8_0", "q6_k", "q4_k_m" or "q4_0". name: general.name (default: the name of
+--- the model's folder). pre: llama.cpp's name for the tokenizer's pre-tokenization rule. merged: for a model with
+--- adapters (ps.lora), writes the model with the active adapter merged into its weights. adapter: writes only an
+--- adapter, the active one (true) or the one with this name, as "f32" (default), "f16" or "bf16". An engine that holds
+--- this model passes itself, followed by options.
 ---@param more? {type?: string, name?: string, pre?: string, merged?: boolean, adapter?: boolean|string}
 function Model:save_gguf(path, options, more)
   local engine
@@ -187,12 +188,13 @@ function Model:save_gguf(path, options, more)
   gguf.save(self, engine, path, options)
 end
 
---- Like OSLO's: writes the folder of a model that several ranks share, with a file pytorch_model_tp_I_pp_J.bin for each
---- rank I of tensor parallelism and each stage J; all ranks call it. With an engine, these are the fp32 values
---- (masters). It may be called between backward and step; gradients are kept.
----@param path string|{save_directory: string} a folder, which is replaced as a whole; also by name among the options
----@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: writes one file, pytorch_model.bin,
----  instead; the engine that holds this model passes itself, followed by options
+--- Writes a folder with the weights of a model that several ranks share, like OSLO's save_parallelized. There is one
+--- file pytorch_model_tp_I_pp_J.bin for each tensor-parallel rank I and each stage J. All ranks call this function.
+--- With an engine, the files contain the fp32 values (masters). The call is allowed between backward and step, and
+--- keeps the gradients.
+---@param path string|{save_directory: string} the folder, which is replaced as a whole; it can also be an option
+---@param options? {merge_checkpoints?: boolean}|ps.Engine merge_checkpoints: writes a single file, pytorch_model.bin,
+--- instead. An engine that holds this model passes itself, followed by options.
 ---@param more? {merge_checkpoints?: boolean}
 function Model:save_parallelized(path, options, more)
   local engine
@@ -204,8 +206,8 @@ function Model:save_parallelized(path, options, more)
   end, options.merge_checkpoints or false, self.source)
 end
 
---- Loads the weights of a folder from save_parallelized, on any number of ranks and with any cut of the model; or those
---- of OSLO's folder, if its model was cut only into stages.
+--- Loads the weights from a folder that save_parallelized wrote. The number of ranks and the way the model is split can
+--- differ from those at saving. Also loads OSLO's folders, if the model was split only into stages.
 ---@param path string
 ---@return ps.pretrained.Model self
 function Model:from_parallelized(path)
@@ -214,7 +216,7 @@ function Model:from_parallelized(path)
 end
 
 -- -- vocabulary -----------------------------------------------------------------------------------------------------
--- Replaces a tensor by one of n rows: copies the existing rows, as far as they fit, and initializes new rows by
+-- Replaces a tensor with one that has n rows: copies existing rows as far as they fit, and initializes new rows with
 -- `fill`.
 local function resize(owner, key, n, fill)
   local old = owner[key]
@@ -238,9 +240,10 @@ local function resize(owner, key, n, fill)
   if not trains then new:requires_grad(false) end
 end
 
---- Changes the token table, and a head over the vocabulary, to n rows: existing rows stay, new ones are normal with
---- initializer_range, new biases are 0. Make the engine or optimizer afterwards.
----@param n integer words
+--- Resizes the token embedding, and a head over the vocabulary, to n rows. Existing rows keep their values, new rows
+--- are normally distributed with initializer_range, and new biases are 0. Create the engine or optimizer after this
+--- call.
+---@param n integer number of tokens
 ---@return ps.pretrained.Model self
 function Model:resize_token_embeddings(n)
   caller.whole(n, "resize_token_embeddings: the number of words", 1)
@@ -254,14 +257,15 @@ function Model:resize_token_embeddings(n)
     resize(owner, key, n, key == "bias" and init.zeros_ or normal)
     if owner.class_name == "Embedding" then owner.rows = n elseif owner.outputs then owner.outputs = n end
   end
-  local head = rawget(self, "tied_head")                   -- a head tied to the token table has its weight
+  local head = rawget(self, "tied_head")                   -- a head tied to the token embedding shares its weight
   if head then head.outputs = n end
   for _, module in self:named_modules() do if module.config then module.config = config end end
   note_layout(self)
   return self
 end
 
---- The arguments of a call, as tensors without data, with which the costs of parts are counted.
+--- Returns example arguments for a call of the model, as tensors without data. They are used to count the costs of the
+--- model's parts.
 ---@param rows integer
 ---@param positions integer the number of positions; at most those of the model
 ---@return {input_ids: ps.Tensor} batch
@@ -271,9 +275,10 @@ function Model:example(rows, positions)
 end
 
 -- -- costs ----------------------------------------------------------------------------------------------------------
---- Floating-point operations of training per token: 6 for each weight that multiplies (tables only look up; a token
---- table that is also the head counts once) plus 12 L C T for attention over T positions.
----@param seq? integer T, default the model's positions
+--- Returns the floating-point operations of training per token: 6 per weight that multiplies, plus 12 L C T for
+--- attention over T positions. Embeddings only look up rows and do not count, except that a token embedding which is
+--- also the head counts once.
+---@param seq? integer T (default: the model's positions)
 ---@return number
 function Model:flops_per_token(seq)
   if seq ~= nil then caller.typed(seq, "number", self.family.model_type .. ": flops_per_token: the positions") end

@@ -6,12 +6,12 @@ local weights = require "ps.pretrained.weights"
 
 local of_files = {}
 
---- Gives layers of a new model packed weights, without data, wherever the file has blocks. The file then gives bytes
---- for them instead of numbers.
+--- Replaces the weights of a new model's layers with packed weights without data, for every weight that the file stores
+--- in blocks. The file then provides bytes for these weights instead of numbers.
 ---@param model ps.pretrained.Model
----@param files ps.pretrained.Files of one GGUF file
+---@param files ps.pretrained.Files the files, opened from one GGUF file
 ---@param device? string
----@return integer count of these layers
+---@return integer count number of layers with packed weights
 function of_files.prepare(model, files, device)
   local state, count = files:state(weights.namer(model)), 0
   for name, module in model:named_modules() do

@@ -50,7 +50,7 @@ function Bin:append(name, data, nbytes) check(C.ps_ptw_write(self.writer, self.s
 function Bin:commit() check(C.ps_ptw_commit(self.writer)) end
 function Bin:close() C.ps_ptw_free(ffi.gc(self.writer, nil)) end
 
---- Begins a PyTorch file, a dict of tensors by name, for save.write.
+--- Begins a PyTorch file, which stores a dict of tensors, for save.write.
 ---@param path string
 ---@param entries table[]
 ---@return table writer
@@ -91,7 +91,7 @@ end
 -- Writes this rank's file, together with the ranks that train the same parameters.
 local function write_part(model, temp)
   local cuts = sharded.of(model) ~= nil
-  if not cuts and mesh.rank "tp" > 0 then return end                   -- rank 0 along tp writes the same
+  if not cuts and mesh.rank "tp" > 0 then return end                   -- tensors are equal along tp; rank 0 writes them
   local engine = handle.of(model)
   local peers = (cuts or engine and engine.ranks) and mesh.group "dp" or nil
   local pp = engine and engine.stages and mesh.rank "pp" or 0
@@ -101,7 +101,7 @@ end
 
 local function write_text(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Refuses to replace a folder that has files other than those of a save: it may hold other data.
+-- Raises an error if the folder contains files that no save wrote, since they may be other data.
 local function check_ours(path)
   if not lfs.symlinkattributes(path, "mode") then return end
   if lfs.attributes(path, "mode") ~= "directory" then error(("%s is not a folder"):format(path), 0) end
@@ -116,13 +116,13 @@ local function check_ours(path)
   end
 end
 
---- Writes the folder. All ranks call it; an error of one is an error of all, and leaves the folder as it was. A step
---- under way continues afterwards, with its gradients.
+--- Writes the folder. All ranks call this function. An error on one rank is raised on all ranks and leaves the folder
+--- unchanged. A step in progress continues afterwards with its gradients.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
+---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
 ---@param whole boolean write one file with all stages
----@param source? string the folder from which the model was loaded, whose tokenizer and generation settings are copied
+---@param source? string the folder from which the model was loaded; its tokenizer and generation settings are copied
 function parallel.save(model, path, config_of, whole, source)
   caller.typed(path, "string", "save_parallelized: the folder")
   path = path:gsub("(.)/+$", "%1")
@@ -137,7 +137,7 @@ function parallel.save(model, path, config_of, whole, source)
       check_ours(path)
       checkpoint_folder.make(temp)
     end)
-    agree.run(group, function() return save.entries(model) end)       -- an error here is an error on all ranks
+    agree.run(group, function() return save.entries(model) end)       -- raises an error of one rank on all ranks
     local all = save.whole(model)
     if whole then
       save.write(temp .. "/pytorch_model.bin", all, parallel.bin_file, group)
@@ -152,7 +152,7 @@ function parallel.save(model, path, config_of, whole, source)
       check(C.ps_file_swap_folder(temp, path))
     end)
   end)
-  if rank == 0 then checkpoint_folder.remove(temp) end                -- the old folder, or the rest of a failed save
+  if rank == 0 then checkpoint_folder.remove(temp) end                -- the old folder, or the remains of a failed save
   if not ok then error(problem, 0) end
 end
 

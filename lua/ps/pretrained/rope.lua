@@ -10,7 +10,7 @@ local error = require("ps.core.caller").error
 
 local rope = {}
 
--- The settings that each kind reads besides rope_theta; true: it is required.
+-- The settings that each kind reads in addition to rope_theta. true marks a required setting.
 local KINDS = {
   default = {}, linear = { factor = true }, dynamic = { factor = true },
   llama3 = { factor = true, low_freq_factor = true, high_freq_factor = true, original_max_position_embeddings = false },
@@ -29,7 +29,7 @@ local function names_of(t)
   return table.concat(names, ", ")
 end
 
--- The two lists of longrope must be equal: then the frequencies do not depend on the length of a text.
+-- Checks that the two lists of longrope are equal, so that the frequencies do not depend on the length of a text.
 local function check_factors(who, p)
   local same = #p.short_factor == #p.long_factor
   for i, one in ipairs(p.short_factor) do
@@ -44,8 +44,8 @@ local function check_factors(who, p)
   end
 end
 
---- The complete settings of rotary embedding in a configuration: rope_type, rope_theta, and those of the kind.
---- Unsupported settings are refused by name.
+--- Returns the complete rotary embedding settings of a configuration: rope_type, rope_theta, and the settings of the
+--- kind. Raises an error that names the setting if it is not supported.
 ---@param who string
 ---@param config table
 ---@return table parameters
@@ -78,10 +78,10 @@ function rope.parameters(who, config)
     p.original_max_position_embeddings = config.original_max_position_embeddings or p.original_max_position_embeddings
       or config.max_position_embeddings
   end
-  if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null, as in DeepSeek's files
+  if p.rope_type == "yarn" and type(given.factor) == "userdata" then      -- null in DeepSeek's files
     p.factor = config.max_position_embeddings / p.original_max_position_embeddings
   end
-  if type(given.truncate) == "userdata" then p.truncate = false end         -- null means false there
+  if type(given.truncate) == "userdata" then p.truncate = false end         -- for truncate, null means false
   for key, needed in pairs(kind) do
     local value = p[key]
     if value == nil and needed then
@@ -100,15 +100,15 @@ end
 
 local function fp32(x) return tonumber(ffi.cast("float", x)) end
 
--- Frequencies theta^(-2i / D) of the D / 2 pairs, from 1 on, rounded in the same places as in transformers: models were
--- trained with these, which differ from the exact ones by a factor of up to 1 + 5e-7.
+-- Returns the frequencies theta^(-2i / D) of the D / 2 pairs. Intermediate results are rounded as in transformers,
+-- since models were trained with these values. They differ from the exact ones by a factor of up to 1 + 5e-7.
 local function plain(theta, D)
   local all = {}
   for i = 0, D / 2 - 1 do all[i + 1] = fp32(1 / fp32(theta ^ fp32(2 * i / D))) end
   return all
 end
 
--- Stretches long waves, keeps short ones, and interpolates between them.
+-- Scales down low frequencies, keeps high frequencies, and interpolates between them.
 local function llama3(p, theta, D)
   local all, old = plain(theta, D), p.original_max_position_embeddings
   for i, frequency in ipairs(all) do
@@ -122,7 +122,8 @@ local function llama3(p, theta, D)
   return all, 1
 end
 
---- The numbers by which the kind llama3 divides the D / 2 frequencies, as in GGUF's tensor rope_freqs.weight.
+--- Returns the numbers by which the kind llama3 divides the D / 2 frequencies. GGUF stores them in the tensor
+--- rope_freqs.weight.
 ---@param p table settings of the kind llama3
 ---@param theta number rope_theta
 ---@param D integer the width of a head
@@ -133,7 +134,7 @@ function rope.llama3_factors(p, theta, D)
   return list
 end
 
--- Divides each frequency by a number of its own.
+-- Divides each frequency by its own factor.
 local function longrope(p, D)
   local all = {}
   if #p.short_factor ~= D / 2 then
@@ -144,11 +145,11 @@ local function longrope(p, D)
   return all, p.attention_factor
 end
 
--- x, or nil if it is 0, which means none.
+-- Returns x, or nil if x is 0, which means no value.
 local function above_0(x) return x ~= 0 and x or nil end
 
--- YaRN (Peng et al. 2023): a ramp over the pairs, between those that turn often within the old length and those that
--- turn seldom.
+-- Returns YaRN's frequencies (Peng et al. 2023), with a linear ramp between the pairs that rotate often within the
+-- original length and the pairs that rotate rarely.
 local function yarn(p, D)
   local old, truncate = p.original_max_position_embeddings, p.truncate ~= false
   local function pair_of(turns) return D * math.log(old / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta)) end
@@ -169,8 +170,8 @@ local function yarn(p, D)
   return all, factor or scale(1)
 end
 
---- The frequencies of the D / 2 pairs, and the factor on cosines and sines.
----@param p table rope.parameters'
+--- Returns the frequencies of the D / 2 pairs, and the factor for cosines and sines.
+---@param p table the result of rope.parameters
 ---@param D integer the width of a head
 ---@param most integer max_position_embeddings
 ---@param length integer number of positions, which only the kind "dynamic" uses
@@ -194,9 +195,9 @@ end
 local Rope = {}
 Rope.__index = Rope
 
---- Rotary embedding of one model.
+--- Creates the rotary embedding of a model.
 ---@param who string
----@param config table complete
+---@param config table the complete configuration
 ---@param D integer the width of a head
 ---@return ps.pretrained.Rope
 function rope.new(who, config, D)
@@ -218,11 +219,11 @@ function rope.new(who, config, D)
   return self
 end
 
---- Cosines and sines [B or 1, T, D / 2] of positions, in the form that F.rope needs for tensors of a dtype.
----@param places? ps.Tensor int [B or 1, T], or nil: `at`, at + 1, ...
+--- Returns cosines and sines [B or 1, T, D / 2] for positions, in the form that F.rope needs for tensors of a dtype.
+---@param places? ps.Tensor int [B or 1, T] (default: `at`, at + 1, ...)
 ---@param T integer
 ---@param at integer
----@param device string their device
+---@param device string the device of the results
 ---@param dtype string dtype of the tensors that are rotated
 ---@return ps.Tensor cos
 ---@return ps.Tensor sin

@@ -31,7 +31,8 @@ local function in_order(entries)
   return entries
 end
 
--- Changes the entries of cut parameters to this rank's shards without padding; whole: the shape of the whole tensor.
+-- Replaces the entries of tensor-parallel parameters with this rank's shards without padding. `whole` is the shape of
+-- the whole tensor.
 local function of_shards(entries, cuts)
   local list = {}
   for _, entry in ipairs(entries) do
@@ -45,10 +46,10 @@ local function of_shards(entries, cuts)
   return list
 end
 
---- The tensors that the ranks which train the same parameters have to write, sorted by name: {name, shape, dtype,
---- numel, tensor = the tensor, if it is on this rank, owner = the rank among those that has it}. If a model is cut into
---- stages: those of this stage. If ranks along tp share layers: this rank's parts, with whole = the whole shape, pieces
---- = their places in it.
+--- Returns the tensors that the ranks which train the same parameters have to write, sorted by name. An entry is {name,
+--- shape, dtype, numel, tensor, owner}: `tensor` is the tensor if this rank has it, and `owner` is the rank in the
+--- group that has it. In a pipeline, the entries are those of this stage. If ranks along tp share layers, the entries
+--- are this rank's shards, `whole` is the shape of the whole tensor, and `pieces` are the shards' offsets in it.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.entries(model)
@@ -72,16 +73,17 @@ function save.entries(model)
       local row, dtype = rows[address(tensor)] or { 0, false }, tensor:dtype()
       if saves(name) then
         entries[#entries + 1] = { name = name, shape = tensor:shape(), tensor = here[name], owner = row[1] or 0,
-          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained parameters have a master
+          dtype = row[2] and HALF[dtype] and "fp32" or dtype } -- trained parameters have an fp32 master
       end
     end
   end
   return in_order(of_shards(entries, sharded.of(model)))
 end
 
---- The whole entries of all stages and parts, with owners among all ranks. An entry that several ranks have in pieces
---- has parts = a list of {owner, offset, shape, at} instead: rectangles of it, and where each begins in its owner's
---- tensor. tp, pp: the coordinates along these axes of the owner of the entry or part. All ranks call it.
+--- Returns the whole entries of all stages and tensor-parallel ranks, with owners numbered among all ranks. If several
+--- ranks hold pieces of an entry, `parts` replaces the owner: a list of {owner, offset, shape, at}, where `offset` and
+--- `shape` define a rectangle of the entry, and `at` is where it begins in the owner's tensor. tp and pp are the
+--- owner's coordinates along these axes. All ranks call this function.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table[]
 function save.whole(model)
@@ -119,7 +121,7 @@ function save.whole(model)
   return in_order(entries)
 end
 
---- The dtype with the most elements among floats, for the single dtype in config.json.
+--- Returns the floating-point dtype with the most elements, for the single dtype in config.json.
 ---@param entries table[]
 ---@return string
 function save.dtype_of(entries)
@@ -131,8 +133,8 @@ function save.dtype_of(entries)
   return HF_DTYPE[found] or "float32"
 end
 
--- Buffers for entries of other ranks, by dtype: with as many elements as a piece, or as the largest entry. slabs: those
--- in which rank 0 assembles parts.
+-- Allocates buffers, by dtype, for entries of other ranks. A buffer has room for one piece, or for the largest entry if
+-- it is smaller. `slabs` are the buffers in which rank 0 assembles parts.
 local function buffers_for(entries)
   local numel, buffers, slabs = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -148,8 +150,8 @@ local function buffers_for(entries)
   return { of = buffers, slabs = slabs }
 end
 
--- Rank 0 writes all entries; those of other ranks are sent in pieces. Every piece is sent and received even after an
--- error, so that no rank waits forever. Returns the first error of this rank.
+-- Writes all entries on rank 0. The other ranks send their entries in pieces. Every piece is sent and received even
+-- after an error, so that no rank waits forever. Returns this rank's first error.
 local function exchange(entries, buffers, group, writer)
   local rank, largest, problem = group and group:rank() or 0, 1, nil
   for _, entry in ipairs(entries) do
@@ -171,7 +173,7 @@ local function exchange(entries, buffers, group, writer)
     end)
   end
   local function copy(to, from) try(function() scope.no_grad(to.copy_, to, from():to("cpu")) end) end
-  -- Copies elements that from() returns on their owner into `to` on rank 0.
+  -- Copies the elements that from() returns on the owner into `to` on rank 0.
   local function bring(owner, buffer, from, to)
     if owner == 0 and rank == 0 then return copy(to, from) end
     if rank == owner then
@@ -218,9 +220,10 @@ local function exchange(entries, buffers, group, writer)
   return problem
 end
 
---- Writes one file on the group's rank 0. All its ranks call it; an error of one is raised on all and leaves no file.
+--- Writes one file on the group's rank 0. All ranks of the group call this function. An error on one rank is raised on
+--- all ranks and leaves no file.
 ---@param path string
----@param entries table[] the result of save.entries or save.whole, or a part of it
+---@param entries table[] some or all results of save.entries or save.whole
 ---@param open fun(path: string, entries: table[]): table writer with append(name, data, nbytes), commit() and close()
 ---@param group? ps.Group
 function save.write(path, entries, open, group)
@@ -239,9 +242,9 @@ function save.write(path, entries, open, group)
 end
 
 local UNITS = { B = 1, KB = 1e3, MB = 1e6, GB = 1e9, TB = 1e12, KiB = 2 ^ 10, MiB = 2 ^ 20, GiB = 2 ^ 30, TiB = 2 ^ 40 }
-local LARGEST = 5e10                                       -- bytes; transformers 5 writes files of up to 50 GB
+local LARGEST = 5e10  -- largest file in bytes; transformers 5 writes files of up to 50 GB
 
--- The bytes of a size in Hugging Face's form: 5000000, "5GB", "200MiB".
+-- Converts a size in Hugging Face's form (5000000, "5GB", "200MiB") to bytes.
 local function nbytes_of(size)
   if size == nil then return LARGEST end
   local number, unit = size, "B"
@@ -256,7 +259,7 @@ local function nbytes_of(size)
   return number * UNITS[unit]
 end
 
--- Splits entries into files of at most `most` bytes, with at least one tensor each.
+-- Distributes entries over files of at most `most` bytes. Each file has at least one tensor.
 local function split(entries, most)
   local files, filled = { {} }, 0
   for _, entry in ipairs(entries) do
@@ -270,7 +273,7 @@ local function split(entries, most)
   return files
 end
 
--- The index of a model in several files: { metadata, weight_map }.
+-- Returns the index for a model in several files: { metadata, weight_map }.
 local function index_of(files, names)
   local index = { metadata = { total_size = 0 }, weight_map = {} }
   for i, list in ipairs(files) do
@@ -285,7 +288,7 @@ end
 
 local function write_text(path, text) native.check(C.ps_file_write_atomic(path, text, #text)) end
 
--- Names of files of weights, and of their indices, that readers look for.
+-- Patterns for the names of weight files and their indices.
 local WEIGHTS = { "^model%.safetensors$", "^model%.safetensors%.index%.json$", "^model%-%d+%-of%-%d+%.safetensors$",
   "^pytorch_model%.bin$", "^pytorch_model%.bin%.index%.json$", "^pytorch_model%-%d+%-of%-%d+%.bin$",
   "^pytorch_model_tp_%d+_pp_%d+%.bin$", "^placement%.json$" }
@@ -339,9 +342,9 @@ end
 
 --- Writes a folder from one process: weights, config.json and the companion files of another folder.
 ---@param path string
----@param entries table[] as save.entries returns them; `tensor` may be a function that makes the tensor
----@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
----@param more {max_shard_size?: integer|string, source?: string} as in save.run
+---@param entries table[] entries in the form of save.entries, where `tensor` can be a function that creates the tensor
+---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
+---@param more {max_shard_size?: integer|string, source?: string} the options of save.run
 function save.folder(path, entries, config_of, more)
   local most = nbytes_of(more.max_shard_size)
   make_folder((path:gsub("(.)/+$", "%1")))
@@ -351,7 +354,7 @@ function save.folder(path, entries, config_of, more)
   if more.source then folder.copy_companions(more.source, path) end
 end
 
---- The ranks that share a model; nil: each has the whole model.
+--- Returns the group of ranks that share a model, or nil if each rank has the whole model.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.Group?
 function save.group_of(model)
@@ -369,16 +372,17 @@ function save.check_between_steps(model, call)
   end
 end
 
---- Writes a model's weights and config.json to a folder, in the form that Hugging Face and from_pretrained read. With
---- an engine these are the fp32 values (masters), which only rank 0 writes, a piece at a time; all ranks call it,
---- between two steps, and an error of one is an error of all.
+--- Writes a model's weights and config.json to a folder, in the format that Hugging Face and from_pretrained read. With
+--- an engine, only rank 0 writes, and it writes the fp32 values (masters) piece by piece. All ranks call this function
+--- between two steps. An error on one rank is raised on all ranks.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
----@param config_of fun(dtype: string): string text of config.json for a dtype of the weights
----@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]} the most
----  bytes per file (a tensor is not split), default 50 GB; source: the folder from which the model was loaded, whose
----  tokenizer and generation settings are copied; entries: changes the list of tensors to write, where `tensor` may be
----  a function that makes the tensor when it is written, or calls its argument with one part after the other
+---@param config_of fun(dtype: string): string returns the text of config.json for a weight dtype
+---@param more? {max_shard_size?: integer|string, source?: string, entries?: fun(entries: table[]): table[]}
+--- max_shard_size: the largest file size (default 50 GB); a tensor is not split. source: the folder from which the
+--- model was loaded; its tokenizer and generation settings are copied. entries: changes the list of tensors to write,
+--- where `tensor` can be a function that creates the tensor when it is written, or that calls its argument with one
+--- part after the other.
 function save.run(model, path, config_of, more)
   more = more or {}
   caller.typed(path, "string", "save_pretrained: the folder")
@@ -390,7 +394,7 @@ function save.run(model, path, config_of, more)
   agree.run(group, function()
     if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end
   end)
-  agree.run(group, function() return save.entries(model) end)          -- an error here is an error on all ranks
+  agree.run(group, function() return save.entries(model) end)          -- raises an error of one rank on all ranks
   local entries = save.whole(model)
   if more.entries then entries = more.entries(entries) end
   write_all(path, split(entries, most), group)

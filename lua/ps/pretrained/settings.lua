@@ -12,27 +12,27 @@ local error = caller.error
 
 ---@class ps.pretrained.Rules
 ---@field model_type string
----@field defaults table<string, any> the settings of a model, with defaults for scripts
+---@field defaults table<string, any> a model's settings with their defaults for scripts
 ---@field file_defaults? table<string, any> the defaults for a config.json, if they differ
 ---@field optional? table<string, string> settings that may be absent, and their kinds ("whole", "number", "string")
----@field nullable? table<string, boolean> settings for which null means none; they become false
+---@field nullable? table<string, boolean> settings for which null means none; a null becomes false
 ---@field sizes string[] settings that are whole numbers of at least 1
----@field shares string[] probabilities, in [0, 1)
+---@field shares string[] settings that are probabilities in [0, 1)
 ---@field positive? string[] settings that are numbers of at least 0
----@field aliases? table<string, string> other names of settings
----@field fixed? table<string, any[]> fields with only one supported value: { value, the meaning of others }
+---@field aliases? table<string, string> other name -> setting
+---@field fixed? table<string, any[]> fields with only one supported value: { value, meaning of other values }
 ---@field absent? table<string, string> fields that must be absent or empty, and their meaning
 ---@field activation string the setting that names the activation
 ---@field width string the setting that `heads` must divide
 ---@field heads string
 ---@field layers string the setting that counts the layers
----@field any_pad? boolean pad_token_id may be outside the vocabulary
+---@field any_pad? boolean whether pad_token_id may be outside the vocabulary
 ---@field check? fun(full: table) raises errors for settings that contradict each other
----@field change? fun(given: table, changes: table): table the fields to put into `given` for a script's `changes`; it
----  removes other names of the same settings
----@field layer string a pattern of the body's names, with a layer's number
----@field measures table[] sizes that the body's weights determine: { setting, name, dimension from 1, default = if
----  the setting is absent }
+---@field change? fun(given: table, changes: table): table returns the fields to put into `given` for a script's
+--- `changes`, and removes other names of the same settings
+---@field layer string a pattern for the body's parameter names that captures the layer's index
+---@field measures table[] sizes that the body's weights determine: { setting, parameter name, dimension from 1, default
+--- = the value if the setting is absent }
 
 ---@class ps.pretrained.Settings
 ---@field rules ps.pretrained.Rules
@@ -46,21 +46,21 @@ local ABSENT = { quantization_config = "quantized weights", auto_map = "the mode
   compression_config = "compressed weights", pruned_heads = "attention without some of its heads",
   adapters = "a model with adapters", per_layer_config = "a model whose layers have individual settings" }
 
--- Fields that transformers tests for truth, so that null means false. They default to true.
+-- Fields for which transformers treats null as false. Their default is true.
 local TRUTHS = { is_causal = true, token_classification_bias = true }
 
 local PROBLEMS = { regression = true, single_label_classification = true, multi_label_classification = true }
 
--- Hugging Face's activations: a form of gelu (F.gelu), or a function.
+-- Hugging Face's activations, each as a form of gelu (F.gelu) or as a function.
 local ACTIVATIONS = {
   gelu = "none", gelu_python = "none", gelu_new = "tanh", gelu_pytorch_tanh = "tanh", gelu_python_tanh = "tanh",
-  gelu_fast = "tanh", gelu_accurate = "tanh",              -- their constants for sqrt(2 / pi) agree to 11 digits
+  gelu_fast = "tanh", gelu_accurate = "tanh",              -- the constants for sqrt(2 / pi) agree to 11 digits
   relu = F.relu, silu = F.silu, swish = F.silu, tanh = F.tanh, sigmoid = F.sigmoid,
   linear = function(x) return x end,
   quick_gelu = function(x) return x * F.sigmoid(x * 1.702) end,
 }
 
---- The activation with a name: a form of F.gelu and nil, or nil and a function.
+--- Returns the activation with a given name: a form of F.gelu and nil, or nil and a function.
 ---@param name string
 ---@return ("none"|"tanh")? gelu
 ---@return (fun(x: ps.Tensor): ps.Tensor)? other
@@ -131,7 +131,7 @@ local function check_values(self, given)
     local value = given[key]
     if not (value >= 0 and value < math.huge) then wrong(self, key, value, "it must be 0 or more") end
   end
-  -- below 0: not an id, but a row counted from the end
+  -- a negative pad_token_id is a row counted from the end, not an id
   local pad, V = given.pad_token_id, given.vocab_size
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
     wrong(self, "pad_token_id", pad, "the vocabulary has %d words", V)
@@ -166,7 +166,7 @@ local function count(t)
   return n
 end
 
--- id2label with string keys, as in JSON; it may also be a list, or have numbers from 0 on as keys.
+-- Returns id2label with string keys, as in JSON. The argument can also be a list, or a table with keys from 0.
 local function by_strings(map)
   if type(map) ~= "table" or type(next(map)) ~= "number" then return map end
   local first, named = map[0] ~= nil and 0 or 1, {}
@@ -174,8 +174,8 @@ local function by_strings(map)
   return named
 end
 
--- num_labels: the given number, or the size of id2label, or 2. If a script gives a number that differs from a file's
--- id2label, the labels become LABEL_0, ...; if both come from one source, it is an error.
+-- Returns num_labels: the given number, or the size of id2label, or 2. If a script's number differs from the file's
+-- id2label, the labels become LABEL_0, LABEL_1 and so on. If both come from the same source, a difference is an error.
 local function count_labels(self, given)
   local map = by_strings(given.id2label)
   given.id2label = map
@@ -199,8 +199,8 @@ local function count_labels(self, given)
   end
 end
 
---- All settings of a model: the given ones, under their own names, and defaults for the others. An unsupported setting
---- is an error that names it.
+--- Returns all settings of a model, with aliases resolved and missing settings set to their defaults. Raises an error
+--- that names the setting if it is not supported.
 ---@param given table
 ---@return table complete
 function Settings:complete(given)
@@ -225,23 +225,23 @@ function Settings:complete(given)
   return all
 end
 
---- Reads a config.json as Hugging Face does: null means absent, unless it means none for the setting.
+--- Reads a config.json as Hugging Face does: null means absent, except for settings in which null means none.
 ---@param fields table the decoded file
----@param changes? table<string, any> the settings of a script, see change
+---@param changes? table<string, any> a script's settings (see Settings:change)
 ---@return table
 function Settings:from_file(fields, changes)
   local rules, given = self.rules, {}
   for key, value in pairs(fields) do
     if rules.nullable and rules.nullable[key] and value == json.null then given[key] = false
     elseif TRUTHS[key] and value == json.null then given[key] = false
-    -- An empty table was a list or an object. Lua cannot tell which, so it is not written again.
+    -- An empty table was either a list or an object. Lua cannot tell which, so the field is omitted.
     elseif type(value) ~= "userdata" and not (type(value) == "table" and next(value) == nil) then given[key] = value end
   end
   for key, default in pairs(rules.file_defaults or {}) do if given[key] == nil then given[key] = default end end
   return self:change(given, changes or {})
 end
 
---- Overrides the settings of a file or a preset by those of a script, under their own names.
+--- Overrides settings of a file or a preset with a script's settings. Aliases are resolved.
 ---@param given table
 ---@param changes table<string, any>
 ---@return table given
@@ -260,10 +260,10 @@ function Settings:change(given, changes)
   return given
 end
 
---- The text of a config.json: a model's fields, with the dtype of its weights.
+--- Returns the text of a config.json with a model's fields and its weights' dtype.
 ---@param full table
 ---@param architecture string
----@param dtype string Hugging Face's name of the dtype: "float32"
+---@param dtype string Hugging Face's name of the dtype, for example "float32"
 ---@return string
 function Settings:to_file(full, architecture, dtype)
   local fields = { model_type = self.rules.model_type, architectures = { architecture } }
@@ -280,8 +280,8 @@ function Settings:to_file(full, architecture, dtype)
     fields.label2id = {}
     for id, label in pairs(fields.id2label) do fields.label2id[label] = tonumber(id) end
   end
-  fields.num_labels = nil                                  -- Hugging Face's count follows from id2label
-  fields.dtype, fields.torch_dtype = dtype, dtype          -- the second is for versions before 4.56
+  fields.num_labels = nil                                  -- Hugging Face derives this count from id2label
+  fields.dtype, fields.torch_dtype = dtype, dtype          -- torch_dtype is for transformers before 4.56
   local text = encode(fields, "config.json")
   for _, key in ipairs(self.rules.positive or {}) do       -- transformers 5 requires 1.0, not 1
     text = text:gsub(('("%s":%%d+)([,}])'):format(key), "%1.0%2")
@@ -289,7 +289,7 @@ function Settings:to_file(full, architecture, dtype)
   return text
 end
 
---- The kinds of the settings that a script may give, for caller.options.
+--- Returns the kinds of the settings that a script can set, for caller.options.
 ---@return table<string, string>
 function Settings:kinds()
   local kinds = { num_labels = "whole", problem_type = "string", id2label = "table", label2id = "table" }

@@ -17,17 +17,17 @@ local META = native.device_index "meta"
 
 local unpad = {}
 
--- The number to which n rows are filled up, for fewer different sizes of products: kernels are generated for each size,
--- which takes as long as a layer or two. Tiles of products have 16 rows, so filling up to a multiple of 16 costs
--- nothing; further filling costs at most 1/32.
+-- Returns the number of rows to which n rows are padded. Padding reduces the number of different matrix sizes: a kernel
+-- is generated for each size, which takes as long as a layer or two. Tiles have 16 rows, so padding to a multiple of 16
+-- is free. Further padding costs at most 1/32.
 local function filled(n)
   local step = 16
   while n > 64 * step do step = 2 * step end
   return math.ceil(n / step) * step
 end
 
--- The numbers of the needed rows, ascending, and then of some others, int64 [S]. A dry run and device meta have no
--- values, so all rows are assumed to be needed, which is the maximum.
+-- Returns the indices of the needed rows in ascending order, followed by those of some other rows, as int64 [S]. In a
+-- dry run and on device meta there are no values, so all rows count as needed, which is the maximum.
 local function numbers(kept)
   local all = { kept:numel() }
   if kept.device_ == META then return create.empty(all, { dtype = "int64", device = "meta" }) end
@@ -43,11 +43,11 @@ local function numbers(kept)
   return found or create.empty(all, { dtype = "int64", device = kept:device() })
 end
 
---- Decides which rows are needed. The host waits for a mask that is on a device.
----@param mask ps.Tensor bool [B, T], the keys
----@param labels? ps.Tensor int [B, T], -100: no label
----@return ps.Tensor rows int64 [S]: the needed rows among the B * T, ascending, then a few others
----@return ps.Tensor places int64 [B * T]: the place of each row among the S, or S if it is not needed
+--- Determines which rows are needed. The host waits for a mask that is on a device.
+---@param mask ps.Tensor bool [B, T], true for visible keys
+---@param labels? ps.Tensor int [B, T], -100 where there is no label
+---@return ps.Tensor rows int64 [S]: the indices of the needed rows among B * T, ascending, then a few others
+---@return ps.Tensor places int64 [B * T]: each row's index among the S rows, or S if it is not needed
 function unpad.plan(mask, labels)
   return scope.no_grad(function()
     local B, T = mask:size(0), mask:size(1)
@@ -61,8 +61,8 @@ function unpad.plan(mask, labels)
   end)
 end
 
---- The labels of the needed rows. Micro-batches are weighed by the labels that the script passed, on the host,
---- which thus does not wait for a device.
+--- Returns the labels of the needed rows. The weights of micro-batches are counted from the labels that the script
+--- passed, which are on the host, so the host does not wait for a device.
 ---@param t ps.Tensor int [B, T]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
@@ -73,20 +73,20 @@ function unpad.labels(t, rows, shape)
   return packed
 end
 
---- The needed rows of a tensor [B, T], or [1, T] if it is the same for all sequences.
+--- Returns the needed rows of a tensor [B, T], or [1, T] if it is the same for all sequences.
 ---@param t ps.Tensor int
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}
 ---@return ps.Tensor [S]
 function unpad.ids(t, rows, shape) return t:expand(shape[1], shape[2]):reshape(-1):gather(0, rows) end
 
---- The needed rows.
+--- Returns the needed rows of activations.
 ---@param x ps.Tensor [B, T, C]
 ---@param rows ps.Tensor
 ---@return ps.Tensor [S, C]
 function unpad.pack(x, rows) return F.embedding(rows, x:reshape(-1, x:size(-1))) end
 
---- All rows of the batch, with zeros for those that were not computed.
+--- Returns all rows of the batch. Rows that were not computed are zero.
 ---@param x ps.Tensor [S, C]
 ---@param places ps.Tensor
 ---@param shape integer[] {B, T}
@@ -95,7 +95,7 @@ function unpad.unpack(x, places, shape)
   return native.ops.embedding(x, places, -1, 0, x:size(0) + 1):reshape(shape[1], shape[2], x:size(1))
 end
 
---- The first row of each sequence.
+--- Returns the first row of each sequence.
 ---@param x ps.Tensor [S, C]
 ---@param places ps.Tensor
 ---@param shape integer[] {B, T}
@@ -104,7 +104,7 @@ function unpad.first(x, places, shape)
   return F.embedding(places:reshape(shape[1], shape[2]):narrow(1, 0, 1):contiguous(), x)
 end
 
---- The part of the padded tensor that x contains, in the form that F.dropout needs.
+--- Returns the rows of the padded tensor that x contains, in the form that F.dropout needs.
 ---@param x ps.Tensor [S, C]
 ---@param rows ps.Tensor
 ---@param shape integer[] {B, T}

@@ -9,7 +9,7 @@ local error = require("ps.core.caller").error
 local weights = {}
 
 -- -- names ----------------------------------------------------------------------------------------------------------
--- Buffers in files of older versions: masks, and numbers of positions.
+-- Names of buffers in older files: masks and position ids.
 local BUFFERS = { "%.attn%.bias$", "%.attn%.masked_bias$", "embeddings%.position_ids$",
   "embeddings%.token_type_ids$", "%.rotary_emb%.inv_freq$" }
 
@@ -18,20 +18,22 @@ local function fits(name, patterns)
   return false
 end
 
--- Whether a name, of a file or here, belongs to the body, which every file must have.
+-- Returns whether a name (in a file or in the model) belongs to the body, which every file must contain.
 local function is_body(model, name)
   local rest = name:match("^" .. model.base .. "%.(.*)$") or name
   return model.body[rest:match("^[^.]+")] and not fits(rest, model.spare) or false
 end
 
--- Our name for a name in a file, or nil. known: our names, including those of tied tensors.
+-- Returns our name for a name in a file, or nil if there is none. `known` contains our names, including those of tied
+-- tensors.
 local function own_name(model, known, name)
   name = name:gsub("LayerNorm%.gamma$", "LayerNorm.weight"):gsub("LayerNorm%.beta$", "LayerNorm.bias")
   local other = model.prefix and model.prefix .. "." .. name or name:match("^" .. model.base .. "%.(.*)$")
   return known[name] and name or other and known[other] and other or nil
 end
 
---- A function that maps a name in files to the model's own name of that tensor; nil: the model has no such tensor.
+--- Returns a function that maps a name in files to the model's name for the tensor, or to nil if the model has no such
+--- tensor.
 ---@param model ps.pretrained.Model
 ---@return fun(name: string): string?
 function weights.namer(model)
@@ -40,7 +42,7 @@ function weights.namer(model)
   return function(name) return own_name(model, known, name) end
 end
 
---- The first few of these names, in order, as text.
+--- Returns the first few names, sorted, as text.
 ---@param names string[]
 ---@return string
 function weights.some(names)
@@ -52,7 +54,8 @@ function weights.some(names)
 end
 
 -- -- loading --------------------------------------------------------------------------------------------------------
--- A file of a tied model may also have the tied tensor under its second name. Both must be equal.
+-- Checks the second copy of a tied tensor. A file of a tied model can contain the tensor under both names, and both
+-- must be equal.
 local function take_tied(model, state, files)
   for other, name in pairs(model.config.tie_word_embeddings and model.ties or {}) do
     if state:has(other) and not state:has(name) then state:rename(other, name)
@@ -66,7 +69,7 @@ local function take_tied(model, state, files)
   end
 end
 
--- The names of the head whose shape in the file differs; they are not loaded.
+-- Returns the head's parameters whose shape in the file differs. They are not loaded.
 local function drop_mismatched(model, state, tensors)
   for _, name in ipairs(state:names()) do
     local tensor = tensors[name]
@@ -81,7 +84,7 @@ local function tell(model, text, ...)
   io.stderr:write(("%s: %s\n"):format(model.class_name, text:format(...)))
 end
 
--- Loads an open state: the whole body, and the tensors of the head that it has.
+-- Loads an open state: the whole body, and the head's tensors that the state contains.
 local function take(model, state, names, left, lost, how)
   local tensors = model:state_dict { tied = false }
   if how.ignore_mismatched_sizes then drop_mismatched(model, state, tensors) end
@@ -110,10 +113,10 @@ local function take(model, state, names, left, lost, how)
 end
 
 ---@class ps.pretrained.Loading
----@field ignore_mismatched_sizes? boolean skip tensors of the head that have another shape in the files
----@field shorter? boolean the files may have more layers than the model
+---@field ignore_mismatched_sizes? boolean skip tensors of the head whose shape in the files differs
+---@field shorter? boolean whether the files may have more layers than the model
 
---- Loads the weights of open files into a model, one tensor at a time. It raises an error if a tensor of the body is
+--- Loads the weights of open files into a model, one tensor at a time. Raises an error if a tensor of the body is
 --- missing or has another shape.
 ---@param model ps.pretrained.Model
 ---@param files ps.pretrained.Files

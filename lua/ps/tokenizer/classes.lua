@@ -18,18 +18,18 @@ local CLASS_OF = { gpt2 = "GPT2Tokenizer", roberta = "RobertaTokenizer", bert = 
   distilbert = "BertTokenizer", electra = "BertTokenizer", qwen2 = "Qwen2Tokenizer", qwen3 = "Qwen2Tokenizer",
   llama = "PreTrainedTokenizer", mistral = "PreTrainedTokenizer" }
 
---- The defaults of a class: special tokens by name; model: the kind of model of a folder without tokenizer.json;
---- padding_side.
+--- Returns a class's defaults: the special tokens by name, the field `model` (the kind of model for a folder without
+--- tokenizer.json), and padding_side.
 ---@param name string
 ---@return table<string, string>
 function classes.defaults(name) return CLASSES[name] or {} end
 
---- The class of a config.json's model_type.
+--- Returns the tokenizer class for a config.json's model_type.
 ---@param model_type any
 ---@return string? name
 function classes.of(model_type) return CLASS_OF[model_type] end
 
--- Whether the file has a setting, other than null.
+-- Returns whether the file sets a boolean setting. null does not count.
 local function given(config, key) return type(config[key]) == "boolean" end
 
 -- The names in tokenizer_config.json for the fields of BertNormalizer.
@@ -51,7 +51,7 @@ local function of_bytes(description, config)
   end
 end
 
--- Whether a step, or one step of a sequence, works on bytes.
+-- Returns whether a step, or one step of a sequence, is ByteLevel.
 local function by_bytes(node)
   if type(node) ~= "table" then return false end
   if node.type == "ByteLevel" then return true end
@@ -61,11 +61,11 @@ local function by_bytes(node)
   return false
 end
 
-local BLANK = "\226\150\129"                              -- the character for a blank in Llama's tokens
+local BLANK = "\226\150\129"                              -- the character that represents a blank in Llama's tokens
 
--- Applies the steps of Llama's class: it uses the vocabulary and the merges of tokenizer.json, but neither its
--- normalizer nor its pre-tokenizer. A text that begins with a blank gets no second one. A tokenizer over bytes belongs
--- to another class, whatever class the file names.
+-- Sets the steps of Llama's class. It uses the vocabulary and the merges of tokenizer.json, but not its normalizer and
+-- pre-tokenizer. A text that begins with a blank gets no second blank. A byte-level tokenizer belongs to another class,
+-- whatever class the file names.
 local function of_llama(description, config)
   if by_bytes(description.pre_tokenizer) then return end
   local prefix = config.add_prefix_space ~= false
@@ -81,8 +81,7 @@ end
 local APPLY = { BertTokenizer = of_bert, DistilBertTokenizer = of_bert, ElectraTokenizer = of_bert,
   GPT2Tokenizer = of_bytes, RobertaTokenizer = of_bytes, LlamaTokenizer = of_llama }
 
---- Overrides parts of a tokenizer.json's description with the settings of tokenizer_config.json that the class uses
---- instead.
+--- Overrides parts of tokenizer.json's description with settings of tokenizer_config.json that the class uses instead.
 ---@param description table
 ---@param class string
 ---@param config table
@@ -90,11 +89,11 @@ function classes.apply(description, class, config)
   if APPLY[class] then APPLY[class](description, config) end
 end
 
--- Texts that transformers joins again when it decodes WordPiece, in this order.
+-- Replacements with which transformers removes blanks when it decodes WordPiece, in this order.
 local TOGETHER = { { " %.", "." }, { " %?", "?" }, { " !", "!" }, { " ,", "," }, { " ' ", "'" }, { " n't", "n't" },
   { " 'm", "'m" }, { " 's", "'s" }, { " 've", "'ve" }, { " 're", "'re" } }
 
---- A text without blanks before punctuation and short forms, for clean_up_tokenization_spaces.
+--- Removes blanks before punctuation and contractions, for clean_up_tokenization_spaces.
 ---@param text string
 ---@return string
 function classes.clean_up(text)

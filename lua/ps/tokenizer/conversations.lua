@@ -21,7 +21,7 @@ local function read(path)
   return text
 end
 
--- The template among several that have names: "tool_use" if there are tools, else "default".
+-- Selects a template from a list with names: "tool_use" if there are tools, else "default".
 local function chosen(list, path, with_tools)
   local named = {}
   for _, one in ipairs(list) do
@@ -34,10 +34,11 @@ local function chosen(list, path, with_tools)
     or error(path .. ": chat_template: there is no template named 'default'")
 end
 
--- The file of the folder's template, and the template: a text or a list of several; nil: there is none.
+-- Returns the file of the folder's template, and the template, which is a text or a list of several. Returns nil if
+-- there is none.
 local function found(self)
   local source = rawget(self, "source")
-  local own = rawget(self, "template")                     -- of a GGUF file
+  local own = rawget(self, "template")                     -- the template of a GGUF file
   if own then return source, own end
   local home = lfs.attributes(source, "mode") == "directory" and source or source:match "^(.*)/[^/]*$" or "."
   local path = home .. "/chat_template.jinja"
@@ -48,11 +49,11 @@ local function found(self)
   return home
 end
 
---- Whether the tokenizer's folder has a chat template.
+--- Returns whether the tokenizer's folder has a chat template.
 ---@return boolean
 function conversations:has_chat_template() return select(2, found(self)) ~= nil end
 
--- The text of the folder's template, and its file.
+-- Returns the text and the file of the folder's template.
 local function source_of(self, with_tools)
   local path, template = found(self)
   if type(template) == "table" then return chosen(template, path, with_tools), path end
@@ -61,15 +62,15 @@ local function source_of(self, with_tools)
     .. "one as the option chat_template"):format(path))
 end
 
---- The chat template of the tokenizer's folder: chat_template.jinja, or chat_template of tokenizer_config.json.
----@param options? {tools?: boolean} tools: of several templates, the one for tools
+--- Returns the chat template of the tokenizer's folder: chat_template.jinja, or chat_template in tokenizer_config.json.
+---@param options? {tools?: boolean} tools: selects the template for tools if there are several
 ---@return ps.chat.Template
 function conversations:chat_template(options)
   options = caller.options(options, "tokenizer:chat_template", { tools = "boolean" })
   return chat.template(source_of(self, options.tools == true))
 end
 
---- The special tokens that have names: { bos_token = "<s>", ... }.
+--- Returns the special tokens by their names: { bos_token = "<s>", ... }.
 ---@return table<string, string>
 function conversations:special_tokens()
   local tokens = {}
@@ -77,7 +78,7 @@ function conversations:special_tokens()
   return tokens
 end
 
--- Ids of a part of a text and the first and last byte of each, appended to lists.
+-- Encodes a part of a text, and appends the ids and the first and last byte of each to lists.
 local function append(self, text, first, last, flags, ids, bytes)
   local part = text:sub(first, last)
   if part == "" then return end
@@ -89,15 +90,16 @@ local function append(self, text, first, last, flags, ids, bytes)
   end
 end
 
--- The first and last byte of a special token without the space around it that the token swallows (lstrip, rstrip).
+-- Returns the first and last byte of a special token, without the adjacent space that the token includes (lstrip,
+-- rstrip).
 local function own_bytes(text, token, place)
   local at = text:sub(place[1], place[2]):find(token, 1, true)
   if not at then return place end
   return { place[1] + at - 1, place[1] + at + #token - 2 }
 end
 
--- Makes a function that returns the one of `parts` that a part of a text overlaps, or nil. `parts` and the calls must
--- be in the text's order.
+-- Returns a function that returns which of `parts` a range of the text overlaps, or nil. `parts` and the calls must be
+-- in the text's order.
 local function overlaps(parts)
   local k = 1
   return function(first, last)
@@ -106,8 +108,8 @@ local function overlaps(parts)
   end
 end
 
--- Whether the template wrote each special token: then no byte of it comes from a message, a tool or a document. A
--- token may contain a role, as in '<|' + role + '|>', if templates expect that role.
+-- Returns whether the template wrote each special token, which means that no byte of the token comes from a message, a
+-- tool or a document. A token can contain a role, as in '<|' + role + '|>', if templates expect that role.
 local function written(rendered, ids, places, special)
   local message, role, own, all = overlaps(rendered.message), overlaps(rendered.roles), {}, true
   for i, id in ipairs(ids) do
@@ -121,8 +123,8 @@ local function written(rendered, ids, places, special)
   return own, all
 end
 
--- Encodes a rendered conversation. Only special tokens that the template writes become their ids; a message, a tool, a
--- document or a role that spells a special token is encoded as text.
+-- Encodes a rendered conversation. Only special tokens that the template writes become their ids. If a message, a tool,
+-- a document or a role contains a special token's text, it is encoded as text.
 local function ids_of(self, rendered)
   local text, special = rendered.text, rawget(self, "special_ids")
   local whole, raw, places = {}, {}, {}
@@ -135,7 +137,7 @@ local function ids_of(self, rendered)
     if own[i] then
       local before = places[i - 1]
       if before and before[2] < raw[i - 1][2] and special[whole[i - 1]] and not own[i - 1] then
-        -- the space that the previous token had swallowed is text again
+        -- the space that the previous token had included is text again
         local alone, part = {}, {}
         append(self, text, before[2] + 1, raw[i][2], 0, alone, part)
         if alone[#alone] == id then raw[i] = part[#part] end
@@ -148,8 +150,8 @@ local function ids_of(self, rendered)
   return ids, bytes
 end
 
--- 1 for each id that the model has to produce, else 0. A token that crosses the border of a part gets 1 if it ends
--- within the part.
+-- Returns 1 for each id that the model has to produce, else 0. A token that crosses the border of a span gets 1 if it
+-- ends within the span.
 local function mask_of(bytes, spans)
   local mask, at = {}, 1
   for i, place in ipairs(bytes) do
@@ -161,9 +163,9 @@ end
 
 local RENDER = { train_on = "string|function", date = "string", tools = "table|string" }
 
---- A conversation as text by the folder's chat template, with the bytes that come from messages (`message`) and those
---- that the model has to produce (`spans`).
----@param messages table|string as for apply_chat_template
+--- Renders a conversation with the folder's chat template. Also returns the bytes that come from messages (`message`)
+--- and those that the model has to produce (`spans`).
+---@param messages table|string the messages (see apply_chat_template)
 ---@param options? {train_on?: string|fun(i: integer, role: string): boolean, date?: string, tools?: table|string}
 ---@return ps.chat.Rendered
 function conversations:render_chat(messages, options)
@@ -176,18 +178,19 @@ local APPLY = { tokenize = "boolean", add_generation_prompt = "boolean", continu
   tools = "table|string", documents = "table|string", date = "string", variables = "table", chat_template = "string",
   train_on = "string|function" }
 
---- A conversation by the folder's chat template, as transformers renders it. Special tokens come from the template
---- alone: none is added, and one that a message spells stays text.
----@param messages table|string a list of messages {role =, content =, ...}, or JSON, which keeps the order of keys
----@param options? {tokenize?: boolean, add_generation_prompt?: boolean, continue_final_message?: boolean,
----  tools?: table|string, documents?: table|string, date?: string, variables?: table<string, any>,
----  chat_template?: string, train_on?: string|fun(i: integer, role: string): boolean} tokenize: false for the text
----  alone, default true; add_generation_prompt: ends with the header of the model's next turn; continue_final_message:
----  ends within the last message; tools: JSON schemas of functions; date: "YYYY-MM-DD" for templates that print it;
----  variables: further ones of the template, such as enable_thinking; chat_template: a Jinja text instead of the
----  folder's; train_on: "assistant", "last", "all" or a function of a message's number and role: also returns a mask
----@return integer[]|string ids, or the text
----@return integer[]? mask 1 for each id that the model has to produce; with train_on
+--- Renders and encodes a conversation with the folder's chat template, like transformers. All special tokens come from
+--- the template: none is added, and a special token's text in a message stays text.
+---@param messages table|string a list of messages {role =, content =, ...}, or a JSON text, whose key order is kept
+---@param options? {tokenize?: boolean, add_generation_prompt?: boolean, continue_final_message?: boolean, tools?:
+--- table|string, documents?: table|string, date?: string, variables?: table<string, any>, chat_template?: string,
+--- train_on?: string|fun(i: integer, role: string): boolean} tokenize: false returns the text (default true).
+--- add_generation_prompt: ends with the header of the model's next turn. continue_final_message: ends within the last
+--- message. tools: JSON schemas of functions. date: "YYYY-MM-DD" for templates that print the date. variables:
+--- additional variables for the template, such as enable_thinking. chat_template: a Jinja text in place of the folder's
+--- template. train_on: "assistant", "last", "all" or a function of a message's index and role; with train_on, a mask is
+--- also returned.
+---@return integer[]|string the ids, or the text
+---@return integer[]? mask only with train_on: 1 for each id that the model has to produce, else 0
 function conversations:apply_chat_template(messages, options)
   options = caller.options(options, "tokenizer:apply_chat_template", APPLY)
   if type(messages) ~= "string" then caller.typed(messages, "table", "apply_chat_template: the messages") end
@@ -207,7 +210,7 @@ function conversations:apply_chat_template(messages, options)
     local ids = ids_of(self, { text = template:render(messages, given), message = {}, roles = {} })
     given.continue_final_message = nil
     local whole = template:trained(messages, given, "all")
-    for _, parts in ipairs { whole.message, whole.roles } do   -- the parts of a shortened text are unknown
+    for _, parts in ipairs { whole.message, whole.roles } do   -- the positions of parts in a shortened text are unknown
       for _, part in ipairs(parts) do
         for _, id in ipairs(self:encode(whole.text:sub(part[1], part[2]), { add_special_tokens = false })) do
           if rawget(self, "special_ids")[id] then

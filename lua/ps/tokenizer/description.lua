@@ -14,11 +14,11 @@ local description = {}
 
 local function set(t, name, value) check(C.ps_tok_set(t.handle, name, value == true and 1 or value or 0)) end
 
---- Adds a step that cuts words by a regular expression.
+--- Adds a step that splits words with a regular expression.
 ---@param t table the tokenizer
----@param field string for errors
+---@param field string the field's name, for errors
 ---@param given string
----@param dialect? "onig"|"rust" nil: it is PCRE2's
+---@param dialect? "onig"|"rust" the expression's dialect (default: PCRE2's)
 function description.split(t, field, given, dialect)
   local text = dialect and patterns.of(t.path, field, given, dialect) or given
   t.cuts = t.cuts ~= false and patterns.is_of_lines(given)
@@ -27,7 +27,7 @@ function description.split(t, field, given, dialect)
   if rc < 0 then error(("%s: %s: %s"):format(t.path, field, ffi.string(C.ps_error_message()))) end
 end
 
---- The id of a token that must be in the vocabulary.
+--- Returns the id of a token that must be in the vocabulary.
 ---@param t table the tokenizer
 ---@param token any
 ---@param what string the token's name in errors
@@ -57,7 +57,7 @@ local MODELS = {
   end,
 }
 
-local BLANK = "\u{2581}"                                    -- a blank, as SentencePiece writes it
+local BLANK = "\u{2581}"                                    -- SentencePiece's character for a blank
 
 local NORMALIZERS
 NORMALIZERS = {
@@ -126,7 +126,8 @@ SPLITS = {
       if before and one.type == "ByteLevel" and one.add_prefix_space == true then
         refuse(t.path, "add_prefix_space", true, "this is not supported after another pre-tokenizer")
       end
-      -- after ByteLevel, bytes are letters; blanks are prepended once; words of BERT and others are not cut further
+      -- Raises an error for an unsupported order: after ByteLevel, bytes are letters; blanks are prepended once; words
+      -- of BERT and others are not split further.
       if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
         or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
         refuse(t.path, name, one.type, "in this place it is not supported")
@@ -154,7 +155,7 @@ SPLITS = {
   end,
 }
 
--- Checks a whole number from 0 on, such as an id or a type of tokens.
+-- Checks that a value, such as an id or a token type, is a whole number of at least 0.
 local function whole_number(t, field, value)
   if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
     refuse(t.path, field, value, "a whole number from 0 on expected")
@@ -162,12 +163,12 @@ local function whole_number(t, field, value)
   return value
 end
 
--- The id in { token, id }, the form in BertProcessing and RobertaProcessing.
+-- Returns the id in { token, id }, the form in BertProcessing and RobertaProcessing.
 local function second(t, field, value)
   return whole_number(t, field .. "[1]", listed(t.path, field, value)[2])
 end
 
--- The tokens around texts: lists of { id = } and { text = 1 or 2 }, each with the type of its tokens.
+-- Returns the tokens and texts of a template: a list of { id = } and { text = 1 or 2 }, each with its token type.
 local function template(t, list, where)
   local out = {}
   for _, piece in ipairs(listed(t.path, where, list, true)) do
@@ -187,7 +188,7 @@ local function template(t, list, where)
   return out
 end
 
--- Removes a token's blanks from its offsets.
+-- Excludes a token's blanks from its offsets.
 local function trim(t, node)
   set(t, "trim_offsets", node.trim_offsets ~= false)
   set(t, "keep_first", node.add_prefix_space ~= false)
@@ -245,7 +246,7 @@ local DECODERS = {
     if not t.byte_level then refuse(t.path, "decoder.type", "ByteLevel", "its pre_tokenizer is not ByteLevel") end
   end,
   WordPiece = function(t, node) fields(t.path, "decoder", node, { prefix = { "##" }, cleanup = { true } }) end,
-  -- Llama 2's pattern: blanks, bytes, joining, and optionally the removal of a leading blank.
+  -- Llama 2's decoder: replaces blanks and bytes, joins the tokens, and optionally removes a leading blank.
   Sequence = function(t, node)
     fields(t.path, "decoder", node, { decoders = "table" })
     local kinds = {}
@@ -268,7 +269,7 @@ local DECODERS = {
   end,
 }
 
--- Calls the function in `kinds` for a part of a description.
+-- Calls the function in `kinds` for the type of a part of a description.
 local function part(t, all, name, kinds)
   local node = all[name]
   if is_null(node) then return end
@@ -282,7 +283,7 @@ end
 ---@param t table the tokenizer
 ---@param content any
 ---@param id any
----@param options table as in added_tokens: special, lstrip, rstrip, normalized
+---@param options table the fields of added_tokens: special, lstrip, rstrip, normalized
 function description.add_token(t, content, id, options)
   if type(content) ~= "string" or type(id) ~= "number" then
     refuse(t.path, "added_tokens", { content = content, id = id }, "a token has a content and an id")
@@ -300,7 +301,7 @@ function description.add_token(t, content, id, options)
   end
 end
 
---- Makes an engine's tokenizer with an empty vocabulary.
+--- Creates an engine's tokenizer with an empty vocabulary.
 ---@param model "bpe"|"wordpiece"
 ---@return ffi.cdata*
 function description.new_handle(model)
@@ -309,10 +310,10 @@ function description.new_handle(model)
   return ffi.gc(out[0], C.ps_tok_free)
 end
 
--- The value of tokenizer_config.json ("left") for tokenizer.json's "Left".
+-- Converts tokenizer.json's "Left" to tokenizer_config.json's "left".
 local function side_of(node) return type(node.direction) == "string" and node.direction:lower() or nil end
 
---- Whether a kind of model is supported.
+--- Returns whether a kind of model is supported.
 ---@param kind any
 ---@return boolean
 function description.has_model(kind) return MODELS[kind] ~= nil end

@@ -19,22 +19,23 @@ local Bytes = { name = "bytes", vocab_size = 256 }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 Bytes.__index = Bytes
 
---- A tokenizer whose tokens are the bytes.
+--- Returns a tokenizer whose tokens are bytes.
 ---@return ps.Tokenizer
 function tokenizer.bytes() return setmetatable({}, Bytes) end
 
---- The tokenizer of a Hugging Face folder, or of one of its files: tokenizer.json (BPE over bytes, BPE over characters
---- with byte_fallback as in Llama 2, WordPiece), or vocab.json or encoder.json with merges.txt or vocab.bpe (GPT-2,
---- RoBERTa), or vocab.txt (BERT). tokenizer_config.json and its companions add the settings. If they name the class,
---- their add_prefix_space, do_lower_case, strip_accents and tokenize_chinese_chars override tokenizer.json, as in
---- transformers' classes. Its special tokens and its added_tokens_decoder are added to those of tokenizer.json. An
---- unsupported setting raises an error that names it. The argument may also be a file of ranks, .tiktoken, which has an
---- encoding. If it is neither a folder nor a file, the name is searched in Hugging Face's cache, as in
---- ps.from_pretrained.
+--- Returns the tokenizer of a Hugging Face folder, or of one of its files. The files are tokenizer.json (byte-level
+--- BPE, BPE over characters with byte_fallback as in Llama 2, WordPiece), or vocab.json or encoder.json with merges.txt
+--- or vocab.bpe (GPT-2, RoBERTa), or vocab.txt (BERT). Settings are read from tokenizer_config.json and its companions.
+--- As in transformers' classes, if they name the class, their add_prefix_space, do_lower_case, strip_accents and
+--- tokenize_chinese_chars override tokenizer.json. Their special tokens and their added_tokens_decoder are added to
+--- those of tokenizer.json. An unsupported setting raises an error that names it. The argument can also be a .tiktoken
+--- file with the ranks of an encoding. If it is neither a folder nor a file, the name is looked up in Hugging Face's
+--- cache, as in ps.from_pretrained.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a file of ranks:
----  encoding "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen", default by
----  the file's name; or the regular expression that cuts texts into words, and special tokens with their ids
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a .tiktoken file:
+--- the encoding is "cl100k_base", "gpt2", "llama3" (whose file is called tokenizer.model), "o200k_base" or "qwen"
+--- (default: determined by the file's name). Instead of it, `pattern` is a regular expression that splits texts into
+--- words, and `special_tokens` are special tokens with their ids.
 ---@return ps.TextTokenizer
 function tokenizer.from_pretrained(path, options)
   caller.typed(path, "string", "tokenizer.from_pretrained: the folder")
@@ -43,7 +44,7 @@ function tokenizer.from_pretrained(path, options)
   return require("ps.tokenizer.text").open(path, options)
 end
 
---- Token ids as a Lua list.
+--- Returns the token ids of a text as a Lua list.
 ---@param text string
 ---@return integer[]
 function Bytes:encode(text) -- luacheck: ignore 212
@@ -53,7 +54,7 @@ function Bytes:encode(text) -- luacheck: ignore 212
   return ids
 end
 
---- Token ids as an int32 buffer, for long texts.
+--- Returns the token ids of a text as an int32 buffer, for long texts.
 ---@param text string
 ---@return ffi.cdata* ids int32_t[n]
 ---@return integer n
@@ -64,10 +65,11 @@ function Bytes:encode_buffer(text) -- luacheck: ignore 212
   return ids, #text
 end
 
---- The text of a list, tensor or int32 buffer of ids (a buffer with its length).
+--- Decodes a list, tensor or int32 buffer of ids. A buffer needs its length.
 ---@param ids integer[]|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer as for other tokenizers: n,
----  or the number itself, is the buffer's length; there are no special tokens, and the text is always the bytes
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer the options of other
+--- tokenizers. n, or a number in place of the options, is the buffer's length. There are no special tokens, and the
+--- text is always the bytes.
 ---@return string
 function Bytes:decode(ids, options) -- luacheck: ignore 212
   local n = options

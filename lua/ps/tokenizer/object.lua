@@ -8,9 +8,9 @@ local error = caller.error
 
 local object = {}
 
---- Parses the object or list in a text.
+--- Decodes a text that contains a JSON object or list.
 ---@param text string
----@param path string path of its file, for errors
+---@param path string the path of the text's file, for errors
 ---@return table
 function object.decode(text, path)
   local ok, value = pcall(json.decode, text)
@@ -20,9 +20,9 @@ function object.decode(text, path)
   return value
 end
 
---- Reads the object in a file.
+--- Reads the JSON object in a file.
 ---@param path string
----@return table? value nil: there is no such file
+---@return table? value nil if there is no such file
 function object.of_file(path)
   if lfs.attributes(path, "mode") ~= "file" then return nil end
   local file, why = io.open(path, "rb")
@@ -32,12 +32,12 @@ function object.of_file(path)
   return object.decode(without_bom(text or ""), path)
 end
 
---- Whether a field is absent or null.
+--- Returns whether a field is absent or null.
 ---@param value any
 ---@return boolean
 function object.is_null(value) return value == nil or value == json.null end
 
--- A value in the form for errors.
+-- Returns a value in the form for errors.
 local function shown(value)
   if value == json.null then return "null" end
   local ok, text = pcall(json.encode, value)
@@ -45,7 +45,7 @@ local function shown(value)
   return #text > 60 and text:sub(1, 57) .. "..." or text
 end
 
---- Raises an error about a field's value.
+--- Raises an error for a field's value.
 ---@param path string
 ---@param field string
 ---@param value any
@@ -54,7 +54,8 @@ function object.refuse(path, field, value, why)
   error(("%s: %s = %s: %s"):format(path, field, shown(value), why))
 end
 
---- Checks that a field of a file is a list or an object, and returns it. An optional field that is null returns {}.
+--- Checks that a field of a file is a list or an object, and returns it. For an optional field that is null, returns
+--- {}.
 ---@param path string
 ---@param field string
 ---@param value any
@@ -66,10 +67,10 @@ function object.listed(path, field, value, may_lack)
   return value
 end
 
---- Refuses an object that has an unknown field. `known` gives the Lua type of each field's value, "any", or a list of
---- allowed values; null is always allowed.
+--- Raises an error if an object has an unknown field or a value of the wrong type. `known` has the Lua type of each
+--- field's value, "any", or a list of allowed values. null is always allowed.
 ---@param path string
----@param where string the object's place in the file
+---@param where string the object's path in the file
 ---@param node any
 ---@param known table<string, string|any[]>
 function object.fields(path, where, node, known)

@@ -6,7 +6,7 @@ local refuse = object.refuse
 
 local pattern = {}
 
---- GPT-2's words: short forms, letters, digits, other characters, blanks (the last blank belongs to the next word).
+--- GPT-2's words: contractions, letters, digits, other characters, and blanks. The last blank belongs to the next word.
 pattern.GPT2 = [['(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s+(?!\S)|\s+]]
 pattern.CL100K = [['(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$]]
   .. [[|\s*[\r\n]|\s+(?!\S)|\s]]
@@ -18,7 +18,7 @@ pattern.O200K = [[[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm
   .. [[|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*]] .. SHORT
   .. [=[|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+]=]
 
--- With these patterns, no match crosses a line's end between two non-blank ASCII characters.
+-- Patterns with which no match crosses a line end between two non-blank ASCII characters.
 local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3] = true, [pattern.QWEN] = true,
   [pattern.O200K] = true, [ [['s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
   [ [['(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+]] ] = true,
@@ -26,19 +26,19 @@ local LINES = { [pattern.GPT2] = true, [pattern.CL100K] = true, [pattern.LLAMA3]
   [ [=[(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*]=]
     .. [=[|\s*[\r\n]+|\s+(?!\S)|\s+]=] ] = true }
 
---- Whether every text may be cut at a line's end between two non-blank ASCII characters.
+--- Returns whether every text can be split at a line end between two non-blank ASCII characters.
 ---@param text string
 ---@return boolean
 function pattern.is_of_lines(text) return LINES[text] == true end
 
--- Escapes that have another meaning in PCRE2, or stand for other sets of characters.
+-- Escapes that have another meaning in PCRE2, or that match another set of characters.
 local OTHER = { w = "words", W = "words", b = "words' ends", B = "words' ends", h = "hexadecimal digits",
   H = "hexadecimal digits", X = "characters of several code points", K = "what is kept", y = "ends of characters",
   Y = "ends of characters", Q = "quotes", E = "quotes", C = "bytes" }
 
---- The same regular expression for PCRE2.
----@param path string for errors
----@param field string for errors
+--- Converts a regular expression to PCRE2's dialect.
+---@param path string the file, for errors
+---@param field string the field's name, for errors
 ---@param text string
 ---@param dialect "onig"|"rust"
 ---@return string

@@ -20,26 +20,26 @@ local is_null, listed, refuse = object.is_null, object.listed, object.refuse
 
 local read = {}
 
-local NO_LIMIT = 1e18              -- transformers writes a larger number for no limit
+local NO_LIMIT = 1e18              -- transformers writes a larger number if there is no limit
 
 -- -- folders ----------------------------------------------------------------------------------------------------------
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
 
--- "[SEP]", or { content = "[SEP]", ... }; nil for null.
+-- Returns a token's text from "[SEP]" or { content = "[SEP]", ... }, or nil for null.
 local function content_of(value)
   if is_null(value) then return nil end
   if type(value) == "table" then return value.content, value end
   return value
 end
 
--- The first of several names that exists as a file in the folder.
+-- Returns the path of the first of several file names that exists in a folder.
 local function first_file(folder, ...)
   for _, name in ipairs { ... } do
     if lfs.attributes(folder .. "/" .. name, "mode") == "file" then return folder .. "/" .. name end
   end
 end
 
--- The fields of tokenizer_config.json and its older companions together.
+-- Returns the combined fields of tokenizer_config.json and its older companions.
 local function settings_of(folder)
   local config = object.of_file(folder .. "/tokenizer_config.json") or {}
   local map = object.of_file(folder .. "/special_tokens_map.json") or {}
@@ -69,7 +69,7 @@ local function settings_of(folder)
   return config, added
 end
 
--- The tokenizer's class, and whether files name it.
+-- Returns the tokenizer's class, and whether the files name it.
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
   if not is_null(name) and type(name) ~= "string" then
@@ -83,7 +83,7 @@ local function class_of(folder, config, has_words)
   return (name:gsub("Fast$", "")), true
 end
 
--- The description of a folder without tokenizer.json.
+-- Returns a tokenizer description for a folder without tokenizer.json.
 local function describe(t, class, defaults, config)
   if defaults.model == "wordpiece" then
     local strip = config.strip_accents
@@ -114,7 +114,7 @@ local function describe(t, class, defaults, config)
   return all
 end
 
--- Sets the special tokens by name, from the settings or the class, if the vocabulary has them.
+-- Sets the named special tokens from the settings or from the class's defaults, if the vocabulary contains them.
 local function name_tokens(t, config, defaults)
   t.special = {}
   for _, name in ipairs(NAMES) do
@@ -129,8 +129,8 @@ local function name_tokens(t, config, defaults)
   end
 end
 
--- Makes special tokens match in texts; those in added_tokens already do. given: only those that the settings name,
--- without the class's defaults.
+-- Makes special tokens match in texts. Those in added_tokens already match. With `given`, applies only to the tokens
+-- that the settings name, without the class's defaults.
 local function add_named(t, class, given)
   for name, one in pairs(t.special) do
     local known = t.added[one[2]]
@@ -144,8 +144,8 @@ local function add_named(t, class, given)
   end
 end
 
--- Adds the tokens that the settings add to those of tokenizer.json: added_tokens_decoder, which takes precedence, and
--- lists of further special tokens, of which a new one gets the next id.
+-- Adds the tokens that the settings define in addition to those of tokenizer.json: first added_tokens_decoder, which
+-- takes precedence, and then lists of additional special tokens. A new token in a list gets the next id.
 local function add_more(t, path, config, added)
   for _, one in ipairs(added) do
     if type(one.content) ~= "string" then refuse(path, "added_tokens_decoder", one.node, "a token has a content") end
@@ -204,10 +204,10 @@ local function finish(t, config, defaults, limits)
   return t
 end
 
--- class: the class that files name, or nil.
+-- Opens a tokenizer.json. `class` is the class that the files name, or nil.
 local function from_json(t, path, config, defaults, class, added)
   local rest, n = ffi.new("const char *[1]"), ffi.new("int64_t[1]")
-  -- The kind of model is known only after the file is read, which needs a tokenizer.
+  -- The kind of model is known only after the file is read, and reading it needs a tokenizer.
   t.path = path
   local function load(model)
     t.handle, t.model = description.new_handle(model), model
@@ -259,7 +259,7 @@ local function from_vocab(t, class, defaults, config, added, vocab, merges)
 end
 
 -- -- tiktoken ---------------------------------------------------------------------------------------------------------
--- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: how a text is cut into words, and the special
+-- Encodings that are defined in the code of tiktoken, Qwen and Llama 3: the pattern that splits texts, and the special
 -- tokens.
 local OF_GPT2 = { pattern = pattern.GPT2, special = { ["<|endoftext|>"] = 50256 } }
 local ENCODINGS = {
@@ -273,8 +273,8 @@ local ENCODINGS = {
     ["<|start_header_id|>"] = 128006, ["<|end_header_id|>"] = 128007, ["<|eot_id|>"] = 128009 } },
 }
 
--- Reads a file of ranks. Its encoding is given by name, follows from the file's name, or is a pattern with special
--- tokens.
+-- Reads a .tiktoken file. The encoding is given by name, or follows from the file's name, or is defined by a pattern
+-- and special tokens.
 local function from_tiktoken(t, path, given)
   local stem = path:match("([^/]*)%.tiktoken$")
   local encoding = ENCODINGS[given.encoding or stem]
@@ -296,7 +296,7 @@ local function from_tiktoken(t, path, given)
 end
 
 -- -- GGUF -------------------------------------------------------------------------------------------------------------
--- Fills a tokenizer's vocabulary and merges, or scores, from a GGUF file's metadata.
+-- Fills a tokenizer's vocabulary and its merges or scores from a GGUF file's metadata.
 local function fill(t, given)
   for i, token in ipairs(given.tokens) do check(C.ps_tok_token(t.handle, token, #token, i - 1)) end
   for i, merge in ipairs(given.merges or {}) do
@@ -322,10 +322,11 @@ end
 
 local RANKS = { encoding = "string", pattern = "string", special_tokens = "table" }
 
---- Reads the files of a folder, or one file: {handle, model, path, special, single, pair, type_ids, padding_side,
---- truncation_side, model_max_length}.
+--- Reads the files of a folder, or one file. Returns {handle, model, path, special, single, pair, type_ids,
+--- padding_side, truncation_side, model_max_length}.
 ---@param path string
----@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} for a file of ranks
+---@param options? {encoding?: string, pattern?: string, special_tokens?: table<string, integer>} options for a
+--- .tiktoken file
 ---@return table
 function read.open(path, options)
   options = caller.options(options, "tokenizer.from_pretrained", RANKS)

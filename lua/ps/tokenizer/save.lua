@@ -13,7 +13,7 @@ local C, check = native.C, native.check
 
 local save = {}
 
--- Files next to a tokenizer's that belong to the model.
+-- Files in a tokenizer's folder that belong to the model.
 local OTHERS = { ["generation_config.json"] = true, ["preprocessor_config.json"] = true }
 
 local function read(path)
@@ -26,8 +26,8 @@ end
 
 local function write(path, text) check(C.ps_file_write_atomic(path, text, #text)) end
 
--- A JSON object with changed fields. Empty tables are left out, since Lua cannot tell whether they were lists or
--- objects.
+-- Reads a JSON object and changes some fields. Empty tables are omitted, since Lua cannot tell whether they were lists
+-- or objects.
 local function patched(path, changes)
   local fields = lfs.attributes(path, "mode") == "file" and folder.read_json(path) or {}
   for key, value in pairs(fields) do
@@ -37,10 +37,10 @@ local function patched(path, changes)
   return json.encode(fields)
 end
 
---- Copies the files of a tokenizer to a folder, which is created if it does not exist.
----@param source string the folder that the tokenizer was read from, or one of its files
+--- Copies a tokenizer's files to a folder, which is created if it does not exist.
+---@param source string the folder from which the tokenizer was read, or one of its files
 ---@param to string
----@param tokens table<string, any> special tokens that a script has set: "pad_token" = text, or json.null
+---@param tokens table<string, any> special tokens that a script has set: "pad_token" -> a text or json.null
 ---@param plain table<string, any> other settings
 function save.run(source, to, tokens, plain)
   caller.typed(to, "string", "tokenizer:save_pretrained: the folder")
@@ -58,7 +58,7 @@ function save.run(source, to, tokens, plain)
     end
   end
   local name = source ~= from and not is_gguf and source:match("[^/]*$")
-  -- a file whose name is not a standard one
+  -- a file with a non-standard name
   if name and not folder.is_companion(name) and not name:match("%.tiktoken$") then
     write(to .. (name:match("%.txt$") and "/vocab.txt" or "/tokenizer.json"), read(source))
   end

@@ -20,13 +20,13 @@ local int_array = array "int32_t"
 local text = {}
 
 ---@class ps.TextTokenizer: ps.Tokenizer
----@field vocab_size integer 1 + the largest id, added tokens included
----@field model_max_length integer? the length for truncation without max_length
+---@field vocab_size integer 1 + the largest id, including added tokens
+---@field model_max_length integer? the length to which texts are truncated if max_length is not given
 ---@field padding_side "right"|"left"
 ---@field truncation_side "right"|"left"
----@field pad_token string? likewise bos_, eos_, unk_, sep_, cls_ and mask_token; each can be set to any token of the
----  vocabulary
----@field pad_token_id integer? and likewise
+---@field pad_token string? the pad token. There are also bos_token, eos_token, unk_token, sep_token, cls_token and
+--- mask_token; each can be set to any token of the vocabulary
+---@field pad_token_id integer? the pad token's id. The other special tokens also have ids
 local Tokenizer = {}
 
 local NAMES = { "bos", "eos", "unk", "sep", "pad", "cls", "mask" }
@@ -94,8 +94,8 @@ function text.open(path, options)
     plain = plain }, META)
 end
 
---- Writes the tokenizer's files to a folder for from_pretrained and transformers: copies of its source files, with the
---- changed settings in tokenizer_config.json.
+--- Writes the tokenizer's files to a folder for from_pretrained and transformers. They are copies of the source files,
+--- with the changed settings in tokenizer_config.json.
 ---@param path string
 function Tokenizer:save_pretrained(path)
   local tokens, plain = {}, {}
@@ -112,13 +112,13 @@ end
 
 for name, method in pairs(conversations) do Tokenizer[name] = method end
 
--- The ids of a text, lent: {ids, offsets, n}.
+-- Encodes a text. Returns {ids, offsets, n}, which are valid until the next call.
 local function run(self, one, flags)
   check(C.ps_tok_encode(self.handle, one, #one, flags, self.out))
   return self.out
 end
 
--- Whether special tokens in a text are plain text: as the call says, else as in tokenizer_config.json.
+-- Returns whether special tokens in a text are plain text, according to the call, or else to tokenizer_config.json.
 local function plain_flag(self, splits)
   if splits == nil then splits = rawget(self, "splits_special") end
   return splits and C.PS_TOK_PLAIN or 0
@@ -127,7 +127,7 @@ end
 -- -- one text -------------------------------------------------------------------------------------------------------
 local ENCODE = { add_special_tokens = "boolean", split_special_tokens = "boolean" }
 
---- Token ids as an int32 buffer, for long texts; without special tokens around the text.
+--- Returns the token ids of a text as an int32 buffer, for long texts. No special tokens are added.
 ---@param one string
 ---@param options? {split_special_tokens?: boolean}
 ---@return ffi.cdata* ids int32_t[n]
@@ -142,10 +142,11 @@ function Tokenizer:encode_buffer(one, options)
   return ids, n
 end
 
---- Token ids as a Lua list, with the special tokens that the model needs around a text. Malformed UTF-8 becomes U+FFFD.
+--- Returns the token ids of a text as a Lua list, with the special tokens that the model needs. Malformed UTF-8 becomes
+--- U+FFFD.
 ---@param one string
----@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens: default true;
----  split_special_tokens: special tokens in the text are plain text
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} add_special_tokens: default true.
+--- split_special_tokens: treats special tokens in the text as plain text.
 ---@return integer[]
 function Tokenizer:encode(one, options)
   caller.typed(one, "string", "encode: the text")
@@ -163,9 +164,9 @@ function Tokenizer:encode(one, options)
   return ids
 end
 
---- The ids of a text in decimal, separated by blanks; the ids are those of encode.
+--- Returns the ids that `encode` returns as decimal numbers separated by blanks.
 ---@param one string
----@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} as encode's
+---@param options? {add_special_tokens?: boolean, split_special_tokens?: boolean} the options of encode
 ---@return string
 function Tokenizer:encode_line(one, options)
   caller.typed(one, "string", "encode_line: the text")
@@ -182,7 +183,7 @@ function Tokenizer:encode_line(one, options)
   return table.concat(parts, " ")
 end
 
---- Appends the text's tokens, without special tokens around it, to an open shard.
+--- Appends the text's tokens to an open shard. No special tokens are added.
 ---@param writer ffi.cdata* ps_tokw
 ---@param one string
 function Tokenizer:append(writer, one)
@@ -194,15 +195,15 @@ end
 local FILE = { field = "string", mark = "whole|boolean", threads = "whole", block = "whole" }
 local BLOCK = 2 ^ 24               -- bytes per read
 
---- Calls a function with the token ids of a file of any size, in order, one piece at a time, without special tokens
---- around them; special tokens in the file are plain text. The ids are those of the whole file at once, whatever the
---- pieces and threads.
+--- Calls a function with the token ids of a file of any size, in order, piece by piece. No special tokens are added,
+--- and special tokens in the file are plain text. The ids are the same as if the file were encoded at once, regardless
+--- of pieces and threads.
 ---@param path string
----@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is lent
+---@param give fun(ids: ffi.cdata*, n: integer) called with an int32 buffer, which is valid only during the call
 ---@param options? {field?: string, mark?: integer|false, threads?: integer, block?: integer} field: the file is JSON
----  lines, and this string of each line is a document; mark: an id before each document; threads: default 1; block:
----  bytes per read
----@return integer bytes size of the file in bytes
+--- lines, and this field of each line is a document. mark: an id that precedes each document. threads: default 1.
+--- block: bytes per read.
+---@return integer bytes The file's size in bytes.
 function Tokenizer:encode_file(path, give, options)
   caller.typed(path, "string", "tokenizer:encode_file: the path")
   caller.callable(give, "tokenizer:encode_file")
@@ -233,7 +234,7 @@ function Tokenizer:encode_file(path, give, options)
 end
 
 -- -- ids to text ----------------------------------------------------------------------------------------------------
--- Ids as an int32 buffer and their number.
+-- Converts ids to an int32 buffer, and returns it with their number.
 local function buffer_of(ids, n)
   if type(ids) == "cdata" and not n then ids = ids:reshape(ids:numel()):tolist() end
   if n then return ids, n end
@@ -251,10 +252,10 @@ end
 local BATCH_DECODE = { skip_special_tokens = "boolean", bytes = "boolean" }
 local DECODE = { skip_special_tokens = "boolean", bytes = "boolean", n = "whole" }
 
---- The text of a list, tensor or int32 buffer of ids (a buffer with its length).
+--- Decodes a list, tensor or int32 buffer of ids. A buffer needs its length.
 ---@param ids integer[]|integer|ps.Tensor|ffi.cdata*
----@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: return the tokens'
----  bytes as they are; without it invalid UTF-8 becomes U+FFFD; n: the number of ids in a buffer
+---@param options? {skip_special_tokens?: boolean, bytes?: boolean, n?: integer}|integer bytes: returns the tokens'
+--- bytes unchanged; otherwise invalid UTF-8 becomes U+FFFD. n: the number of ids in a buffer.
 ---@return string
 function Tokenizer:decode(ids, options)
   if type(options) == "number" then options = { n = options } end
@@ -266,7 +267,7 @@ function Tokenizer:decode(ids, options)
   return rawget(self, "cleans_up") and not options.bytes and classes.clean_up(spelt) or spelt
 end
 
---- The texts of a list of lists, or of a tensor's rows.
+--- Decodes a list of lists, or a tensor's rows.
 ---@param rows integer[][]|ps.Tensor [rows, tokens]
 ---@param options? {skip_special_tokens?: boolean, bytes?: boolean}
 ---@return string[]
@@ -280,7 +281,7 @@ function Tokenizer:batch_decode(rows, options)
   return texts
 end
 
---- The token of an id as the vocabulary spells it.
+--- Returns the token with an id, as the vocabulary spells it.
 ---@param id integer
 ---@return string
 function Tokenizer:id_to_token(id)
@@ -288,7 +289,7 @@ function Tokenizer:id_to_token(id)
   return ffi.string(self.bytes[0], self.nbytes[0])
 end
 
---- The id of a token as the vocabulary spells it; nil: there is none.
+--- Returns the id of a token, spelled as in the vocabulary, or nil if there is no such token.
 ---@param token string
 ---@return integer?
 function Tokenizer:token_to_id(token)
@@ -302,7 +303,8 @@ local CALL = { text_pair = "string|table", padding = "boolean|string", truncatio
   pad_to_multiple_of = "whole", offsets = "boolean", add_special_tokens = "boolean", split_special_tokens = "boolean",
   token_type_ids = "boolean" }
 
--- A text's tokens, kept: {ids, offsets, n, first}; first: the first token after truncation.
+-- Encodes a text and returns a copy of its tokens: {ids, offsets, n, first}. `first` is the first token after
+-- truncation.
 local function tokens_of(self, one, flags)
   local out = run(self, one, flags)
   local n = tonumber(out.n)
@@ -320,8 +322,8 @@ local function shorten(self, kept, n)
   kept.n = n
 end
 
--- Cuts one or two texts so that with `extra` tokens they are `limit` long. With two, the longer one loses a token
--- first.
+-- Truncates one or two texts so that they are `limit` tokens long together with `extra` tokens. If there are two,
+-- tokens are first removed from the longer text.
 local function truncate(self, way, parts, extra, limit)
   local room = limit - extra
   if room < 0 then error(("max_length is %d, fewer than the %d special tokens around a text"):format(limit, extra)) end
@@ -335,7 +337,7 @@ local function truncate(self, way, parts, extra, limit)
     return shorten(self, one, one.n - over)
   end
   local short = math.min(a.n, b.n)
-  if 2 * short >= room then                                -- both are cut
+  if 2 * short >= room then                                -- both texts are truncated
     local n = a.n > b.n and math.ceil(room / 2) or math.floor(room / 2)
     if a.n == b.n then n = math.floor(room / 2) end
     shorten(self, a, math.min(a.n, n))
@@ -362,7 +364,7 @@ local function way_of(truncation)
   return caller.one_of(truncation, WAYS, "tokenizer: truncation")
 end
 
--- The length to which rows are padded; nil: no padding.
+-- Returns the length to which rows are padded, or nil if they are not padded.
 local function width_of(self, asked, rows)
   local padding, longest = asked.padding, 0
   for _, row in ipairs(rows) do longest = math.max(longest, row.n) end
@@ -451,18 +453,17 @@ local function rows_of(self, texts, asked)
   return rows
 end
 
---- Converts texts to tensors on the cpu: `tok(texts, options)`. Rows have one length; texts of different lengths need
---- padding.
----@param texts string|string[] one text is a batch of one
+--- Encodes texts to tensors on the cpu: `tok(texts, options)`. All rows have the same length, so texts of different
+--- lengths need padding.
+---@param texts string|string[] the texts; a single text becomes a batch of one
 ---@param options? {text_pair?: string|string[], padding?: boolean|"longest"|"max_length"|"do_not_pad", truncation?:
----  boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer, pad_to_multiple_of?:
----  integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean, token_type_ids?: boolean}
----  as in transformers; offsets: return the positions of tokens in their texts, in bytes; token_type_ids: default:
----  whether the model uses them
+--- boolean|"longest_first"|"only_first"|"only_second"|"do_not_truncate", max_length?: integer, pad_to_multiple_of?:
+--- integer, offsets?: boolean, add_special_tokens?: boolean, split_special_tokens?: boolean, token_type_ids?: boolean}
+--- The options are those of transformers. offsets: returns the tokens' byte positions in their texts. token_type_ids:
+--- returns token types (default: if the model uses them).
 ---@return {input_ids: ps.Tensor, attention_mask: ps.Tensor, token_type_ids: ps.Tensor?, offsets: ps.Tensor?} int32
----  [texts, tokens]; offsets [texts, tokens, 2], half-open, so that text:sub(begin + 1, end) is the token's; 0, 0 of
---- special
----  tokens and padding
+--- [texts, tokens]; offsets are [texts, tokens, 2] and half-open, so that text:sub(begin + 1, end) is the token's text.
+--- Special tokens and padding have 0, 0.
 function Tokenizer:batch(texts, options)
   options = caller.options(options, "tokenizer", CALL)
   local rows = rows_of(self, texts, options)
