@@ -40,23 +40,23 @@ bmt.utils, bmt.print_block, bmt.print_dict = utils, utils.print_block, utils.pri
 bmt.see_memory = utils.see_memory
 bmt.Block = bmt.CheckpointBlock
 
---- This process's number among all ranks.
+--- Returns this process's rank.
 ---@return integer
 function bmt.rank() return dist.rank() end
 
---- The number of ranks.
+--- Returns the number of ranks.
 ---@return integer
 function bmt.world_size() return dist.world_size() end
 
---- Returns when all ranks have called it.
+--- Returns after all ranks have called it.
 function bmt.synchronize()
   session.need "bmt.synchronize"
   dist.synchronize()
 end
 
---- The mean of a loss over all ranks, without a gradient. (BMTrain's name says sum, but it computes the mean.)
+--- Returns the mean of a loss over all ranks, without a gradient. (BMTrain's name says sum, but it computes the mean.)
 ---@param loss ps.Tensor
----@param comm? any refused: the mean is over all ranks
+---@param comm? any must be nil, since the mean is over all ranks
 ---@return ps.Tensor
 function bmt.sum_loss(loss, comm)
   session.need "bmt.sum_loss"
@@ -69,7 +69,7 @@ function bmt.sum_loss(loss, comm)
   end)
 end
 
---- The tensors [n, ...] of all ranks, concatenated to [ranks n, ...], without a gradient.
+--- Concatenates the tensors [n, ...] of all ranks to [ranks n, ...], without a gradient.
 ---@param result ps.Tensor
 ---@return ps.Tensor
 function bmt.gather_result(result)
@@ -84,8 +84,8 @@ function bmt.gather_result(result)
   end)
 end
 
---- Prints on one rank, as print does.
----@param ... any values; then optionally { rank = n } (default 0)
+--- Prints values on one rank, like print.
+---@param ... any the values, and optionally { rank = n } (default 0)
 function bmt.print_rank(...)
   local given, rank = { n = select("#", ...), ... }, 0
   local last = given[given.n]
@@ -101,9 +101,10 @@ end
 bmt.inspect.inspect_tensor, bmt.inspect.record_tensor = inspect.inspect_tensor, inspect.record_tensor
 bmt.inspect.format_summary = inspect.format_summary
 
---- Calls ps.inspect.inspect_model; for the model in training, even if ranks share it. All ranks call it.
+--- Calls ps.inspect.inspect_model. It also works for the model in training and for a model that ranks share. All ranks
+--- call this function.
 ---@param model ps.nn.Module
----@param pattern? string of names, default all
+---@param pattern? string a pattern for names (default: all parameters)
 ---@param prefix? string
 ---@return ps.inspect.Row[]
 function bmt.inspect.inspect_model(model, pattern, prefix)

@@ -28,15 +28,17 @@ local lists = {}
 
 ---@class ps.bmt.TransformerBlockList: ps.nn.ModuleList
 ---@field num_hidden integer
----@field dropouts? integer the dropouts of block i are numbered from i times this number on; nil: consecutively
+---@field dropouts? integer block i numbers its dropouts from i times this number on; nil if all dropouts are numbered
+--- consecutively
 local TransformerBlockList = nn_module.class("TransformerBlockList", container.ModuleList)
 lists.TransformerBlockList = TransformerBlockList
 
 local LIST = { num_hidden = "whole" }
 
---- A list of blocks that is called as a whole; items count from 0. Modules that are not blocks become blocks.
+--- Creates a list of blocks that is called as a whole. Items are indexed from 0. Modules that are not blocks become
+--- blocks.
 ---@param list ps.nn.Module[]
----@param options? {num_hidden?: integer} the number of leading arguments that each block passes to the next, default 1
+---@param options? {num_hidden?: integer} the number of leading arguments that each block passes to the next (default 1)
 function TransformerBlockList:init(list, options)
   if nn_module.is_module(list) and not module_lists.is_list(list) then
     error(("bmt.%s takes one list of blocks: %s { a, b }, not %s(a, b)"):format(self.class_name, self.class_name,
@@ -51,7 +53,7 @@ function TransformerBlockList:init(list, options)
   for _, module in ipairs(list) do if not modules.is_block(module) then modules.CheckpointBlock(module) end end
 end
 
--- Whether a call's last argument is its options, not a table for the blocks.
+-- Returns whether a call's last argument is a table of options and not an argument for the blocks.
 local function are_options(value)
   if type(value) ~= "table" or getmetatable(value) ~= nil then return false end
   for key in pairs(value) do
@@ -60,7 +62,7 @@ local function are_options(value)
   return false
 end
 
--- The arguments of a call without a final table of options, and the options.
+-- Splits the arguments of a call into the arguments for the blocks and the final table of options.
 local function arguments(...)
   local args, options = { n = select("#", ...), ... }, {}
   if are_options(args[args.n]) then options, args[args.n], args.n = args[args.n], nil, args.n - 1 end
@@ -79,11 +81,11 @@ end
 
 local function pack(...) return { n = select("#", ...), ... } end
 
---- Applies the blocks one after the other. Each block passes the first num_hidden arguments to the next one; all blocks
---- get the other arguments unchanged, whatever their type.
----@param ... any the arguments of a block; then optionally { return_hidden_states = true }: also returns the inputs
----  of all blocks, one tensor [blocks, ...] for each of the num_hidden, after the last block's results. (batch_related
----  is for PipelineTransformerBlockList, and has no effect here.)
+--- Applies the blocks one after another. Each block passes the first num_hidden arguments to the next block. All blocks
+--- get all other arguments unchanged, whatever their type.
+---@param ... any the arguments of a block, and optionally { return_hidden_states = true }. With this option, the last
+--- block's results are followed by the inputs of all blocks, as one tensor [blocks, ...] for each of the num_hidden
+--- arguments. (batch_related is for PipelineTransformerBlockList, and has no effect here.)
 ---@return ps.Tensor ... the results of the last block
 function TransformerBlockList:forward(...)
   local args, options = arguments(...)
@@ -106,18 +108,18 @@ function TransformerBlockList:forward(...)
 end
 
 -- -- stages -----------------------------------------------------------------------------------------------------------
-local DROPOUTS = 4096                              -- numbers for a block's dropouts per forward, on any rank
+local DROPOUTS = 4096                              -- number of dropouts reserved for a block per forward, on any rank
 
 ---@class ps.bmt.PipelineTransformerBlockList: ps.bmt.TransformerBlockList
 local PipelineTransformerBlockList = nn_module.class("PipelineTransformerBlockList", TransformerBlockList)
 PipelineTransformerBlockList.dropouts = DROPOUTS
 lists.PipelineTransformerBlockList = PipelineTransformerBlockList
 
---- A list of blocks that are assigned to the stages of init_distributed's pipe_size, in order: with n blocks and p
---- stages, the first n mod p stages have one block more. Modules that are not blocks become blocks. Names and numbers
---- are those of all blocks; for blocks of other stages a rank has only shapes and dtypes.
----@param list ps.nn.Module[] at least one for each stage, each with its own parameters
----@param options? {num_hidden?: integer} with several stages 1
+--- Creates a list of blocks that are assigned, in order, to the stages of init_distributed's pipe_size. With n blocks
+--- and p stages, the first n mod p stages have one block more. Modules that are not blocks become blocks. The list has
+--- the names and indices of all blocks. A rank has only shapes and dtypes for the blocks of other stages.
+---@param list ps.nn.Module[] at least one block per stage; blocks do not share parameters
+---@param options? {num_hidden?: integer} num_hidden must be 1 if there are several stages
 function PipelineTransformerBlockList:init(list, options)
   TransformerBlockList.init(self, list, options)
   local run = session.need "bmt.PipelineTransformerBlockList"
@@ -133,7 +135,7 @@ function PipelineTransformerBlockList:init(list, options)
       pipe.size))
   end
   local least, more, first = math.floor(n / pipe.size), n % pipe.size, 0
-  rawset(self, "firsts", {})                                -- first blocks by stage, from 0; then the number of blocks
+  rawset(self, "firsts", {})  -- index of each stage's first block, then the number of blocks
   for stage = 0, pipe.size do
     self.firsts[stage], first = first, first + least + (stage < more and 1 or 0)
   end
@@ -142,13 +144,13 @@ function PipelineTransformerBlockList:init(list, options)
   end
 end
 
--- The number of the first row of micro-batch i (from 0). If m does not divide the rows, the first micro-batches have
--- one row more.
+-- Returns the first row of micro-batch i, both from 0. If m does not divide the number of rows, the first micro-batches
+-- have one row more.
 local function first_row(rows, micros, i)
   return i * math.floor(rows / micros) + math.min(i, rows % micros)
 end
 
--- The rows of all ranks of a tensor [n, ...] -> [p n, ...].
+-- Gathers the rows of all ranks: [n, ...] -> [p n, ...].
 local function all_rows(group, t)
   if t:needs_grad() then return group:gathered(t) end
   local shape = t:shape()
@@ -156,7 +158,8 @@ local function all_rows(group, t)
   return group:all_gather(create.empty(shape, { dtype = t:dtype(), device = t:device() }), t:contiguous())
 end
 
--- Functions that return an argument of the blocks for rows [first, first + count), by its number from 2 on.
+-- Returns functions that return an argument of the blocks for rows [first, first + count). The functions are indexed by
+-- the argument's index, from 2.
 local function arguments_of_micros(args, group, related)
   local x, give, said = args[1], {}, {}
   for _, k in ipairs(related or {}) do said[k + 2] = true end
@@ -182,7 +185,7 @@ local function arguments_of_micros(args, group, related)
   return give
 end
 
--- A block's result for one micro-batch. op: the number of the list's first dropout.
+-- Returns the result of a block for one micro-batch. `op` is the index of the list's first dropout.
 local function through(list, i, op, h, args)
   random.state().op = op + i * DROPOUTS
   args[1] = h
@@ -196,14 +199,14 @@ local function through(list, i, op, h, args)
   return y
 end
 
--- This rank's rows of x, whose rows along `dim` are those of all ranks. On stages other than `root`, x is a tensor of
--- the same shape through which their backward runs, with zeros.
+-- Returns this rank's rows of x, which contains the rows of all ranks along `dim`. On stages other than `root`, x is a
+-- tensor of zeros with the same shape, through which the backward of these stages runs.
 local function own_rows(pipe, x, root, dim, n)
   return pipe.group:copied(x, root):narrow(dim, pipe.rank * n, n)
 end
 
--- The inputs of all blocks, [blocks, n, ...]. seen: those of this stage's blocks, by block and micro-batch; all: [p n,
--- ...]
+-- Returns the inputs of all blocks, [blocks, n, ...]. `seen` has the inputs of this stage's blocks, by block and
+-- micro-batch. `all` is [p n, ...].
 local function hidden_states(list, pipe, seen, all, n)
   local of_stages = {}
   for stage = 0, pipe.size - 1 do
@@ -223,7 +226,7 @@ local function hidden_states(list, pipe, seen, all, n)
   return tensors.cat(of_stages, 0)
 end
 
--- Runs a call of the list on one of several stages. how: the options of the call.
+-- Runs a call of the list on one of several stages. `how` has the options of the call.
 local function staged(list, pipe, args, how)
   local x, group, rng = args[1], pipe.group, random.state()
   if not scope.is_tensor(x) or x:dim() == 0 then
@@ -234,7 +237,7 @@ local function staged(list, pipe, args, how)
   if rows < micros then
     error(("%d rows on each of %d stages are fewer than num_micro_batches = %d"):format(n, pipe.size, micros))
   end
-  -- Gradients must pass through all stages, even if the hidden states of this stage require none.
+  -- Gradients must pass through all stages, even if this stage's hidden states do not require a gradient.
   if scope.grad_enabled() and not x:needs_grad() then x = x:detach():requires_grad(true) end
   local all, give, outs, seen = all_rows(group, x), arguments_of_micros(args, group, how.batch_related), {}, {}
   local first_block, behind, sample = list.firsts[pipe.rank], list.firsts[pipe.rank + 1], rng.sample
@@ -263,15 +266,16 @@ local function staged(list, pipe, args, how)
   return y, hidden_states(list, pipe, seen, all, n)
 end
 
---- Applies the blocks one after the other, each on the rank of its stage. All ranks along the pipeline call it, each
---- with its own rows, and with equal numbers of rows. Masks of dropout are those of one stage with the rows of all.
----@param ... any hidden states [n, ...], the other arguments of a block; then optionally { return_hidden_states =
----  true, batch_related = { 0, 2 } }: also returns the inputs of all blocks, [blocks, n, ...]; batch_related: the
----  numbers, from 0, of the tensors after the hidden states that have a row for each sample. Without it, those tensors
----  do that have as many rows and dimensions as the hidden states. For other arguments, the blocks of each rank get
----  that rank's values
----@return ps.Tensor hidden results for this rank's rows
----@return ps.Tensor? hidden_states with return_hidden_states
+--- Applies the blocks one after another, each on the rank of its stage. All ranks of the pipeline call this function
+--- with their own rows, and with equal numbers of rows. Dropout masks are the same as on a single stage with the rows
+--- of all ranks.
+---@param ... any the hidden states [n, ...], the other arguments of a block, and optionally { return_hidden_states =
+--- true, batch_related = { 0, 2 } }. return_hidden_states: also returns the inputs of all blocks, [blocks, n, ...].
+--- batch_related: the indices (from 0, after the hidden states) of tensors that have one row per sample. Without it,
+--- these are the tensors with as many rows and dimensions as the hidden states. For all other arguments, the blocks on
+--- each rank get that rank's values.
+---@return ps.Tensor hidden the results for this rank's rows
+---@return ps.Tensor? hidden_states only with return_hidden_states
 function PipelineTransformerBlockList:forward(...)
   local run = session.get()
   if not (run and run.pipe) then return TransformerBlockList.forward(self, ...) end

@@ -17,10 +17,12 @@ loss.FusedCrossEntropy = FusedCrossEntropy
 local OPTIONS = { weight = "tensor", ignore_index = "whole", reduction = "string", label_smoothing = "number",
   parallel = "boolean" }
 
---- The cross entropy of logits [N, C] and classes [N], in fp32 (F.cross_entropy). The mean over no targets is 0.
+--- Creates a cross entropy loss for logits [N, C] and classes [N], computed in fp32 (F.cross_entropy). The mean over no
+--- targets is 0.
 ---@param options? {weight?: ps.Tensor, ignore_index?: integer, reduction?: "mean"|"sum"|"none", label_smoothing?:
----  number, parallel?: boolean} ignore_index default -100, reduction "mean"; parallel: each rank along tp has the
----  logits of its part of the classes, and the loss is that of all classes (nn.ParallelCrossEntropy)
+--- number, parallel?: boolean} ignore_index: the class to ignore (default -100). reduction: default "mean". parallel:
+--- each rank along tp has the logits of its shard of the classes, and the loss covers all classes
+--- (nn.ParallelCrossEntropy).
 function FusedCrossEntropy:init(options)
   options = caller.options(options, "bmt.loss.FusedCrossEntropy", OPTIONS)
   if options.parallel then
@@ -38,10 +40,10 @@ function FusedCrossEntropy:init(options)
     label_smoothing = options.label_smoothing }
 end
 
---- The loss.
----@param input ps.Tensor [N, C]; with parallel [N, C / tp]
----@param target ps.Tensor integers [N]; with parallel the same on all ranks along tp
----@return ps.Tensor fp32 of 0 dimensions; [N] with reduction "none"
+--- Returns the loss.
+---@param input ps.Tensor [N, C], or [N, C / tp] with parallel
+---@param target ps.Tensor integers [N], equal on all ranks along tp with parallel
+---@return ps.Tensor fp32 with 0 dimensions, or [N] with reduction "none"
 function FusedCrossEntropy:forward(input, target)
   if self.parallel then return self.parallel(input, target) end
   return functional.cross_entropy(input, target, self.how)

@@ -9,10 +9,10 @@ local loss_scale = {}
 ---@class ps.bmt.LossScale
 ---@field scale number
 ---@field factor number above 1
----@field every integer number of good steps after the last change that increases the scale
+---@field every integer number of good steps after the last change after which the scale increases
 ---@field least number
 ---@field most number
----@field good integer steps since the last change
+---@field good integer number of steps since the last change
 local LossScale = {}
 LossScale.__index = LossScale
 
@@ -34,7 +34,7 @@ function loss_scale.new(given)
     most = given.max_loss_scale or math.huge, good = 0 }, LossScale)
 end
 
---- The loss times the scale.
+--- Returns the loss times the scale.
 ---@param loss ps.Tensor
 ---@return ps.Tensor
 function LossScale:scale_loss(loss)
@@ -42,7 +42,7 @@ function LossScale:scale_loss(loss)
   return loss * self.scale
 end
 
---- Called once per step, with whether its gradients overflowed.
+--- Updates the scale. It is called once per step with whether the step's gradients overflowed.
 ---@param overflowed boolean
 function LossScale:update(overflowed)
   local to = self.scale
@@ -55,11 +55,11 @@ function LossScale:update(overflowed)
   if to ~= self.scale then self.scale, self.good = to, 0 end
 end
 
---- The state for a resumed run, as text that keeps every bit.
+--- Returns the state for resuming a run, as text that preserves every bit.
 ---@return table<string, string>
 function LossScale:state_dict() return { scale = ("%.17g"):format(self.scale), good = ("%d"):format(self.good) } end
 
---- Continues from a result of state_dict.
+--- Restores a state that state_dict returned.
 ---@param state table<string, string|number>
 function LossScale:load_state_dict(state)
   local scale, good = tonumber(state.scale), tonumber(state.good)

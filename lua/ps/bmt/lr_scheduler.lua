@@ -16,7 +16,7 @@ local lr_scheduler = {}
 
 ---@class ps.bmt.Scheduler
 ---@field name string
----@field optimizer table with param_groups
+---@field optimizer table an optimizer with param_groups
 ---@field start_lr number
 ---@field warmup_iter integer
 ---@field end_iter integer
@@ -28,8 +28,8 @@ lr_scheduler.Scheduler = Scheduler
 local OPTIONS = { start_lr = "number", warmup_iter = "whole", end_iter = "whole", num_iter = "whole" }
 local KEPT = { "start_lr", "warmup_iter", "end_iter", "num_iter" }
 
---- Sets the groups' rate for an iteration. OptimManager:step calls it after each update.
----@param num_iter? integer default the next one
+--- Sets the groups' learning rate for an iteration. OptimManager:step calls this function after each update.
+---@param num_iter? integer the iteration (default: the next iteration)
 function Scheduler:step(num_iter)
   self.num_iter = num_iter and caller.whole(num_iter, "scheduler:step: num_iter", 0) or self.num_iter + 1
   local n = self.num_iter
@@ -42,12 +42,12 @@ function Scheduler:step(num_iter)
   for _, group in ipairs(self.optimizer.param_groups) do group.lr = self.current_lr end
 end
 
---- The rate below warmup_iter.
+--- Returns the learning rate for an iteration before warmup_iter.
 ---@param n integer
 ---@return number
 function Scheduler:get_lr_warmup(n) return self.start_lr * n / self.warmup_iter end
 
---- start_lr, warmup_iter, end_iter and num_iter.
+--- Returns a table with start_lr, warmup_iter, end_iter and num_iter.
 ---@return table<string, number>
 function Scheduler:state_dict()
   local state = {}
@@ -55,7 +55,7 @@ function Scheduler:state_dict()
   return state
 end
 
---- Continues from a result of state_dict, and sets the rate.
+--- Restores a state that state_dict returned, and sets the learning rate.
 ---@param state table<string, number>
 function Scheduler:load_state_dict(state)
   for _, key in ipairs(KEPT) do
@@ -65,17 +65,17 @@ function Scheduler:load_state_dict(state)
   self:step(self.num_iter)
 end
 
--- Defines a schedule: `decay` is its formula after the rise, `rise` its own formula before, if it has one; more:
--- further options; advice: the option to change if a formula divides by 0.
+-- Defines a schedule. `decay` is the formula after the warmup. `rise` is the formula before its end, if the schedule
+-- has its own. `more` has further options. `advice` is the option to change if a formula divides by 0.
 local function schedule(name, decay, rise, more, advice)
   local class = setmetatable({ get_lr_decay = decay, get_lr_warmup = rise, name = name, advice = advice or "" },
     { __index = Scheduler })
   local keys = {}
   for _, from in ipairs { OPTIONS, more or {} } do for key, kind in pairs(from) do keys[key] = kind end end
-  --- BMTrain's schedule with that name; lua/ps/bmt/lr_scheduler.lua has the formulas.
+  --- Creates BMTrain's schedule with this name. lua/ps/bmt/lr_scheduler.lua contains the formulas.
   ---@param optimizer ps.bmt.Optimizer
   ---@param options {start_lr: number, warmup_iter: integer, end_iter: integer, num_iter?: integer, gamma?: number}
-  ---  num_iter: the first iteration, default 0; gamma: only for Exponential, default 0.95
+  --- num_iter: the first iteration (default 0). gamma: only for Exponential (default 0.95).
   ---@return ps.bmt.Scheduler
   return function(optimizer, options)
     local call = "bmt.lr_scheduler." .. name
@@ -103,7 +103,7 @@ lr_scheduler.Noam = schedule("Noam", function(self, n) return self.start_lr / ma
 
 lr_scheduler.Linear = schedule("Linear", function(self, n)
   local left = self.start_lr * (self.end_iter - n) / (self.end_iter - self.warmup_iter)
-  return left < 0 and 0 or left                      -- math.max could turn a NaN into 0
+  return left < 0 and 0 or left                      -- math.max could return 0 for a NaN
 end, nil, nil, "; use an end_iter that differs from warmup_iter")
 
 lr_scheduler.Cosine = schedule("Cosine", function(self, n)

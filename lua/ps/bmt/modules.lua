@@ -15,20 +15,20 @@ local modules = {}
 local DistributedModule = nn_module.class("DistributedModule")
 modules.DistributedModule = DistributedModule
 
---- Runs a call that does not come from another module. For the model that OptimManager trains, it is the forward of a
---- step.
+--- Runs a call that does not come from another module. If OptimManager trains the module, the call is a step's forward.
 ---@param run fun(module: ps.nn.Module, ...): any
 ---@param ... any
 ---@return any ...
 function DistributedModule:outermost(run, ...) return session.call(self, run, ...) end
 
--- The options of DistributedParameter, by parameter: {init_method, group}.
+-- The options of each DistributedParameter: {init_method, group}.
 local told = setmetatable({}, { __mode = "k" })
 
 local PARAMETER = { requires_grad = "boolean", init_method = "callable", group = "string", tp_mode = "boolean",
   tp_split_dim = "whole" }
 
--- The shard of a parameter that ranks along tp share, from this rank's part; nil: all of them have the whole parameter.
+-- Returns the shard description of a parameter that ranks along tp share, computed from this rank's shard, or nil if
+-- each rank has the whole parameter.
 local function shard_of(part, dim, call)
   local group, full = mesh.group "tp", part:shape()
   if dim == -1 or not group then return nil end
@@ -40,14 +40,16 @@ local function shard_of(part, dim, call)
   return shard.new({ dim = dim, index = group:rank(), count = group:size(), full_shape = full }, call)
 end
 
---- A parameter sharded over the ranks, initialized from rank 0. Any op that reads it gathers it first. Under
---- tp, if tp_split_dim is not -1, data is this rank's part, and rank 0 means the first of the ranks with the same part.
+--- Creates a parameter that is sharded over the ranks and initialized from rank 0. Any op that reads it gathers it
+--- first. Under tp, if tp_split_dim is not -1, `data` is this rank's shard, and its values come from the first of the
+--- ranks with the same shard.
 ---@param data ps.Tensor fp32, bf16 or fp16; all parameters of a model have one dtype
 ---@param options? {requires_grad?: boolean, init_method?: fun(t: ps.Tensor), group?: string, tp_mode?: boolean,
----  tp_split_dim?: integer} requires_grad default true; init_method fills a tensor of the (whole) parameter's shape in
----  bmt.init_parameters; group: see bmt.grouped_parameters. tp_mode: the parameter belongs to a layer that ranks along
----  tp share; tp_split_dim: the dimension that is split among them, default -1: each has the whole, and computes the
----  same gradient. Without tp_mode, and if ranks along tp share the rows, their gradients are parts of a sum
+--- tp_split_dim?: integer} requires_grad: default true. init_method: fills a tensor with the (whole) parameter's shape
+--- in bmt.init_parameters. group: see bmt.grouped_parameters. tp_mode: the parameter belongs to a layer that ranks
+--- along tp share. tp_split_dim: the dimension that is split among these ranks; with -1 (default), each rank has the
+--- whole parameter and computes the same gradient. Without tp_mode, if ranks along tp share the rows, their gradients
+--- are summed.
 ---@return ps.Tensor
 function modules.DistributedParameter(data, options)
   local call = "bmt.DistributedParameter"
@@ -67,15 +69,16 @@ function modules.DistributedParameter(data, options)
   end)
   if desc then shard.set(own, desc) end
   if options.tp_mode then run.alike[own] = true end
-  local param = nn_module.Parameter(own)                            -- which stages it
+  local param = nn_module.Parameter(own)                            -- Parameter stages it
   if options.requires_grad == false then param:requires_grad(false) end
   told[param] = { init_method = options.init_method, group = options.tp_mode and "tp" or options.group }
   return param
 end
 
---- Makes a function that fills a tensor, for init_method: ParameterInitializer(nn.init.normal_, 0, 0.02).
+--- Creates a function for init_method that fills a tensor. An example is ParameterInitializer(nn.init.normal_, 0,
+--- 0.02).
 ---@param func fun(t: ps.Tensor, ...)
----@param ... any arguments after the tensor
+---@param ... any the arguments after the tensor
 ---@return fun(t: ps.Tensor)
 function modules.ParameterInitializer(func, ...)
   caller.callable(func, "bmt.ParameterInitializer")
@@ -83,7 +86,7 @@ function modules.ParameterInitializer(func, ...)
   return function(t) return func(t, unpack(given, 1, n)) end
 end
 
---- Fills the parameters that have an init_method, in the order of the model. All ranks call it.
+--- Fills the parameters that have an init_method, in the model's order. All ranks call this function.
 ---@param model ps.nn.Module
 function modules.init_parameters(model)
   session.need "bmt.init_parameters"
@@ -95,15 +98,15 @@ function modules.init_parameters(model)
         local desc = shard.of(param)
         local whole = create.empty(desc and desc.full_shape or param:shape(),
           { dtype = param:dtype(), device = param:device() })
-        about.init_method(whole)                             -- another stage's: no data, but random numbers advance
+        about.init_method(whole)  -- no data for other stages' parameters; advances the random numbers
         if param:device() ~= "meta" then param:copy_(desc and shard.of_whole(desc, whole) or whole) end
       end)
     end
   end
 end
 
---- `for group, parameters in bmt.grouped_parameters(model) do`: parameters by the `group` option of
---- DistributedParameter; those without a group come first, with the group false.
+--- `for group, parameters in bmt.grouped_parameters(model) do` iterates over the parameters by DistributedParameter's
+--- `group` option. The parameters without a group are first, and their group is false.
 ---@param model ps.nn.Module
 ---@return fun(): (string|false)?, ps.Tensor[]?
 function modules.grouped_parameters(model)
@@ -126,7 +129,7 @@ end
 -- -- blocks -----------------------------------------------------------------------------------------------------------
 local blocks = setmetatable({}, { __mode = "k" })
 
---- Whether CheckpointBlock made a block of a module.
+--- Returns whether a module is a block that CheckpointBlock created.
 ---@param module ps.nn.Module
 ---@return boolean
 function modules.is_block(module) return blocks[module] == true end
@@ -134,13 +137,13 @@ function modules.is_block(module) return blocks[module] == true end
 local BLOCK = { use_checkpoint = "boolean", zero_level = "whole", initialized = "boolean", mode = "string" }
 local MODES = { BLOCK = true, PIPE = true }
 
---- Makes a block of a module: in training, backward recomputes its activations. Returns the same module, so that names
---- and fields are the module's own. Its parameters become distributed.
----@param module ps.nn.Module whose forward returns only tensors
----@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint default
----  true; zero_level in a run of level 3: 3: gathered parameters are freed after each pass, and backward gathers them
----  again; 2: they stay until the end of the step; absent: as zero_optimization.reshard_after_forward of the
----  configuration says. In a run of another level: that level
+--- Turns a module into a block: in training, backward recomputes its activations. Returns the same module, so its names
+--- and fields do not change. Its parameters become distributed.
+---@param module ps.nn.Module a module whose forward returns only tensors
+---@param options? {use_checkpoint?: boolean, zero_level?: integer, mode?: "BLOCK"|"PIPE"} use_checkpoint: default true.
+--- zero_level: in a run of level 3, 3 frees gathered parameters after each pass, so that backward gathers them again,
+--- and 2 keeps them until the end of the step. The default follows zero_optimization.reshard_after_forward of the
+--- configuration. In a run of another level, zero_level must be that level.
 ---@return ps.nn.Module
 function modules.CheckpointBlock(module, options)
   local call = "bmt.CheckpointBlock"

@@ -19,9 +19,10 @@ local optim = {}
 -- -- optimizers -------------------------------------------------------------------------------------------------------
 ---@class ps.bmt.Optimizer
 ---@field name string
----@field param_groups table[] each with params, lr, betas, eps, weight_decay, which may be changed between steps
+---@field param_groups table[] the groups, each with params, lr, betas, eps and weight_decay, which can be changed
+--- between steps
 ---@field hold_steps integer
----@field offload boolean the state and its updates are on the host
+---@field offload boolean whether the state and its updates are on the host
 local Optimizer = {}
 Optimizer.__index = Optimizer
 
@@ -46,7 +47,7 @@ local function tensors_of(value, call)
   return value
 end
 
--- Makes groups of parameters from a list of them, a module, or a list of groups.
+-- Creates parameter groups from a list of parameters, a module, or a list of groups.
 local function groups_of(params, defaults, call)
   local given = { { params = params } }
   if type(params) == "table" and not nn_module.is_module(params) and type(params[1]) == "table" then given = params end
@@ -75,25 +76,27 @@ local function new(name, params, options, keys, offload)
     hold_steps = options.hold_steps and caller.whole(options.hold_steps, call .. ": hold_steps", 0) or 0 }, Optimizer)
 end
 
--- An update overwrites a parameter's value, so the difference to the previous one would need a copy of all of them.
+-- Raises an error. An update overwrites the parameters, so the difference to the previous values would need a copy of
+-- all parameters.
 local function no_delta(call)
   error(call .. ": updates are not recorded, since that would need a copy of all parameters (record_delta); "
     .. "bmt.inspect.inspect_model has statistics of parameters, whose means before and after a step give the mean "
     .. "update")
 end
 
---- Adam. Weight decay is added to the gradient of fp32 parameters, and decoupled (AdamW) for half parameters, as in
---- BMTrain.
----@param params ps.Tensor[]|table[]|ps.nn.Module parameters, or groups { params =, lr =, ... }
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} default
----  1e-3, { 0.9, 0.999 }, 1e-8, 0; hold_steps: the rate is 0 in this many first steps (one fewer for half dtypes)
+--- Creates Adam. As in BMTrain, weight decay is added to the gradient for fp32 parameters, and is decoupled (AdamW) for
+--- half parameters.
+---@param params ps.Tensor[]|table[]|ps.nn.Module the parameters, or groups { params =, lr =, ... }
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer} The
+--- defaults are 1e-3, { 0.9, 0.999 }, 1e-8 and 0. hold_steps: the number of first steps in which the rate is 0 (one
+--- fewer for half dtypes).
 ---@return ps.bmt.Optimizer
 function optim.AdamOptimizer(params, options) return new("AdamOptimizer", params, options, SETTINGS, false) end
 
 local OFFLOAD = { record_delta = "boolean" }
 for key, kind in pairs(SETTINGS) do OFFLOAD[key] = kind end
 
---- Adam with state and updates on the host, if a device computes.
+--- Creates Adam with its state and updates on the host, even if a device computes the model.
 ---@param params ps.Tensor[]|table[]|ps.nn.Module
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, hold_steps?: integer}
 ---@return ps.bmt.Optimizer
@@ -107,28 +110,28 @@ local function of_manager(self, method)
     self.name, method, method))
 end
 
---- Always raises an error: updates are not recorded.
+--- Always raises an error, since updates are not recorded.
 function Optimizer:get_avg_delta() no_delta(self.name .. ":get_avg_delta") end
---- Always raises an error: updates are not recorded.
+--- Always raises an error, since updates are not recorded.
 function Optimizer:get_var_delta() no_delta(self.name .. ":get_var_delta") end
---- Always raises an error: OptimManager:step makes the updates.
+--- Always raises an error, since OptimManager:step makes the updates.
 function Optimizer:step() of_manager(self, "step") end
---- Always raises an error: OptimManager:zero_grad drops gradients.
+--- Always raises an error, since OptimManager:zero_grad clears the gradients.
 function Optimizer:zero_grad() of_manager(self, "zero_grad") end
---- Always raises an error: OptimManager:state_dict has the state.
+--- Always raises an error, since OptimManager:state_dict returns the state.
 function Optimizer:state_dict() of_manager(self, "state_dict") end
---- Always raises an error: OptimManager:load_state_dict loads the state.
+--- Always raises an error, since OptimManager:load_state_dict loads the state.
 function Optimizer:load_state_dict() of_manager(self, "load_state_dict") end
 
 -- -- OptimManager -----------------------------------------------------------------------------------------------------
 ---@class ps.bmt.OptimManager
----@field loss_scale number 1 if losses are not scaled
+---@field loss_scale number the loss scale, or 1 if losses are not scaled
 ---@field optimizers ps.bmt.Optimizer[]
 ---@field lr_schedulers (ps.bmt.Scheduler|false)[]
 ---@field scaler ps.bmt.LossScale|false
----@field engine ps.Engine|false set once the model has begun to train
----@field waiting table|false the state that the engine's optimizer will get
----@field scale_before number the loss scale of the last backward, which clip_grad_norm may have lowered since
+---@field engine ps.Engine|false the engine, set when the model begins to train
+---@field waiting table|false the state that is loaded into the engine's optimizer later
+---@field scale_before number the loss scale of the last backward; clip_grad_norm can have lowered loss_scale since then
 local OptimManager = {}
 optim.Manager = OptimManager
 local MANAGER = { loss_scale = "number", loss_scale_factor = "number", loss_scale_steps = "whole",
@@ -144,13 +147,14 @@ end, __tostring = function(self)
   return ("OptimManager of %d optimizers, loss scale %g"):format(#self.optimizers, self.loss_scale)
 end }
 
---- Trains a model: holds its optimizers and their schedules, scales losses, and makes the steps. An overflow divides
---- the loss scale by loss_scale_factor and skips the step; loss_scale_steps good steps multiply it by
---- loss_scale_factor.
+--- Creates a manager that trains a model: it holds the optimizers and their schedules, scales losses, and makes the
+--- steps. An overflow divides the loss scale by loss_scale_factor and skips the step. After loss_scale_steps good
+--- steps, the scale is multiplied by loss_scale_factor.
 ---@param options? {loss_scale?: number, loss_scale_factor?: number, loss_scale_steps?: integer, min_loss_scale?:
----  number, max_loss_scale?: number, grad_scale?: number} loss_scale: the first one; absent: losses are not scaled, and
----  gradients that are not finite are an error; the others default to 2, 1024, 1, no bound, and the number of ranks
----  with different rows; grad_scale divides the sum of their gradients
+--- number, max_loss_scale?: number, grad_scale?: number} loss_scale: the initial scale. Without it, losses are not
+--- scaled, and gradients that are not finite are an error. loss_scale_factor: default 2. loss_scale_steps: default
+--- 1024. min_loss_scale: default 1. max_loss_scale: default no bound. grad_scale: divides the sum of the ranks'
+--- gradients (default: the number of ranks with different rows).
 ---@return ps.bmt.OptimManager
 function optim.OptimManager(options)
   local call = "bmt.optim.OptimManager"
@@ -164,7 +168,7 @@ function optim.OptimManager(options)
     Manager)
 end
 
--- The groups of all optimizers of a manager, in order.
+-- Returns the groups of all optimizers of a manager, in order.
 local function groups_in(manager)
   local all = {}
   for _, optimizer in ipairs(manager.optimizers) do
@@ -173,12 +177,12 @@ local function groups_in(manager)
   return all
 end
 
--- Called when the engine has the model and the manager's groups.
+-- Called after the engine has received the model and the manager's groups.
 local function taken(self, engine)
   local opt, cfg = engine.optimizer, engine.cfg
   self.engine = engine
   opt.scaler, opt.checks_overflow = self.scaler or nil, self.scaler ~= false
-  opt.max_norm = math.huge                     -- each step computes the norm, which clip_grad_norm may need
+  opt.max_norm = math.huge                     -- each step computes the norm, since clip_grad_norm can need it
   for _, optimizer in ipairs(self.optimizers) do
     if optimizer.offload then cfg.zero_optimization.offload_optimizer = { device = "cpu", ratio = 1 } end
   end
@@ -187,9 +191,9 @@ local function taken(self, engine)
   self.waiting = false
 end
 
---- Adds an optimizer. All optimizers of a model must be added before it begins to train.
+--- Adds an optimizer. All of a model's optimizers must be added before training begins.
 ---@param optimizer ps.bmt.Optimizer
----@param lr_scheduler? ps.bmt.Scheduler whose step is called after each update
+---@param lr_scheduler? ps.bmt.Scheduler a schedule, whose step is called after each update
 function OptimManager:add_optimizer(optimizer, lr_scheduler)
   local call = "OptimManager:add_optimizer"
   if getmetatable(optimizer) ~= Optimizer then
@@ -216,19 +220,19 @@ local function begun(self, call)
   return self.engine
 end
 
---- Drops the gradients.
+--- Clears the gradients.
 function OptimManager:zero_grad()
   if self.engine then self.engine.optimizer:zero_grad() end
 end
 
---- Refused, since backward scales the loss.
+--- Raises an error, since backward scales the loss.
 function OptimManager:scale_loss() -- luacheck: ignore 212
   error "OptimManager:scale_loss: manager:backward(loss) scales the loss itself"
 end
 
---- Runs backward from a loss. Gradients are summed over ranks and divided by grad_scale; those of several backwards in
---- a step (gradient_accumulation_steps in init_distributed's config) are accumulated.
----@param loss ps.Tensor of one element
+--- Runs backward from a loss. Gradients are summed over ranks and divided by grad_scale. If a step has several
+--- backwards (gradient_accumulation_steps in init_distributed's config), their gradients are accumulated.
+---@param loss ps.Tensor a tensor with one element
 function OptimManager:backward(loss)
   local engine = begun(self, "backward")
   local factor = engine.accumulate * (self.grad_scale and mesh.size "dp" / self.grad_scale or 1 / mesh.size "pp")
@@ -237,7 +241,7 @@ function OptimManager:backward(loss)
   engine:backward(loss, { weight = 1 })
 end
 
--- The numbers of the groups among all groups of the manager, ascending.
+-- Returns the sorted indices of some groups among all groups of the manager.
 local function numbers_of(self, groups, call)
   local number_of, numbers, seen = {}, {}, {}
   for number, group in ipairs(groups_in(self)) do number_of[group] = number end
@@ -256,13 +260,13 @@ end
 
 local CLIP = { norm_type = "any", eps = "number" }
 
---- The norm of the gradients of some groups, or of all. The following step multiplies these gradients by max_norm /
---- (norm + eps), if that is below 1. Call it after the last backward, once per step for each group.
----@param param_groups table[] optimizer.param_groups, or groups of several optimizers in one list
+--- Returns the norm of the gradients of some groups, or of all groups. The next step multiplies these gradients by
+--- max_norm / (norm + eps) if this factor is below 1. Call it after the last backward, once per step for each group.
+---@param param_groups table[] optimizer.param_groups, or a list with groups of several optimizers
 ---@param max_norm number
----@param options? {norm_type?: number, eps?: number} default 2, the only supported one, and 1e-6; eps is added to the
----  norm that includes the loss scale
----@return number norm without the loss scale; not finite if gradients of any group overflowed
+---@param options? {norm_type?: number, eps?: number} norm_type: must be 2 (default). eps: default 1e-6; it is added to
+--- the norm that includes the loss scale.
+---@return number norm the norm without the loss scale; it is not finite if the gradients of any group overflowed
 function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   local call = "OptimManager:clip_grad_norm"
   options = caller.options(options, "OptimManager:clip_grad_norm", CLIP)
@@ -277,7 +281,7 @@ function OptimManager:clip_grad_norm(param_groups, max_norm, options)
   return step.clip(engine, numbers_of(self, param_groups, call), max_norm, (options.eps or 1e-6) / self.scale_before)
 end
 
--- Runs fn with the rate 0 in the groups whose optimizers are still in their hold_steps.
+-- Runs fn with a rate of 0 for the groups whose optimizers are still in their hold_steps.
 local function holding(self, fn)
   local was, done = {}, self.engine.optimizer.steps
   local late = self.engine.precision == "fp32" and 0 or 1
@@ -292,8 +296,8 @@ local function holding(self, fn)
   return result
 end
 
---- Makes one update, and a step of the schedules. If the scaled gradients overflowed, it lowers the loss scale instead,
---- and rank 0 prints that.
+--- Makes an update, and a step of the schedules. If the scaled gradients overflowed, it lowers the loss scale instead,
+--- and rank 0 prints a note.
 function OptimManager:step()
   local engine = begun(self, "step")
   if engine:accumulating() then
@@ -309,9 +313,10 @@ function OptimManager:step()
   for _, scheduler in ipairs(self.lr_schedulers) do if scheduler then scheduler:step() end end
 end
 
---- The state: `optimizers` (this rank's part of the engine's optimizer:state_dict(), all groups in one), lr_schedulers,
---- loss_scale and loss_scale_enabled. The tensors are not copies: save them before the next step.
----@param gather_opt? boolean true is refused
+--- Returns the state: `optimizers` (this rank's part of the engine's optimizer:state_dict(), with the groups of all
+--- optimizers), lr_schedulers, loss_scale and loss_scale_enabled. The tensors are not copies, so save them before the
+--- next step.
+---@param gather_opt? boolean true is an error
 ---@return table
 function OptimManager:state_dict(gather_opt)
   if gather_opt then
@@ -325,7 +330,7 @@ function OptimManager:state_dict(gather_opt)
     loss_scale_enabled = self.scaler ~= false, loss_scale_good = self.scaler and self.scaler.good or 0 }
 end
 
---- Loads a result of state_dict. Before the model's first call, the state is kept until then.
+--- Loads a result of state_dict. If the model has not been called yet, the state is loaded at its first call.
 ---@param state table
 function OptimManager:load_state_dict(state)
   local call = "OptimManager:load_state_dict"

@@ -20,7 +20,7 @@ local error = caller.error
 
 local parallel = {}
 
--- A size divided by the number of ranks that share it.
+-- Divides a size by the number of ranks that share it.
 local function part_of(size, what, call)
   caller.whole(size, call .. ": " .. what, 1)
   local t = mesh.size "tp"
@@ -28,7 +28,7 @@ local function part_of(size, what, call)
   return size / t
 end
 
--- The number of pieces in which rows are exchanged during a product.
+-- Returns the number of pieces in which rows are exchanged during a matrix product.
 local function pieces_of(n, key, call)
   if n ~= nil and (n < 1 or n > mesh.MOST_PIECES) then
     error(("%s: %s is %d; rows can be exchanged in 1 to %d pieces"):format(call, key, n, mesh.MOST_PIECES))
@@ -36,7 +36,7 @@ local function pieces_of(n, key, call)
   return n or session.need(call).pieces
 end
 
--- The rows of all ranks, x [n / t, ...] -> [n, ...]. Gradient: this rank's rows of the sum over ranks.
+-- Gathers the rows of all ranks: x [n / t, ...] -> [n, ...]. The gradient is this rank's rows of the sum over ranks.
 local function gathered(group, x)
   return session.need "bmt.nn".keep_gathered and group:gathered(x) or group:gathered_again(x)
 end
@@ -46,17 +46,17 @@ local PRODUCT = { gather_input = "boolean", gather_output = "boolean", split_inp
   reduce_output_type = "string", async_chunks = "whole" }
 local REDUCES = { all_reduce = true, reduce_scatter = true }
 
---- x weight^T + bias, of which each rank has a part: of the outputs, or, with reduce_output_type, of the inputs.
----@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input; the first dimension is the rows
----@param weight ps.Tensor this rank's part: [outputs / t, inputs], or [outputs, inputs / t]
+--- Computes x weight^T + bias, where each rank has a shard of the outputs or, with reduce_output_type, of the inputs.
+---@param input ps.Tensor [n, inputs], or [n / t, inputs] with gather_input
+---@param weight ps.Tensor this rank's shard: [outputs / t, inputs], or [outputs, inputs / t]
 ---@param bias? ps.Tensor [outputs / t]
 ---@param options? {gather_input?: boolean, gather_output?: boolean, split_input?: boolean, reduce_output_type?:
----  "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: input has a rank's rows; otherwise it has all
----  rows, the same on all ranks, and its gradient is the sum over them. gather_output: the result has all outputs.
----  split_input: input has all columns, of which this rank's are used; otherwise, if the weight has a part of the
----  inputs, it has this rank's columns. reduce_output_type: the results are summed over the ranks; each gets all rows,
----  or its own. async_chunks: the number of pieces in which rows are exchanged during the product, if they are gathered
----  or scattered; default: that of tensor_parallel.tp_overlap_comm
+--- "all_reduce"|"reduce_scatter", async_chunks?: integer} gather_input: the input has this rank's rows. Otherwise the
+--- input has all rows, is equal on all ranks, and its gradient is summed over the ranks. gather_output: the result has
+--- all outputs. split_input: the input has all columns, and this rank uses its own columns. Otherwise, if the weight is
+--- a shard of the inputs, the input has this rank's columns. reduce_output_type: sums the results over the ranks; each
+--- rank gets all rows, or its own rows. async_chunks: the number of pieces in which rows are exchanged during the
+--- product, if they are gathered or scattered (default: the number that tensor_parallel.tp_overlap_comm sets).
 ---@return ps.Tensor
 function parallel.OpParallelLinear(input, weight, bias, options)
   local call = "bmt.nn.OpParallelLinear"
@@ -85,7 +85,7 @@ function parallel.OpParallelLinear(input, weight, bias, options)
   return options.gather_output and group:gather_from(y) or y
 end
 
--- Makes a weight [outputs, inputs] with this rank's sizes and, if wanted, a bias.
+-- Creates a weight [outputs, inputs] with this rank's sizes and an optional bias.
 local function fill(self, outputs, inputs, given, weight, bias)
   weight.init_method, bias.init_method = init.xavier_normal_, init.zeros_
   local dtype = given.dtype or "fp32"
@@ -95,8 +95,8 @@ local function fill(self, outputs, inputs, given, weight, bias)
   end
 end
 
--- Makes a layer of which each rank has a t-th of the outputs (dim 0) or of the inputs (dim 1). chunks: the name of the
--- option with the number of pieces for a product, which it returns.
+-- Creates the parameters of a layer whose outputs (dim 0) or inputs (dim 1) are sharded over t ranks. `chunks` is the
+-- name of the option for the number of pieces of a product. Returns that number.
 local function fill_part(self, inputs, outputs, dim, given, chunks)
   local call, sizes = "bmt.nn." .. self.class_name, { [0] = outputs, inputs }
   local pieces = pieces_of(given[chunks], chunks, call)
@@ -117,10 +117,11 @@ local LINEAR = { bias = "boolean", dtype = "string" }
 local Linear = nn_module.class("Linear", modules.DistributedModule)
 parallel.Linear = Linear
 
---- x weight^T + bias, whole on all ranks. bmt.init_parameters fills the weight with xavier_normal_ and the bias with 0.
+--- Creates a layer x weight^T + bias that is whole on all ranks. bmt.init_parameters fills the weight with
+--- xavier_normal_ and the bias with 0.
 ---@param inputs integer
 ---@param outputs integer
----@param options? {bias?: boolean, dtype?: string} default true, "fp32"
+---@param options? {bias?: boolean, dtype?: string} bias: default true. dtype: default "fp32".
 function Linear:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.Linear", LINEAR)
   self.inputs, self.outputs = inputs, outputs
@@ -142,13 +143,14 @@ local COLUMN = { bias = "boolean", dtype = "string", gather_output = "boolean", 
 local Column = nn_module.class("ColumnParallelLinear", modules.DistributedModule)
 parallel.ColumnParallelLinear = Column
 
---- x weight^T + bias with the outputs shared by the ranks. bmt.init_parameters fills it like Linear.
+--- Creates a layer x weight^T + bias whose outputs are sharded over the ranks. bmt.init_parameters fills it like
+--- Linear.
 ---@param inputs integer
----@param outputs integer t divides it
+---@param outputs integer a multiple of t
 ---@param options? {bias?: boolean, dtype?: string, gather_output?: boolean, gather_input?: boolean,
----  async_gather_chunks?: integer} gather_output: the result has all outputs, default false; gather_input: the input
----  has this rank's rows, default true if ranks share the rows; false: it has all rows, the same on all ranks.
----  async_gather_chunks: as async_chunks of OpParallelLinear
+--- async_gather_chunks?: integer} gather_output: the result has all outputs (default false). gather_input: the input
+--- has this rank's rows (default true if ranks share the rows); otherwise the input has all rows and is equal on all
+--- ranks. async_gather_chunks: see async_chunks of OpParallelLinear.
 function Column:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.ColumnParallelLinear", COLUMN)
   local pieces = fill_part(self, inputs, outputs, 0, options, "async_gather_chunks")
@@ -158,8 +160,8 @@ function Column:init(inputs, outputs, options)
     async_chunks = pieces }
 end
 
----@param input ps.Tensor [n / t, ..., inputs], without gather_input [n, ..., inputs]
----@return ps.Tensor [n, ..., outputs / t], with gather_output [n, ..., outputs]
+---@param input ps.Tensor [n / t, ..., inputs], or [n, ..., inputs] without gather_input
+---@return ps.Tensor [n, ..., outputs / t], or [n, ..., outputs] with gather_output
 function Column:forward(input) return parallel.OpParallelLinear(input, self.weight, self.bias, self.how) end
 
 Column.extra_repr = describe
@@ -173,14 +175,14 @@ local ROW = { bias = "boolean", dtype = "string", split_input = "boolean", all_r
 local Row = nn_module.class("RowParallelLinear", modules.DistributedModule)
 parallel.RowParallelLinear = Row
 
---- x weight^T + bias with the inputs shared by the ranks. All ranks have the bias. bmt.init_parameters fills it like
---- Linear.
----@param inputs integer t divides it
+--- Creates a layer x weight^T + bias whose inputs are sharded over the ranks. All ranks have the bias.
+--- bmt.init_parameters fills it like Linear.
+---@param inputs integer a multiple of t
 ---@param outputs integer
 ---@param options? {bias?: boolean, dtype?: string, split_input?: boolean, all_reduce_output?: boolean, async_chunks?:
----  integer} split_input: the input has this rank's rows with all inputs, which are gathered and split; default false:
----  it has all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result; default false if
----  ranks share the rows: each gets its own. async_chunks: as in OpParallelLinear
+--- integer} split_input: the input has this rank's rows with all inputs, and is gathered and split. With false
+--- (default), the input has all rows with this rank's inputs. all_reduce_output: each rank gets all rows of the result.
+--- If ranks share the rows, the default is false, and each rank gets its own rows. async_chunks: see OpParallelLinear.
 function Row:init(inputs, outputs, options)
   options = caller.options(options, "bmt.nn.RowParallelLinear", ROW)
   local pieces = fill_part(self, inputs, outputs, 1, options, "async_chunks")
@@ -191,8 +193,8 @@ function Row:init(inputs, outputs, options)
   if self.bias ~= nil and not whole and mesh.group "tp" then shard.set_partial(self.bias) end
 end
 
----@param input ps.Tensor [n, ..., inputs / t], with split_input [n / t, ..., inputs]
----@return ps.Tensor [n / t, ..., outputs], with all_reduce_output [n, ..., outputs]
+---@param input ps.Tensor [n, ..., inputs / t], or [n / t, ..., inputs] with split_input
+---@return ps.Tensor [n / t, ..., outputs], or [n, ..., outputs] with all_reduce_output
 function Row:forward(input)
   local y, bias = parallel.OpParallelLinear(input, self.weight, nil, self.how), self.bias
   return bias ~= nil and y + bias or y
@@ -208,10 +210,12 @@ local VOCABULARY = { dtype = "string", init_mean = "number", init_std = "number"
 local Vocabulary = nn_module.class("VPEmbedding", modules.DistributedModule)
 parallel.VPEmbedding = Vocabulary
 
---- A table of vectors that the ranks share. bmt.init_parameters fills it from a normal distribution.
----@param words integer t divides it
+--- Creates an embedding whose vocabulary is sharded over the ranks. bmt.init_parameters fills it from a normal
+--- distribution.
+---@param words integer the vocabulary size, a multiple of t
 ---@param width integer
----@param options? {dtype?: string, init_mean?: number, init_std?: number} default "fp16", 0, 1
+---@param options? {dtype?: string, init_mean?: number, init_std?: number} dtype: default "fp16". init_mean: default 0.
+--- init_std: default 1.
 function Vocabulary:init(words, width, options)
   local call = "bmt.nn.VPEmbedding"
   options = caller.options(options, "bmt.nn.VPEmbedding", VOCABULARY)
@@ -222,7 +226,8 @@ function Vocabulary:init(words, width, options)
     tp_mode = true, tp_split_dim = 0 })
 end
 
--- The vectors at indices. If ranks share the rows, each has its own indices, in equal numbers.
+-- Returns the embedding vectors for indices. If ranks share the rows, each rank has its own indices, and all ranks have
+-- the same number of them.
 local function look_up(self, group, index)
   local weight = self.weight
   local function own(x) return native.ops.embedding(weight, x, nil, group:rank() * weight:size(0), self.words) end
@@ -234,11 +239,11 @@ local function look_up(self, group, index)
   return group:scattered(own(all))
 end
 
---- The vectors at indices; or, with projection, logits of this rank's words.
----@param x ps.Tensor integers [...], of this rank's rows if ranks share them; with projection [n, width] or [B, T,
----  width], or, if ranks share the rows, [n / t, width] or [B, T / t, width]
----@param projection? boolean default false
----@return ps.Tensor [..., width]; with projection [n, words / t] or [B, T, words / t]
+--- Returns the embedding vectors for indices or, with projection, the logits for this rank's shard of the vocabulary.
+---@param x ps.Tensor indices [...], which are those of this rank's rows if ranks share the rows. With projection, [n,
+--- width] or [B, T, width], or [n / t, width] or [B, T / t, width] if ranks share the rows
+---@param projection? boolean whether to compute logits (default false)
+---@return ps.Tensor [..., width], or [n, words / t] or [B, T, words / t] with projection
 function Vocabulary:forward(x, projection)
   local group = mesh.group "tp"
   if not projection then
@@ -255,8 +260,9 @@ function Vocabulary:extra_repr() return ("%d, %d"):format(self.words, self.width
 
 local CROSS_ENTROPY = { ignore_index = "whole", reduction = "string" }
 
---- bmt.loss.FusedCrossEntropy with parallel = true: for logits that the ranks share by words.
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} default -100, "mean"
+--- Creates a bmt.loss.FusedCrossEntropy with parallel = true, for logits that are sharded along the vocabulary.
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none"} ignore_index: default -100. reduction:
+--- default "mean".
 ---@return ps.bmt.FusedCrossEntropy
 function parallel.ParallelCrossEntropy(options)
   options = caller.options(options, "bmt.nn.ParallelCrossEntropy", CROSS_ENTROPY)

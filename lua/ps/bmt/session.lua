@@ -26,46 +26,46 @@ local error = caller.error
 local session = {}
 
 ---@class ps.bmt.Session
----@field group ps.Group all ranks
----@field config table of the engine
+---@field group ps.Group the group of all ranks
+---@field config table the engine's configuration
 ---@field quiet boolean?
 ---@field engine ps.Engine|false
----@field module ps.nn.Module|false the model that the engine has
----@field dtype string|false of all parameters
----@field inside boolean whether a call of the model is under way
----@field manager ps.bmt.OptimManager|false the manager that has optimizers
----@field groups fun(): table[] the groups of all its optimizers
----@field taken fun(engine: ps.Engine) called as soon as the engine has the model and these groups
+---@field module ps.nn.Module|false the engine's model
+---@field dtype string|false the dtype of all parameters
+---@field inside boolean whether a call of the model is in progress
+---@field manager ps.bmt.OptimManager|false the manager to which optimizers were added
+---@field groups fun(): table[] returns the groups of all the manager's optimizers
+---@field taken fun(engine: ps.Engine) called after the engine has received the model and these groups
 ---@field off fun()|false stops staging parameters
----@field sequence boolean ranks along tp share the rows between layers
----@field keep_gathered boolean backward keeps the rows that such ranks gathered
----@field pieces integer number of pieces in which such rows are exchanged during products
+---@field sequence boolean whether ranks along tp share the rows between layers
+---@field keep_gathered boolean whether backward keeps the rows that the ranks along tp gathered
+---@field pieces integer number of pieces in which the ranks along tp exchange rows during matrix products
 ---@field pipe ps.bmt.Pipe|false set if blocks are assigned to stages
----@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether they are kept
----  until the end of the step once they are gathered
----@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or have equal gradients there
+---@field stays table<ps.Tensor, boolean> parameters of blocks that have their own zero_level: whether gathered values
+--- are kept until the end of the step
+---@field alike table<ps.Tensor, boolean> parameters that are sharded along tp, or whose gradients are equal along tp
 ---@field device string|false the default device before the engine was opened
 local Session = {}
 Session.__index = Session
 
 ---@class ps.bmt.Pipe
----@field group ps.Group one rank of each stage
+---@field group ps.Group a group with one rank of each stage
 ---@field rank integer the stage of this rank, from 0
 ---@field size integer
----@field micros integer number of micro-batches into which a list of blocks cuts the rows of all stages
----@field before ps.Group|false the stage before and this one
+---@field micros integer number of micro-batches into which a list of blocks splits the rows of all stages
+---@field before ps.Group|false the previous stage and this one
 ---@field after ps.Group|false this stage and the next one
----@field stage_of table<ps.Tensor, integer> the stage of parameters and buffers of blocks
----@field inside table<ps.nn.Module, integer> the stage of blocks and their submodules
+---@field stage_of table<ps.Tensor, integer> the stage of each parameter and buffer of a block
+---@field inside table<ps.nn.Module, integer> the stage of each block and its submodules
 ---@field sample number|false the sample number that the last call set
 
-local current                                      -- the run, or nil
+local current                                      -- the current run, or nil
 
---- The contents of bmt.config in BMTrain's scripts: sizes and numbers of ranks; empty before init_distributed.
+--- The sizes and ranks that BMTrain's scripts read from bmt.config. Most are absent before init_distributed.
 ---@type table<string, any>
 session.facts = { initialized = false, rank = 0, local_rank = 0, world_size = 1 }
 
--- Keys of a configuration that are decided by calls of ps.bmt.
+-- Configuration keys that calls of ps.bmt determine.
 local DECIDED = { fp16 = "the parameters' type", bf16 = "the parameters' type", optimizer = "bmt.optim",
   scheduler = "bmt.lr_scheduler", gradient_clipping = "OptimManager:clip_grad_norm",
   overlap_optimizer = "OptimManager, whose steps update after backward",
@@ -131,7 +131,8 @@ local function set_facts(pipe_size, tp_size)
   facts.tp_zero_rank = math.floor(e.rank / tp_size)
 end
 
--- The groups of the previous stage with this one, and of this one with the next; false: there is none.
+-- Returns the group of the previous stage and this stage, and the group of this stage and the next. Each is false if
+-- there is no such stage.
 local function pairs_of(group)
   local rank, size, made = group:rank(), group:size(), {}
   for odd = 0, 1 do
@@ -153,13 +154,13 @@ local function new_pipe(micros)
 end
 
 --- Joins the other ranks and begins a run, which bmt.close() ends.
----@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?:
----  boolean, backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?:
----  integer, rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed default 0;
----  zero_level (default 3): the ZeRO level, 0 to 3; tp_size: number of ranks that share layers (bmt.nn); pipe_size:
----  number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList); num_micro_batches: number of
----  micro-batches for the rows of all stages, default pipe_size; config: keys of ps.initialize's configuration (memory,
----  device, gradient_accumulation_steps, ...); the rest as in ps.init_distributed
+---@param options? {seed?: integer, zero_level?: integer, init_method?: string, config?: table|string, quiet?: boolean,
+--- backend?: string, timeout?: number, heartbeat?: number, rank?: integer, world_size?: integer, local_rank?: integer,
+--- rendezvous?: string, pipe_size?: integer, tp_size?: integer, num_micro_batches?: integer} seed: default 0.
+--- zero_level: the ZeRO level, 0 to 3 (default 3). tp_size: the number of ranks that share layers (bmt.nn). pipe_size:
+--- the number of stages to which blocks are assigned (bmt.PipelineTransformerBlockList). num_micro_batches: the number
+--- of micro-batches for the rows of all stages (default pipe_size). config: keys of ps.initialize's configuration
+--- (memory, device, gradient_accumulation_steps, ...). The other options are those of ps.init_distributed.
 function session.begin(options)
   options = caller.options(options, "bmt.init_distributed", OPTIONS)
   if current then error "bmt.init_distributed was already called; call bmt.close() to end that run" end
@@ -194,18 +195,18 @@ function session.begin(options)
   set_facts(pipe_size, tp_size)
 end
 
---- The run. Raises an error if there is none.
----@param call string the script's call
+--- Returns the current run. Raises an error if there is none.
+---@param call string the name of the called function
 ---@return ps.bmt.Session
 function session.need(call)
   return current or error(call .. ": call bmt.init_distributed first")
 end
 
---- The run, or nil.
+--- Returns the current run, or nil if there is none.
 ---@return ps.bmt.Session?
 function session.get() return current end
 
---- Ends the run and frees its parameters and optimizers. Another init_distributed may follow.
+--- Ends the run and frees its parameters and optimizers. Another call of init_distributed is possible afterwards.
 function session.close()
   if not current then return end
   local self = current
@@ -226,7 +227,7 @@ function Session:stop_staging()
   create.set_default_device(self.device)
 end
 
--- Opens the engine's chunks for parameters of a type.
+-- Opens the engine's chunks for parameters of a dtype.
 function Session:open(dtype)
   local cfg = { optimizer = { type = dtype == "fp32" and "Adam" or "AdamW", params = { weight_decay = 0 } } }
   for key, value in pairs(self.config) do cfg[key] = value end
@@ -239,7 +240,7 @@ end
 
 local TRAINED = { fp32 = true, bf16 = true, fp16 = true }
 
---- Opens the engine for a parameter of this dtype, unless it is open.
+--- Opens the engine for parameters of this dtype if it is not open yet.
 ---@param dtype string
 ---@param call string
 function Session:ready(dtype, call)
@@ -248,11 +249,11 @@ function Session:ready(dtype, call)
   if not self.engine then self:open(dtype) end
 end
 
---- Moves a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0; for a
---- shard, those of the first rank with that shard.
+--- Moves a parameter into the engine's chunks, unless another stage has it. All ranks get the values of rank 0, or, for
+--- a shard, the values of the first rank with that shard.
 ---@param tensor ps.Tensor
 function Session:stage(tensor)
-  if session.elsewhere(tensor) or tensor:device() == "meta" then return end    -- on meta until its file is mapped
+  if session.elsewhere(tensor) or tensor:device() == "meta" then return end    -- on meta before its file is mapped
   if tensor:dtype() ~= self.dtype then
     error(("a parameter is %s, but the first one was %s: all parameters of a model of ps.bmt must have one "
       .. "dtype"):format(
@@ -267,8 +268,8 @@ function Session:stage(tensor)
   build.to_chunk(tensor, ranks and ranks.shards)
 end
 
---- Moves all remaining parameters of a module into chunks. Those that were made before the engine was opened may be on
---- another device.
+--- Moves all remaining parameters of a module into chunks. Parameters that were created before the engine was opened
+--- can be on another device.
 ---@param module ps.nn.Module
 ---@param call string
 function Session:stage_all(module, call)
@@ -277,9 +278,9 @@ function Session:stage_all(module, call)
   for _, param in ipairs(module:parameters()) do self:stage(param) end
 end
 
---- Assigns a block to a stage. For a block of another stage this rank keeps no values.
+--- Assigns a block to a stage. This rank keeps no values for blocks of other stages.
 ---@param block ps.nn.Module
----@param stage integer from 0
+---@param stage integer the stage, from 0
 function Session:deal(block, stage)
   local pipe = self.pipe
   for _, module in block:named_modules() do pipe.inside[module] = stage end
@@ -299,7 +300,7 @@ function Session:deal(block, stage)
   end
 end
 
---- The stage of a parameter that is on another stage; nil: it is here.
+--- Returns the stage of a parameter, or nil if the parameter is on this rank's stage.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.elsewhere(tensor)
@@ -308,13 +309,13 @@ function session.elsewhere(tensor)
   return stage and stage ~= pipe.rank and tensor:device() == "meta" and stage or nil
 end
 
---- The stage of a parameter of a block; nil: all stages have it.
+--- Returns the stage of a block's parameter, or nil if all stages have the parameter.
 ---@param tensor ps.Tensor
 ---@return integer? stage
 function session.stage_of(tensor) return current and current.pipe and current.pipe.stage_of[tensor] end
 
 -- -- the model -------------------------------------------------------------------------------------------------------
--- The model's stages for the engine; nil: it has one stage.
+-- Returns the model's stages for the engine, or nil if there is one stage.
 local function stages_for(self, module)
   local pipe = self.pipe
   if not pipe then return nil end
@@ -331,7 +332,7 @@ local function stages_for(self, module)
   return stages.of_itself(module, function(tensor) return pipe.stage_of[tensor] end, pipe.rank, pipe.size)
 end
 
--- Gives the engine its model, and the manager's optimizers.
+-- Passes the model and the manager's optimizers to the engine.
 function Session:take(module)
   local groups, engine = self.groups(), self.engine
   self:stop_staging()
@@ -350,8 +351,8 @@ function Session:take(module)
   self.taken(engine)
 end
 
---- Gives the engine the model now, if the optimizers have all its trained parameters: values that are loaded afterwards
---- then also go to the fp32 masters.
+--- Passes the model to the engine now, if the optimizers have all its trained parameters. Values that are loaded later
+--- are then also written to the fp32 masters.
 ---@param module ps.nn.Module
 function session.hand_over(module)
   local self, there = current, {}
@@ -365,8 +366,8 @@ function session.hand_over(module)
   self:take(module)
 end
 
--- Numbers this rank's samples, from which dropout draws: those of the stages of one pipeline follow each other, like
--- their rows in its lists. A loader that the script uses numbers them itself.
+-- Sets the number of this rank's first sample, which seeds dropout. The samples of a pipeline's stages are numbered
+-- consecutively, like their rows in the lists of blocks. A loader that the script uses sets the number itself.
 local function number_samples(self, first)
   local rng, pipe = random.state(), self.pipe
   if rng.sample ~= 0 and rng.sample ~= pipe.sample then return end
@@ -381,9 +382,9 @@ local function leave(self, ok, ...)
   return ...
 end
 
---- A call of a DistributedModule from outside all modules. For the trained model this is the engine's forward.
+--- Runs a call of a DistributedModule from outside all modules. For the trained model this is the engine's forward.
 ---@param module ps.nn.Module
----@param run fun(module: ps.nn.Module, ...): any performs the call
+---@param run fun(module: ps.nn.Module, ...): any the function that performs the call
 ---@return any ...
 function session.call(module, run, ...)
   local self = current
@@ -401,7 +402,7 @@ function session.call(module, run, ...)
   return leave(self, pcall(self.engine.call, self.engine, ...))
 end
 
---- The engine if the module is its model, else the module.
+--- Returns the engine if the module is its model, else the module.
 ---@param module any
 ---@return any
 function session.target(module)

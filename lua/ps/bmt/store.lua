@@ -19,7 +19,7 @@ local BIN = parallel.bin_file
 local SAVE = { non_blocking = "boolean" }
 local WRITERS = { pt = BIN, pth = BIN, bin = BIN, ckpt = BIN, safetensors = save.safetensors_file }
 
--- The whole tensor that ranks along tp share.
+-- Gathers the whole tensor from the ranks along tp that share it.
 local function joined(own, desc)
   local group, shards = mesh.group "tp", {}
   local all = create.empty({ group:size(), own:numel() }, { dtype = own:dtype() })
@@ -28,7 +28,7 @@ local function joined(own, desc)
   return shard.join(desc, shards)
 end
 
--- A copy of a parameter in memory; for a block's parameter, the values on its stage.
+-- Returns a copy of a parameter in memory. For a block's parameter, these are the values of its stage.
 local function value_of(tensor)
   local stage = session.stage_of(tensor)
   local copy = session.elsewhere(tensor) and create.empty(tensor:shape(), { dtype = tensor:dtype(), device = "cpu" })
@@ -36,8 +36,8 @@ local function value_of(tensor)
   return stage and mesh.group "pp":broadcast(copy, stage) or copy
 end
 
--- The state of a model that has no engine yet: rank 0 has all of it in memory, other ranks nothing. Reading a parameter
--- gathers it, so all ranks read all of them.
+-- Returns the state of a model that has no engine yet. Rank 0 has the whole state in memory, and the other ranks have
+-- none of it. Reading a parameter gathers it, so all ranks read all parameters.
 local function gathered(model, rank)
   local state, names, all = {}, {}, model:state_dict { tied = false }
   for name in pairs(all) do names[#names + 1] = name end
@@ -52,12 +52,12 @@ local function gathered(model, rank)
   return state
 end
 
---- Writes the model's values to one file, a dict of tensors by name: .pt, .pth, .bin or .ckpt in PyTorch's format, or
---- .safetensors. For a model that trains these are the fp32 values (masters), which only rank 0 writes, a piece at a
---- time. All ranks call it, between two steps; an error of one is an error of all.
+--- Writes the model's values to one file as a dict of tensors: .pt, .pth, .bin or .ckpt in PyTorch's format, or
+--- .safetensors. For a model in training, these are the fp32 values (masters). Only rank 0 writes, piece by piece. All
+--- ranks call this function between two steps. An error on one rank is raised on all ranks.
 ---@param model ps.nn.Module
 ---@param file_name string
----@param options? {non_blocking?: boolean} non_blocking = true is refused
+---@param options? {non_blocking?: boolean} non_blocking: true is an error
 function store.save(model, file_name, options)
   options = caller.options(options, "bmt.save", SAVE)
   caller.typed(file_name, "string", "bmt.save: the file")
@@ -81,18 +81,18 @@ function store.save(model, file_name, options)
   if target.micro > 0 then
     error "bmt.save writes the state between steps: call it after OptimManager:step(), or zero_grad()"
   end
-  agree.run(group, function() return save.entries(target) end)       -- an error here is an error on all ranks
+  agree.run(group, function() return save.entries(target) end)       -- raises an error of one rank on all ranks
   save.write(file_name, save.whole(target), writer, group)
 end
 
 local LOAD = { strict = "boolean" }
 
---- Copies the values of a file from bmt.save or torch.save into the model, a tensor at a time. All ranks call it, and
---- read the file. Abandons a step under way. Half parameters have masters, which keep fp32 values of the file, once an
---- OptimManager has the model's optimizers; before that, the values are rounded.
+--- Copies the values of a file from bmt.save or torch.save into the model, one tensor at a time. All ranks call this
+--- function and read the file. A step in progress is abandoned. After an OptimManager has received the model's
+--- optimizers, the fp32 values of the file go to the masters of half parameters. Before that, the values are rounded.
 ---@param model ps.nn.Module
 ---@param file_name string
----@param options? {strict?: boolean} strict (default true): missing and unexpected names are errors
+---@param options? {strict?: boolean} strict: whether missing and unexpected names are errors (default true)
 ---@return {missing: string[], unexpected: string[]}
 function store.load(model, file_name, options)
   options = caller.options(options, "bmt.load", LOAD)
@@ -101,7 +101,7 @@ function store.load(model, file_name, options)
   local target, group = session.target(model), mesh.group "world"
   local file = agree.run(group, function() return serialize.load(file_name, { lazy = true }) end)
   local function load() return target:load_state_dict(file, { strict = options.strict }) end
-  if handle.of(target) then return load() end            -- the engine reports an error of one rank on all ranks
+  if handle.of(target) then return load() end            -- the engine raises an error of one rank on all ranks
   return agree.run(group, load)
 end
 

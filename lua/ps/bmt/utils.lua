@@ -7,9 +7,9 @@ local dist = require "ps.dist"
 
 local utils = {}
 
-local WIDTH = 60                                 -- columns of a block
+local WIDTH = 60                                 -- width of a block in columns
 
---- Prints a title between lines of "=", 60 columns wide, and a text below it.
+--- Prints a title between "=" signs in a line of 60 columns, and a text below it.
 ---@param title string
 ---@param content? string
 function utils.print_block(title, content)
@@ -21,7 +21,7 @@ function utils.print_block(title, content)
   io.stdout:flush()
 end
 
---- Prints a table's values, sorted by name, below a title.
+--- Prints a title and below it a table's values, sorted by name.
 ---@param title string
 ---@param content table<any, any>
 function utils.print_dict(title, content)
@@ -36,7 +36,7 @@ function utils.print_dict(title, content)
   utils.print_block(title, table.concat(lines, "\n"))
 end
 
---- Prints a message and the memory in use (ps.memory) on rank 0, and restarts the peak.
+--- Prints a message and the memory in use (ps.memory) on rank 0, and resets the peak.
 ---@param message string
 function utils.see_memory(message)
   if dist.rank() == 0 then
@@ -47,7 +47,7 @@ function utils.see_memory(message)
 end
 
 ---@class ps.bmt.AverageRecorder
----@field value number the average; start_value before the first record
+---@field value number the average, which is start_value before the first record
 ---@field alpha number
 local AverageRecorder = {}
 local Recorder = { __index = function(self, key)
@@ -56,16 +56,16 @@ local Recorder = { __index = function(self, key)
   return steps == 0 and sum or sum / (1 - self.alpha ^ steps)
 end }
 
---- Adds a value: the sum becomes alpha sum + (1 - alpha) v, and the average is the sum / (1 - alpha^records).
+--- Adds a value. The sum becomes alpha sum + (1 - alpha) v, and the average is the sum / (1 - alpha^records).
 ---@param v number
 function AverageRecorder:record(v)
   self.sum = self.sum * self.alpha + v * (1 - self.alpha)
   self.steps = self.steps + 1
 end
 
---- A running average with an exponential decay per record: recorder:record(v), recorder.value.
----@param alpha? number the factor, default 0.9
----@param start_value? number default 0
+--- Creates a running average that decays exponentially with each record: recorder:record(v), recorder.value.
+---@param alpha? number the decay factor (default 0.9)
+---@param start_value? number the initial average (default 0)
 ---@return ps.bmt.AverageRecorder
 function utils.AverageRecorder(alpha, start_value)
   alpha = alpha or 0.9

@@ -11,26 +11,26 @@ local caller = require "ps.core.caller"
 
 local batch = {}
 
---- The value of targets that do not count, as in PyTorch and transformers.
+--- The value of ignored targets, as in PyTorch and transformers.
 batch.IGNORED = -100
 
-local DEPTH = 6                    -- levels of nested tables that are searched
+local DEPTH = 6                    -- number of nested table levels that are searched
 
--- The output for a named batch can also be used as a loop with one iteration: `for out in model(batch) do`.
+-- A model's output for a named batch can also be used as a loop with one iteration: `for out in model(batch) do`.
 local turned = setmetatable({}, { __mode = "k" })
 local Output = { __call = function(out)
   turned[out] = not turned[out] or nil
   if turned[out] then return out end
 end }
 
--- Such an output of a pipeline, on a rank that does not have the model's tensors.
+-- A pipeline's output for a named batch, on a rank that does not have the output tensors.
 local Partial = { __call = Output.__call, __index = function(_, name)
   if type(name) ~= "string" then return nil end
   caller.error(("out.%s: in a pipeline only the last stage has more than out.loss; { gather = true } sends the tensors "
     .. "to all ranks, as in model:micro_batches(batch, { gather = true })"):format(name))
 end }
 
--- Such an output of a call without targets, whose loss is computed when a script reads it.
+-- The output of a call without targets, whose loss is computed when a script reads it.
 local pending = setmetatable({}, { __mode = "k" })
 local Later = { __call = Output.__call, __index = function(out, name)
   local make = name == "loss" and pending[out]
@@ -41,14 +41,14 @@ local Later = { __call = Output.__call, __index = function(out, name)
   return value
 end }
 
--- Whether a value is a script's plain table, which may hold tensors: not a module, nor any other object.
+-- Returns whether a value is a plain table of a script, which can contain tensors, and not a module or another object.
 local function is_plain_table(value)
   local mt = type(value) == "table" and getmetatable(value)
   return mt == nil or mt == Output or mt == Partial or mt == Later
 end
 
---- The arguments of a model's call, and their number n. A list of tensors in one table is unpacked. A nil after the
---- table is ignored: it is the y of `for x, y in loader do` if an iteration returns one table.
+--- Returns the arguments of a model's call, and their count n. A single table with a list of tensors is unpacked. A nil
+--- after the table is ignored, since it is the y of `for x, y in loader do` if an iteration returns one table.
 ---@return any[] given
 function batch.spread(...)
   local given = { n = select("#", ...), ... }
@@ -76,8 +76,9 @@ local function moved(value, device, name, depth)
   return copy
 end
 
---- The same arguments with tensors moved to a device, also those in tables. A tensor already there is not copied.
----@param given any[] the arguments, and their number n
+--- Returns the same arguments with all tensors moved to a device, including tensors in tables. Tensors that are already
+--- there are not copied.
+---@param given any[] the arguments, and their count n
 ---@param device integer
 ---@param name string
 ---@return any[]
@@ -109,8 +110,9 @@ local function describe(parts, value, depth)
   end
 end
 
---- Names, shapes and types of the tensors, and the other values. Together they determine which ops run.
----@param given any[] the arguments, and their number n
+--- Returns a text with the names, shapes and types of the tensors, and with the other values. Together they determine
+--- which ops run.
+---@param given any[] the arguments, and their count n
 ---@return string
 function batch.signature(given)
   local parts = {}
@@ -120,12 +122,12 @@ end
 
 local hash_out = native.ffi.new("uint64_t[1]")
 
---- Appends the hashes of the tensors in a value, in order, for ranks that must have the same batch. The host waits for
+--- Appends the hashes of the tensors in a value, in order, to check that ranks have the same batch. The host waits for
 --- tensors on a device.
 ---@param said string[]
 ---@param value any
 function batch.add_hashes(said, value)
-  if not devices.computes then return end                         -- a dry run of a script has no other ranks' rows
+  if not devices.computes then return end  -- in a dry run of a script, the other ranks' rows do not exist
   if scope.is_tensor(value) then
     native.check(native.C.ps_tensor_hash(value:to("cpu"):contiguous(), hash_out))
     said[#said + 1] = tostring(hash_out[0])
@@ -141,7 +143,8 @@ local function are_classes(t)
   return dtype == "int32" or dtype == "int64"
 end
 
--- The targets: y of (x, y), which has the shape of x, or the labels of a named batch; nil if there are none.
+-- Returns the targets: the y of (x, y), which has the shape of x, or the labels of a named batch. Returns nil if there
+-- are none.
 local function find(given)
   local x, y = given[1], given[2]
   if is_plain_table(x) then return are_classes(x.labels) and x.labels or nil end
@@ -149,14 +152,14 @@ local function find(given)
 end
 
 ---@class ps.Targets
----@field count number targets that count
----@field places number all targets, ignored ones included
----@field explicit? boolean the model's count_targets returned the number
+---@field count number the number of targets that count
+---@field places number the number of all targets, including ignored targets
+---@field explicit? boolean whether the model's count_targets returned the count
 
--- The result of fn(...) without gradients; nil if it reads values that a dry run of a script does not know.
+-- Returns the result of fn(...) without gradients, or nil if fn reads values that are unknown in a script's dry run.
 local function known(fn, ...) return devices.known(scope.no_grad, fn, ...) end
 
--- The metatable of targets whose count is computed at its first read.
+-- Returns the metatable for targets that are counted when `count` is first read.
 local function later(counted)
   return { __index = function(found, name)
     if name ~= "count" then return nil end
@@ -165,13 +168,13 @@ local function later(counted)
   end }
 end
 
---- The targets of a batch: the number that is not -100. A model whose loss is the mean over other targets has a method
---- count_targets(...). It gets the model's arguments and returns the number of these targets, or nil for the default.
---- Models of transformers need it: they shift their labels, so a row's first label does not count. The result is nil if
---- there are no targets to count. Targets on a device are counted when `count` is read, and then the host waits for
---- them. In a dry run of a script whose targets were computed by ops, all of them count.
+--- Returns the number of a batch's targets that are not -100. A model whose loss is the mean over other targets has a
+--- method count_targets(...). It receives the model's arguments and returns the number of its targets, or nil for the
+--- default. transformers' models need this method: they shift their labels, so a row's first label does not count. The
+--- result is nil if there are no targets to count. Targets on a device are counted when `count` is read, and the host
+--- waits for them. If the targets were computed by ops in a script's dry run, all of them count.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their number n
+---@param given any[] the arguments, and their count n
 ---@return ps.Targets?
 function batch.targets(model, given)
   local labels = find(given)
@@ -194,12 +197,12 @@ function batch.targets(model, given)
 end
 
 -- -- rows -----------------------------------------------------------------------------------------------------------
--- Whether a batch is one table with names.
+-- Returns whether a batch is one table of named tensors.
 local function is_named(given) return given.n == 1 and is_plain_table(given[1]) end
 batch.is_named = is_named
 
--- A copy in which fn(tensor, rule, name) replaces each tensor. The rule says whether a tensor has a row for each
--- sample: "rows"; "rows or one": all samples may share one row; nil: it has none.
+-- Returns a copy in which fn(tensor, rule, name) replaces each tensor. The rule is "rows" if a tensor has one row per
+-- sample, "rows or one" if all samples can share one row, and nil if it has no rows.
 local function with_tensors(value, rule, name, fn, depth)
   if scope.is_tensor(value) then return fn(value, rule, name) end
   if depth == 0 or not is_plain_table(value) then return value end
@@ -208,8 +211,8 @@ local function with_tensors(value, rule, name, fn, depth)
   return copy
 end
 
--- Such a copy of a batch. The model's table split_inputs (name -> rule) has the rules for a named batch. Without it,
--- and in a positional batch, every tensor has rows.
+-- Returns a copy of a batch made by with_tensors. For a named batch, the model's table split_inputs (name -> rule) has
+-- the rules. Without this table, and in a positional batch, every tensor has rows.
 local function with_rules(model, given, fn)
   if not is_named(given) then
     local copy = { n = given.n }
@@ -225,10 +228,10 @@ local function with_rules(model, given, fn)
   return { n = 1, copy }
 end
 
---- The number of rows (samples) of a batch: the first dimension of the tensors that have one row per sample. They must
---- agree.
+--- Returns the number of rows (samples) of a batch, which is the first dimension of the tensors that have one row per
+--- sample. Raises an error if they differ.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their number n
+---@param given any[] the arguments, and their count n
 ---@return integer rows
 function batch.rows(model, given)
   local rows, of
@@ -247,9 +250,9 @@ function batch.rows(model, given)
   return rows
 end
 
---- Some rows of a batch, as views: `count` of its `rows` rows, beginning at row `first` (from 0).
+--- Returns `count` of a batch's `rows` rows, beginning at row `first` (from 0), as views.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their number n
+---@param given any[] the arguments, and their count n
 ---@param rows integer
 ---@param first integer
 ---@param count integer
@@ -262,9 +265,9 @@ function batch.narrow(model, given, rows, first, count)
   end)
 end
 
---- A batch with another number of rows and undefined values, for dry runs, in which only shapes matter.
+--- Returns a batch with another number of rows and undefined values. It is for dry runs, in which only shapes matter.
 ---@param model ps.nn.Module
----@param given any[] the arguments, and their number n
+---@param given any[] the arguments, and their count n
 ---@param rows integer
 ---@return any[]
 function batch.resized(model, given, rows)
@@ -279,8 +282,9 @@ function batch.resized(model, given, rows)
 end
 
 -- -- outputs --------------------------------------------------------------------------------------------------------
---- The tensor from which backward starts: the model's output itself, its `loss`, or the first of a list. For other
---- tables it is the first tensor in the order of names, which is the same on all ranks. Nil if there is none.
+--- Returns the tensor from which backward starts: the model's output itself, its `loss`, or the first item of a list.
+--- For other tables it is the first tensor in the order of names, which is the same on all ranks. Returns nil if there
+--- is none.
 ---@param output any
 ---@return ps.Tensor?
 function batch.loss(output)
@@ -296,14 +300,14 @@ end
 --- Makes a plain table usable as a loop with one iteration. Other values are not changed.
 ---@param result any
 ---@param ... any
----@return any ... the same
+---@return any ... the arguments
 function batch.turning(result, ...)
   if is_plain_table(result) and getmetatable(result) ~= Later then setmetatable(result, Output) end
   return result, ...
 end
 
---- A model's results by name: a tensor of one element is `loss`, any other tensor is `logits`. The results are also at
---- 1, 2, ... A plain table is returned unchanged. Other objects are not changed.
+--- Returns a model's results by name. A tensor of one element becomes `loss`, and any other tensor becomes `logits`.
+--- The results are also at indices 1, 2, ... Plain tables and other objects are returned unchanged.
 ---@param result any
 ---@param ... any the model's further results
 ---@return table
@@ -314,12 +318,12 @@ function batch.output(result, ...)
   return setmetatable(out, Output)
 end
 
---- An output whose other tensors are on other ranks. Reading one by name is an error that says so.
+--- Returns an output whose other tensors are on other ranks. Reading such a tensor is an error that says so.
 ---@param out table<string, ps.Tensor>
 ---@return table out
 function batch.partial(out) return setmetatable(out, Partial) end
 
---- An output whose loss is computed, without gradients, when a script reads it.
+--- Returns an output whose loss is computed, without gradients, when a script reads it.
 ---@param out table
 ---@param make fun(): ps.Tensor
 ---@return table out
@@ -329,15 +333,15 @@ function batch.later(out, make)
   return setmetatable(out, Later)
 end
 
---- Whether a batch has targets: `labels` in a named batch, else a second argument.
----@param given any[] the arguments, and their number n
+--- Returns whether a batch has targets: `labels` in a named batch, or else a second argument.
+---@param given any[] the arguments, and their count n
 ---@return boolean
 function batch.has_targets(given)
   if batch.is_named(given) then return given[1].labels ~= nil end
   return given.n > 1
 end
 
---- The tensors of an output.
+--- Returns the tensors in an output.
 ---@param output any
 ---@return ps.Tensor[]
 function batch.tensors(output)

@@ -7,7 +7,8 @@ local utf8 = require "ps.core.utf8"
 local error = caller.error
 local place_array = array "double"
 
--- The end of the record that begins at a byte: the record's last byte, and the first byte of the next record.
+-- Returns the end of the record that begins at a byte position: the record's last byte and the next record's first
+-- byte.
 local function record_end(text, at, separator)
   local special = '[\n"]'
   local from = at
@@ -16,7 +17,7 @@ local function record_end(text, at, separator)
     if not stop then return #text, #text + 1 end
     if text:byte(stop) == 10 then return stop - 1, stop + 1 end
     local before = text:sub(stop - 1, stop - 1)
-    if stop == at or before == separator then              -- a quoted value
+    if stop == at or before == separator then              -- an opening quote at the start of a value
       local close = stop
       repeat
         close = text:find('"', close + 1, true)
@@ -26,12 +27,12 @@ local function record_end(text, at, separator)
       until not doubled
       from = close + 1
     else
-      from = stop + 1                                      -- a quote within a value
+      from = stop + 1                                      -- a doubled quote within a value
     end
   end
 end
 
--- The values of a record.
+-- Returns the values of a record.
 local function values_of(record, separator)
   local list, at = {}, 1
   while true do
@@ -60,7 +61,7 @@ local function values_of(record, separator)
   end
 end
 
--- Where records begin and end, and the numbers of their lines. Empty records are left out.
+-- Returns where records begin and end, and their line numbers. Empty records are skipped.
 local function scan(path, text, separator)
   local room, n, places = 1024, 0, place_array(3 * 1024)
   local at, line = 1, 1
@@ -86,8 +87,8 @@ local function scan(path, text, separator)
   return places, n
 end
 
---- The rows of a file's text.
----@param path string for errors
+--- Returns the rows of a file's text.
+---@param path string the file's path, for errors
 ---@param text string
 ---@param separator string "," or "\t"
 ---@return {n: integer, name: string, get: fun(i: integer): table, place: fun(i: integer): string}

@@ -20,13 +20,13 @@ local span_array = array "int64_t"
 
 local examples = {}
 
-local VERSION = 2                                          -- of the contents of a cache file
+local VERSION = 2                                          -- format version of a cache file
 local MOST_THREADS = 8
 
 ---@class ps.Examples
 ---@field handle ffi.cdata*
 ---@field count integer
----@field cached boolean they were read from a cache file
+---@field cached boolean whether the examples were read from a cache file
 
 -- -- encoding -------------------------------------------------------------------------------------------------------
 local function free_later(out, free) return ffi.gc(out[0], free) end
@@ -37,7 +37,7 @@ local function ids_of(list)
   return buffer
 end
 
--- The ids around a whole text: those before it, and those after it.
+-- Returns the ids that the tokenizer adds before and after a whole text.
 local function around(tokenizer)
   local before, after = {}, {}
   local list = before
@@ -47,7 +47,7 @@ local function around(tokenizer)
   return before, after
 end
 
--- Converts a list of first and last bytes, from 1, to half-open ranges of bytes, from 0.
+-- Converts a list of first and last bytes (counted from 1) to half-open byte ranges (counted from 0).
 local function spans_of(self, list)
   local n = list and #list or 0
   if n == 0 then return nil, 0 end
@@ -57,7 +57,7 @@ local function spans_of(self, list)
   return spans, n
 end
 
--- Raises the error of a cache file that cannot be written.
+-- Raises an error for a cache file that cannot be written.
 local function unwritable(problem)
   if problem.name ~= "ENOSPC" and problem.name ~= "EIO" then return end
   error(("ps.data.loader: the cache of tokens: %s; free space, name another folder (cache = \"folder\"), or keep "
@@ -67,12 +67,13 @@ end
 local Encoder = {}
 Encoder.__index = Encoder
 
--- An encoder whose texts become examples of `handle`. place(i): the file and line of example i, for errors.
+-- Returns an encoder whose texts become examples of `handle`. place(i) returns the file and line of example i, for
+-- errors.
 local function encoder_of(tokenizer, handle, place)
   local special, before, after = {}, around(tokenizer)
   for id in pairs(rawget(tokenizer, "special_ids")) do special[#special + 1] = id end
   table.sort(special)
-  local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- the call copies them
+  local lists = { ids_of(special), ids_of(before), ids_of(after) }       -- alive until the call copies them
   local config = ffi.new("ps_encoder_config", { threads = math.max(1, math.min(MOST_THREADS, C.ps_threads())),
     special = lists[1], n_special = #special, prefix = lists[2], n_prefix = #before, suffix = lists[3],
     n_suffix = #after, flags = rawget(tokenizer, "splits_special") and C.PS_TOK_PLAIN or 0 })
@@ -82,7 +83,7 @@ local function encoder_of(tokenizer, handle, place)
     kept = {} }, Encoder)
 end
 
--- Raises the error of a call, and names the place of the example that caused it.
+-- Raises the error of a failed C call. The error contains the file and line of the example that caused it.
 function Encoder:checked(rc)
   if rc >= 0 then return end
   local failed = tonumber(C.ps_encoder_failed(self.handle))
@@ -92,8 +93,8 @@ function Encoder:checked(rc)
   error(("ps.data.loader: %s: %s"):format(self.place(failed + 1), tostring(problem)))
 end
 
--- The parts of a text that are encoded without special tokens, in order: messages, and roles that templates do not
--- expect. Second result: the roles that templates expect.
+-- Returns the pieces of a text that are encoded without special tokens, in order: messages, and roles that templates do
+-- not expect. The second result has the roles that templates expect.
 local function foreign_of(rendered)
   local foreign, known, mixed = {}, {}, false
   for i, part in ipairs(rendered.message or {}) do foreign[i] = part end
@@ -104,7 +105,8 @@ local function foreign_of(rendered)
   return foreign, known
 end
 
--- rendered: {text =, message =, roles =, spans =} of tokenizer:render_chat; nil spans: a whole text.
+-- Encodes `rendered`, a result {text =, message =, roles =, spans =} of tokenizer:render_chat. If `spans` is nil, the
+-- whole text is trained.
 function Encoder:put(rendered, need, weight)
   local text = self.text
   self.kept = {}
@@ -143,7 +145,7 @@ local function add(handle, ids, labels, weights, weight)
   check(C.ps_examples_add(handle, ids_of(ids), label_list, weight_list, n, weight))
 end
 
--- Checks and appends row i, which has ids.
+-- Checks row i, which contains ids, and appends it.
 local function add_ids(handle, rows, i, row, tokenizer, weight)
   local ids, labels = formats.ids(rows, i, tokenizer.vocab_size)
   local weights = row.loss_weights
@@ -159,7 +161,7 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
   add(handle, ids, labels, weights, weight)
 end
 
--- Makes labels from a mask. Only for tokenizers that ps.tokenizer did not make.
+-- Makes labels from a mask, for tokenizers that ps.tokenizer did not create.
 local function labels_of(ids, mask, place, train_on)
   local labels, trained = {}, 0
   for k, id in ipairs(ids) do
@@ -173,11 +175,11 @@ local function labels_of(ids, mask, place, train_on)
   return labels
 end
 
--- Appends the examples of a table. form: of its rows.
+-- Appends the examples of a table. `form` is the form of the table's rows.
 local function fill(handle, rows, tokenizer, form, given)
   local function place(i) return rows:place(i) end
   local own = rawget(tokenizer, "handle") ~= nil
-  local threaded = own and not rawget(tokenizer, "special_strips")       -- encode.c does not handle swallowed space
+  local threaded = own and not rawget(tokenizer, "special_strips")       -- unsupported by encode.c
   local encoder = own and form ~= "ids" and encoder_of(tokenizer, handle, place)
   local train_on, field = given.train_on or "assistant", given.weight_field
   local need = train_on == "assistant" and 2 or 1
@@ -219,7 +221,7 @@ local function hash_of(list)
   return key
 end
 
--- The hash of a tokenizer's files; nil: it has none.
+-- Returns the hash of a tokenizer's files, or nil if it has none.
 local function tokenizer_key(tokenizer)
   local source = rawget(tokenizer, "source")
   if not source or rawget(tokenizer, "handle") == nil then return nil end
@@ -244,38 +246,39 @@ local function tokenizer_key(tokenizer)
   return table.concat(list, " ")
 end
 
--- Whether the folder's chat template asks for the date.
+-- Returns whether the folder's chat template uses the date.
 local function reads_date(tokenizer, form)
   if form == "ids" or form == "text" then return false end
   return tokenizer:chat_template():reads_date() or tokenizer:chat_template({ tools = true }):reads_date()
 end
 
--- The key of the data of a cache file; nil: a part of the data has no key, such as a function.
+-- Returns the key that identifies the data of a cache file, or nil if a part of the data has no key, such as a
+-- function.
 local function key_of(rows, tokenizer, form, given)
   if type(given.train_on) == "function" then return nil end
   local tok = tokenizer_key(tokenizer)
-  local files = tok and rows:key()                         -- reads the files
+  local files = tok and rows:key()                         -- this reads the files
   if not files then return nil end
   return hash_of { VERSION, files, tok, form, given.train_on or "assistant",
     reads_date(tokenizer, form) and given.date or "", given.weight_field or "" }
 end
 
--- The folder of cache files; nil: there is none. given: a folder that the script named.
+-- Returns the folder of cache files, or nil if there is none. `given` is the folder that the script chose.
 local function cache_folder(given)
   if type(given) ~= "string" then return unpacked.folder "examples" end
   lfs.mkdir(given)
   return given
 end
 
--- Maps the cache file; nil: there is no file of these data.
+-- Maps the cache file. Returns nil if there is no file for this data.
 local function mapped(path, key)
   local out = ffi.new("ps_examples *[1]")
   if lfs.attributes(path, "mode") ~= "file" or C.ps_examples_open(path, key, out) < 0 then return nil end
   return free_later(out, C.ps_examples_free)
 end
 
--- Makes examples by fn(handle), in a file if there is a path. given: the script chose the folder of the path. If the
--- file cannot be created, this is an error if `given` is true; otherwise the examples are made in memory.
+-- Creates examples with fn(handle), in a file if there is a path. `given` is true if the script chose the folder. If
+-- the file cannot be created, this is an error if `given` is true; otherwise the examples are in memory.
 local function made(path, key, wide, fn, given)
   local out = ffi.new("ps_examples *[1]")
   local rc = C.ps_examples_new(path, key, wide and 1 or 0, out)
@@ -299,12 +302,12 @@ local function finished(handle, cached)
     hash = bit.tohex(C.ps_examples_hash(handle)) }
 end
 
---- The examples of a table. They are read from the cache if it contains them. If several ranks start together, each
---- writes a file. The last file replaces the others, whose bytes are the same.
+--- Returns the examples of a table. They are read from the cache if it contains them. If several ranks start together,
+--- each of them writes a file. The last file replaces the others, whose bytes are the same.
 ---@param rows ps.DataTable
 ---@param tokenizer ps.Tokenizer
 ---@param given {train_on?: string|function, date?: string, weight_field?: string, cache?: boolean|string} cache: a
----  folder, or false: none
+--- folder, or false for no cache
 ---@return ps.Examples
 function examples.of_table(rows, tokenizer, given)
   if #rows == 0 then error "ps.data.loader: the table has no rows" end
@@ -312,8 +315,8 @@ function examples.of_table(rows, tokenizer, given)
   if form:find "preference" then
     error(("ps.data.loader: rows in the form '%s' are for training by preferences"):format(form))
   end
-  if given.date ~= nil then chat.moment(given.date) end     -- also if the cache has the tokens
-  given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })    -- one date for all rows
+  if given.date ~= nil then chat.moment(given.date) end     -- checks the date even if the cache has the tokens
+  given = setmetatable({ date = given.date or os.date "%Y-%m-%d" }, { __index = given })  -- all rows use the same date
   local key = given.cache ~= false and key_of(rows, tokenizer, form, given)
   local folder = key and cache_folder(given.cache)
   local path = folder and ("%s/%s.examples"):format(folder, bit.tohex(key[0])) or ""
@@ -324,7 +327,7 @@ function examples.of_table(rows, tokenizer, given)
   end, type(given.cache) == "string"), false)
 end
 
---- The examples of a list of texts.
+--- Returns the examples for a list of texts.
 ---@param texts string[]
 ---@param tokenizer ps.Tokenizer
 ---@return ps.Examples

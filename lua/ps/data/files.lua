@@ -18,12 +18,12 @@ local files = {}
 ---@class ps.data.Node rows of a file, or of a list
 ---@field n integer
 ---@field name string
----@field get fun(i: integer): table row i, from 1
----@field place fun(i: integer): string its file and line, for errors
----@field text? fun(i: integer): string its JSON
----@field shared? boolean rows are the script's own tables
+---@field get fun(i: integer): table returns row i, from 1
+---@field place fun(i: integer): string returns the file and line of row i, for errors
+---@field text? fun(i: integer): string returns the JSON text of row i
+---@field shared? boolean whether the rows are the script's own tables
 
--- The value of a JSON text, which must be an object.
+-- Decodes a JSON text, which must be an object.
 local function decoded(text, place)
   if not utf8.valid(text) then error(place .. ": not valid UTF-8") end
   local ok, row = pcall(cjson.decode, text)
@@ -34,9 +34,9 @@ local function decoded(text, place)
   return row
 end
 
-local INDEXED = 16 * 1024 * 1024                           -- in bytes: files of at least this size get an index
+local INDEXED = 16 * 1024 * 1024                           -- in bytes; files of at least this size get an index
 
--- True if a file is an index, or if there is no such file. The user's own files are never replaced.
+-- Returns whether `index` is an index file or does not exist. The user's own files are never replaced.
 local function may_write(index)
   local file = io.open(index, "rb")
   if not file then return true end
@@ -45,7 +45,8 @@ local function may_write(index)
   return magic == "PSLINES"
 end
 
--- Opens a file of lines. Its index is next to the file, or in the cache folder if it cannot be written there.
+-- Opens a file of lines. Its index is stored next to the file, or in the cache folder if the file's folder is not
+-- writable.
 local function open_lines(path)
   local out, index = ffi.new("ps_lines *[1]"), path .. ".rows"
   local elsewhere = lfs.attributes(index, "mode") ~= "file" and unpacked.place("lines", path, ".rows")
@@ -80,9 +81,9 @@ local function of_lines(path, kind, name)
   return node
 end
 
---- The rows of a list.
+--- Returns the rows of a list.
 ---@param list table[]
----@param name string for errors
+---@param name string the list's name, for errors
 ---@return ps.data.Node
 function files.list(list, name)
   local node = { n = #list, name = name, shared = true }
@@ -99,7 +100,7 @@ local function whole_file(path)
   return text
 end
 
--- SQuAD's file: one object, whose articles have paragraphs with questions. A row is a question.
+-- Opens a SQuAD file: one object, whose articles have paragraphs with questions. Each question becomes a row.
 local function of_squad(text, path)
   local ok, all = pcall(cjson.decode, text)
   if not ok then error(("%s: not JSON: %s"):format(path, tostring(all))) end
@@ -128,7 +129,7 @@ local function of_squad(text, path)
   return files.list(rows, path)
 end
 
--- One past the end of the JSON value that begins at a byte; nil: it has no end.
+-- Returns the position after the JSON value that begins at a byte position, or nil if the value has no end.
 local function value_end(text, at)
   local depth = 0
   repeat
@@ -153,7 +154,8 @@ local function value_end(text, at)
   return at
 end
 
--- Opens a file of one list. It records where each item begins and ends. An item is decoded when it is read.
+-- Opens a JSON file that contains one list. It records where each item begins and ends. An item is decoded when it is
+-- read.
 local function of_json(text, path)
   local function bad(at, why)
     local _, lines = text:sub(1, at - 1):gsub("\n", "")
@@ -183,10 +185,10 @@ local READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with .gz"
 local UNREAD = { zst = "unpack it with zstd -d", zip = "unpack it with unzip", parquet = "write it as JSON lines",
   arrow = "write it as JSON lines" }
 
--- The kind of a file, by its ending; nil: it is not read.
+-- Returns the kind of a file according to its extension, or nil if the extension is not supported.
 local function kind_of(path) return KINDS[path:gsub("%.gz$", ""):match "%.([^./]*)$" or ""] end
 
--- A function that names a file's content for caches.
+-- Returns a function that returns a key for a file's content, for caches.
 local function key_of(path, kind)
   return function()
     local hash = ffi.new "uint64_t[1]"
@@ -209,7 +211,7 @@ local function opened(path, given)
   return csv(path, text, kind == "csv" and "," or "\t")
 end
 
---- The rows of a file.
+--- Returns the rows of a file.
 ---@param path string
 ---@param options {text?: string}
 ---@return ps.data.Node
@@ -219,7 +221,8 @@ function files.open(path, options)
   return node
 end
 
---- The files of a path: itself, those of a folder that have a known ending, or those that fit a pattern.
+--- Returns the files for a path: the file itself, the files of a folder with a known extension, or the files that match
+--- a pattern.
 ---@param path string
 ---@return string[]
 function files.find(path)

@@ -14,7 +14,7 @@ local formats = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
 
--- Forms, and the fields that a row of each must have. The first form that fits is used.
+-- Forms of rows, and the fields that a row of each form must have. The first form that matches is used.
 local FORMS = {
   { "messages", "messages" },
   { "sharegpt", "conversations" },
@@ -31,7 +31,7 @@ local FORMS = {
 local NAMES = {}
 for _, form in ipairs(FORMS) do NAMES[form[1]] = true end
 
--- The form of a row by its fields; nil: none.
+-- Returns the form that matches a row's fields, or nil if there is none.
 local function form_of(has)
   for _, form in ipairs(FORMS) do
     local fits = true
@@ -47,7 +47,7 @@ local function checked(rows, call)
   return rows
 end
 
--- A row of a table as values that keep the order of keys where the file has one.
+-- Returns a row of a table as template values. Keys keep the file's order if the file has one.
 local function row_of(rows, i)
   local source = rows:json(i)
   if not source then return convert.value(rows[i], rows:place(i)) end
@@ -59,7 +59,7 @@ local function row_of(rows, i)
   return row
 end
 
--- The names of a row's fields, for errors.
+-- Returns the names of a row's fields, for errors.
 local function names_of(row)
   local names = {}
   for name in pairs(row) do names[#names + 1] = tostring(name) end
@@ -67,7 +67,7 @@ local function names_of(row)
   return table.concat(names, ", ")
 end
 
---- Checks that row i is in a known form.
+--- Checks that row i has a known form.
 ---@param rows ps.DataTable
 ---@param i integer
 ---@param first? string the form of the first row, which the row must have
@@ -87,11 +87,11 @@ function formats.check(rows, i, first)
   return row, form
 end
 
---- The form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and completion",
---- "alpaca", "squad", "ids" or "text". All rows must have one form; a row of another is an error with its file and
---- line.
+--- Returns the form of a table's rows: "messages", "sharegpt", "preference", "unpaired preference", "prompt and
+--- completion", "alpaca", "squad", "ids" or "text". All rows must have the same form. The error for a row of another
+--- form contains its file and line.
 ---@param rows ps.DataTable
----@param options? {check?: integer} how many rows are checked, from the first on; default all
+---@param options? {check?: integer} check: the number of rows to check, from the first row on (default: all rows)
 ---@return string
 function formats.recognise(rows, options)
   checked(rows, "ps.data.format")
@@ -117,7 +117,8 @@ local SHAREGPT = { system = "system", human = "user", user = "user", gpt = "assi
   chatgpt = "assistant", bing = "assistant", bard = "assistant", tool = "tool", observation = "tool",
   function_call = "assistant" }
 
--- The readers of conversations. get(name, kinds) returns a field that must be of one of the kinds of values.
+-- Functions that convert a row to a conversation. get(name, kinds) returns a field whose value must be of one of the
+-- kinds.
 local CONVERSATIONS = {}
 
 function CONVERSATIONS.messages(get) return get("messages", "list") end
@@ -140,7 +141,7 @@ function CONVERSATIONS.sharegpt(get, fail)
   return values.list(messages)
 end
 
--- Appends a text as a message of a role, or a list of messages.
+-- Appends a list of messages, or a text as a message with a role.
 local function append(messages, role, part)
   if text.is(part) then messages[#messages + 1] = message(role, part)
   else for _, one in ipairs(part) do messages[#messages + 1] = one end end
@@ -159,7 +160,8 @@ function CONVERSATIONS.alpaca(get)
   return values.list { message("user", asked), message("assistant", get("output", "str")) }
 end
 
--- The paragraph and the question, and the first of the right answers.
+-- Converts a SQuAD row: the user's message is the paragraph and the question, and the answer is the first correct
+-- answer.
 function CONVERSATIONS.squad(get, fail)
   local answers = get("answers", "dict list")
   if getmetatable(answers) == values.Dict then answers = values.get(answers, "text") or values.list {} end
@@ -169,7 +171,7 @@ function CONVERSATIONS.squad(get, fail)
     message("assistant", answer) }
 end
 
--- Every message must be an object with a role.
+-- Checks that every message is an object with a role.
 local function check_messages(messages, fail)
   if #messages == 0 then fail "the conversation has no message" end
   for i, one in ipairs(messages) do
@@ -183,11 +185,11 @@ local function check_messages(messages, fail)
   end
 end
 
---- A row as a conversation: a list of messages for tokenizer:apply_chat_template. Rows in the forms "messages",
---- "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the order of the file.
+--- Returns a row as a conversation, which is a list of messages for tokenizer:apply_chat_template. Rows in the forms
+--- "messages", "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the file's order.
 ---@param rows ps.DataTable
----@param i integer row, from 1
----@param form? string as ps.data.format gives it; default: that of the row
+---@param i integer the row, from 1
+---@param form? string a result of ps.data.format (default: the form of the row)
 ---@return table messages
 ---@return table? tools the row's field `tools`
 function formats.conversation(rows, i, form)
@@ -218,7 +220,7 @@ function formats.conversation(rows, i, form)
   return messages, tools
 end
 
--- A row's field as a list of whole numbers; nil: the row does not have it.
+-- Returns a row's field as a list of whole numbers, or nil if the row does not have it.
 local function whole_numbers(row, name, fail)
   local list = row[name]
   if list == nil or list == null then return nil end
@@ -231,12 +233,12 @@ local function whole_numbers(row, name, fail)
   return list
 end
 
---- The ids and labels of a row in the form "ids". A label is a token id, or -100 for an id that is not trained.
+--- Returns the ids and labels of a row in the form "ids". A label is a token id, or -100 for an id that is not trained.
 ---@param rows ps.DataTable
----@param i integer row, from 1
----@param vocab_size? integer ids must be smaller
+---@param i integer the row, from 1
+---@param vocab_size? integer all ids must be smaller
 ---@return integer[] input_ids
----@return integer[]? labels one for each id; nil: the row has none
+---@return integer[]? labels one label per id, or nil if the row has none
 function formats.ids(rows, i, vocab_size)
   local row = checked(rows, "ps.data.ids")[i]
   local function fail(why, ...) error(("%s: " .. why):format(rows:place(i), ...)) end
@@ -256,10 +258,10 @@ function formats.ids(rows, i, vocab_size)
   return ids, labels
 end
 
---- The messages of a row before the assistant's last turn: a prompt for the model.
+--- Returns the messages of a row that precede the assistant's last turn, as a prompt for the model.
 ---@param rows ps.DataTable
----@param i integer row, from 1
----@param form? string as ps.data.format gives it; default: that of the row
+---@param i integer the row, from 1
+---@param form? string a result of ps.data.format (default: the form of the row)
 ---@return table messages
 ---@return table? tools the row's field `tools`
 function formats.prompt(rows, i, form)

@@ -27,7 +27,7 @@ local Tokens = {}
 Tokens.__index = Tokens
 function Tokens:__tostring() return ("Tokens(%s, %.0f)"):format(self.path, self:count()) end
 
-local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- 20240520 and 20240801, little-endian
+local MAGIC = { ["\136\216\052\001"] = true, ["\161\217\052\001"] = true } -- magic 20240520 and 20240801, little-endian
 
 local function has_header(path)
   local file, why = io.open(path, "rb")
@@ -39,8 +39,8 @@ end
 
 local TOKENS = { width = "whole" }
 
---- Maps a token file. A file with llm.c's header has its token width there; for other files `width` is the bytes of a
---- token. Without header and width, a .bin file is an error, and any other file is text with one token per byte.
+--- Maps a token file. llm.c's header contains the token width; for files without this header, `width` is the number of
+--- bytes per token. A .bin file without header and width is an error. Any other file is text with one token per byte.
 ---@param path string
 ---@param options? {width?: 1|2|4} bytes per token
 ---@return ps.Tokens
@@ -53,11 +53,11 @@ function data.tokens(path, options)
   return setmetatable({ path = path, width = width, handle = ffi.gc(out[0], C.ps_tokens_close) }, Tokens)
 end
 
---- The number of tokens in the shard.
+--- Returns the number of tokens in the shard.
 ---@return integer
 function Tokens:count() return tonumber(C.ps_tokens_count(self.handle)) end
 
---- Copies tokens first .. first + n - 1 (from 0) to an int32 buffer.
+--- Copies n tokens, beginning at token `first` (from 0), to an int32 buffer.
 ---@param first integer
 ---@param n integer
 ---@return ffi.cdata* ids int32_t[n]
@@ -77,7 +77,7 @@ local function write_shard(path, width, fill)
   local writer = ffi.gc(out[0], C.ps_tokw_free)
   local ok, problem = pcall(fill, writer)
   if ok then ok, problem = pcall(check, C.ps_tokw_commit(writer)) end
-  C.ps_tokw_free(ffi.gc(writer, nil))                      -- at once: it removes the temporary file
+  C.ps_tokw_free(ffi.gc(writer, nil))                      -- frees the writer now, which removes the temporary file
   if not ok then error(problem, 0) end
 end
 
@@ -86,7 +86,7 @@ local WRITTEN = { width = "whole", n = "whole" }
 --- Writes token ids to a shard with llm.c's header.
 ---@param path string
 ---@param ids integer[]|ffi.cdata* a Lua list, or an int32 buffer with `n`
----@param options? {width?: 2|4, n?: integer} width default 2
+---@param options? {width?: 2|4, n?: integer} width: bytes per token (default 2)
 function data.write_tokens(path, ids, options)
   options = caller.options(options, "ps.data.write_tokens", WRITTEN)
   caller.typed(path, "string", "ps.data.write_tokens: the path")
@@ -112,7 +112,7 @@ local function append(writer, tokenizer, text)
   check(C.ps_tokw_append(writer, buffer, #ids))
 end
 
---- Writes a string's tokens to a shard.
+--- Writes the tokens of a string to a shard.
 ---@param text string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
@@ -124,7 +124,7 @@ function data.encode_text(text, shard_path, tokenizer)
   write_shard(shard_path, width, function(writer) append(writer, tokenizer, text) end)
 end
 
---- Writes a text file's tokens to a shard. The text is split at line ends, so the file may be of any size.
+--- Writes the tokens of a text file to a shard. The text is split at line ends, so the file can have any size.
 ---@param text_path string
 ---@param shard_path string
 ---@param tokenizer ps.Tokenizer
@@ -133,7 +133,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
   caller.typed(shard_path, "string", "ps.data.encode_file: the path of the shard")
   caller.typed(tokenizer, "table", "ps.data.encode_file: the tokenizer")
   local width = tokenizer.vocab_size > 65536 and 4 or 2
-  if tokenizer.encode_file then                            -- it knows where a text may be split
+  if tokenizer.encode_file then                            -- the tokenizer decides where a text can be split
     write_shard(shard_path, width, function(writer)
       tokenizer:encode_file(text_path, function(ids, n) check(C.ps_tokw_append(writer, ids, n)) end)
     end)
@@ -152,7 +152,7 @@ function data.encode_file(text_path, shard_path, tokenizer)
   if not ok then error(problem, 0) end
 end
 
--- Shards of options.shards (paths or ps.Tokens) or options.file, as a list of ps.Tokens.
+-- Returns the shards of options.shards (paths or ps.Tokens) or options.file as a list of ps.Tokens.
 local function shards_of(options)
   local given = options.shards or { options.file }
   if type(given) ~= "table" or getmetatable(given) == Tokens then given = { given } end
@@ -165,7 +165,8 @@ local function shards_of(options)
   return shards
 end
 
--- The range of tokens to use, half-open: first/last, or split = { from, to } as shares of the whole.
+-- Returns the half-open range of tokens to use, given by first and last or by split = { from, to } as fractions of all
+-- tokens.
 local function range_of(options, shards)
   local total = 0
   for _, shard in ipairs(shards) do total = total + shard:count() end
@@ -182,7 +183,7 @@ local function batch_tensor(ids, rows, seq, device)
   return tensor
 end
 
--- The next batch of texts; nil at the end of an epoch, after which the next one begins.
+-- Returns the next batch of texts, or nil at the end of an epoch. The next call begins the next epoch.
 local function give_rows(self)
   return text_rows.next(self, random.state())
 end
@@ -191,13 +192,13 @@ local function give(self, x, y, rows, seq)
   return batch_tensor(x, rows, seq, self.device), batch_tensor(y, rows, seq, self.device)
 end
 
--- For each group of ranks, the first loader that returned a batch and takes its rank from the group.
+-- For each group of ranks, the first loader that has returned a batch and whose rank is that of the group.
 local read_by = setmetatable({}, { __mode = "k" })
-local SAMPLE = 1024                      -- tokens compared at the beginning and the end of a shard
+local SAMPLE = 1024                      -- number of tokens compared at the beginning and at the end of a shard
 
---- A text that must be equal on all ranks: the loader's tokens, their beginning and their order. nil until a loader
---- that takes its rank from the mesh has returned a batch.
----@param group ps.Group of all ranks
+--- Returns a text that must be equal on all ranks. It describes the loader's tokens, the range's beginning and the
+--- order. Returns nil before a loader that uses the mesh's ranks has returned a batch.
+---@param group ps.Group the group of all ranks
 ---@return string?
 function data.read_by(group)
   local loader = read_by[group]
@@ -225,13 +226,13 @@ function data.read_by(group)
 end
 
 ---@class ps.Loader
----@field batch integer rows that this rank gets
----@field rank integer from 0
+---@field batch integer number of rows that this rank gets
+---@field rank integer this rank, from 0
 ---@field world_size integer
----@field global_batch integer rows of all ranks together: batch * world_size
+---@field global_batch integer number of rows on all ranks: batch * world_size
 ---@field seq integer
----@field batches integer full batches per epoch, the same on every rank; `#loader` is 0, since LuaJIT does not ask an
----  object for its length
+---@field batches integer number of full batches per epoch, equal on all ranks; `#loader` is 0, since LuaJIT does not
+--- call __len for tables
 local Loader = require("ps.core.foreign").stand({}, "loader")
 Loader.__index = Loader
 function Loader:__tostring()
@@ -248,7 +249,7 @@ function Loader:__tostring()
     at.batch, at.epoch)
 end
 
--- Options that loaders and windows share.
+-- Options that both loaders and windows accept.
 local SOURCE = { shards = "string|table", file = "string|table", width = "whole", batch = "whole", seq = "whole",
   first = "whole", last = "whole", split = "table", device = "string" }
 
@@ -261,13 +262,13 @@ local LOADER = and_also { shuffle = "boolean", seed = "whole", vocab = "whole", 
   drop_last = "boolean", too_long = "string", train_on = "string|function", date = "string", packing = "boolean",
   group_by_length = "boolean", pad_to_multiple_of = "whole", window = "whole", accumulate = "whole",
   loss_weights = "string", cache = "boolean|string" }
--- Options that only loaders of texts have, and those that only loaders of tables have.
+-- Options that only loaders of texts accept, and those that only loaders of tables accept.
 local OF_TEXTS = { "tokenizer", "padding", "drop_last", "too_long", "packing", "group_by_length", "pad_to_multiple_of",
   "window", "accumulate" }
 local OF_TABLES = { "train_on", "date", "loss_weights", "cache" }
 local WINDOWS = and_also { limit = "whole" }
 
--- An option that is an int32 in C.
+-- Returns an option that must fit into an int32 in C.
 local function small(options, name, default)
   local value = options[name]
   if value == nil then return default end
@@ -277,32 +278,31 @@ local function small(options, name, default)
   return value
 end
 
---- Batches of x [batch, seq] and the next tokens y [batch, seq], prepared in advance by a background thread. With
---- several ranks `batch` is the rows of each rank. Together the ranks get the batches that one process would get with
---- batch * world_size; rank r gets the rows from r * batch on. Ranks that share a model's stages or layers get the same
---- rows.
----
---- For texts a batch is one table { input_ids, attention_mask, labels }, int32 [batch, tokens], for models with named
---- inputs. A text is a row, with the special tokens of its tokenizer. A text of more than seq tokens loses its last
---- ones, and `tostring(loader)` has the number of such texts. Rows are padded at their ends with the tokenizer's pad
---- token (else its end token, else 0) and labels of -100. A table of examples (ps.data.table) gives the same batches:
---- the tokenizer's chat template turns conversations into ids, and tokens that the model must not produce have labels
---- of -100.
----@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer,
----  first?: integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?:
----  integer, rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer,
----  padding?: "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable,
----  too_long?: "right"|"left"|"drop"|"error", train_on?: string|fun(i: integer, role: string): boolean, date?: string,
----  packing?: boolean, group_by_length?: boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer,
----  loss_weights?: string, cache?: boolean|string} shuffle: default true; split: { 0, 0.9 }
----  uses the first nine tenths; vocab: larger ids are errors; ahead: batches prepared in advance, default 2; rank and
----  world_size: default those of ps.init_distributed's ranks along dp, else one process; device: of the tensors (an
----  engine accepts any); texts: instead of shards, with their tokenizer; padding: to the longest row of the batch
----  (default), or to seq; drop_last: whether a last batch that is not full is left out, default true for texts and
----  false for a table; otherwise the last batch of texts is smaller, and that of a table is filled with rows of weight
----  0; table: instead of texts; too_long: for examples of more than seq tokens, default "right", which removes the last
----  ones (an example without a trained token is left out); train_on and date: as in tokenizer:apply_chat_template,
----  default "assistant"; docs/data.md describes the other options
+--- Returns a loader of batches x [batch, seq] and the following tokens y [batch, seq], which a background thread
+--- prepares in advance. With several ranks, `batch` is the number of rows per rank. Together the ranks get the batches
+--- that one process would get with batch * world_size. Rank r gets the rows from r * batch on. Ranks that share a
+--- model's stages or layers get the same rows. For texts, a batch is one table { input_ids, attention_mask, labels },
+--- int32 [batch, tokens], for models with named inputs. Each text becomes a row with the tokenizer's special tokens. A
+--- text of more than seq tokens is truncated at the end, and `tostring(loader)` contains the number of truncated texts.
+--- Rows are padded at the end with the tokenizer's pad token (or else its end token, or else 0) and with labels of
+--- -100. A table of examples (ps.data.table) produces the same kind of batches. The tokenizer's chat template converts
+--- conversations to ids, and tokens that the model must not produce have the label -100.
+---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
+--- integer, last?: integer, split?: number[], shuffle?: boolean, seed?: integer, vocab?: integer, ahead?: integer,
+--- rank?: integer, world_size?: integer, device?: string, texts?: string[], tokenizer?: ps.Tokenizer, padding?:
+--- "longest"|"max_length", drop_last?: boolean, table?: ps.DataTable, too_long?: "right"|"left"|"drop"|"error",
+--- train_on?: string|fun(i: integer, role: string): boolean, date?: string, packing?: boolean, group_by_length?:
+--- boolean, pad_to_multiple_of?: integer, window?: integer, accumulate?: integer, loss_weights?: string, cache?:
+--- boolean|string} shuffle: whether the order is random (default true). split: { 0, 0.9 } uses the first nine tenths.
+--- vocab: the vocabulary size; larger ids are errors. ahead: the number of batches prepared in advance (default 2).
+--- rank and world_size: default to the ranks along dp of ps.init_distributed, or else to one process. device: the
+--- device of the tensors; an engine accepts any device. texts: a list of texts in place of shards; it needs a
+--- tokenizer. padding: pads to the longest row of the batch (default), or to seq. drop_last: skips a last batch that is
+--- not full (default true for texts and false for a table). With false, the last batch of texts is smaller, and the
+--- last batch of a table is filled with rows of weight 0. table: a table of examples in place of texts. too_long: the
+--- treatment of examples of more than seq tokens (default "right", which removes the last tokens and skips an example
+--- without a trained token). train_on and date: as in tokenizer:apply_chat_template (default "assistant"). docs/data.md
+--- describes the other options.
 ---@return ps.Loader
 function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
@@ -348,7 +348,7 @@ function data.loader(options)
   return setmetatable(self, Loader)
 end
 
--- The next batch, or nothing at the end of an epoch.
+-- Returns the next batch, or nothing at the end of an epoch.
 local function turn(self)
   if self.of_mesh and mesh.is_open() and mesh.group "dp" ~= self.group then
     error("the loader was made before the processes joined a group or were divided into stages, and would read " ..
@@ -372,36 +372,36 @@ local function turn(self)
   return give(self, self.x, self.y, self.batch, self.seq)
 end
 
---- The next batch; the next epoch follows without a break.
----@return ps.Tensor|table x int32 [batch, seq]; with texts the batch
----@return ps.Tensor? y int32 [batch, seq], the tokens that follow those of x
+--- Returns the next batch. After the last batch of an epoch, the next epoch begins.
+---@return ps.Tensor|table x int32 [batch, seq], or the whole batch for texts
+---@return ps.Tensor? y int32 [batch, seq], for each token of x, the token that follows it
 function Loader:next()
   local x, y = turn(self)
   if x == nil then x, y = turn(self) end
   return x, y
 end
 
---- `for batch in loader do`: the rest of the current epoch as tables {x, y}, which an engine's model accepts as they
---- are.
----@return ps.Tensor[]|table? batch nil at the end of the epoch
+--- `for batch in loader do` iterates over the remaining batches of the current epoch as tables {x, y}, which an
+--- engine's model accepts directly.
+---@return ps.Tensor[]|table? batch The batch, or nil at the end of the epoch.
 function Loader:__call()
   local x, y = turn(self)
   if x ~= nil then return self.rows and x or { x, y } end
 end
 
---- `for x, y in loader:epoch() do`: the rest of the current epoch.
----@return fun(): ps.Tensor|table?, ps.Tensor? x and y, int32 [batch, seq] each; with texts the batch
+--- `for x, y in loader:epoch() do` iterates over the remaining batches of the current epoch.
+---@return fun(): ps.Tensor|table?, ps.Tensor? x and y, both int32 [batch, seq], or the whole batch for texts
 function Loader:epoch()
   return function() return turn(self) end
 end
 
---- The number of batches per epoch, `loader.batches`.
+--- Returns the number of batches per epoch, which is also `loader.batches`.
 ---@return integer
 function Loader:size() return self.batches end
 
---- The position of the next batch. `batch` counts batches of all ranks together, from 0 in each epoch.
----@return {epoch: integer, batch: integer, window?: integer, row?: integer} window and row: of a loader of texts or of
----  a table, where they decide the position
+--- Returns the position of the next batch. `batch` counts the batches of all ranks together, from 0 in each epoch.
+---@return {epoch: integer, batch: integer, window?: integer, row?: integer} A loader of texts or of a table also
+--- returns window and row, which determine its position.
 function Loader:position()
   if self.rows then return text_rows.position(self) end
   check(C.ps_loader_get_position(self.handle, self.at))
@@ -423,11 +423,12 @@ function Loader:seek(position)
   check(C.ps_loader_set_position(self.handle, at))
 end
 
--- Fields that must be equal for a position to select the same samples.
+-- Fields that must be equal for a position to refer to the same samples.
 local IDENTITY = { "seq", "shuffle", "seed", "first", "last", "texts", "drop_last", "window", "packing",
   "group_by_length", "too_long", "mixture" }
 
---- The position of all ranks, the same on each. Any number of ranks can resume from it (see load_state_dict).
+--- Returns the position of all ranks, which is equal on every rank. Any number of ranks can resume from it (see
+--- load_state_dict).
 ---@return table state `batch` is the global batch
 function Loader:state_dict()
   local state = { position = self:position(), batch = self.global_batch, batches = self.batches }
@@ -436,15 +437,16 @@ function Loader:state_dict()
   return state
 end
 
--- The saved position in batches of this loader. If an epoch had ended, it has ended here. Within an epoch, the samples
--- used so far must be a whole number of batches here, since otherwise some would be repeated or skipped.
+-- Converts a saved position to batches of this loader. A position at the end of an epoch stays at the end of the epoch.
+-- Within an epoch, the samples used so far must be a whole number of this loader's batches, since otherwise some
+-- samples would be repeated or skipped.
 local function position_here(self, state)
   local at, here = state.position, self.global_batch
   if type(at) ~= "table" or type(state.batch) ~= "number" or not tonumber(at.epoch)
     or not tonumber(at.batch or at.window) then
     error("this is not the state of a loader: its position or batch is missing")
   end
-  if at.window ~= nil then return at end                   -- rows do not depend on batches
+  if at.window ~= nil then return at end  -- the position is a row and does not depend on the batch size
   if state.batch == here then return at end
   if at.batch == state.batches then return { epoch = at.epoch, batch = self.batches } end
   local given = at.batch * state.batch
@@ -459,8 +461,9 @@ local function position_here(self, state)
   return { epoch = at.epoch, batch = given / here }
 end
 
---- Continues where the saved loader was, also on another number of ranks. The global batch (batch * world_size) may
---- differ at the end of an epoch, or if it divides the number of samples used so far; else it is an error.
+--- Continues at the position of a saved loader. The number of ranks can differ. The global batch (batch * world_size)
+--- can differ at the end of an epoch, or if it divides the number of samples used so far. Otherwise a difference is an
+--- error.
 ---@param state table
 function Loader:load_state_dict(state)
   caller.typed(state, "table", "the saved state of a loader")
@@ -474,12 +477,12 @@ function Loader:load_state_dict(state)
   self:seek(position_here(self, state))
 end
 
---- `for x, y in ps.data.windows { file =, batch =, seq = } do`: every window of `seq` tokens once, in order, for
---- evaluation. The last batch may have fewer rows.
+--- `for x, y in ps.data.windows { file =, batch =, seq = } do` iterates over all windows of `seq` tokens once, in
+--- order, for evaluation. The last batch can have fewer rows.
 ---@param options {shards?: (string|ps.Tokens)[], file?: string, width?: integer, batch: integer, seq: integer, first?:
----  integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: the most windows, spread evenly
----  over the range
----@return fun(): ps.Tensor?, ps.Tensor? x and y, int32 [rows, seq] each
+--- integer, last?: integer, split?: number[], limit?: integer, device?: string} limit: the largest number of windows,
+--- which are spread evenly over the range
+---@return fun(): ps.Tensor?, ps.Tensor? x and y, both int32 [rows, seq]
 function data.windows(options)
   options = caller.options(options, "ps.data.windows", WINDOWS)
   local shards = shards_of(options)

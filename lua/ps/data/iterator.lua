@@ -9,19 +9,19 @@ local error = caller.error
 local iterator = {}
 
 ---@class ps.data.Iterated a loader over a Lua iterator
----@field at {epoch: integer, batch: integer} of the next batch, both from 0
+---@field at {epoch: integer, batch: integer} the position of the next batch, both numbers from 0
 local Iterated = {}
 Iterated.__index = Iterated
 
 local OPTIONS = { seeks = "boolean" }
 local CALL = "ps.data.iterate"
 
---- A loader whose batches come from a Lua iterator, for loops and for ps.train.run. Each rank has an iterator of its
---- own, which must return that rank's rows.
+--- Returns a loader whose batches come from a Lua iterator, for loops and for ps.train.run. Each rank has its own
+--- iterator, which must return this rank's rows.
 ---@param make fun(epoch: integer, from: integer): fun(): any returns an iterator over the batches of an epoch, counted
----  from 0. A batch is a table of named tensors, or x, y. The same epoch must give the same batches
----@param options? {seeks?: boolean} seeks = true: the iterator begins with batch `from`, which is above 0 after a
----  position was loaded; default: it begins with batch 0, and the loader drops those before the position
+--- from 0. A batch is a table of named tensors, or x, y. The same epoch must produce the same batches
+---@param options? {seeks?: boolean} seeks: if true, the iterator begins at batch `from`, which is above 0 after a
+--- position was loaded. Otherwise the iterator begins at batch 0, and the loader skips the batches before the position.
 ---@return ps.data.Iterated
 function iterator.of(make, options)
   options = caller.options(options, CALL, OPTIONS)
@@ -29,7 +29,7 @@ function iterator.of(make, options)
   return setmetatable({ make = make, seeks = options.seeks == true, at = { epoch = 0, batch = 0 } }, Iterated)
 end
 
--- Refuses a batch that is neither a table with tensors nor begins with a tensor.
+-- Raises an error for a batch that is not a table with tensors and does not begin with a tensor.
 local function check(self, batch)
   if scope.is_tensor(batch) then return end
   local found = false
@@ -39,7 +39,7 @@ local function check(self, batch)
     self.at.epoch, type(batch) == "table" and "a table without tensors" or "a " .. type(batch)))
 end
 
--- The iterator of the current epoch, at the current batch.
+-- Returns the iterator of the current epoch, positioned at the current batch.
 local function opened(self)
   local at = self.at
   local turn = self.make(at.epoch, self.seeks and at.batch or 0)
@@ -66,7 +66,7 @@ local function given(self, batch, ...)
   return batch, ...
 end
 
--- The next batch of the epoch; nil at its end.
+-- Returns the next batch of the epoch, or nil at its end.
 local function step(self)
   self.turn = self.turn or opened(self)
   return given(self, self.turn())
@@ -82,15 +82,15 @@ local function or_next_epoch(self, batch, ...)
   return first_of_epoch(self, step(self))
 end
 
---- The next batch. After the last one of an epoch the next epoch begins.
+--- Returns the next batch. After the last batch of an epoch, the next epoch begins.
 ---@return any ... a table of named tensors, or x, y
 function Iterated:next() return or_next_epoch(self, step(self)) end
 
---- `for batch in loader:epoch() do`: the rest of the current epoch.
+--- `for batch in loader:epoch() do` iterates over the remaining batches of the current epoch.
 ---@return fun(): any
 function Iterated:epoch() return function() return step(self) end end
 
---- The position of the next batch, both numbers from 0.
+--- Returns the position of the next batch, both numbers from 0.
 ---@return {epoch: integer, batch: integer}
 function Iterated:state_dict() return { epoch = self.at.epoch, batch = self.at.batch } end
 

@@ -12,7 +12,7 @@ local permutation = {}
 
 local ROUNDS = 6
 
---- A function that gives the place of i, from 1 to n, in an order that depends on n and the seed alone.
+--- Returns a function that maps i, from 1 to n, to its position in an order that depends only on n and the seed.
 ---@param n integer
 ---@param seed integer
 ---@return fun(i: integer): integer

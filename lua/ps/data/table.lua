@@ -18,31 +18,32 @@ local tables = {}
 
 ffi.cdef "typedef struct ps_data_table { int32_t id; } ps_data_table;"
 
--- The rows of a table: { n =, get = function(i) gives row i from 1, text = function(i) gives its JSON or nil,
--- place = function(i) gives its file and line for errors, name = }. shared: rows are the script's own tables.
+-- Nodes of tables. A node is { n =, get =, text =, place =, name = }: get(i) returns row i from 1, text(i) returns its
+-- JSON or nil, and place(i) returns its file and line for errors. `shared` is true if the rows are the script's own
+-- tables.
 local nodes, last = {}, 0
 
 ---@class ps.DataTable
 local Table = {}
 
-local new                                                  -- a table of a node; below
+local new                                                  -- creates the table of a node; defined below
 
 local function node_of(self) return nodes[self.id] or error "the table is closed" end
 
 -- -- sources --------------------------------------------------------------------------------------------------------
--- Row i, as a script's function gets it. The keys of a JSON row keep their order. A table that the script made is
--- copied.
+-- Returns row i in the form for a script's function. The keys of a JSON row keep their order. A table that the script
+-- created is copied.
 local function for_script(node, i)
   local source = node.text and node.text(i)
   if source then
     local ok, row = pcall(json.decode, source)
     if ok and getmetatable(row) == values.Dict then return convert.plain(row) end
   end
-  local row = node.get(i)                                  -- raises the error of a bad row
+  local row = node.get(i)                                  -- raises an error for a bad row
   return node.shared and convert.copied(row) or row
 end
 
--- Several tables one after the other.
+-- Concatenates several tables.
 local function joined(parts, name)
   local starts, n = {}, 0
   for i, part in ipairs(parts) do starts[i], n = n, n + part.n end
@@ -79,13 +80,13 @@ local function joined(parts, name)
   return node
 end
 
--- Leaves out the rows that cannot be read, and prints how many.
+-- Removes the rows that cannot be read, and prints their count.
 local function without_bad(node)
   local kept, bad, first = {}, 0, nil
   for i = 1, node.n do
     local ok, problem = pcall(node.get, i)
     if ok and node.text then
-      ok, problem = pcall(json.decode, node.text(i))       -- which also detects a key that occurs twice
+      ok, problem = pcall(json.decode, node.text(i))       -- also detects duplicate keys
       if not ok then
         problem = ("%s: not JSON: %s"):format(node.place(i), type(problem) == "table" and problem.json
           or tostring(problem))
@@ -104,14 +105,14 @@ end
 
 local OPTIONS = { on_error = "string", text = "string" }
 
---- A table of examples. A row is a Lua table. `#t` counts rows, `t[i]` is row i from 1, and ipairs goes through them.
---- The first opening of a file reads it once. A file of 16 MiB or more then gets an index, FILE.rows next to it or in
---- the cache folder, with which the next opening is immediate.
+--- Returns a table of examples. Each row is a Lua table. `#t` is the number of rows, `t[i]` is row i from 1, and ipairs
+--- iterates over the rows. The first call for a file reads it once. A file of 16 MiB or more then gets an index,
+--- FILE.rows next to it or in the cache folder, with which later calls open it immediately.
 ---@param source string|table|fun(i: integer): table? a path (.jsonl, .ndjson, .json, .txt, .csv, .tsv, each also with
----  .gz), a folder of such files, a pattern with * or ?; a list of paths or of rows; or a function that gives row i,
----  and nil after the last one
----@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: leave out rows that are not JSON, and
----  print how many; text: whether a line or a file of .txt is a row {text =}, default "line"
+--- .gz), a folder of such files, a pattern with * or ?; a list of paths or of rows; or a function that returns row i,
+--- and nil after the last row
+---@param options? {on_error?: "skip"|"raise", text?: "line"|"file"} on_error: "skip" omits rows that are not JSON, and
+--- prints their count. text: whether each line or the whole file of a .txt is a row {text =} (default "line").
 ---@return ps.DataTable
 function tables.open(source, options)
   options = caller.options(options, "ps.data.table", OPTIONS)
@@ -142,14 +143,15 @@ function tables.open(source, options)
 end
 
 -- -- views ----------------------------------------------------------------------------------------------------------
--- The node of a table, from which a view is made. A mixture has no views.
+-- Returns the node of a table from which a view is made. Raises an error for a mixture, which has no views.
 local function whole(self, what)
   local node = node_of(self)
   if node.mix then error(("table:%s of a mixture: call it on the tables before they are mixed"):format(what)) end
   return node
 end
 
--- A view whose row i is row at(i) of another table. what: names the view for caches; nil: it has no name.
+-- Returns a view whose row i is row at(i) of another table. `what` identifies the view in caches, and is nil if the
+-- view has no key.
 local function view(node, n, at, what)
   local key = node.key and what and function()
     local own = node.key()
@@ -160,8 +162,8 @@ local function view(node, n, at, what)
     place = function(i) return node.place(at(i)) end }
 end
 
---- A table whose rows are fn(row, i) of this one's. fn runs when a row is read, and may change its row. The parts of a
---- row that fn does not change keep JSON's order of keys, 1.0 and {}.
+--- Returns a table whose row i is fn(row, i) of this table's row i. fn is called when a row is read, and can change the
+--- row. The parts of a row that fn does not change keep JSON's order of keys, 1.0 and {}.
 ---@param fn fun(row: table, i: integer): table
 ---@return ps.DataTable
 function Table:map(fn)
@@ -174,7 +176,7 @@ function Table:map(fn)
   end }
 end
 
---- A table of the rows for which fn(row, i) is true. It reads all rows once.
+--- Returns a table of the rows for which fn(row, i) is true. All rows are read once.
 ---@param fn fun(row: table, i: integer): any
 ---@return ps.DataTable
 function Table:filter(fn)
@@ -187,8 +189,8 @@ function Table:filter(fn)
   return view(node, #kept, function(i) return kept[i] end)
 end
 
---- A table of the same rows in another order, which depends on the seed alone. The order is computed, so no list of
---- numbers is in memory.
+--- Returns a table of the same rows in another order, which depends only on the seed. The order is computed when a row
+--- is read, so no list of indices is in memory.
 ---@param seed integer
 ---@return ps.DataTable
 function Table:shuffle(seed)
@@ -197,7 +199,7 @@ function Table:shuffle(seed)
   return view(node, node.n, permutation.new(node.n, seed), ("shuffle %s"):format(tostring(seed)))
 end
 
---- The first n rows, or all if there are fewer.
+--- Returns the first n rows, or all if there are fewer.
 ---@param n integer
 ---@return ps.DataTable
 function Table:take(n)
@@ -206,7 +208,7 @@ function Table:take(n)
   return view(node, n, function(i) return i end, ("take %d"):format(n))
 end
 
---- The rows after the first n.
+--- Returns all rows except the first n.
 ---@param n integer
 ---@return ps.DataTable
 function Table:skip(n)
@@ -215,7 +217,7 @@ function Table:skip(n)
   return view(node, node.n - n, function(i) return i + n end, ("skip %d"):format(n))
 end
 
---- Two tables: the first rows, as a share of all, and the rest.
+--- Returns two tables: the first rows, as a fraction of all rows, and the remaining rows.
 ---@param share number in (0, 1)
 ---@return ps.DataTable first
 ---@return ps.DataTable rest
@@ -226,7 +228,7 @@ function Table:split(share)
   return self:take(n), self:skip(n)
 end
 
---- This table's rows, then those of others.
+--- Returns a table with this table's rows, followed by the rows of other tables.
 ---@param ... ps.DataTable
 ---@return ps.DataTable
 function Table:concat(...)
@@ -240,8 +242,8 @@ function Table:concat(...)
   return new(joined(parts, parts[1].name))
 end
 
---- The rows of a list of numbers.
----@param numbers integer[] from 1
+--- Returns the rows with the given indices.
+---@param numbers integer[] the indices, from 1
 ---@return ps.DataTable
 function Table:select(numbers)
   local node, kept = whole(self, "select"), {}
@@ -254,14 +256,15 @@ function Table:select(numbers)
   return view(node, #kept, function(i) return kept[i] end, "select " .. bit.tohex(C.ps_xxh3(listed, #listed)))
 end
 
---- The name of the rows' content, for caches: their files and views. nil: something has no name, such as a function.
+--- Returns a key for the rows' content, for caches. It covers the files and the views. Returns nil if something has no
+--- key, such as a function.
 ---@return string?
 function Table:key()
   local node = node_of(self)
   return node.key and node.key()
 end
 
--- The tables of ps.data.mix with their weights; nil: it is no mixture.
+-- Returns the tables of ps.data.mix with their weights, or nil if this table is not a mixture.
 function Table:mixture() return node_of(self).mix end
 
 local function checked(node, i)
@@ -271,8 +274,9 @@ local function checked(node, i)
   return i
 end
 
---- Row i as JSON, with the keys in the order of its file. nil: the row is not from a file of JSON lines as it is.
----@param i integer from 1
+--- Returns row i as JSON, with the keys in the file's order. Returns nil unless the row comes unchanged from a file of
+--- JSON lines.
+---@param i integer the row, from 1
 ---@return string?
 function Table:json(i)
   local node = node_of(self)
@@ -280,8 +284,8 @@ function Table:json(i)
   return node.text and node.text(i)
 end
 
---- The file and line of row i, for messages.
----@param i integer from 1
+--- Returns the file and line of row i, for messages.
+---@param i integer the row, from 1
 ---@return string
 function Table:place(i)
   local node = node_of(self)
@@ -304,13 +308,13 @@ local handle = ffi.metatype("ps_data_table", {
   __gc = function(self) nodes[self.id] = nil end,
 })
 
---- A table that a loader fills by weights. Rows by number are those of the first table, then of the second, and so on.
---- The weights decide from which table a loader takes its next row, so the shares hold everywhere in an epoch. Each
---- table has an order of its own.
----@param parts {[1]: ps.DataTable, [2]: number}[] tables with weights above 0, of any sum
----@param options? {exhausted?: "leave"|"repeat"|"stop"} when a table has no more rows: "leave" (default) takes the rest
----  from the others, so that each row comes once per epoch; "repeat" begins it again until all have ended once; "stop"
----  ends the epoch
+--- Returns a mixture, which a loader reads by weights. Its rows are those of the first table, then those of the second,
+--- and so on. The weights decide from which table a loader reads its next row, so the proportions hold everywhere in an
+--- epoch. Each table is shuffled separately.
+---@param parts {[1]: ps.DataTable, [2]: number}[] the tables with their weights, which are above 0 and can have any sum
+---@param options? {exhausted?: "leave"|"repeat"|"stop"} the treatment of a table that has no more rows. "leave"
+--- (default) continues with the other tables, so that each row is read once per epoch. "repeat" restarts the table
+--- until every table has ended once. "stop" ends the epoch.
 ---@return ps.DataTable
 function tables.mix(parts, options)
   options = caller.options(options, "ps.data.mix", { exhausted = "string" })
@@ -338,7 +342,7 @@ function tables.mix(parts, options)
   return new(node)
 end
 
---- Whether a value is a table of examples.
+--- Returns whether a value is a table of examples.
 ---@param value any
 ---@return boolean
 function tables.is(value) return ffi.istype(handle, value) end
@@ -349,7 +353,7 @@ function new(node)
   return handle(last)
 end
 
--- ipairs and pairs over a table: 1, first row; 2, second row; and so on.
+-- Makes ipairs and pairs iterate over a table: 1, first row; 2, second row; and so on.
 lists.of_cdata(handle, function(self)
   local node = node_of(self)
   return function(_, i)

@@ -16,15 +16,15 @@ local int_array, float_array, count_array, weight_array = array "int32_t", array
   array "double"
 
 ---@class ps.TextRows
----@field count integer examples of the first epoch
----@field seq integer most tokens of a row
----@field cut integer number of examples that were longer, and lost tokens
----@field dropped integer number of examples left out: longer than seq, or without a trained token after the cut
+---@field count integer number of examples in the first epoch
+---@field seq integer the largest number of tokens in a row
+---@field cut integer number of examples that were longer and were truncated
+---@field dropped integer number of omitted examples: longer than seq, or without a trained token after truncation
 ---@field private examples ps.Examples
 ---@field private pad integer
----@field private to_seq boolean every row has seq tokens
----@field private multiple integer rows are padded to a multiple of it
----@field private weights? "token"|"example" batches have loss_weights
+---@field private to_seq boolean whether every row has seq tokens
+---@field private multiple integer rows are padded to a multiple of this number of tokens
+---@field private weights? "token"|"example" the kind of loss_weights in a batch, or nil if it has none
 local Rows = {}
 Rows.__index = Rows
 
@@ -33,11 +33,11 @@ local rows = {}
 local LONG = { cut = C.PS_LONG_RIGHT, right = C.PS_LONG_RIGHT, left = C.PS_LONG_LEFT, drop = C.PS_LONG_DROP,
   error = C.PS_LONG_ERROR }
 local EXHAUSTED = { leave = C.PS_MIX_LEAVE, ["repeat"] = C.PS_MIX_REPEAT, stop = C.PS_MIX_STOP }
-rows.WINDOW = 4096                       -- examples of the order that are packed or grouped together
-local STEPS = 8                          -- different lengths between a length and its double
+rows.WINDOW = 4096                       -- number of consecutive examples that are packed or grouped together
+local STEPS = 8                          -- number of different lengths between a length and its double
 
 -- -- an epoch -------------------------------------------------------------------------------------------------------
--- Makes the rows of an epoch.
+-- Creates the rows of an epoch.
 local function make(self, epoch)
   local config, info, out = self.config, ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
   config.epoch = epoch
@@ -54,7 +54,7 @@ local function make(self, epoch)
     dropped = tonumber(info.dropped) }
 end
 
---- The rows of an epoch, which are made at the first call for it.
+--- Returns the rows of an epoch, which are created by the first call for that epoch.
 ---@param epoch integer
 ---@return {rows: integer, examples: integer, tokens: integer, handle: ffi.cdata*}
 function Rows:epoch(epoch)
@@ -62,8 +62,8 @@ function Rows:epoch(epoch)
   return self.now
 end
 
--- The number of tokens to which rows are padded if the longest row has `longest`. It is a multiple of a step that grows
--- with the length, so that only a few different lengths occur.
+-- Returns the length to which rows are padded if the longest row has `longest` tokens. It is a multiple of a step that
+-- grows with the length, so that only a few different lengths occur.
 local function padded(self, longest)
   if self.to_seq then return self.seq end
   local step = self.multiple
@@ -73,7 +73,7 @@ local function padded(self, longest)
   return math.max(1, math.min(math.ceil(longest / step) * step, math.max(self.seq, longest)))
 end
 
---- The window of a row, and its number there, from 0.
+--- Returns the window that contains a row, and the row's index in the window, from 0.
 ---@param epoch integer
 ---@param row integer
 ---@return integer window
@@ -84,7 +84,7 @@ function Rows:window(epoch, row)
   return tonumber(out[0]), tonumber(out[1])
 end
 
---- The row at a place in a window.
+--- Returns the row at an index in a window.
 ---@param epoch integer
 ---@param window integer
 ---@param within integer
@@ -99,9 +99,9 @@ function Rows:at(epoch, window, within)
   return row
 end
 
---- The numbers of the examples in rows first .. first + n - 1 of an epoch, from 1, for tests and reports.
+--- Returns the numbers, from 1, of the examples in n rows of an epoch, beginning at row `first`, for tests and reports.
 ---@param epoch integer
----@param first integer from 0
+---@param first integer the first row, from 0
 ---@param n integer
 ---@return integer[]
 function Rows:numbers(epoch, first, n)
@@ -120,14 +120,14 @@ local function tensor_of(values, n, length, dtype, device)
   return t
 end
 
---- A batch of rows of an epoch.
+--- Returns a batch from the rows of an epoch.
 ---@param epoch integer
 ---@param first integer the first row, from 0
----@param n integer rows of the batch
----@param from integer rows from here on, `count` of them, have one length: those of a step
+---@param n integer number of rows in the batch
+---@param from integer the first of the `count` rows of a step, which all have the same length
 ---@param count integer
 ---@param device? string
----@return table<string, ps.Tensor> batch int32 [n, length] each; rows beyond the last one of the epoch have weight 0
+---@return table<string, ps.Tensor> batch all int32 [n, length]; rows after the last row of the epoch have weight 0
 function Rows:batch(epoch, first, n, from, count, device)
   local now = self:epoch(epoch)
   local longest = C.ps_rows_longest(now.handle, from, count)
@@ -150,7 +150,7 @@ function Rows:batch(epoch, first, n, from, count, device)
 end
 
 -- -- options --------------------------------------------------------------------------------------------------------
--- Options that only a loader of shards takes.
+-- Options that only a loader of shards accepts.
 local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
 local WEIGHTS = { token = 1, example = 1 }
 
@@ -180,7 +180,7 @@ local function read(self, given, tokenizer)
   end
 end
 
--- Rejects a loader whose rows are too few for a batch, or for a last batch with rows on all ranks.
+-- Raises an error if a loader has too few rows for a batch, or for a last batch with rows on all ranks.
 local function check_size(self, given, drop)
   local n, global, what = self.rows.now.rows, self.global_batch, given.table and "rows" or "texts"
   local rest = n % global
@@ -198,7 +198,7 @@ end
 
 --- Sets the fields of a loader of texts or of a table of examples.
 ---@param self table the loader, with global_batch and world_size
----@param options table as of ps.data.loader
+---@param options table the options of ps.data.loader
 ---@return table self
 function rows.fill(self, options)
   for _, name in ipairs(OF_SHARDS) do
@@ -253,8 +253,8 @@ function rows.count(self, epoch)
   self.batches = self.drop_last and math.floor(n) or math.ceil(n)
 end
 
--- The first of this rank's rows in the epoch, and their number. If the last batch of texts is not full, the ranks
--- divide it as evenly as possible. The last batch of a table is filled with rows of weight 0.
+-- Returns the first of this rank's rows in the epoch, and their count. If the last batch of texts is not full, the
+-- ranks divide it as evenly as possible. The last batch of a table is filled with rows of weight 0.
 local function own_rows(self, row, total)
   local there = math.min(self.global_batch, total - row)
   if self.fills or there == self.global_batch then return row + self.rank * self.batch, self.batch end
@@ -262,9 +262,9 @@ local function own_rows(self, row, total)
   return row + from, math.floor(there * (self.rank + 1) / self.world_size) - from
 end
 
---- The next batch; nil at the end of an epoch, after which the next one begins.
+--- Returns the next batch, or nil at the end of an epoch. The next call begins the next epoch.
 ---@param self table the loader
----@param rng table its sample is set
+---@param rng table the random state; its field sample is set
 ---@return table<string, ps.Tensor>? batch
 function rows.next(self, rng)
   local at, total = self.at, self.rows:epoch(self.at.epoch).rows
@@ -284,7 +284,7 @@ function rows.next(self, rng)
   return batch
 end
 
---- The position of the next batch: the epoch, the window and the row in the window; and the number of the batch.
+--- Returns the position of the next batch: the epoch, the window, the row in the window, and the index of the batch.
 ---@param self table
 ---@return {epoch: integer, window: integer, row: integer, batch: integer}
 function rows.position(self)
@@ -293,7 +293,7 @@ function rows.position(self)
   return { epoch = at.epoch, window = window, row = row, batch = math.ceil(at.row / self.global_batch) }
 end
 
---- Moves to a position: a window and a row, or a batch.
+--- Moves to a position, which is a window and a row, or a batch.
 ---@param self table
 ---@param position {epoch: integer, window?: integer, row?: integer, batch?: integer}
 function rows.seek(self, position)

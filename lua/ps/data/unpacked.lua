@@ -15,7 +15,8 @@ local function hash(text) return bit.tohex(C.ps_xxh3(text, #text)) end
 
 local function absolute(path) return path:sub(1, 1) == "/" and path or lfs.currentdir() .. "/" .. path end
 
---- The subfolder of the cache folder for one purpose. It is created if it is missing. nil: the user has no home.
+--- Returns the subfolder of the cache folder for a purpose. Creates it if it is missing. Returns nil if the user has no
+--- home folder.
 ---@param purpose string
 ---@return string?
 function unpacked.folder(purpose)
@@ -30,7 +31,7 @@ function unpacked.folder(purpose)
   return folder
 end
 
---- The name of a file in the cache folder for a data file; nil: the user has no home.
+--- Returns the path of a data file's companion in the cache folder, or nil if the user has no home folder.
 ---@param purpose string
 ---@param path string
 ---@param ending string
@@ -42,7 +43,7 @@ end
 
 local function quoted(path) return "'" .. path:gsub("'", "'\\''") .. "'" end
 
--- Unpacks a file into another one. Returns true, or nil and the reason if that fails.
+-- Unpacks a file to another file. Returns true, or nil and the reason of a failure.
 local function unpack_to(path, target)
   local errors = target .. ".errors"
   local rc = os.execute(("gzip -dc -- %s >%s 2>%s"):format(quoted(path), quoted(target), quoted(errors)))
@@ -55,7 +56,7 @@ local function unpack_to(path, target)
   return nil, why ~= "" and why or "gzip failed, or the disk is full"
 end
 
--- Removes the files to which earlier versions of a packed file were unpacked.
+-- Removes the files to which earlier versions of a compressed file were unpacked.
 local function remove_older(folder, prefix, keep)
   for name in lfs.dir(folder) do
     if name:sub(1, #prefix) == prefix and name ~= keep and not name:find("%.part$") then
@@ -64,7 +65,8 @@ local function remove_older(folder, prefix, keep)
   end
 end
 
---- The path of a .gz file's content. It is unpacked into the cache folder once, and again if its size or time changes.
+--- Returns the path of a .gz file's unpacked content. The file is unpacked into the cache folder once, and again if its
+--- size or time changes.
 ---@param path string
 ---@return string
 function unpacked.gzip(path)
@@ -78,7 +80,7 @@ function unpacked.gzip(path)
   local part = ("%s.%d.part"):format(target, unistd.getpid())
   local done, why = unpack_to(path, part)
   if not done then error(("%s: cannot be unpacked to %s: %s"):format(path, folder, why)) end
-  local moved, problem = os.rename(part, target)           -- ranks that unpack it at once replace equal bytes
+  local moved, problem = os.rename(part, target)           -- ranks that unpack at the same time replace equal bytes
   if not moved then
     os.remove(part)
     error(("%s: cannot be unpacked to %s: %s"):format(path, folder, problem))

@@ -10,7 +10,7 @@ local error = caller.error
 
 ---@class ps.lora.Adapters the adapters of a model, in its field `adapters_`
 ---@field model ps.nn.Module
----@field specs table<string, ps.lora.Spec> by name
+---@field specs table<string, ps.lora.Spec> name -> settings
 ---@field active? string
 ---@field merged? string
 ---@field layers {name: string, module: ps.nn.Module, kind: table}[] the layers that have an adapter
@@ -36,22 +36,22 @@ Adapters.__index = Adapters
 ---@field task_type? string
 ---@field base? string the folder of the base model
 ---@field from_file? boolean
----@field whole_names? boolean targets are the names of all adapted layers
+---@field whole_names? boolean whether `targets` lists the whole names of all adapted layers
 
---- The adapters of a model; nil: it has none.
+--- Returns the adapters of a model, or nil if it has none.
 ---@param model ps.nn.Module
 ---@return ps.lora.Adapters?
 local function of(model) return rawget(model, "adapters_") end
 
---- The adapters of a model that must have some.
+--- Returns the adapters of a model. Raises an error if it has none.
 ---@param model ps.nn.Module
----@param call string for the error
+---@param call string the called function, for the error
 ---@return ps.lora.Adapters
 local function own(model, call)
   return of(model) or error(("%s: the model has no adapter; ps.lora.wrap(model, { r = 16 }) adds one"):format(call))
 end
 
--- The modules whose names end with an entry of modules_to_save.
+-- Returns the modules whose names end with an entry of modules_to_save.
 local function modules_to_save(model, spec)
   local list, seen = {}, {}
   for name, module in model:named_modules() do
@@ -69,7 +69,8 @@ local function modules_to_save(model, spec)
   return list
 end
 
--- Refuses a table in modules_to_save that is tied to the head: PEFT would train the table and not the head.
+-- Raises an error for an embedding in modules_to_save that is tied to the head. PEFT would train the embedding and not
+-- the head.
 local function check_tied(model, list, spec)
   local head = rawget(model, "tied_head")
   local tied = head and rawget(head, "tied")
@@ -81,7 +82,7 @@ local function check_tied(model, list, spec)
   end
 end
 
--- The entries whose module keeps an adapter after discard(module, name).
+-- Returns the entries whose module keeps an adapter after discard(module, name).
 local function kept(entries, name, discard)
   local list = {}
   for _, entry in ipairs(entries) do
@@ -90,7 +91,7 @@ local function kept(entries, name, discard)
   return list
 end
 
--- Removes one adapter, even one that `add` has made only in part.
+-- Removes an adapter, even if `add` failed halfway.
 local function discard(self, name)
   self.layers, self.saved = kept(self.layers, name, layers.discard), kept(self.saved, name, saved.discard)
   self.specs[name] = nil
@@ -100,17 +101,17 @@ local function discard(self, name)
   end
 end
 
---- Calls fn(...), which adds an adapter. If it fails, the adapter is removed, and the model's adapters and the
---- parameters that require a gradient are those of before.
+--- Calls fn(...), which adds an adapter. If fn fails, removes the adapter, and restores the active adapter and the
+--- parameters that require a gradient.
 ---@generic T
 ---@param model ps.nn.Module
----@param name string of the adapter
+---@param name string the adapter's name
 ---@param fn fun(...): T
 ---@param ... any
 ---@return T
 local function undone_on_error(model, name, fn, ...)
   local before = of(model)
-  if before and before.specs[name] then return fn(...) end              -- an error: the name is taken
+  if before and before.specs[name] then return fn(...) end              -- fn raises an error because the name is taken
   local active, trained = before and before.active, {}
   for _, p in ipairs(model:parameters()) do trained[p] = p:needs_grad() end
   local ok, result = pcall(fn, ...)
@@ -164,7 +165,7 @@ local function add(model, name, spec)
   return self
 end
 
---- Activates an adapter. nil: no adapter is active afterwards.
+--- Activates an adapter. If `name` is nil, no adapter is active afterwards.
 ---@param name? string
 function Adapters:activate(name)
   for _, entry in ipairs(self.layers) do
@@ -175,8 +176,8 @@ function Adapters:activate(name)
   self.active = name
 end
 
---- `for path, tensor in adapters:tensors(name)`: the tensors of an adapter: its full name in PEFT's file without
---- "base_model.model.", and the tensor.
+--- `for path, tensor in adapters:tensors(name)` iterates over the tensors of an adapter. `path` is the tensor's full
+--- name in PEFT's file without "base_model.model.".
 ---@param name string
 ---@return fun(): string?, ps.Tensor?
 function Adapters:tensors(name)
@@ -214,8 +215,8 @@ function Adapters:tensors(name)
   end
 end
 
---- Sets which tensors require a gradient: those of one adapter; nil: none. Parameters that an engine trains keep their
---- setting.
+--- Makes the tensors of one adapter require a gradient, and no other tensors, or none at all if `name` is nil.
+--- Parameters that an engine trains keep their setting.
 ---@param name? string
 function Adapters:train_only(name)
   for other in pairs(self.specs) do
@@ -228,7 +229,8 @@ function Adapters:train_only(name)
   end
 end
 
---- The name of a layer whose active adapter cannot be merged in place, since the weight is tied to a head; nil: none.
+--- Returns the name of a layer whose active adapter cannot be merged in place because its weight is tied to a head, or
+--- nil if there is none.
 ---@return string?
 function Adapters:tied_table()
   local head = rawget(self.model, "tied_head")
@@ -264,7 +266,7 @@ function methods.set_adapter(self, name)
   return self
 end
 
---- The name of the active adapter; nil: none is active.
+--- Returns the name of the active adapter, or nil if no adapter is active.
 ---@param self ps.nn.Module
 ---@return string?
 function methods.active_adapter(self) return own(self, "active_adapter").active end
@@ -275,11 +277,11 @@ local function restore(adapters, name, ok, ...)
   return ...
 end
 
---- Calls fn(...) while no adapter is active, so that the base model computes.
+--- Calls fn(...) without an active adapter, so that the base model computes the results.
 ---@param self ps.nn.Module
 ---@param fn function
 ---@param ... any
----@return any ... its results
+---@return any ... fn's results
 function methods.disable_adapter(self, fn, ...)
   local adapters = own(self, "disable_adapter")
   caller.callable(fn, "model:disable_adapter")
@@ -291,7 +293,7 @@ function methods.disable_adapter(self, fn, ...)
   return restore(adapters, name, pcall(fn, ...))
 end
 
---- Adds the active adapter to the weights. Calls of the model then cost what the base model costs.
+--- Adds the active adapter to the weights. Calls of the model then cost as much as calls of the base model.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.merge_adapter(self)
@@ -307,7 +309,7 @@ function methods.merge_adapter(self)
   return self
 end
 
---- Subtracts the merged adapter from the weights. They are then the base model's up to rounding.
+--- Subtracts the merged adapter from the weights, which restores the base model's weights up to rounding.
 ---@param self ps.nn.Module
 ---@return ps.nn.Module self
 function methods.unmerge_adapter(self)
@@ -318,7 +320,7 @@ function methods.unmerge_adapter(self)
 end
 methods.unmerge = methods.unmerge_adapter
 
---- Removes all adapters. The base model remains; with `merge` the active adapter is added to its weights first.
+--- Removes all adapters, so that the base model remains. With `merge`, first adds the active adapter to its weights.
 ---@param self ps.nn.Module
 ---@param options? {merge?: boolean}
 ---@return ps.nn.Module self

@@ -16,7 +16,7 @@ config.FILE = "adapter_config.json"
 local INFORMATION = { peft_type = true, auto_mapping = true, peft_version = true, base_model_name_or_path = true,
   revision = true, task_type = true, inference_mode = true, megatron_core = true, runtime_config = true,
   qalora_group_size = true, fan_in_fan_out = true, modules_to_tie = true }
--- Fields that are applied: their types, and their names in ps.lora.
+-- Supported fields with their types, and their names in ps.lora.
 local APPLIED = { r = "number", lora_alpha = "number", lora_dropout = "number", target_modules = "string|table",
   use_rslora = "boolean", use_dora = "boolean", bias = "string", init_lora_weights = "any",
   modules_to_save = "table", exclude_modules = "string|table", layers_to_transform = "number|table",
@@ -24,7 +24,7 @@ local APPLIED = { r = "number", lora_alpha = "number", lora_dropout = "number", 
 -- Values of init_lora_weights that leave the base model's weights unchanged.
 local INITS = { gaussian = true, eva = true, orthogonal = true }
 
--- Tasks for which PEFT trains the head as a whole.
+-- Tasks for which PEFT trains the head in full.
 local HEADED = { SEQ_CLS = true, TOKEN_CLS = true, QUESTION_ANS = true }
 
 local function given(value)
@@ -40,7 +40,7 @@ local function check_type(path, key, value)
   settings.refuse(path, key, shown(value), "it must be a " .. kinds:gsub("|", " or a "))
 end
 
---- The settings in a folder's adapter_config.json.
+--- Returns the settings in a folder's adapter_config.json.
 ---@param path string the folder
 ---@return ps.lora.Spec spec
 ---@return table fields all fields of the file
@@ -77,7 +77,8 @@ function config.read(path)
     ensure_weight_tying = of "ensure_weight_tying", base = of "base_model_name_or_path", from_file = true }, fields
 end
 
--- The shortest names that choose exactly these modules: last parts of names, if no other module ends with them.
+-- Returns the shortest names that select exactly these modules. A name is shortened to its last component if no other
+-- module ends with it.
 local function short_names(model, names)
   local wanted, last, list = {}, {}, {}
   for _, name in ipairs(names) do
@@ -92,7 +93,7 @@ local function short_names(model, names)
   return list
 end
 
---- The text of adapter_config.json for an adapter.
+--- Returns the text of adapter_config.json for an adapter.
 ---@param adapters ps.lora.Adapters
 ---@param name string
 ---@return string
@@ -111,7 +112,7 @@ function config.text(adapters, name)
   local null = json.null
   local whole, task = spec.modules_to_save, spec.task_type
   if whole and #whole == 0 then whole = nil end
-  if HEADED[task] and not whole then task = nil end        -- PEFT would train the head as a whole
+  if HEADED[task] and not whole then task = nil end        -- with this task, PEFT would train the whole head
   local fields = { peft_type = "LORA", task_type = task or null, auto_mapping = null, revision = null,
     base_model_name_or_path = spec.base or null, inference_mode = true, r = spec.r, lora_alpha = spec.alpha,
     lora_dropout = spec.dropout, target_modules = targets, exclude_modules = spec.exclude_modules or null,
@@ -123,7 +124,7 @@ function config.text(adapters, name)
   return encode(fields, config.FILE)
 end
 
---- The folder of the base model that an adapter's folder names.
+--- Returns the folder of the base model to which an adapter's folder refers.
 ---@param path string
 ---@return string
 function config.base_of(path)

@@ -29,11 +29,11 @@ local files = {}
 local PREFIX = "base_model.model."
 files.PREFIX = PREFIX
 local WEIGHTS, OLD_WEIGHTS = "adapter_model.safetensors", "adapter_model.bin"
-local BASE_KEY = "psluajit_base"                           -- in the file's metadata: the fingerprint of the base model
-local SAMPLE = 64                                          -- bytes of each tensor that the fingerprint has
+local BASE_KEY = "psluajit_base"                           -- metadata key for the fingerprint of the base model
+local SAMPLE = 64                                          -- number of bytes per tensor that the fingerprint covers
 
---- A fingerprint, as text, that differs between models with different weights: a hash of the names, types and shapes
---- of a folder's tensors and of 64 bytes of each. nil: the folder has no safetensors files.
+--- Returns a fingerprint that differs between models with different weights. It is a hash, as text, of the names, types
+--- and shapes of a folder's tensors and of 64 bytes of each tensor. Returns nil if the folder has no safetensors files.
 ---@param path? string the folder
 ---@return string?
 function files.fingerprint(path)
@@ -49,7 +49,7 @@ function files.fingerprint(path)
       local first = math.floor(math.max(0, n - SAMPLE) / 2)
       lines[#lines + 1] = ("%s %s [%s] %s"):format(tensor, tostring((file:dtype(tensor))),
         rectangles.text(file:shape(tensor)), ffi.string(data + first, math.min(n, SAMPLE)))
-      C.ps_st_drop(file.st, i - 1)                          -- the pages around the sample
+      C.ps_st_drop(file.st, i - 1)                          -- release the pages around the sample
     end
     file:close()
   end
@@ -68,13 +68,13 @@ local function open_weights(path)
   return error(("no adapter: %s has neither %s nor %s"):format(path, WEIGHTS, OLD_WEIGHTS))
 end
 
----@class ps.lora.Opened an adapter's files, of PEFT's form or of llama.cpp's
+---@class ps.lora.Opened the open files of an adapter, in PEFT's or llama.cpp's format
 ---@field spec ps.lora.Spec
----@field file table its tensors, by PEFT's names
+---@field file table the adapter's tensors, by PEFT's names
 ---@field at string the path of the file
 ---@field base? string the fingerprint of the base model
 
--- Opens the files of an adapter for a model.
+-- Opens an adapter's files for a model.
 local function open(path, model)
   if gguf.is_path(path) then
     local spec, file, base = gguf.open(path, model, PREFIX)
@@ -85,7 +85,7 @@ local function open(path, model)
   return { spec = spec, file = file, at = at, base = file.metadata and file.metadata[BASE_KEY] }
 end
 
--- Converts a name in the file to the name that Adapters:tensors or the base model gives the tensor.
+-- Converts a name in the file to the tensor's name in Adapters:tensors or in the base model.
 local function own_name(name)
   local bare = name:match("^" .. PREFIX:gsub("%.", "%%.") .. "(.*)$") or name
   bare = bare:gsub("%.lora_magnitude_vector%.weight$", ".lora_magnitude_vector")
@@ -99,8 +99,8 @@ local function some(list)
   return table.concat(shown, ", ")
 end
 
--- The tensors of the file and their destinations: a list of {from = name in the file, tensor = destination}. The file
--- must have every tensor of the adapter, and otherwise only copies of the base model's tensors.
+-- Returns the tensors to load as a list of {from = name in the file, tensor = destination}. The file must contain every
+-- tensor of the adapter. All other tensors in the file must be copies of the base model's tensors.
 local function plan(model, adapters, name, file, path)
   local wanted, base, missing, unknown, wrong, list = {}, model:state_dict { tied = false }, {}, {}, {}, {}
   for own, tensor in adapters:tensors(name) do wanted[own] = tensor end
@@ -118,7 +118,7 @@ local function plan(model, adapters, name, file, path)
       else
         list[#list + 1] = { from = given, tensor = tensor }
       end
-    elseif not tied and not own:find "%.original_module%." then         -- PEFT's copies of the base model's biases
+    elseif not tied and not own:find "%.original_module%." then  -- skips PEFT's copies of the base model's biases
       unknown[#unknown + 1] = given
     end
   end
@@ -142,15 +142,15 @@ local function check_base(base, wanted, path, other_base)
     .. "or pass other_base = true to use it with this one"):format(path, base, wanted, has), 0)
 end
 
---- Adds the adapter of a folder or GGUF file to a model, both without data.
+--- Adds the adapter of a folder or GGUF file to a model. Neither model nor adapter has data.
 ---@param model ps.nn.Module
 ---@param path string the adapter's folder or file
 ---@param other_base? boolean
 ---@param base string the folder of the base model
 ---@return ps.lora.Adapters
----@return table file close it after the last use of `trained`
----@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file: by PEFT's name without
----  its prefix, and parameters of the base model that the adapter has trained by name in the model
+---@return table file The caller closes it after the last use of `trained`.
+---@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file. The key is PEFT's name
+--- without its prefix, or the model's name for a parameter of the base model that the adapter trains.
 function files.open(model, path, other_base, base)
   local opened = open(path, model)
   local file, at, trained, adapters = opened.file, opened.at, {}, nil
@@ -173,7 +173,7 @@ function files.open(model, path, other_base, base)
   return adapters, file, trained
 end
 
--- Reads a tensor of the file, as load_state_dict does: on meta (ps.deferred) it is noted for later.
+-- Reads a tensor of the file, as load_state_dict does. On device meta (ps.deferred) the read is recorded for later.
 local function read_into(file, name, tensor)
   local held = hooks.ask("load", tensor, file, name)
   local to = held and held.to or tensor
@@ -209,7 +209,7 @@ function files.load(model, path, options)
   return model
 end
 
---- Copies values into tensors of the active adapter, by PEFT's names.
+--- Copies values into tensors of the active adapter. Keys are PEFT's names.
 ---@param model ps.nn.Module
 ---@param state table<string, ps.Tensor>
 function files.set(model, state)
@@ -236,7 +236,8 @@ function files.set(model, state)
 end
 
 -- -- writing ----------------------------------------------------------------------------------------------------------
--- The name in PEFT's file of a tensor of the model; nil: it does not belong to the adapter.
+-- Returns a function that maps a tensor's name in the model to its name in PEFT's file, or to nil if the tensor does
+-- not belong to the adapter.
 local function namer(adapters, name)
   local spec, adapted, whole = adapters.specs[name], {}, {}
   for _, entry in ipairs(adapters.layers) do adapted[entry.name] = true end
@@ -260,7 +261,7 @@ local function namer(adapters, name)
   end
 end
 
--- Writes the two files of PEFT. entries: with PEFT's names, sorted.
+-- Writes PEFT's two files. `entries` have PEFT's names and are sorted.
 local function write_folder(path, adapters, name, entries, base, group)
   local rank = group and group:rank() or 0
   agree.run(group, function() if rank == 0 then make_folder((path:gsub("(.)/+$", "%1"))) end end)
@@ -274,7 +275,7 @@ local function write_folder(path, adapters, name, entries, base, group)
   end)
 end
 
--- The entries of an adapter of a model or engine, with PEFT's names, sorted.
+-- Returns the entries of a model's or engine's adapter with PEFT's names, sorted.
 local function entries_of(model, adapters, name)
   local name_of, entries = namer(adapters, name), {}
   for _, entry in ipairs(pretrained_save.whole(model)) do
@@ -285,14 +286,14 @@ local function entries_of(model, adapters, name)
   return entries
 end
 
--- PEFT's names without their prefix.
+-- Removes the prefix from PEFT's names.
 local function bare(entries)
   for _, entry in ipairs(entries) do entry.name = entry.name:sub(#PREFIX + 1) end
   return entries
 end
 
--- Calls fn(adapters, name, group, base) with an adapter of a model, which is active during the call. base: the
--- fingerprint of the base model, on rank 0.
+-- Activates an adapter during a call of fn(adapters, name, group, base). `base` is the fingerprint of the base model,
+-- only on rank 0.
 local function with_adapter(model, name, call, fn)
   local module = handle.module(model)
   local adapters = adapters_of.own(module, call)
@@ -310,11 +311,11 @@ local function with_adapter(model, name, call, fn)
   if not ok then error(problem, 0) end
 end
 
---- Writes an adapter as a folder that PEFT and ps.lora.load read. With an engine these are the fp32 values, and all
---- ranks call it.
+--- Writes an adapter as a folder that PEFT and ps.lora.load can read. With an engine, the files contain the fp32
+--- values, and all ranks call this function.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string the folder
----@param name? string the adapter, default: the active one
+---@param name? string the adapter (default: the active adapter)
 function files.save(model, path, name)
   caller.typed(path, "string", "save_pretrained: the folder")
   with_adapter(model, name, "save_pretrained", function(adapters, own, group, base)
@@ -322,9 +323,9 @@ function files.save(model, path, name)
   end)
 end
 
---- Writes an adapter whose tensors are in another file, in the other form: a GGUF file, or a folder of PEFT.
+--- Converts an adapter from an open file to the other format: to a GGUF file, or to a PEFT folder.
 ---@param model ps.pretrained.Model the base model without data, with the adapter "default"
----@param trained table<string, fun(): ps.Tensor> of files.open
+---@param trained table<string, fun(): ps.Tensor> the functions that files.open returns
 ---@param path string NAME.gguf or a folder
 ---@param options {type?: string, name?: string}
 function files.convert(model, trained, path, options)
@@ -338,12 +339,12 @@ function files.convert(model, trained, path, options)
   gguf.write(path, model, adapters, "default", bare(entries), { type = options.type, name = options.name, base = base })
 end
 
--- Whether the base model has a tensor of a wrapped model.
+-- Returns whether a name in a wrapped model is that of a base model's tensor.
 local function is_base(own)
   return not (own:find "%.lora_[%w_]+%." or own:find "%.original_module%." or own:find "%.modules_to_save%.")
 end
 
--- A function that changes the entries of the whole model to those with the adapter in its weights.
+-- Returns a function that replaces entries of the whole model with the weights that include the adapter.
 local function merging(adapters, model, call)
   local module, name = adapters.model, adapters.active or adapters.merged
   if pretrained_save.group_of(model) then
@@ -375,7 +376,7 @@ local function merging(adapters, model, call)
   end
 end
 
--- Writes the whole model with an adapter in its weights.
+-- Writes the whole model with an adapter merged into its weights.
 local function save_merged(adapters, model, path, options)
   local module = adapters.model
   pretrained_save.run(model, path, function(dtype)
@@ -386,7 +387,8 @@ end
 
 local ADAPTER = { type = "string", name = "string", adapter = "string|boolean" }
 
---- Implements save_gguf of a wrapped model: the whole model with the active adapter in its weights, or an adapter.
+--- Implements save_gguf for a wrapped model. Writes the whole model with the active adapter merged into its weights, or
+--- an adapter.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param options table
@@ -412,10 +414,10 @@ function adapters_of.Adapters:save_gguf(model, path, options, save_model)
   end)
 end
 
---- The base model, for a checkpoint that has only the values that are trained; nil: the model did not come from a
---- folder of safetensors files, or is merged, so a checkpoint needs all its values.
----@return {path: string, fingerprint: string, names: table<string, boolean>}? base names: the frozen parameters that
----  the folder has
+--- Returns the base model for a checkpoint that stores only trained values. Returns nil if the checkpoint needs all
+--- values, because the model was not loaded from a folder of safetensors files or because an adapter is merged.
+---@return {path: string, fingerprint: string, names: table<string, boolean>}? base `names` has the frozen parameters
+--- that the folder contains.
 function adapters_of.Adapters:frozen_base()
   local path = rawget(self.model, "source")
   local fingerprint = not self.merged and files.fingerprint(path)
@@ -428,7 +430,7 @@ function adapters_of.Adapters:frozen_base()
   return { path = path, fingerprint = fingerprint, names = names }
 end
 
---- Implements save_pretrained of a wrapped model.
+--- Implements save_pretrained for a wrapped model.
 ---@param model ps.nn.Module|ps.Engine
 ---@param path string
 ---@param options {adapter?: string, merged?: boolean, max_shard_size?: integer|string}

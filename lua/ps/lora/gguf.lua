@@ -19,11 +19,11 @@ local error = caller.error
 local gguf = {}
 
 local TYPES = { f32 = "F32", f16 = "F16", bf16 = "BF16" }
-local BASE_KEY = "psluajit.base"                           -- the fingerprint of the base model
+local BASE_KEY = "psluajit.base"                           -- metadata key for the fingerprint of the base model
 
 local function refuse(key, value, why) settings.refuse("a GGUF adapter", key, value, why) end
 
--- The architecture of a model.
+-- Returns the architecture of a model.
 local function arch_of(model)
   local model_type = model.family and model.family.model_type
   local name, arch = names.of_model_type(model_type)
@@ -31,14 +31,14 @@ local function arch_of(model)
   return arch, name
 end
 
--- The number of heads whose rows llama.cpp has in another order; nil: none.
+-- Returns the number of heads for rows that llama.cpp reorders, or nil if it keeps their order.
 local function heads_of(config, rows)
   if rows == "heads" then return config.num_attention_heads end
   if rows == "groups" then return config.num_key_value_heads or config.num_attention_heads end
 end
 
 -- -- writing ----------------------------------------------------------------------------------------------------------
--- Refuses adapters that llama.cpp cannot apply.
+-- Raises an error for adapters that llama.cpp cannot apply.
 local function check_spec(adapters, spec)
   if spec.use_dora then refuse("use_dora", "true", "llama.cpp has no DoRA; write the merged model instead") end
   if spec.bias ~= "none" then refuse("bias", spec.bias, "llama.cpp has no trained biases; write the merged model") end
@@ -48,7 +48,7 @@ local function check_spec(adapters, spec)
   end
 end
 
--- The file's alpha, and for each layer the factor of its B.
+-- Returns the file's alpha, and for each layer the factor by which its B is multiplied.
 local function scales(adapters, name, spec)
   local alpha, factors = nil, {}
   for _, entry in ipairs(adapters.layers) do
@@ -62,8 +62,8 @@ local function scales(adapters, name, spec)
   return alpha, factors
 end
 
--- How a tensor with a name of PEFT, without its prefix, is in the file: its name there, the order of its rows, whether
--- it is transposed, its layer and whether it is B.
+-- Returns where a tensor is stored in the file. `name` is PEFT's name without its prefix. The results are the name in
+-- the file, the order of the rows, whether the tensor is transposed, its layer, and whether it is B.
 local function place(arch, config, name)
   local layer, table_part = name:match "^(.*)%.lora_embedding_([AB])$", name:match "%.lora_embedding_([AB])$"
   if not layer then layer = name:match "^(.*)%.lora_[AB]%.weight$" end
@@ -79,7 +79,7 @@ local function place(arch, config, name)
     heads = part == "B" and heads_of(config, rows) or nil, transposed = table_part == "A" }
 end
 
--- n values times a factor, as a buffer of fp32.
+-- Returns n values multiplied by a factor, as an fp32 buffer.
 local function times(dtype, data, n, factor)
   return scope.no_grad(scope.scope, function()
     local t = create.empty({ n }, { dtype = dtype, device = "cpu" })
@@ -91,14 +91,15 @@ local function times(dtype, data, n, factor)
   end)
 end
 
---- Writes an adapter. All ranks of the group call it.
+--- Writes an adapter. All ranks of the group call this function.
 ---@param path string
 ---@param model ps.pretrained.Model
 ---@param adapters ps.lora.Adapters
----@param name string of the adapter
----@param entries table[] as of ps.pretrained.save, with PEFT's names without their prefix, sorted by name
----@param options {type?: string, name?: string, base?: string} type: of the matrices, "f32" (default), "f16" or
----  "bf16"; name: general.name; base: the fingerprint of the base model
+---@param name string the adapter's name
+---@param entries table[] entries in the form of ps.pretrained.save, with PEFT's names without their prefix, sorted by
+--- name
+---@param options {type?: string, name?: string, base?: string} type: the matrices' type, "f32" (default), "f16" or
+--- "bf16"; name: general.name; base: the fingerprint of the base model
 ---@param group? ps.Group
 function gguf.write(path, model, adapters, name, entries, options, group)
   local kind = caller.one_of(options.type or "f32", TYPES, "save_gguf: type of an adapter")         -- "F32", ...
@@ -149,7 +150,7 @@ local function check_kind(file, model)
   return arch
 end
 
--- Gives the tensors PEFT's names. Returns the rank of each layer, by name.
+-- Renames the tensors to PEFT's names. Returns each layer's rank by name.
 local function present(file, model, arch, prefix)
   local ranks = {}
   for _, raw in ipairs(file:names()) do
@@ -169,10 +170,10 @@ local function present(file, model, arch, prefix)
   return ranks
 end
 
---- Opens a file as an adapter of a model: its settings, and its tensors by PEFT's names.
+--- Opens a file as an adapter of a model. The result has the adapter's settings, and its tensors by PEFT's names.
 ---@param path string
 ---@param model ps.pretrained.Model
----@param prefix string of PEFT's names
+---@param prefix string the prefix of PEFT's names
 ---@return ps.lora.Spec spec
 ---@return ps.Gguf file
 ---@return string? base the fingerprint of the base model
@@ -187,7 +188,7 @@ function gguf.open(path, model, prefix)
     for _, layer in ipairs(layers) do
       if ranks[layer] ~= r then patterns[layer:gsub("%.", "\\.")] = ranks[layer] end
     end
-    if alpha == 0 then alpha, alphas = r, patterns end     -- llama.cpp: the scale is then 1
+    if alpha == 0 then alpha, alphas = r, patterns end     -- as in llama.cpp, the scale is 1 if alpha is 0
     return { r = r, alpha = alpha, dropout = 0, targets = layers, use_rslora = false, use_dora = false, bias = "none",
       init = true, rank_pattern = patterns, alpha_pattern = alphas, from_file = true, whole_names = true },
       file:get(BASE_KEY, "string")
@@ -197,7 +198,7 @@ function gguf.open(path, model, prefix)
   error(spec, 0)
 end
 
---- Whether a path names a GGUF file.
+--- Returns whether a path is that of a GGUF file.
 gguf.is_path = io_gguf.is_path
 
 return gguf

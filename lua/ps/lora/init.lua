@@ -26,7 +26,7 @@ local HEADS = { SEQ_CLS = { "classifier", "score" }, TOKEN_CLS = { "classifier",
 local TASKS = { causal_lm = "CAUSAL_LM", sequence_classification = "SEQ_CLS", token_classification = "TOKEN_CLS",
   question_answering = "QUESTION_ANS", base = "FEATURE_EXTRACTION" }
 
---- PEFT's task_type of a model's class; nil: it has none.
+--- Returns PEFT's task_type for a model's class, or nil if it has none.
 ---@param model ps.nn.Module
 ---@return string?
 function lora.task_of(model)
@@ -36,7 +36,7 @@ function lora.task_of(model)
   end
 end
 
--- The heads that are trained as a whole for this task.
+-- Returns the heads that this task trains in full.
 local function heads_of(model, task)
   local list = {}
   for _, name in ipairs(HEADS[task] or {}) do
@@ -73,23 +73,23 @@ local function check_name(name)
   return name
 end
 
---- Adds an adapter to a model and freezes everything else. Each chosen layer computes W x + scale B A x with trained A
---- [r, in] and B [out, r], where scale is alpha / r (with use_rslora alpha / sqrt(r)). With use_dora the rows of
---- W + scale B A get trained magnitudes. A is random and B is zero, so the outputs of the model do not change until
---- the first update. Adapters of a model in half precision are fp32. The model gets the methods set_adapter,
---- active_adapter, disable_adapter, merge_adapter, unmerge_adapter and unload_adapter; save_pretrained writes the
---- adapter.
+--- Adds an adapter to a model and freezes all other parameters. Each selected layer computes W x + scale B A x with
+--- trained A [r, in] and B [out, r]. The scale is alpha / r, or alpha / sqrt(r) with use_rslora. With use_dora, the
+--- rows of W + scale B A get trained magnitudes. A is random and B is zero, so the model's outputs do not change until
+--- the first update. If the model has half precision, its adapters are fp32. The model gets the methods set_adapter,
+--- active_adapter, disable_adapter, merge_adapter, unmerge_adapter and unload_adapter, and its save_pretrained writes
+--- the adapter.
 ---@param model ps.nn.Module
 ---@param options? {r?: integer, alpha?: number, dropout?: number, targets?: string|string[], use_rslora?: boolean,
----  use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?:
----  table<string, number>, name?: string, bias?: "none"|"all"|"lora_only", exclude_modules?: string|string[],
----  layers_to_transform?: integer|integer[], layers_pattern?: string|string[], init?: boolean|"gaussian",
----  ensure_weight_tying?: boolean, task_type?: string} r: the rank, default 8. alpha: default 8. targets:
----  "all-linear", the default: all linear layers but the head; a list of names or last parts of names; or a regular
----  expression for whole names. modules_to_save: modules that are trained as a whole, default: the head of a
----  classifier. rank_pattern, alpha_pattern: r and alpha of layers by regular expressions. name: default "default".
----  bias: which biases are trained. init: false makes B random, too. ensure_weight_tying: a table in modules_to_save
----  may be tied
+--- use_dora?: boolean, modules_to_save?: string[], rank_pattern?: table<string, integer>, alpha_pattern?: table<string,
+--- number>, name?: string, bias?: "none"|"all"|"lora_only", exclude_modules?: string|string[], layers_to_transform?:
+--- integer|integer[], layers_pattern?: string|string[], init?: boolean|"gaussian", ensure_weight_tying?: boolean,
+--- task_type?: string} r: the rank (default 8). alpha: the scale's numerator (default 8). targets: the layers that get
+--- an adapter. It is "all-linear" (default; all linear layers except the head), a list of names or of their last
+--- components, or a regular expression for whole names. modules_to_save: modules that are trained in full (default: a
+--- classifier's head). rank_pattern, alpha_pattern: r and alpha for layers that match regular expressions. name: the
+--- adapter's name (default "default"). bias: selects the trained biases. init: if false, B is also random.
+--- ensure_weight_tying: allows a tied embedding in modules_to_save.
 ---@return ps.nn.Module model
 function lora.wrap(model, options)
   if handle.of(model) then
@@ -115,13 +115,14 @@ function lora.wrap(model, options)
   return model
 end
 
---- Loads an adapter that PEFT or psluajit wrote, and activates it. An option that is not supported, a missing or
---- surplus tensor, another shape and other base weights are errors before any value is read. After such an error the
---- model is as before: its adapters, the active one, and which parameters require a gradient.
+--- Loads an adapter that PEFT or psluajit wrote, and activates it. Raises an error, before it reads any value, if an
+--- option is not supported, if a tensor is missing, surplus or of another shape, or if the base weights differ. After
+--- such an error, the model's adapters, the active adapter and the parameters that require a gradient are unchanged.
 ---@param model ps.nn.Module the base model
----@param folder string with adapter_config.json, or a GGUF file of an adapter
----@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: default "default".
----  trainable: default true. other_base: load an adapter of other base weights. dropout: instead of the file's
+---@param folder string a folder with adapter_config.json, or an adapter's GGUF file
+---@param options? {name?: string, trainable?: boolean, other_base?: boolean, dropout?: number} name: the adapter's name
+--- (default "default"). trainable: whether it is trained (default true). other_base: accepts an adapter for other base
+--- weights. dropout: overrides the value in the file.
 ---@return ps.nn.Module model
 function lora.load(model, folder, options)
   if handle.of(model) then
@@ -131,9 +132,10 @@ function lora.load(model, folder, options)
   return files.load(model, folder, options)
 end
 
---- The base model that an adapter's folder names, with the adapter. Implements ps.from_pretrained of such a folder.
+--- Loads the base model to which an adapter's folder refers, and the adapter. Implements ps.from_pretrained for such a
+--- folder.
 ---@param folder string
----@param options? table those of ps.from_pretrained, for the base model
+---@param options? table options of ps.from_pretrained for the base model
 ---@return ps.nn.Module model
 function lora.from_pretrained(folder, options)
   local base = config.base_of(folder)
@@ -145,13 +147,14 @@ function lora.from_pretrained(folder, options)
   return model:train(model.training)
 end
 
---- Writes an adapter of a model as a folder for PEFT. model:save_pretrained(folder) does the same with the active one.
+--- Writes an adapter of a model as a folder for PEFT. model:save_pretrained(folder) does the same for the active
+--- adapter.
 ---@param model ps.nn.Module|ps.Engine
 ---@param folder string
----@param name? string default: the active adapter
+---@param name? string the adapter (default: the active adapter)
 function lora.save(model, folder, name) files.save(model, folder, name) end
 
---- The tensors of the active adapter, by PEFT's names in adapter_model.safetensors.
+--- Returns the tensors of the active adapter. Keys are PEFT's names in adapter_model.safetensors.
 ---@param model ps.nn.Module
 ---@param name? string another adapter
 ---@return table<string, ps.Tensor>
@@ -162,8 +165,8 @@ function lora.tensors(model, name)
   return list
 end
 
---- Copies values into tensors of the active adapter, by PEFT's names. If DoRA's magnitudes are not among them, they
---- become the norms of the new weights. Names that the adapter lacks are errors.
+--- Copies values into tensors of the active adapter. Keys are PEFT's names. DoRA's magnitudes that are not in `state`
+--- become the norms of the new weights. A name that the adapter lacks is an error.
 ---@param model ps.nn.Module
 ---@param state table<string, ps.Tensor>
 ---@return ps.nn.Module model
@@ -173,17 +176,17 @@ function lora.set_tensors(model, state)
   return model
 end
 
---- Writes a folder with a base model and an adapter merged into it, one tensor at a time.
+--- Merges an adapter into a base model and writes the result to a folder, one tensor at a time.
 ---@param base string the folder or GGUF file of the base model
 ---@param adapter string the folder or GGUF file of the adapter
 ---@param out string the folder to write
----@param options? {max_shard_size?: integer|string, other_base?: boolean, task?: string} task: the model's class, if
----  config.json names another one
+---@param options? {max_shard_size?: integer|string, other_base?: boolean, task?: string} task: selects the model's
+--- class, if it is not the class in config.json
 function lora.merge_folder(base, adapter, out, options)
   require("ps.lora.merge_folder").folder(base, adapter, out, options)
 end
 
---- Whether a model has adapters.
+--- Returns whether a model has adapters.
 ---@param model ps.nn.Module|ps.Engine
 ---@return boolean
 function lora.has(model) return adapters.of(handle.module(model)) ~= nil end

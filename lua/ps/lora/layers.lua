@@ -24,7 +24,7 @@ local ops = native.ops
 
 local layers = {}
 
--- A module that only holds tensors or other such modules, by the names of adapters.
+-- A module that contains only tensors and other LoraTensors modules, indexed by adapter names.
 local Holder = nn_module.class("LoraTensors")
 
 ---@class ps.lora.Adapter one adapter of one layer
@@ -35,13 +35,14 @@ local Holder = nn_module.class("LoraTensors")
 ---@field dora boolean
 
 ---@class ps.lora.Layer state of a layer that has adapters
----@field kind table of targets.KINDS
+---@field kind table an entry of targets.KINDS
 ---@field base fun(layer: ps.nn.Module, ...): ps.Tensor the forward without adapters
 ---@field adapters table<string, ps.lora.Adapter>
 ---@field active? string
 ---@field merged? string the adapter that the weight contains
----@field entry table that of ps.lora.Adapters.layers
----@field had table<string, function> functions that the layer had of its own before, such as those of a packed weight
+---@field entry table the layer's entry in ps.lora.Adapters.layers
+---@field had table<string, function> the layer's own functions that the adapter replaces, such as those for a packed
+--- weight
 
 -- -- tensors ----------------------------------------------------------------------------------------------------------
 local function holder(layer, key)
@@ -55,7 +56,7 @@ local function put(layer, key, name, tensor)
   inner[name]:param("weight", tensor)
 end
 
--- The adapter's tensors: A [r, I], B [O, r], and DoRA's magnitudes [O] or nil.
+-- Returns the adapter's tensors: A [r, I], B [O, r], and DoRA's magnitudes [O] or nil.
 local function tensors_of(layer, name)
   local state = layer.lora_
   local magnitude = state.adapters[name].dora and layer.lora_magnitude_vector[name].weight or nil
@@ -64,7 +65,7 @@ local function tensors_of(layer, name)
 end
 layers.tensors = tensors_of
 
--- I and O of a layer.
+-- Returns a layer's input and output widths, I and O.
 local function sizes(layer, kind)
   if kind.table then return layer.rows, layer.width end
   return layer.inputs, layer.outputs
@@ -73,10 +74,10 @@ end
 local function as(t, dtype) return t:dtype() == dtype and t or t:to(dtype) end
 
 -- -- the norm of DoRA -------------------------------------------------------------------------------------------------
-local BLOCK = 2 ^ 21                                       -- elements of the weight that are squared at a time
+local BLOCK = 2 ^ 21  -- number of elements of the weight that are squared at a time
 
--- The sum of squares of the weight's row for each output, fp32 [O]. It is computed in each forward, so that all steps
--- of an engine use the same chunks at the same places.
+-- Returns the sum of squares of each row of the weight, fp32 [O], one row per output. It is computed in each forward,
+-- so that all steps of an engine use the same chunks at the same trace indices.
 local function squares_of(layer)
   local weight = layer.weight
   local rows, width = weight:size(0), weight:size(1)
@@ -94,7 +95,7 @@ local function squares_of(layer)
   return sum
 end
 
--- W A^T for the weight as [O, I], fp32 [O, r].
+-- Returns W A^T as fp32 [O, r], where W is the weight as [O, I].
 local function weight_times(layer, A)
   local weight = layer.weight:detach()
   local a = as(A, weight:dtype())
@@ -102,21 +103,22 @@ local function weight_times(layer, A)
   return as(ops.linear(a, weight, nil, nil, 0):transpose(0, 1), "fp32")
 end
 
--- The norm of each output's row of W + scale B A, fp32 [O], without making the sum:
--- |w|^2 + 2 scale (W A^T) . b + scale^2 b (A A^T) b^T.
+-- Returns the norm of each row of W + scale B A, fp32 [O], without computing that sum: |w|^2 + 2 scale (W A^T) . b +
+-- scale^2 b (A A^T) b^T.
 local function norm_of(layer, name, A, B)
   return scope.no_grad(scope.scope, function()
     if A == nil then A, B = tensors_of(layer, name) end
     A, B = as(A:detach(), "fp32"), as(B:detach(), "fp32")
     local scale, sum = layer.lora_.adapters[name].scale, layer.lora_.kind.sum
     local squares, product, own = squares_of(layer), weight_times(layer, A), ops.linear(A, A, nil, nil, 1)
-    if sum then squares, product, own = sum(squares), sum(product), sum(own) end        -- the ranks share the inputs
+    if sum then squares, product, own = sum(squares), sum(product), sum(own) end  -- each rank has a shard of the inputs
     local cross = product * 2 + ops.linear(B, own, nil, nil, 1) * scale
     return (squares + (cross * B):sum(1) * scale):sqrt()
   end)
 end
 
--- DoRA's factor of each output, [O] in a dtype. The norm counts as a constant in backward (section 4.3 of the paper).
+-- Returns DoRA's factor for each output, [O] in the given dtype. Backward treats the norm as a constant (section 4.3 of
+-- the paper).
 local function factor_of(layer, name, magnitude, dtype)
   return as(as(magnitude, "fp32") / norm_of(layer, name), dtype)
 end
@@ -127,7 +129,7 @@ local function dropped(adapter, x)
   return x, false
 end
 
--- scale B A x, added to y.
+-- Returns y + scale B A x.
 local function low_rank(adapter, A, B, x, y)
   local dtype = x:dtype()
   local u = ops.linear(x, as(A, dtype), nil, nil, 1)
@@ -135,7 +137,7 @@ local function low_rank(adapter, A, B, x, y)
   return ops.linear(u, as(B, dtype), nil, y, 1)
 end
 
--- The active adapter of a layer, and its name; nil: none is active.
+-- Returns a layer's active adapter and its name, or nil if no adapter is active.
 local function acting(layer)
   local state = layer.lora_
   local name = state.active
@@ -176,8 +178,8 @@ local function table_forward(self, index)
   return magnitude and y * factor_of(self, name, magnitude, dtype) or y
 end
 
---- The weight of a layer with its active adapter, for code that reads weights instead of calling layers. Gradients go
---- into the adapter.
+--- Returns a layer's weight with its active adapter, for code that reads weights instead of calling layers. Gradients
+--- flow into the adapter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function layers.weight(layer)
@@ -228,7 +230,7 @@ local function new_tensors(layer, kind, name, r, how)
     if how.init == false then return init.normal_(t, 0, 1 / r) end
     return fill(t)
   end
-  if kind.table then                                       -- PEFT: A is zero and B normal
+  if kind.table then                                       -- as in PEFT, A is zero and B is normally distributed
     holder(layer, "lora_embedding_A"):param(name, filled({ r, inputs }, init.zeros_))
     holder(layer, "lora_embedding_B"):param(name, filled({ outputs, r }, function(t) return init.normal_(t, 0, 1) end))
     return
@@ -240,9 +242,9 @@ local function new_tensors(layer, kind, name, r, how)
   put(layer, "lora_B", name, filled({ outputs, r }, init.zeros_))
 end
 
---- Adds an adapter to a layer. It is not active yet.
+--- Adds an adapter to a layer without activating it.
 ---@param found {name: string, module: ps.nn.Module, kind: table}
----@param name string of the adapter
+---@param name string the adapter's name
 ---@param how {r: integer, alpha: number, dropout: number, use_rslora: boolean, use_dora: boolean, init: any}
 function layers.add(found, name, how)
   local layer, kind = found.module, found.kind
@@ -251,7 +253,7 @@ function layers.add(found, name, how)
   local adapter = { r = how.r, alpha = how.alpha, dora = how.use_dora,
     scale = how.alpha / (how.use_rslora and math.sqrt(how.r) or how.r) }
   new_tensors(layer, kind, name, how.r, how)
-  if how.dropout > 0 and not kind.table then               -- a table's input is indices: PEFT applies no dropout
+  if how.dropout > 0 and not kind.table then  -- an embedding's input is indices, and PEFT applies no dropout
     adapter.dropout = activation.Dropout(how.dropout)
     rawset(adapter.dropout, "training", layer.training)
     local inner = holder(layer, "lora_dropout")
@@ -265,11 +267,11 @@ function layers.add(found, name, how)
   end
 end
 
---- Sets DoRA's magnitudes to the norms of the weight with the adapter.
+--- Sets DoRA's magnitudes to the row norms of the weight with the adapter.
 ---@param layer ps.nn.Module
 ---@param name string
 function layers.reset_magnitude(layer, name)
-  local deferred = native.recorder ~= nil                  -- ps.deferred: the values are computed later
+  local deferred = native.recorder ~= nil                  -- in ps.deferred, the values are computed later
   if not layer.lora_.adapters[name].dora or layer.weight:device() == "meta" and not deferred then return end
   local magnitude = layer.lora_magnitude_vector[name].weight
   scope.no_grad(function() magnitude:copy_(norm_of(layer, name)) end)
@@ -278,15 +280,16 @@ end
 -- -- merging ----------------------------------------------------------------------------------------------------------
 local REMEDY = "save the adapter, then run tools/gguf.lua convert BASE --adapter ADAPTER --out FILE"
 
---- Refuses a layer whose weight is packed.
+--- Raises an error if the layer's weight is packed.
 ---@param layer ps.nn.Module
 ---@param call string
 function layers.check_mergeable(layer, call) packed.refuse(layer, call, REMEDY) end
 
---- Calls fn(first, block) for blocks of rows of the weight with an adapter, in the weight's dtype, computed in fp32.
---- sign: 1 adds the adapter to the weight, -1 subtracts it. factor: DoRA's, fp32 [O].
+--- Calls fn(first, block) for blocks of rows of the weight with an adapter. A block has the weight's dtype and is
+--- computed in fp32. `sign` is 1 to add the adapter to the weight and -1 to subtract it. `factor` is DoRA's factor,
+--- fp32 [O].
 ---@param weight ps.Tensor
----@param by_row boolean the weight is [O, I]; false: it is [I, O]
+---@param by_row boolean true if the weight is [O, I], false if it is [I, O]
 ---@param parts {A: ps.Tensor, B: ps.Tensor, scale: number, factor?: ps.Tensor}
 ---@param sign integer
 ---@param fn fun(first: integer, block: ps.Tensor)
@@ -315,7 +318,7 @@ function layers.blocks(weight, by_row, parts, sign, fn)
   end
 end
 
--- values: maps a tensor to its fp32 values.
+-- Returns the adapter's tensors for layers.blocks. `values` maps a tensor to its fp32 values.
 local function parts_of(layer, name, values)
   local A, B, magnitude = tensors_of(layer, name)
   if values then A, B, magnitude = values(A), values(B), magnitude and values(magnitude) end
@@ -323,10 +326,10 @@ local function parts_of(layer, name, values)
   return { A = A, B = B, scale = layer.lora_.adapters[name].scale, factor = factor or nil }
 end
 
---- The weight of a layer with an adapter, a new tensor. The layer does not change.
+--- Returns a layer's weight with an adapter as a new tensor. The layer does not change.
 ---@param layer ps.nn.Module
 ---@param name string
----@param values? fun(tensor: ps.Tensor): ps.Tensor the fp32 values of a tensor of the adapter
+---@param values? fun(tensor: ps.Tensor): ps.Tensor returns the fp32 values of an adapter's tensor
 ---@return ps.Tensor
 function layers.merged_weight(layer, name, values)
   layers.check_mergeable(layer, "merged = true")
@@ -340,7 +343,7 @@ function layers.merged_weight(layer, name, values)
   end)
 end
 
---- Writes the active adapter into the weight.
+--- Adds the active adapter to the weight.
 ---@param layer ps.nn.Module
 function layers.merge(layer)
   local state = layer.lora_
@@ -375,11 +378,11 @@ end
 
 local HOLDERS = { "lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "lora_dropout" }
 
---- Removes one adapter from a layer, even one that `add` has made only in part. A layer without adapters is as it was
---- before.
+--- Removes an adapter from a layer, even if `add` failed halfway. A layer without adapters is restored to its original
+--- state.
 ---@param layer ps.nn.Module
 ---@param name string
----@return boolean bare the layer has no adapter left
+---@return boolean bare whether the layer has no adapter left
 function layers.discard(layer, name)
   local state = rawget(layer, "lora_")
   if not state then return true end
@@ -398,7 +401,7 @@ function layers.discard(layer, name)
   return false
 end
 
---- Removes all adapters from a layer, which is then as it was before.
+--- Removes all adapters from a layer, which restores the layer's original state.
 ---@param layer ps.nn.Module
 function layers.remove(layer)
   for _, key in ipairs(HOLDERS) do

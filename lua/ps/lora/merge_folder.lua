@@ -21,7 +21,8 @@ local error = caller.error
 
 local merge = {}
 
--- Functions that read a tensor of the base model: whole, and part by part.
+-- Returns two functions that read a tensor of the base model: one reads the whole tensor, and the other reads it in
+-- parts.
 local function readers(state, name)
   local shape, dtype = state:shape(name), state:dtype(name)
   local where = { dtype = dtype, device = "cpu" }
@@ -40,7 +41,7 @@ local function readers(state, name)
   end
 end
 
--- The modules and keys of an adapter's tensors in a layer, and their names in its file.
+-- Returns the tensors of a layer's adapter as modules and keys, and their names in the adapter's file.
 local function places(entry)
   local layer, list = entry.module, {}
   local function put(key, suffix)
@@ -60,8 +61,8 @@ local function places(entry)
   return list
 end
 
--- The weight of a layer with the adapter, which is computed when it is written. The layer has data only during the
--- call.
+-- Returns an entry for a layer's weight with the adapter. The weight is computed when it is written, and the layer has
+-- data only during this call.
 local function merged(entry, read, trained)
   return function()
     local layer, meta, list = entry.module, entry.module.weight, places(entry)
@@ -80,7 +81,8 @@ local function merged(entry, read, trained)
   end
 end
 
--- A table that is tied to the head and has an adapter: the head gets a weight of its own, which has none.
+-- Separates an embedding with an adapter from the head to which it is tied. The head gets its own weight without the
+-- adapter. Returns the embedding.
 local function untie(model, adapters, entries, read_of)
   local tied = adapters:tied_table()
   if not tied then return end
@@ -101,7 +103,7 @@ local function untie(model, adapters, entries, read_of)
   model.config.tie_word_embeddings = false
 end
 
--- The tensors to write, and for each tensor of the base model the function that reads it.
+-- Returns the entries to write, and for each tensor of the base model the function that reads it.
 local function entries_of(adapters, state, trained)
   local layer_of, entries, read_of = {}, {}, {}
   for _, entry in ipairs(adapters and adapters.layers or {}) do layer_of[entry.name .. ".weight"] = entry end
@@ -115,7 +117,7 @@ local function entries_of(adapters, state, trained)
     entries[#entries + 1] = { name = name, shape = state:shape(name), dtype = dtype, owner = 0, tensor = tensor,
       numel = rectangles.numel(state:shape(name)) }
   end
-  for name, tensor in pairs(trained) do                    -- such as a head that the base model's files lack
+  for name, tensor in pairs(trained) do                    -- for example a head that the base model's files lack
     if not state:has(name) and not name:find "%.lora_" then
       local made = tensor()
       entries[#entries + 1] = { name = name, shape = made:shape(), dtype = made:dtype(), owner = 0, tensor = tensor,
@@ -126,7 +128,7 @@ local function entries_of(adapters, state, trained)
   return entries, read_of
 end
 
--- Refuses files that lack a tensor of the model, or have one of another shape.
+-- Raises an error if the files lack a tensor of the model, or if its shape differs.
 local function check_whole(model, state, base)
   for name, tensor in pairs(model:state_dict { tied = false }) do
     local spare = false
@@ -141,8 +143,8 @@ local function check_whole(model, state, base)
   end
 end
 
--- Calls fn(model, entries) with a base model without data and the tensors to write, which are read when they are
--- written. adapter: a folder or GGUF file of an adapter that is merged into them; nil: none.
+-- Calls fn(model, entries) with a base model without data and the entries to write. Each entry is read when it is
+-- written. `adapter` is the folder or GGUF file of an adapter that is merged into the entries, or nil if there is none.
 local function stream(base, adapter, options, fn)
   local model = pretrained.from_config(base, { task = options.task, device = "meta", dtype = "fp32" })
   local whole, adapters, weights_file, trained = model:state_dict { tied = false }, nil, nil, {}
@@ -168,7 +170,7 @@ local function stream(base, adapter, options, fn)
   if not ok then error(problem, 0) end
 end
 
--- Refuses an output that would replace an input while it is read.
+-- Raises an error if the output would replace an input while the input is read.
 local function check_apart(call, out, inputs)
   for _, from in ipairs(inputs) do
     if lfs.symlinkattributes(out, "ino") and lfs.attributes(out, "ino") == lfs.attributes(from, "ino") then
@@ -187,8 +189,7 @@ end
 
 local OPTIONS = { max_shard_size = "whole|string", other_base = "boolean", task = "string" }
 
---- Writes a folder with the base model of a folder and an adapter merged into it. Types of tensors are the base
---- model's.
+--- Writes a folder with a base model and an adapter merged into it. Tensors keep the base model's dtypes.
 ---@param base string the folder or GGUF file of the base model
 ---@param adapter string the folder or GGUF file of the adapter
 ---@param out string the folder to write
@@ -213,13 +214,14 @@ local function is_adapter(path)
   end)
 end
 
---- Converts a model between a Hugging Face folder and a GGUF file, in either direction or from file to file. One tensor
---- is in memory at a time. Also converts an adapter between PEFT's folder and a GGUF file.
+--- Converts a model from a Hugging Face folder or a GGUF file to a folder or a GGUF file. At most one tensor is in
+--- memory at a time. Also converts an adapter between a PEFT folder and a GGUF file.
 ---@param from string the folder or file of a model, or of an adapter
 ---@param out string NAME.gguf, or a folder
 ---@param options? {type?: string, name?: string, pre?: string, certified?: boolean, base?: string, adapter?: string,
----  other_base?: boolean, task?: string} type, name, pre, certified: of save_gguf, for a file; base: of an adapter, the
----  folder or file of its base model; adapter: the folder or file of an adapter that is merged into the model
+--- other_base?: boolean, task?: string} type, name, pre, certified: options of save_gguf, if the output is a file.
+--- base: the folder or file of the base model, if the input is an adapter. adapter: the folder or file of an adapter
+--- that is merged into the model.
 function merge.convert(from, out, options)
   local given = caller.options(options, "gguf convert", CONVERT)
   if is_adapter(from) then

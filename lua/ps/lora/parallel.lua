@@ -19,7 +19,7 @@ local ops = native.ops
 
 local parallel = {}
 
----@class ps.lora.ParallelTools functions of lua/ps/lora/layers.lua
+---@class ps.lora.ParallelTools functions from lua/ps/lora/layers.lua
 ---@field acting fun(layer: ps.nn.Module): ps.lora.Adapter?, string?
 ---@field tensors fun(layer: ps.nn.Module, name: string): ps.Tensor, ps.Tensor, ps.Tensor?
 ---@field dropped fun(adapter: ps.lora.Adapter, x: ps.Tensor): ps.Tensor, boolean
@@ -27,7 +27,7 @@ local parallel = {}
 ---@field as fun(t: ps.Tensor, dtype: string): ps.Tensor
 local tools
 
--- u with the leading dimensions of y.
+-- Reshapes u to the leading dimensions of y.
 local function like(u, y)
   local shape = y:shape()
   shape[#shape] = u:size(-1)
@@ -36,7 +36,7 @@ end
 
 local function scaled(u, adapter) return adapter.scale == 1 and u or u * adapter.scale end
 
--- y + scale B A x, or with magnitudes (y - fixed + scale B A x) * factor + fixed, where `fixed` is the bias.
+-- Returns y + scale B A x, or with magnitudes (y - fixed + scale B A x) * factor + fixed, where `fixed` is the bias.
 local function joined(layer, name, adapter, u, B, magnitude, y, bias)
   u = scaled(like(u, y), adapter)
   if not magnitude then return ops.linear(u, B, nil, y, 1) end
@@ -54,7 +54,7 @@ local function column(self, x)
   local given = tools.dropped(adapter, x)
   local a = tools.as(A, x:dtype())
   local u
-  if self.gather_input == false then                       -- x has all rows, and its gradient is summed
+  if self.gather_input == false then                       -- x has all rows, and its gradient is summed over the ranks
     u = ops.linear(given, region.on and a or region.group:copy_to(region:once(a)), nil, nil, 1)
   elseif region:has_part(x) then u = region:gather(ops.linear(given, a, nil, nil, 1))
   else u = region.group:copy_to(ops.linear(given, region:once(a), nil, nil, 1)) end
@@ -83,7 +83,7 @@ local function vocabulary(self, index)
   local y = state.base(self, index)
   if not adapter then return y end
   local A, B, magnitude = tools.tensors(self, name)
-  local table_of = A:transpose(0, 1):contiguous()          -- [rows / t, r]
+  local table_of = A:transpose(0, 1):contiguous()          -- shape [rows / t, r]
   local u = ops.embedding(table_of, index, self.padding_idx, region.rank * table_of:size(0), self.rows)
   u = tools.as(self.enter and region:reduce(u) or region.group:reduce_from(u), y:dtype())
   local function shared(t) return self.enter and region:once(t) or t end
@@ -91,7 +91,7 @@ local function vocabulary(self, index)
   return magnitude and y * tools.factor(self, name, shared(magnitude), y:dtype()) or y
 end
 
--- The head's part of the weight with the adapter.
+-- Returns this rank's shard of the head's weight with the adapter.
 local function head_weight(self)
   local adapter, name = tools.acting(self)
   local weight = self.weight
@@ -103,7 +103,7 @@ local function head_weight(self)
   return weight * tools.factor(self, name, magnitude, weight:dtype()):reshape(-1, 1)
 end
 
--- The cut of an adapter's tensor, by the kind of the layer; nil: all ranks have the whole tensor.
+-- Returns how an adapter's tensor is sharded in a layer of this kind, or nil if all ranks have the whole tensor.
 local function cut_of(kind, which, blocks, whole, size)
   local function padded(dim) return { dim = dim, padded = -whole:size(dim) % size } end
   if kind == "column" then return which ~= "A" and { dim = 0, blocks = blocks } or nil end
@@ -112,11 +112,11 @@ local function cut_of(kind, which, blocks, whole, size)
   return which ~= "A" and padded(0) or nil
 end
 
--- A list, so that all ranks cut the tensors in the same order.
+-- A list, so that all ranks shard the tensors in the same order.
 local KEYS = { { "lora_A", "A" }, { "lora_B", "B" }, { "lora_embedding_A", "A" }, { "lora_embedding_B", "B" },
   { "lora_magnitude_vector", "magnitude" } }
 
--- Moves the adapters' tensors of a layer to the layer that has this rank's part.
+-- Moves the tensors of a layer's adapters to the layer that holds this rank's shard.
 local function move_tensors(old, new, kind, claim, cut)
   for _, entry in ipairs(KEYS) do
     local key, which = unpack(entry)
@@ -146,11 +146,11 @@ end
 
 local FORWARDS = { column = column, row = row, vocabulary = vocabulary }
 
---- Moves the adapters of a layer to the layer that has this rank's part of it.
+--- Moves a layer's adapters to the layer that holds this rank's shard of it.
 ---@param given ps.lora.ParallelTools
 ---@param old ps.nn.Module
 ---@param new ps.nn.Module
----@param kind string of lua/ps/parallel/tensor/cut.lua
+---@param kind string the kind of layer in lua/ps/parallel/tensor/cut.lua
 ---@param claim ps.tensor_parallel.Claim
 ---@param cut ps.tensor_parallel.Cut
 function parallel.cut_into(given, old, new, kind, claim, cut)

@@ -29,8 +29,8 @@ local preference = {}
 local IGNORED = -100
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- The sum of the log-probabilities of each row's targets, fp32 [rows], from the last part of a causal model: its loss
--- is the mean over a row's targets.
+-- Returns the sum of the log-probabilities of each row's targets, fp32 [rows]. They are computed by the last part of a
+-- causal model, whose loss is the mean over a row's targets.
 local function rows_of(last, carry, batch)
   local targets, list = batch.targets, {}
   local counts = targets:ne(IGNORED):to("fp32"):sum(1)                                    -- [rows]
@@ -52,17 +52,17 @@ local LOSSES = {
     local loss = losses.softplus(z * -1)
     return smooth == 0 and loss or loss * (1 - smooth) + losses.softplus(z) * smooth
   end,
-  -- the squared distance of the difference of means per token from 1 / (2 beta)
+  -- squared distance between the difference of the per-token means and 1 / (2 beta)
   ipo = function(chosen, rejected, counts, how)
     local difference = chosen / counts.chosen:clamp(1, math.huge) - rejected / counts.rejected:clamp(1, math.huge)
     return (difference - 1 / (2 * how.beta)) ^ 2
   end,
 }
 
--- Rows 0, 2, 4, ... (first 0) or 1, 3, 5, ... (first 1) of t [2 P].
+-- Returns rows 0, 2, 4, ... of t [2 P] if `first` is 0, or rows 1, 3, 5, ... if it is 1.
 local function every_other(t, first) return t:reshape(-1, 2):select(1, first) end
 
--- The outputs of a batch from the log-probabilities of the policy and of the reference, [2 P] each.
+-- Returns a batch's outputs, computed from the log-probabilities of the policy and the reference, both [2 P].
 local function outputs_of(log_probs, counts, reference, how)
   local ratio = log_probs - reference:to "fp32"
   local chosen, rejected = every_other(ratio, 0), every_other(ratio, 1)
@@ -93,7 +93,7 @@ local function split(given)
   return rest, given.reference
 end
 
--- The log-probabilities of the base model for a batch.
+-- Returns the log-probabilities of the base model for a batch.
 local function of_base(model, run, given)
   local adapters = adapters_of.of(model)
   if not adapters or adapters.merged then
@@ -103,13 +103,13 @@ local function of_base(model, run, given)
   return scope.no_grad(model.disable_adapter, model, run, given)
 end
 
---- Makes calls of a causal model return the loss of preferences. The model then takes batches of ps.preference.batch
---- and returns a table of loss, log_probs [rows], chosen_rewards and rejected_rewards [pairs], and accuracy, the share
---- of pairs whose chosen reward is higher. If a batch has no reference, the model without its adapter is the reference.
---- In a pipeline a batch must have one. Generation works as before.
+--- Makes calls of a causal model return a preference loss. The model then accepts batches of ps.preference.batch. It
+--- returns a table with loss, log_probs [rows], chosen_rewards and rejected_rewards [pairs], and accuracy, which is the
+--- fraction of pairs whose chosen reward is higher. If a batch has no reference values, the model without its adapter
+--- is the reference. In a pipeline, a batch must have reference values. Text generation does not change.
 ---@param model ps.nn.Module a model with a causal head, usually with an adapter (ps.lora.wrap)
----@param options? {beta?: number, loss_type?: "sigmoid"|"ipo", label_smoothing?: number} beta: default 0.1; loss_type:
----  default "sigmoid", which is DPO
+---@param options? {beta?: number, loss_type?: "sigmoid"|"ipo", label_smoothing?: number} beta: the strength of the
+--- constraint to the reference (default 0.1). loss_type: "sigmoid" (default) is DPO.
 ---@return ps.nn.Module model
 function preference.wrap(model, options)
   local given = caller.options(options, "preference.wrap", OPTIONS)
@@ -177,12 +177,12 @@ end
 -- -- batches ----------------------------------------------------------------------------------------------------------
 ---@class ps.preference.Pair
 ---@field prompt integer[] ids
----@field chosen integer[] ids after the prompt
+---@field chosen integer[] ids that follow the prompt
 ---@field rejected integer[]
 
 local ENCODE = { seq = "whole", date = "string" }
 
--- The ids of a text or of messages. opens: the header of the model's turn follows.
+-- Returns the ids of a text or of messages. If `opens` is true, the header of the model's turn follows.
 local function ids_of(tokenizer, value, opens, date)
   if type(value) == "string" then return tokenizer:encode(value) end
   return tokenizer:apply_chat_template(value, { add_generation_prompt = opens, date = date })
@@ -199,7 +199,7 @@ local function joined(prompt, answer)
   return list
 end
 
--- The messages that two conversations have in common, and the rest of each.
+-- Returns the messages with which two conversations begin identically, and the remaining messages of each.
 local function common_prompt(chosen, rejected)
   local n = 0
   while chosen[n + 1] and rejected[n + 1] and chosen[n + 1].role == rejected[n + 1].role
@@ -213,13 +213,13 @@ local function cut(list, first, n)
   return part
 end
 
---- The ids of a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages, or only
---- chosen and rejected, two conversations with the same beginning. An answer begins where the ids of both differ from
---- those of the prompt. Rows of more than seq ids lose the last ones.
+--- Encodes a pair of answers. A row has prompt, chosen and rejected, each a text or a list of messages. Without prompt,
+--- chosen and rejected are two conversations with the same beginning. An answer begins at the first id that differs
+--- from the prompt's ids. Rows of more than seq ids are truncated at the end.
 ---@param tokenizer ps.Tokenizer
 ---@param row {prompt?: string|table[], chosen: string|table[], rejected: string|table[]}
 ---@param options? {seq?: integer, date?: string}
----@return ps.preference.Pair? pair nil: the prompt alone has seq ids
+---@return ps.preference.Pair? pair nil if the prompt alone has seq ids or more
 function preference.encode(tokenizer, row, options)
   local given = caller.options(options, "preference.encode", ENCODE)
   caller.typed(row, "table", "preference.encode: the row")
@@ -243,11 +243,11 @@ end
 
 local BATCH = { pad = "whole", reference = "table" }
 
---- A batch of pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen answer of
---- pair i, row 2 i + 1 the rejected one.
+--- Returns a batch of pairs: input_ids, attention_mask and labels [2 P, T], padded at the end. Row 2 i is the chosen
+--- answer of pair i, and row 2 i + 1 is the rejected answer.
 ---@param list ps.preference.Pair[]
----@param options? {pad?: integer, reference?: number[][]} pad: default 0; reference: by pair, the log-probabilities of
----  the chosen and the rejected answer
+---@param options? {pad?: integer, reference?: number[][]} pad: the padding id (default 0). reference: the
+--- log-probabilities of the chosen and the rejected answer of each pair.
 ---@return table batch
 function preference.batch(list, options)
   local given = caller.options(options, "preference.batch", BATCH)
@@ -276,7 +276,7 @@ end
 -- -- a cache of the reference -----------------------------------------------------------------------------------------
 local REFERENCE = { batch = "whole", pad = "whole", path = "string" }
 
--- A number that changes with any id of the pairs.
+-- Returns a hash of all ids of the pairs.
 local function hash_of(list)
   local texts = {}
   for i, pair in ipairs(list) do
@@ -287,13 +287,13 @@ local function hash_of(list)
   return bit.tohex(C.ps_xxh3(text, #text))
 end
 
---- The log-probabilities of all pairs under the model as it is now, without its adapter if it has one. Pass them to
---- ps.preference.batch. They are computed once: with `path` they are written to a safetensors file, and read from it if
---- it is there. A file of other pairs is an error.
----@param model ps.nn.Module|ps.Engine after preference.wrap
+--- Returns the log-probabilities of all pairs under the current model, without its adapter if it has one. Pass them to
+--- ps.preference.batch. If `path` is given, the first call writes them to a safetensors file, and later calls read the
+--- file. A file for other pairs is an error.
+---@param model ps.nn.Module|ps.Engine a model that preference.wrap has changed
 ---@param list ps.preference.Pair[]
----@param options? {batch?: integer, pad?: integer, path?: string} batch: pairs per call, default 4
----@return number[][] reference by pair: {chosen, rejected}
+---@param options? {batch?: integer, pad?: integer, path?: string} batch: the number of pairs per call (default 4)
+---@return number[][] reference {chosen, rejected} for each pair
 function preference.reference(model, list, options)
   local given = caller.options(options, "preference.reference", REFERENCE)
   local hash, values = hash_of(list), {}

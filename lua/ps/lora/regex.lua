@@ -11,7 +11,7 @@ local ESCAPES = { n = "\n", t = "\t", r = "\r" }
 
 ---@class ps.lora.RegexParser
 ---@field text string
----@field at integer the place of the next character
+---@field at integer the position of the next character
 local Parser = {}
 Parser.__index = Parser
 
@@ -27,15 +27,15 @@ function Parser:take(literal)
   return true
 end
 
--- A matcher is a function m(s, i, k). It is true if the matcher fits a part of s that begins at i, and k(j) is true
--- for the position j after that part.
+-- Returns a matcher for one character of a set. A matcher is a function m(s, i, k). It returns true if it matches a
+-- piece of s that begins at i, and if k(j) is true for the position j after that piece.
 local function of_set(contains)
   return function(s, i, k) return i <= #s and contains(s:sub(i, i)) and k(i + 1) end
 end
 
 local function literal(char) return of_set(function(c) return c == char end) end
 
--- The set of an escape sequence, as a function of a character.
+-- Parses an escape sequence. Returns its set as a function of a character.
 function Parser:escape()
   local c = self:peek()
   self.at = self.at + 1
@@ -49,7 +49,7 @@ function Parser:escape()
   return function(one) return one == c end, c
 end
 
--- [...]: the set of characters in brackets. The opening bracket has been read.
+-- Parses [...], a set of characters in brackets. The opening bracket has already been read.
 function Parser:class()
   local negated, sets, first = self:take "^", {}, true
   while first or self:peek() ~= "]" do
@@ -103,7 +103,7 @@ function Parser:atom()
   return literal(c)
 end
 
--- The bounds of a repetition; nil if none follows.
+-- Parses a repetition. Returns its bounds, or nil if there is no repetition.
 function Parser:bounds()
   if self:take "*" then return 0, math.huge end
   if self:take "+" then return 1, math.huge end
@@ -151,7 +151,7 @@ function Parser:alternatives()
   end
 end
 
---- Compiles a pattern to a function that returns whether a whole text matches.
+--- Compiles a pattern to a function that returns whether a text matches it as a whole.
 ---@param text string the pattern
 ---@return fun(s: string): boolean
 function regex.compile(text)

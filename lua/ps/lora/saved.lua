@@ -14,7 +14,7 @@ local saved = {}
 
 local Aside = nn_module.class("SavedTensors")
 
--- The module's parameters, by their names in it. Tensors in the child modules for inactive values are left out.
+-- Returns a module's parameters by their names in it. Tensors in the child modules for inactive values are omitted.
 local function own_parameters(module)
   local list = {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -33,7 +33,7 @@ local function copy_of(tensor)
   return copy
 end
 
--- The child module that holds the tensors of an inactive adapter; false: those of the base model.
+-- Returns the child module that holds an inactive adapter's tensors, or the base model's tensors if `name` is false.
 local function aside(module, name)
   if not name then
     if not registry.kind(module, "original_module") then
@@ -49,16 +49,16 @@ local function aside(module, name)
   return all[name]
 end
 
--- The name of a tensor in such a child module. A dot separates modules, so it cannot be part of the name.
+-- Returns a tensor's name in the child module of an inactive adapter. Dots separate modules, so they are replaced.
 local function flat(name) return (name:gsub("%.", "_")) end
 
----@class ps.lora.Saved state of a module that adapters train as a whole
----@field active string|false whose values are at the module's own names
----@field names table<string, boolean> the adapters that have values
+---@class ps.lora.Saved state of a module that adapters train in full
+---@field active string|false the adapter whose values are the module's parameters, or false for the base model
+---@field names table<string, boolean> the adapters that have their own values
 
---- Gives an adapter its own values of a module: a copy of the base model's.
+--- Gives an adapter its own copy of a module's values, initialized from the base model.
 ---@param module ps.nn.Module
----@param name string of the adapter
+---@param name string the adapter's name
 function saved.add(module, name)
   local state = rawget(module, "saved_")
   if not state then
@@ -72,7 +72,7 @@ function saved.add(module, name)
   state.names[name] = true
 end
 
---- Stores the values of an adapter, or of the base model, under the module's own names.
+--- Makes the values of an adapter, or of the base model, the module's parameters.
 ---@param module ps.nn.Module
 ---@param name string|false
 function saved.activate(module, name)
@@ -91,7 +91,7 @@ function saved.activate(module, name)
   state.active = name
 end
 
---- The tensors of an adapter by their names in the module.
+--- Returns an adapter's tensors by their names in the module.
 ---@param module ps.nn.Module
 ---@param name string
 ---@return table<string, ps.Tensor>
@@ -104,10 +104,10 @@ function saved.tensors(module, name)
   return list
 end
 
---- Removes the values of one adapter. The module then has the base model's.
+--- Removes one adapter's values. The module then has the base model's values.
 ---@param module ps.nn.Module
 ---@param name string
----@return boolean bare no adapter has values of the module
+---@return boolean bare whether no adapter has values for the module
 function saved.discard(module, name)
   local state = rawget(module, "saved_")
   if not state then return true end
@@ -121,7 +121,7 @@ function saved.discard(module, name)
   return false
 end
 
---- Removes what adapters keep aside. The module has the base model's values, or with `keep` those that act now.
+--- Removes the values of inactive adapters. The module keeps the base model's values, or with `keep` the active values.
 ---@param module ps.nn.Module
 ---@param keep? boolean
 function saved.remove(module, keep)

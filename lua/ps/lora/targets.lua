@@ -8,13 +8,13 @@ local error = caller.error
 
 local targets = {}
 
--- Kinds of layers that can have an adapter, by class name. out_in: 1 if the weight is [out, in], 0 if it is [in, out].
+-- Layer classes that can have an adapter. out_in is 1 if the weight is [out, in], and 0 if it is [in, out].
 targets.KINDS = {
   Linear = { out_in = 1 }, Conv1D = { out_in = 0 }, LMHead = { out_in = 1, head = true },
   Embedding = { out_in = 0, table = true },
 }
 
---- Whether a module's name is in a list, or ends with "." and a name of the list.
+--- Returns whether a module's name is in a list, or ends with "." and a name from the list.
 ---@param name string
 ---@param list string[]
 ---@return boolean
@@ -25,8 +25,8 @@ function targets.ends_with(name, list)
   return false
 end
 
--- The number of a module's layer for layers_to_transform: the first number in the name, after a pattern's name if there
--- are patterns.
+-- Returns a module's layer index for layers_to_transform: the first number in the name, or the first number after a
+-- name in `patterns` if there are any.
 local function layer_of(name, patterns)
   if not patterns or #patterns == 0 then return tonumber((("." .. name):match("%.[^.]*%.(%d+)%."))) end
   for _, pattern in ipairs(patterns) do
@@ -43,20 +43,20 @@ end
 
 local function list_of(value) return type(value) == "table" and value or { value } end
 
--- A function that tells whether a module's name is chosen.
+-- Returns a function that returns whether a module's name is selected.
 local function chooser(wanted)
   if type(wanted) == "string" then return regex.compile(wanted) end
   return function(name) return targets.ends_with(name, wanted) end
 end
 
--- Whether "all-linear" includes a module: a linear layer that is not the head of a language model. Heads of classifiers
--- are usually in modules_to_save, which get no adapter.
+-- Returns whether "all-linear" includes a module. It includes linear layers except the head of a language model. The
+-- head of a classifier is usually in modules_to_save, which get no adapter.
 local function is_inner_linear(model, name, module, kind)
   if kind.table or kind.head then return false end
   return name:match "[^.]+$" ~= "decoder" or module.outputs ~= (model.config and model.config.vocab_size)
 end
 
--- An error about names that no module has, with the nearest names of the model.
+-- Raises an error for names that match no module. The error contains the model's most similar names.
 local function refuse_missing(wanted, candidates)
   local words, seen = {}, {}
   for _, name in ipairs(candidates) do
@@ -76,7 +76,7 @@ local function refuse_missing(wanted, candidates)
     #hints > 0 and " (did you mean " .. table.concat(hints, ", ") .. "?)" or "", table.concat(last, ", ")))
 end
 
--- Refuses a module that was named but cannot have an adapter.
+-- Raises an error for a module that is named explicitly but cannot have an adapter.
 local function check_kind(name, module, wanted)
   if targets.KINDS[module.class_name] or type(wanted) == "string" then return end
   for _, one in ipairs(wanted) do
@@ -87,7 +87,7 @@ local function check_kind(name, module, wanted)
   end
 end
 
---- The modules of a model that get an adapter, in the model's order.
+--- Returns the modules of a model that get an adapter, in the order of the model's modules.
 ---@param model ps.nn.Module
 ---@param spec ps.lora.Spec
 ---@return {name: string, module: ps.nn.Module, kind: table}[]
@@ -126,9 +126,9 @@ function targets.find(model, spec)
   return found
 end
 
---- The value for a module in PEFT's rank_pattern or alpha_pattern: that of the pattern which fits the module's name.
---- PEFT uses the first pattern that fits; the order of names in a Lua table is unknown, so patterns that disagree are
---- an error.
+--- Returns a module's value in PEFT's rank_pattern or alpha_pattern: the value of the pattern that matches the module's
+--- name. PEFT uses the first pattern that matches. A Lua table has no order, so patterns that match the same name with
+--- different values are an error.
 ---@param patterns? table<string, number>
 ---@param name string
 ---@param default number
