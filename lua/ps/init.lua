@@ -11,7 +11,7 @@ local autocast = require "ps.core.autocast"
 local random = require "ps.core.random"
 
 ---@class ps
----@field functional ps.functional also as F; loaded when first used
+---@field functional ps.functional also called F; loaded when it is first used
 ---@field F ps.functional
 local ps = {
   scope_begin = scope.begin, scope_end = scope.finish,
@@ -20,8 +20,8 @@ local ps = {
   offload_activations = scope.offload_activations,
   recompute = scope.recompute, autocast = autocast.run, backward = scope.backward,
   is_tensor = scope.is_tensor, collect = scope.collect, collect_all = scope.collect_all,
-  all = {},                      -- every element of a dimension, in t[{ps.all, 0}]
-  newaxis = require("ps.tensor.index").newaxis,                    -- a new dimension of size 1, in t[{ps.newaxis, 0}]
+  all = {},                      -- selects every element of a dimension, in t[{ps.all, 0}]
+  newaxis = require("ps.tensor.index").newaxis,                    -- adds a dimension of size 1, in t[{ps.newaxis, 0}]
 }
 for _, name in ipairs { "C", "ffi", "ctx", "check", "retry", "raise", "Error", "check_running", "give_room", "ops",
                         "own", "dtype_code", "device_index", "device_name" } do
@@ -43,7 +43,8 @@ ps.version = native.ffi.string(native.C.ps_version())
 local caller = native.caller
 local error = caller.error
 
--- A method of tensors as a function. For arithmetic the first argument may be a number and the second a tensor.
+-- Returns a function that calls a tensor method. For arithmetic, the first argument can be a number and the second a
+-- tensor.
 local function as_function(name, arithmetic)
   local methods, is_tensor = tensor.exact, scope.is_tensor
   return function(a, ...)
@@ -55,7 +56,7 @@ local function as_function(name, arithmetic)
   end
 end
 
---- Elementwise and shape functions also as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
+--- Elementwise and shape functions are also available as ps.exp(x), ps.matmul(a, b), ps.where(c, a, b), ...
 for _, name in ipairs { "add", "sub", "mul", "div", "pow", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge" } do
   ps[name] = as_function(name, true)
 end
@@ -76,45 +77,46 @@ end
 function ps.memory(...) return exact.of(require("ps.memory.views").memory, "ps.memory")(...) end
 function ps.chunks(...) return exact.of(require("ps.memory.views").chunks, "ps.chunks")(...) end
 
---- The trace from which the plan of steps like the last one was made: the trace indices of a step (its ops that use
---- chunks) in order, each with its chunks. The list prints as a table that shows neighbouring indices with the same
---- chunks as one row. It is empty before the first step is planned.
----@param options? integer|string|{all?: boolean, action?: string} a chunk's id, for the indices that use it; a tensor's
----  name, for those that use a chunk that holds it; action: only those of one action ("forward", "backward", "update",
----  ...); all = true prints every row
----@return ps.view.Moment[] moments `other` of the list: by tier, the peak of bytes outside chunks
+--- Returns the trace from which the plan for steps like the last one was made: the trace indices of a step (its ops
+--- that use chunks) in order, each with its chunks. The list prints as a table in which adjacent indices with the same
+--- chunks share a row. The list is empty before the first step is planned.
+---@param options? integer|string|{all?: boolean, action?: string} a chunk's id selects the indices that use the chunk;
+--- a tensor's name selects those that use a chunk with the tensor. action: selects the indices of one action
+--- ("forward", "backward", "update", ...). all: if true, every row is printed.
+---@return ps.view.Moment[] moments The list's field `other` has the peak of bytes outside chunks for each tier.
 function ps.trace(options)
   local engine = require("ps.engine.setup").current()
   return require("ps.memory.trace").trace(engine and require("ps.engine.step").trace(engine), options)
 end
 
---- The state of the open engine, as a table that prints as a line; nil if none is open, or if its parameters are in
---- plain memory.
+--- Returns the state of the open engine as a table that prints as one line. Returns nil if no engine is open, or if its
+--- parameters are in plain memory.
 ---@return {model: ps.Engine, optimizer: ps.EngineOptimizer, device: string, precision: string, zero_stage: integer,
----  parameters: integer, scheduler?: ps.Schedule, steps: integer, micro: integer, micros: integer, in_step: boolean,
----  config: ps.Config}? state
+--- parameters: integer, scheduler?: ps.Schedule, steps: integer, micro: integer, micros: integer, in_step: boolean,
+--- config: ps.Config}? state
 function ps.engine()
   local engine = require("ps.engine.setup").current()
   return engine and require("ps.engine.state.values").state(engine) or nil
 end
 
---- How fast Adam and copies are with a device. The first call of a process measures it, unless an engine has done so.
+--- Returns the speed of Adam and of copies on a device. The first call in a process measures it, unless an engine has
+--- done so.
 ---@param device string
 ---@return ps.Rates
 function ps.device_rates(device) return require("ps.engine.plan.rates").measured(device) end
 
---- Models without data, which is added later: see ps/nn/deferred.lua.
+--- Creates models without data, which is added later: see ps/nn/deferred.lua.
 function ps.deferred(...) return exact.of(require("ps.nn.deferred").make, "ps.deferred")(...) end
 function ps.materialize(...) return exact.of(require("ps.nn.deferred").materialize, "ps.materialize")(...) end
 
---- An engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
+--- Creates an engine and its optimizer: see lua/ps/engine/init.lua and docs/config.md.
 function ps.initialize(...)
   native.check_running "ps.initialize"
   return exact.of(require("ps.engine").initialize, "ps.initialize")(...)
 end
 ps.initialize_engine = ps.initialize
 
---- Help about a function, an op, a class or a module: see ps/prompt/help.lua.
+--- Prints help about a function, an op, a class or a module: see ps/prompt/help.lua.
 function ps.help(...) return exact.of(require("ps.prompt.help").of(ps).help, "ps.help")(...) end
 
 --- Finds the first op that makes a NaN or an infinity: see ps/inspect/anomaly.lua.
@@ -123,23 +125,23 @@ function ps.set_detect_anomaly(...)
 end
 function ps.detect_anomaly(...) return require("ps.inspect.anomaly").detect_anomaly(...) end
 
---- Writes a value to a .pt or .safetensors file, and reads one: see ps/io/serialize.lua.
+--- Writes a value to a .pt or .safetensors file: see ps/io/serialize.lua.
 function ps.save(value, path) return require("ps.io.serialize").save(value, path) end
 function ps.load(path, options) return require("ps.io.serialize").load(path, options) end
 
---- The model of a folder that Hugging Face's save_pretrained wrote, or that its cache has under that name. Nothing is
---- downloaded. Every field of its config.json except dtype is applied or refused by name. Weights are read one tensor
---- at a time, in an engine's model_func directly into its chunks; of several ranks each reads the tensors that it owns.
---- The parameters of a head that the files lack start from random values by the seed. A line on standard error names
---- them, and the tensors of the files that are not used.
----@param name string a folder, or a name: "gpt2", "google-bert/bert-base-uncased"
+--- Returns the model in a folder that Hugging Face's save_pretrained wrote, or the model with that name in Hugging
+--- Face's cache. Nothing is downloaded. Every field of its config.json except dtype is applied, or is an error that
+--- names it. Weights are read one tensor at a time. In an engine's model_func they are read directly into its chunks,
+--- and each rank reads the tensors that it owns. A head's parameters that the files lack get random values from the
+--- seed. A line on standard error names these parameters and the files' unused tensors.
+---@param name string a folder, or a name such as "gpt2" or "google-bert/bert-base-uncased"
 ---@param options? table task ("causal_lm", "masked_lm", "sequence_classification", "token_classification",
----  "question_answering" or "base"; default: config.json's architectures), dtype (default that of new tensors; "auto":
----  the file's), device, recompute, revision, quiet, ignore_mismatched_sizes (a head of other sizes starts from random
----  values), mmap (true: weights stay in their safetensors files, see docs/pretrained.md; "auto": if they can),
----  keep_quantized (true: weights of a GGUF file stay packed and frozen, see docs/gguf.md), dropout, and settings
----  that replace config.json's: num_labels, hidden_dropout_prob, ... A folder of an adapter (docs/adapters.md) also
----  loads the base model that it names
+--- "question_answering" or "base"; default: config.json's architectures), dtype (default: the dtype of new tensors;
+--- "auto" is the file's dtype), device, recompute, revision, quiet, ignore_mismatched_sizes (a head whose sizes differ
+--- starts from random values), mmap (true keeps weights in their safetensors files, see docs/pretrained.md; "auto" does
+--- so if possible), keep_quantized (true keeps weights of a GGUF file packed and frozen, see docs/gguf.md), dropout,
+--- and settings that replace those in config.json: num_labels, hidden_dropout_prob, ... For a folder with an adapter
+--- (docs/adapters.md), the base model to which it refers is also loaded.
 ---@return ps.pretrained.Model model
 function ps.from_pretrained(name, options)
   local load = require("ps.pretrained").load
@@ -148,22 +150,23 @@ function ps.from_pretrained(name, options)
   return require("ps.lora").from_pretrained(name, options)
 end
 
---- Packs the weights of a model's linear layers as NF4, Q8_0, Q4_K, ... They are then frozen: see ps/nn/quantize.lua.
----@param model ps.nn.Module without adapters and before ps.initialize
+--- Packs the weights of a model's linear layers as NF4, Q8_0, Q4_K and other types. Packed weights are frozen: see
+--- ps/nn/quantize.lua.
+---@param model ps.nn.Module a model without adapters, before ps.initialize
 ---@param options? {type?: string, skip?: string[]} type: "nf4" (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
----  "q4_k" or "q6_k"; skip: names, or last parts of names, of layers that stay as they are
+--- "q4_k" or "q6_k"; skip: names of layers, or their last components, that are not packed
 ---@return ps.nn.Module model
----@return {name: string, type: string}[] layers the packed layers
+---@return {name: string, type: string}[] layers The packed layers.
 function ps.quantize(model, options) return require "ps.nn.quantize"(model, options) end
 
---- A model with random weights, in training mode, from a config.json. Every field is applied or refused by name, as by
---- ps.from_pretrained.
----@param source string|table a folder, a name that Hugging Face's cache has, or the fields, as from cjson.decode
+--- Returns a model with random weights, in training mode, from a config.json. Every field is applied, or is an error
+--- that names it, as in ps.from_pretrained.
+---@param source string|table a folder, a name in Hugging Face's cache, or the decoded fields
 ---@param options? {task?: string, dtype?: string, device?: string, recompute?: boolean, revision?: string}
 ---@return ps.pretrained.Model model
 function ps.from_config(source, options) return require("ps.pretrained").from_config(source, options) end
 
---- Processes of a distributed run: see ps/dist/init.lua.
+--- Functions for distributed runs: see ps/dist/init.lua.
 for _, name in ipairs { "init_distributed", "rank", "world_size", "local_rank", "print_rank", "synchronize",
   "any_rank" } do
   ps[name] = function(...) return ps.dist[name](...) end
@@ -186,7 +189,7 @@ local lazy = { nn = "ps.nn", lora = "ps.lora", preference = "ps.lora.preference"
   checkpoints = "ps.checkpoints", train = "ps.train", evaluate = "ps.evaluate", safetensors = "ps.io.safetensors",
   progress = "ps.train.progress", pretty = "ps.tensor.pretty", profiler = "ps.profile.profiler",
   serialize = "ps.io.serialize", dist = "ps.dist", mesh = "ps.dist.mesh", inspect = "ps.inspect",
-  comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm: the older name
+  comms_logger = "ps.profile.comms_summary", comm = "ps.profile.comms_summary" }       -- comm is the older name
 
 -- Functions whose files are loaded when a script first uses one of them.
 local file_of = {}
@@ -212,7 +215,7 @@ local function old_checkpoint() require "ps.checkpoint" end
 
 setmetatable(ps, {
   __names = function() return lazy_names end,
-  all = function()               -- ps with all its functions, for what lists them
+  all = function()               -- ps with all its functions loaded, for code that lists them
     for name in pairs(file_of) do local _ = ps[name] end
     return ps
   end,

@@ -23,20 +23,22 @@ local evaluate = { accuracy = metrics.accuracy, f1 = metrics.f1, exact_match = m
   word_f1 = metrics.word_f1 }
 
 ---@class ps.evaluate.Options
----@field data ps.DataTable|string|table rows, or a source for ps.data.table
----@field task? "perplexity"|"choices"|"answers" default: "choices" if the first row has choices, else "perplexity"
----@field max_length? integer tokens of a window; default: the model's positions, at most 2048
----@field stride? integer tokens that a window predicts; default max_length: windows do not overlap
----@field batch? integer windows, or pairs of question and choice, per batch; default 8
----@field limit? integer only the first rows
----@field train_on? "assistant"|"last"|"all" the turns of a conversation that are evaluated; default "assistant"
+---@field data ps.DataTable|string|table the rows, or a source for ps.data.table
+---@field task? "perplexity"|"choices"|"answers" the task (default: "choices" if the first row has choices, else
+--- "perplexity")
+---@field max_length? integer number of tokens in a window (default: the model's positions, at most 2048)
+---@field stride? integer number of tokens that a window predicts (default: max_length, so that windows do not overlap)
+---@field batch? integer number of windows, or of pairs of question and choice, per batch (default 8)
+---@field limit? integer number of rows to evaluate, from the first row on
+---@field train_on? "assistant"|"last"|"all" the turns of a conversation to evaluate (default "assistant")
 ---@field date? string "YYYY-MM-DD", for chat templates that print the date
----@field chat? boolean whether a question of "answers" is a user's message; default: if the folder has a chat template
----@field max_new? integer the most tokens of an answer ("answers"); default 32
----@field device? string of the model's inputs; default: that of its first parameter
----@field divide? boolean whether all ranks call it and divide the rows, for a model without an engine; with an engine
----  the ranks of its data-parallel axis always divide them
----@field progress? fun(done: integer, total: integer) called after each batch
+---@field chat? boolean whether to pose a question of "answers" as a user's message (default: if the folder has a chat
+--- template)
+---@field max_new? integer largest number of tokens in an answer, for "answers" (default 32)
+---@field device? string device of the model's inputs (default: the device of its first parameter)
+---@field divide? boolean whether all ranks call this function and divide the rows, for a model without an engine; with
+--- an engine, the ranks of its data-parallel axis always divide the rows
+---@field progress? fun(done: integer, total: integer) a function that is called after each batch
 
 local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = "whole", batch = "whole",
   limit = "whole", train_on = "string|function", date = "string", chat = "boolean", max_new = "whole",
@@ -44,7 +46,7 @@ local OPTIONS = { data = "any", task = "string", max_length = "whole", stride = 
 local LENGTH = 2048
 local IGNORED = require("ps.data.batch").IGNORED
 
--- The most tokens that a model accepts; nil: its configuration has no limit.
+-- Returns the largest number of tokens that a model accepts, or nil if its configuration has no limit.
 local function positions(model)
   local config = (handle.module(model) or model).config or {}
   local most = config.max_position_embeddings or config.n_positions
@@ -56,7 +58,7 @@ local function device_of(model)
   return first and first:device()
 end
 
--- The number of words as lm-eval counts them: the number of runs of space plus one.
+-- Counts words like lm-eval: the number of runs of space plus one.
 local function words_in(s)
   local n, inside = 1, false
   for c in s:gmatch(characters.PATTERN) do
@@ -69,13 +71,13 @@ end
 
 local TASKS = {}
 
--- The ranks that divide the rows; nil: this process computes all of them.
+-- Returns the group of ranks that divide the rows, or nil if this process evaluates all rows.
 local function group_of(model, divide)
   if handle.of(model) then return mesh.group "dp" end
   return divide and mesh.group "world" or nil
 end
 
--- The windows of all rows, the form of the rows, and for texts the number of words and bytes.
+-- Returns the windows of all rows and the rows' form, and for texts also the number of words and bytes.
 local function windows_of(tok, rows, n, options)
   local windows, words, bytes = {}, 0, 0
   local form = formats.recognise(rows)
@@ -121,7 +123,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
     done = done + 1
     if x then return x, y end
   end)
-  if group and not handle.of(model) then                   -- train.evaluate adds up the ranks of an engine only
+  if group and not handle.of(model) then                   -- train.evaluate sums over ranks only with an engine
     local sums = group:all_reduce(create.tensor({ (loss or 0) * counted, (accuracy or 0) * counted },
       { dtype = "fp64" })):tolist()
     loss, accuracy = sums[1] / tokens, sums[2] / tokens
@@ -137,14 +139,14 @@ function TASKS.perplexity(model, tok, rows, n, options)
   return result
 end
 
--- The place of the largest number of a list. If several are equal, the first one.
+-- Returns the index of the largest number in a list. If several numbers are equal, returns the first index.
 local function largest(list)
   local at = 1
   for i, x in ipairs(list) do if x > list[at] then at = i end end
   return at
 end
 
--- The standard error of the mean of values that are 0 or 1.
+-- Returns the standard error of the mean of n values that are 0 or 1.
 local function error_of(mean, n) return n > 1 and math.sqrt(mean * (1 - mean) / (n - 1)) or nil end
 
 function TASKS.choices(model, tok, rows, n, options)
@@ -180,7 +182,8 @@ function TASKS.choices(model, tok, rows, n, options)
     acc_norm_stderr = error_of(right_norm / n, n), samples = samples }
 end
 
--- The ids of row i's prompt (a conversation up to its last answer, or a question), and the list of right answers.
+-- Returns the ids of row i's prompt (a question, or a conversation without its last answer), and the list of correct
+-- answers.
 local function asked(tok, rows, i, chat, date)
   local row = rows[i]
   if row.messages or row.conversations then
@@ -199,7 +202,7 @@ local function asked(tok, rows, i, chat, date)
     { add_generation_prompt = true, date = date }), answers
 end
 
--- Completes the list of samples, of which each rank has some.
+-- Gathers the samples from all ranks, each of which has some of them.
 local function gather_samples(group, samples, n)
   if not group then return end
   local mine = {}
@@ -232,7 +235,7 @@ function TASKS.answers(model, tok, rows, n, options)
     f1 = f1 / n, samples = samples }
 end
 
--- Options with their defaults, and the rows.
+-- Checks the options. Returns them with their defaults, and the rows.
 local function checked(model, tok, options, call)
   caller.typed(model, "table", call .. ": the model")
   caller.typed(tok, "table", call .. ": the tokenizer")
@@ -259,27 +262,22 @@ local function checked(model, tok, options, call)
   return full, rows
 end
 
--- Runs the task on checked options.
+-- Runs the task with checked options.
 local function run(model, tokenizer, full, rows)
   local task = full.task or (rows_of.has_choices(rows[1]) and "choices" or "perplexity")
   caller.one_of(task, TASKS, "ps.evaluate.run: task")
   return TASKS[task](model, tokenizer, rows, #rows, full)
 end
 
---- Evaluates a causal language model on rows.
----
---- "perplexity", of texts, of conversations (the tokens that the assistant has to produce, by the chat template) or of
---- ids: { tokens, loss (mean per token), accuracy (share of tokens that are the likeliest), token_perplexity }, and for
---- texts { words, bytes, word_perplexity, byte_perplexity, bits_per_byte }.
----
---- "choices", rows with query, choices and gold: { acc, acc_norm, samples }, by the sum of the log-probabilities of
---- each choice after a space, and by that sum per character.
----
---- "answers", rows with question and answers, or conversations: the model answers greedily; { exact_match, f1,
---- samples } as SQuAD's script has them.
----
---- With an engine of several ranks all ranks call it, divide the rows, and all get the result. `divide` does the same
---- for a model that each rank has as a whole.
+--- Evaluates a causal language model on rows. "perplexity" evaluates texts, conversations (the tokens that the
+--- assistant has to produce according to the chat template) or ids. It returns { tokens, loss (mean per token),
+--- accuracy (fraction of tokens that are the likeliest), token_perplexity }, and for texts also { words, bytes,
+--- word_perplexity, byte_perplexity, bits_per_byte }. "choices" evaluates rows with query, choices and gold. It returns
+--- { acc, acc_norm, samples }. acc compares the choices by the sum of the log-probabilities of each choice after a
+--- space, and acc_norm by that sum per character. "answers" evaluates rows with a question and answers, or
+--- conversations. The model answers by greedy decoding. It returns { exact_match, f1, samples }, computed as in SQuAD's
+--- script. With an engine of several ranks, all ranks call this function, divide the rows, and get the same result.
+--- `divide` does the same for a model that each rank has in full.
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
@@ -289,12 +287,12 @@ function evaluate.run(model, tokenizer, options)
   return run(model, tokenizer, full, rows)
 end
 
--- A result as one line: its numbers by name.
+-- The measures that a result's line shows, in order.
 local SHOWN = { "token_perplexity", "word_perplexity", "byte_perplexity", "accuracy", "acc", "acc_norm", "exact_match",
   "f1" }
 
---- The measures of a result as a line of text.
----@param result table as evaluate.run returns it
+--- Formats a result's measures as one line of text.
+---@param result table a result of evaluate.run
 ---@return string
 function evaluate.line(result)
   local parts = {}
@@ -304,13 +302,14 @@ function evaluate.line(result)
   return table.concat(parts, ", ")
 end
 
---- A callback for ps.train.run { callbacks = { step = ... } } that evaluates every n steps. The data are opened once.
----@param every integer steps
+--- Returns a callback for ps.train.run { callbacks = { step = ... } } that evaluates the model every `every` steps. The
+--- data is opened once.
+---@param every integer number of steps
 ---@param model ps.nn.Module|ps.Engine
 ---@param tokenizer ps.TextTokenizer
 ---@param options ps.evaluate.Options
----@param report? fun(result: table, line: table): string? gets the result and the step's line; "stop" ends the run.
----  Default: rank 0 prints a line
+---@param report? fun(result: table, line: table): string? receives the result and the step's line, and can return
+--- "stop" to end the run (default: rank 0 prints a line)
 ---@return fun(line: table): string?
 function evaluate.callback(every, model, tokenizer, options, report)
   caller.whole(every, "ps.evaluate.callback: every", 1)

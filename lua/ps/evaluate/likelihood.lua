@@ -17,15 +17,15 @@ local int_array = array "int32_t"
 local likelihood = {}
 
 local IGNORED = require("ps.data.batch").IGNORED
--- the most logits of a batch of continuations: 256 MiB in fp32
+-- largest number of logits in a batch of continuations: 256 MiB in fp32
 local LOGITS = 2 ^ 26
 
 ---@class ps.evaluate.Window inputs[t] predicts targets[t]
 ---@field inputs integer[]
----@field targets integer[] -100: does not count
----@field count integer targets that count
+---@field targets integer[] the targets; -100 is ignored
+---@field count integer number of targets that are not ignored
 
---- The token before a text's first one: the tokenizer's bos_token, else its eos_token.
+--- Returns the token that precedes the first token of a text: the tokenizer's bos_token, or else its eos_token.
 ---@param tok ps.TextTokenizer
 ---@return integer
 function likelihood.prefix(tok)
@@ -33,7 +33,7 @@ function likelihood.prefix(tok)
     or error "ps.evaluate: the tokenizer has neither bos_token nor eos_token, which precede a text's first token"
 end
 
---- The ids of a text with the special tokens that the tokenizer puts around it, unless the text itself begins with the
+--- Returns the ids of a text with the special tokens that the tokenizer adds, unless the text itself begins with the
 --- token that precedes texts.
 ---@param tok ps.TextTokenizer
 ---@param s string
@@ -44,14 +44,14 @@ function likelihood.encode(tok, s)
 end
 
 --- Appends the windows of a text. Each token is predicted once. A window predicts `stride` tokens (by default all of
---- its tokens, so that windows do not overlap); the last window is filled up with the tokens before those that it
---- predicts.
+--- its tokens, so that windows do not overlap). The last window is filled with the tokens that precede its predicted
+--- tokens.
 ---@param windows ps.evaluate.Window[]
----@param prefix integer the token before the first one
+---@param prefix integer the token that precedes the first token
 ---@param ids integer[]
----@param most integer tokens of a window
----@param stride integer at most `most`
----@param counts? integer[] 1: the token is scored, 0: it is not; default: all are scored
+---@param most integer number of tokens in a window
+---@param stride integer number of tokens that a window predicts, at most `most`
+---@param counts? integer[] 1 for each token that is scored, else 0 (default: all tokens are scored)
 function likelihood.windows(windows, prefix, ids, most, stride, counts)
   local done, all = 0, { prefix }
   for i, id in ipairs(ids) do all[i + 1] = id end         -- all[i] precedes ids[i]
@@ -71,7 +71,7 @@ function likelihood.windows(windows, prefix, ids, most, stride, counts)
   end
 end
 
--- Makes a tensor int32 [n, longest] of n lists, and pads the shorter lists with a value.
+-- Creates an int32 tensor [n, longest] from n lists. Shorter lists are padded with a value.
 local function padded(lists, pad, device)
   local longest = 1
   for _, list in ipairs(lists) do longest = math.max(longest, #list) end
@@ -84,16 +84,16 @@ local function padded(lists, pad, device)
   return out
 end
 
---- An iterator of batches x, y of windows for ps.train.evaluate.
+--- Returns an iterator over batches x, y of windows for ps.train.evaluate.
 ---@param windows ps.evaluate.Window[]
----@param rows integer windows per batch
+---@param rows integer number of windows per batch
 ---@param pad integer
 ---@param rank integer
----@param ranks integer each gets every ranks-th window, and the same number of batches
+---@param ranks integer number of ranks; each gets every ranks-th window, and all get the same number of batches
 ---@param device? string
 ---@return fun(): ps.Tensor?, ps.Tensor?
 ---@return integer batches
----@return integer counted targets of this rank that count
+---@return integer counted number of this rank's targets that are not ignored
 function likelihood.batches(windows, rows, pad, rank, ranks, device)
   local at, n, counted = 0, math.ceil(math.ceil(#windows / ranks) / rows), 0
   for i = 1 + rank, #windows, ranks do counted = counted + windows[i].count end
@@ -110,8 +110,8 @@ function likelihood.batches(windows, rows, pad, rank, ranks, device)
   end, n, counted
 end
 
---- The ids of a context and of its continuation. As in lm-eval, space at the end of a context belongs to the
---- continuation, and the border between the two is after as many ids as the context alone has.
+--- Returns the ids of a context and of its continuation. As in lm-eval, space at the end of the context belongs to the
+--- continuation. The text is encoded as a whole, and the context has as many ids as it has alone.
 ---@param tok ps.TextTokenizer
 ---@param context string
 ---@param continuation string
@@ -132,7 +132,7 @@ function likelihood.pair(tok, context, continuation)
   return first, rest
 end
 
---- Calls fn with the model in evaluation mode and without gradients; restores the model's mode.
+--- Calls fn with the model in evaluation mode and without gradients, and restores the model's mode afterwards.
 ---@param model ps.nn.Module|ps.Engine
 ---@param fn fun(): any
 ---@return any
@@ -145,7 +145,7 @@ function likelihood.still(model, fn)
   return result
 end
 
--- The inputs and targets of a pair: at most `most` inputs, the last ones.
+-- Returns the inputs and targets of a pair. Only the last `most` inputs are kept.
 local function row_of(context, continuation, most)
   local ids = {}
   for _, list in ipairs { context, continuation } do for _, id in ipairs(list) do ids[#ids + 1] = id end end
@@ -158,7 +158,7 @@ local function row_of(context, continuation, most)
   return row
 end
 
--- The logits of a model's output.
+-- Computes a model's logits for ids.
 local function logits_of(model, ids)
   local out = model(ids)
   if type(out) == "table" and not scope.is_tensor(out) then out = out.logits or out[1] end
@@ -168,7 +168,7 @@ local function logits_of(model, ids)
   return out
 end
 
--- Computes the sums of a batch of rows: sums[r] of row r. Second result: the size of the vocabulary.
+-- Computes the sums of a batch of rows: sums[r] belongs to row r. The second result is the vocabulary size.
 local function sums_of(model, rows, how)
   local inputs, targets, sums = {}, {}, {}
   for r, row in ipairs(rows) do inputs[r], targets[r] = row.inputs, row.targets end
@@ -182,7 +182,7 @@ local function sums_of(model, rows, how)
   return sums, logits:size(2)
 end
 
--- The numbers of the rows of each batch. Long rows come first, so that short ones share a batch.
+-- Returns the indices of the rows in each batch. Long rows come first, so that short rows share a batch.
 local function batches_of(rows, how, vocabulary)
   local order, batches, at = {}, {}, 1
   for i in ipairs(rows) do order[i] = i end
@@ -199,13 +199,13 @@ local function batches_of(rows, how, vocabulary)
   return batches
 end
 
---- The sum of the log-probabilities of each continuation after its context.
+--- Returns the sum of the log-probabilities of each continuation, given its context.
 ---@param model ps.nn.Module|ps.Engine
----@param pairs_ {[1]: integer[], [2]: integer[]}[] ids of contexts and continuations
+---@param pairs_ {[1]: integer[], [2]: integer[]}[] the ids of each context and its continuation
 ---@param options {rows: integer, most: integer, pad: integer, device?: string, vocabulary?: integer, group?: ps.Group,
----  tick?: fun(n: integer)} rows: pairs per batch at most; most: inputs of a row at most; vocabulary: the number of
----  logits, nil: the first row tells; group: ranks that divide the batches, which compute equally many; tick: is called
----  with the number of pairs that are done
+--- tick?: fun(n: integer)} rows: largest number of pairs per batch. most: largest number of inputs in a row.
+--- vocabulary: number of logits (default: that of the first row). group: the ranks that divide the batches; all compute
+--- equally many batches. tick: called with the number of pairs that are finished.
 ---@return number[] sums
 function likelihood.sums(model, pairs_, options)
   local rows, sums = {}, {}
@@ -224,7 +224,7 @@ function likelihood.sums(model, pairs_, options)
     for k = 1, ranks do done = done + #(batches[round * ranks + k] or {}) end
     local own = batches[round * ranks + rank + 1]
     local batch = {}
-    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end        -- a rank without a batch repeats the first
+    for r, i in ipairs(own or batches[1]) do batch[r] = rows[i] end  -- a rank without a batch repeats the first batch
     local got = sums_of(model, batch, options)
     for r, i in ipairs(own or {}) do sums[i] = got[r] end
     if options.tick then options.tick(done) end

@@ -17,7 +17,7 @@ local function checked(predictions, labels, call)
   if #labels == 0 then error(call .. ": there are no predictions") end
 end
 
---- The share of predictions that equal their label.
+--- Returns the fraction of predictions that equal their label.
 ---@param predictions any[]
 ---@param labels any[]
 ---@return number
@@ -31,16 +31,16 @@ end
 local AVERAGE = { binary = true, macro = true, micro = true }
 local F1 = { average = "string", positive = "any" }
 
--- F1 of counts: true positives, false positives, false negatives. 0 if there are none.
+-- Returns F1 from counts of true positives, false positives and false negatives, or 0 if all are 0.
 local function f1_of(tp, fp, fn)
   return tp > 0 and 2 * tp / (2 * tp + fp + fn) or 0
 end
 
---- The F1 of predicted classes: the harmonic mean of precision and recall.
+--- Returns the F1 score of predicted classes, which is the harmonic mean of precision and recall.
 ---@param predictions any[]
 ---@param labels any[]
----@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) for the class
----  `positive` (default 1), "macro" for the mean over all classes that occur, "micro" for all decisions together
+---@param options? {average?: "binary"|"macro"|"micro", positive?: any} average: "binary" (default) scores the class
+--- `positive` (default 1), "macro" is the mean over all classes that occur, and "micro" counts all decisions together
 ---@return number
 function metrics.f1(predictions, labels, options)
   options = caller.options(options, "ps.evaluate.f1", F1)
@@ -72,7 +72,7 @@ function metrics.f1(predictions, labels, options)
   return sum / #classes
 end
 
--- A text in small letters without ASCII punctuation, English articles and superfluous space.
+-- Converts a text to lower case, and removes ASCII punctuation, English articles and redundant space.
 local function normalized(answer)
   local s = text.flat(letters.lower(answer)):gsub("[!-/:-@%[-`{-~]", "")
   local words = {}
@@ -83,7 +83,7 @@ local function normalized(answer)
   return words
 end
 
--- The largest value of fn(words of the prediction, words of a reference) over references.
+-- Returns the largest value of fn(words of the prediction, words of a reference) over all references.
 local function best(prediction, references, call, fn)
   caller.typed(prediction, "string", call .. ": the prediction")
   if type(references) == "string" then references = { references } end
@@ -95,7 +95,7 @@ local function best(prediction, references, call, fn)
   return most
 end
 
---- 1 if a text equals one of several references when case, punctuation, articles and space are ignored, else 0.
+--- Returns 1 if a text equals one of the references, else 0. Case, punctuation, articles and space are ignored.
 ---@param prediction string
 ---@param references string|string[]
 ---@return integer
@@ -105,8 +105,8 @@ function metrics.exact_match(prediction, references)
   end)
 end
 
---- The F1 of a text's words against those of a reference, with the same parts ignored as in exact_match; for several
---- references the largest F1.
+--- Returns the F1 score of a text's words for a reference, or the largest score if there are several references. It
+--- ignores the same things as exact_match.
 ---@param prediction string
 ---@param references string|string[]
 ---@return number

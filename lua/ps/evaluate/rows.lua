@@ -5,13 +5,13 @@ local error = caller.error
 
 local rows = {}
 
--- Fields that can contain the text before an answer, in the order in which they are tried.
+-- Fields that can contain the text before an answer, in order of preference.
 local CONTEXT = { "query", "context", "question", "ctx", "prompt", "instruction", "input" }
 local CHOICES = { "choices", "endings", "options" }
 local GOLD = { "gold", "answer", "label", "answerKey", "target" }
 local ANSWERS = { "answers", "answer", "completion", "output", "target" }
 
--- The first of several fields that a row has, and its name.
+-- Returns the value and the name of the first field in `names` that a row has.
 local function field(row, names)
   for _, name in ipairs(names) do
     local v = row[name]
@@ -19,12 +19,12 @@ local function field(row, names)
   end
 end
 
---- Whether a row is a question with choices.
+--- Returns whether a row is a question with choices.
 ---@param row table
 ---@return boolean
 function rows.has_choices(row) return field(row, CHOICES) ~= nil end
 
--- The texts of choices, and their labels: a list of texts, or { text =, label = } as ARC has them.
+-- Returns the texts of choices, and their labels. Choices are a list of texts, or { text =, label = } as in ARC.
 local function choices_of(row, place)
   local list, name = field(row, CHOICES)
   local labels
@@ -38,7 +38,8 @@ local function choices_of(row, place)
   return list, labels
 end
 
--- The right choice, from 1: its number from 0, a letter, a label or the text itself.
+-- Returns the index of the correct choice, from 1. A row gives it as an index from 0, a letter, a label or the text
+-- itself.
 local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
   if gold == nil then error(("%s: the right choice is missing; name it in the field '%s'"):format(place,
@@ -54,10 +55,10 @@ local function gold_of(row, list, labels, place)
   return i
 end
 
---- A question with choices: the context, the choices, and the right one from 1. The context is the field query,
+--- Returns a row's context, its choices, and the index of the correct choice, from 1. The context is the field query,
 --- context, question, ctx, prompt, instruction or input.
 ---@param row table
----@param place string for errors
+---@param place string the row's file and line, for errors
 ---@return string context
 ---@return string[] choices
 ---@return integer gold
@@ -70,16 +71,16 @@ function rows.choices(row, place)
   return context, list, gold_of(row, list, labels, place)
 end
 
---- The answers of a question: a text, a list of texts, or SQuAD's { text = }.
+--- Returns the answers to a question. A row gives them as a text, a list of texts, or SQuAD's { text = }.
 ---@param row table
----@param place string for errors
+---@param place string the row's file and line, for errors
 ---@return string[]
 function rows.answers(row, place)
   local answers, name = field(row, ANSWERS)
   if type(answers) == "table" and answers.text then answers = answers.text end
   if type(answers) == "string" then answers = { answers } end
   if type(answers) == "table" and row.answers and #answers == 0 and next(answers) == nil then
-    answers = { "" }                                       -- SQuAD's question without an answer
+    answers = { "" }                                       -- a SQuAD question that has no answer
   end
   if type(answers) ~= "table" or #answers == 0 then
     error(("%s: %s"):format(place, name and ("the field '%s' is neither a text nor a list of texts"):format(name)
@@ -91,9 +92,9 @@ function rows.answers(row, place)
   return answers
 end
 
---- The question of a row.
+--- Returns the question of a row.
 ---@param row table
----@param place string for errors
+---@param place string the row's file and line, for errors
 ---@return string
 function rows.question(row, place)
   local context, name = field(row, { "question", "query", "prompt", "instruction", "input", "context" })

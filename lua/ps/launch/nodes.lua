@@ -15,9 +15,9 @@ local unistd = require "posix.unistd"
 
 local nodes = {}
 
-local WORD, LONGEST = "psluajit-node 1 ", 512        -- maximum bytes of a line
+local WORD, LONGEST = "psluajit-node 1 ", 512        -- largest number of bytes in a line
 local CONNECT_S, SILENT_S, AGAIN_S = 5, 10, 0.2
-local MOST = 128                                     -- maximum connections that have not sent their line
+local MOST = 128                                     -- largest number of connections that have not sent their line
 
 local function now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -32,7 +32,7 @@ local function set_blocking(fd, blocks)
   fcntl.fcntl(fd, fcntl.F_SETFL, blocks and other or bit.bor(other, fcntl.O_NONBLOCK))
 end
 
--- Names of the loopback interface are not looked up (src/rendezvous/net.c).
+-- Resolves a host. Names of the loopback interface are not looked up (src/rendezvous/net.c).
 local function addresses(host, port)
   local name = "." .. host:lower():gsub("%.$", "")
   local looked_up = name ~= ".localhost" and not name:match "^%..+%.localhost$" and host or nil
@@ -42,7 +42,8 @@ local function addresses(host, port)
   return list
 end
 
--- A listening socket at one of these addresses; nil: none belongs to this machine, or another launcher has it.
+-- Returns a listening socket on one of these addresses, or nil if none of them belongs to this machine or another
+-- launcher uses it.
 local function listen(list)
   local problem
   for _, at in ipairs(list) do
@@ -59,7 +60,8 @@ local function listen(list)
   if problem then error(("--rdzv-endpoint: cannot listen: %s"):format(problem), 0) end
 end
 
--- The line that a connection has sent; nil: it is not complete; false: the connection ended, or the line is too long.
+-- Returns the line that a connection has sent, nil if the line is not complete, or false if the connection ended or the
+-- line is too long.
 local function line_of(peer)
   local data = socket.recv(peer.fd, LONGEST)
   if not data or data == "" then return false end
@@ -72,7 +74,7 @@ end
 local function say(fd, text) return socket.send(fd, text) == #text end
 
 -- -- node 0 -----------------------------------------------------------------------------------------------------------
--- The reason why a launcher's line does not match this one's; nil: it does.
+-- Returns the reason why a launcher's line does not match this launcher's line, or nil if it matches.
 local function mismatch(line, o)
   local nnodes, nproc, run = line:match("^" .. WORD:gsub("%-", "%%-") .. "(%d+) (%d+) (.*)$")
   if not nnodes then return "this is not a launcher of psluajit" end
@@ -84,8 +86,8 @@ local function mismatch(line, o)
   if run ~= o.run_id then return differs("--rdzv-id", run, o.run_id) end
 end
 
--- One round of node 0: accepts a connection, reads lines, drops closed connections. peers: connections, in the order of
--- arrival.
+-- Runs one round of node 0: accepts a connection, reads lines, and drops closed connections. `peers` are the
+-- connections in order of arrival.
 local function hear(server, peers, o, seconds)
   local fds = { [server] = { events = { IN = true } } }
   for _, peer in ipairs(peers) do fds[peer.fd] = { events = { IN = true } } end
@@ -94,7 +96,7 @@ local function hear(server, peers, o, seconds)
   for _, peer in ipairs(peers) do
     local got, stays = fds[peer.fd].revents or {}, true
     if got.IN or got.HUP or got.ERR then
-      local line = not peer.known and line_of(peer)              -- a peer that is already numbered sends nothing more
+      local line = not peer.known and line_of(peer)              -- a peer that has a number sends nothing more
       local why = line and mismatch(line, o)
       if why then say(peer.fd, "no " .. why .. "\n") end
       stays, peer.known = line ~= false and not why, line ~= nil
@@ -139,7 +141,7 @@ local function serve(server, o, ends)
 end
 
 -- -- the others -------------------------------------------------------------------------------------------------------
--- A connection to one of these addresses; nil: there is no listener.
+-- Connects to one of these addresses. Returns nil if there is no listener.
 local function connect(list)
   for _, at in ipairs(list) do
     local fd = socket.socket(at.family, socket.SOCK_STREAM, 0)
@@ -161,7 +163,7 @@ local function connect(list)
   end
 end
 
--- Returns the number that node 0 assigns; nil and the reason if it assigns none.
+-- Returns the number that node 0 assigns to this node, or nil and the reason if it assigns none.
 local function ask(fd, o, ends)
   local peer = { fd = fd, text = "" }
   if not say(fd, ("%s%d %d %s\n"):format(WORD, o.nnodes, o.nproc, o.run_id)) then return nil, "it closed the "
@@ -197,10 +199,10 @@ local function join(list, o, ends)
   error(("no number for this node from %s:%d in %g s: %s"):format(o.master_addr, o.master_port, o.join_timeout, why), 0)
 end
 
---- Returns the number of this node. All nodes' launchers call it. Raises a string.
----@param o {master_addr: string, master_port: integer, nnodes: integer, nproc: integer, run_id: string,
----  join_timeout: number} join_timeout: seconds
----@return integer number from 0
+--- Returns this node's number. The launchers of all nodes call this function. Raises a string.
+---@param o {master_addr: string, master_port: integer, nnodes: integer, nproc: integer, run_id: string, join_timeout:
+--- number} join_timeout is in seconds
+---@return integer number The node's number, from 0.
 function nodes.number(o)
   local list, ends = addresses(o.master_addr, o.master_port), now() + o.join_timeout
   local was = signal.signal(signal.SIGPIPE, signal.SIG_IGN)

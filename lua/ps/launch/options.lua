@@ -8,19 +8,19 @@ local launch_options = {}
 
 ---@class ps.dist.LaunchOptions
 ---@field nproc integer
----@field min_nproc integer          the least number, if each failure removes one rank; else nproc
+---@field min_nproc integer          the smallest number of ranks if each failure removes one rank, else nproc
 ---@field nnodes integer
----@field node_rank integer?         nil: node 0 assigns it (ps.launch.nodes)
----@field join_timeout number        seconds until all nodes must have connected
+---@field node_rank integer?         this node's number, or nil if node 0 assigns it (ps.launch.nodes)
+---@field join_timeout number        seconds within which all nodes must connect
 ---@field master_addr string
----@field master_port integer?       nil: a free one, chosen for each attempt
+---@field master_port integer?       the port, or nil if a free port is chosen for each attempt
 ---@field max_restarts integer
 ---@field grace number               seconds between SIGTERM and SIGKILL
 ---@field log_dir string?
 ---@field run_id string
 ---@field prefix boolean
 ---@field pass_local_rank boolean
----@field no_python boolean          the script is an executable program
+---@field no_python boolean          whether the script is an executable program
 ---@field help boolean
 ---@field script string
 ---@field args string[]
@@ -48,7 +48,8 @@ Starts a script several times, as ranks of one run. Names may have dashes or und
   --help               shows this
 ]]
 
--- kind: number (low..high), text, flag, choice, nodes, nproc; `same`: the name is an alias of that option.
+-- Options by name. kind: number (low..high), text, flag, choice, nodes or nproc. same: the option of which the name is
+-- an alias.
 local OPTIONS = {
   ["nproc-per-node"] = { kind = "nproc" }, ["num-gpus"] = { same = "nproc-per-node" },
   ["nnodes"] = { kind = "nodes" }, ["num-nodes"] = { same = "nnodes" },
@@ -81,7 +82,7 @@ local REFUSED = {
 }
 
 local MOST_RANKS = 4096
-local JOIN_TIMEOUT = 600               -- seconds, the default of torchrun
+local JOIN_TIMEOUT = 600               -- seconds, torchrun's default
 
 local function fail(text, ...) error(text:format(...), 0) end
 
@@ -106,7 +107,7 @@ local function gpus()
   return n
 end
 
--- Cores this process may use.
+-- Returns the number of cores that this process can use.
 function launch_options.cores()
   local f = io.open("/proc/self/status", "rb")
   local list = f and f:read("*a"):match("Cpus_allowed_list:%s*([%d,%-]+)")
@@ -158,7 +159,7 @@ function check.endpoint(name, text)
   return { host = host, port = port and whole(name .. "'s port", port, 0, 65535) }
 end
 
--- Parses options up to the script: returns the values by option, and the index of the script.
+-- Parses the options before the script. Returns the values by option, and the index of the script.
 local function split(words)
   local values, i = {}, 1
   while i <= #words do
@@ -201,7 +202,7 @@ local function from_environment(values, get)
   end
 end
 
--- Combines --master-addr, --master-port and --rdzv-endpoint to one address.
+-- Combines --master-addr, --master-port and --rdzv-endpoint into one address.
 local function address(values)
   local point = values["rdzv-endpoint"] or {}
   local addr, port = values["master-addr"], values["master-port"]
@@ -214,7 +215,7 @@ local function address(values)
   return addr or point.host, port or point.port
 end
 
--- The number of ranks on this node, and the least number.
+-- Returns the number of ranks on this node, and the smallest number.
 local function rank_counts(values, nnodes)
   local nproc = values["nproc-per-node"] or 1
   if type(nproc) == "number" then return nproc, nproc end
@@ -226,7 +227,7 @@ local function rank_counts(values, nnodes)
   return nproc.high, nproc.low
 end
 
---- Parses the command line. Raises a string that names the option, its value and the expected form.
+--- Parses the command line. Raises a string that contains the option, its value and the expected form.
 ---@param words string[]
 ---@param getenv? fun(name: string): string?
 ---@return ps.dist.LaunchOptions

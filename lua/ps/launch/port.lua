@@ -9,18 +9,18 @@ ffi.cdef "int getsockname(int fd, void *address, unsigned *nbytes);"
 
 local port = {}
 
---- The port to which a socket is bound.
+--- Returns the port to which a socket is bound.
 ---@param fd integer
 ---@return integer?
 function port.of(fd)
   local address, nbytes = ffi.new("uint8_t[128]"), ffi.new("unsigned[1]", 128)
   if ffi.C.getsockname(fd, address, nbytes) ~= 0 then return nil end
-  return address[2] * 256 + address[3]                     -- at the same place for IPv4 and IPv6, high byte first
+  return address[2] * 256 + address[3]  -- the port is at the same offset for IPv4 and IPv6, high byte first
 end
 
---- A socket that is bound to a free port of 127.0.0.1; the caller closes it.
+--- Returns a socket that is bound to a free port of 127.0.0.1. The caller closes the socket.
 ---@return integer? fd
----@return integer|string port, or the error
+---@return integer|string port The port, or the error.
 function port.bound()
   local fd, why = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
   if not fd then return nil, why end
@@ -34,7 +34,7 @@ function port.bound()
   return fd, number
 end
 
---- A port of this machine that is free now.
+--- Returns a port of this machine that is free at this time.
 ---@return integer? port
 ---@return string? the error
 function port.free()

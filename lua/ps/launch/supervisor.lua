@@ -33,20 +33,18 @@ int prctl(int option, ...);
 local ranks = {}
 
 local SIG_BLOCK, SIG_SETMASK = 0, 2
-local SFD_FLAGS = 0x80000 + 0x800            -- close on exec, do not block
+local SFD_FLAGS = 0x80000 + 0x800            -- SFD_CLOEXEC and SFD_NONBLOCK
 local PR_SET_PDEATHSIG = 1
-local SIGNAL_RECORD = 128                    -- sizeof(struct signalfd_siginfo), whose first word is the number of the
-                                             -- signal
+local SIGNAL_RECORD = 128                    -- size of struct signalfd_siginfo; its first word is the signal
 local READ = 65536
-local LONGEST_LINE = 1048576                 -- longer lines are cut at this length
-local KEPT_LINES = 24                 -- last lines of a rank in the report of its failure: a message and its traceback
-local GATHER_NS = 1000000                    -- time between two polls of the output: reading many lines at a time costs
-                                             -- far less
--- The time to wait for the end of a rank that other ranks blame. A silent rank may not end by itself.
+local LONGEST_LINE = 1048576                 -- longer lines are split at this length
+local KEPT_LINES = 24                 -- number of a failed rank's last lines in the report: a message and its traceback
+local GATHER_NS = 1000000                    -- time between two polls of output; reading many lines at once is cheaper
+-- Seconds to wait for the end of a rank that other ranks blame. A silent rank might not end by itself.
 local ENDS_S, STAYS_S = 10, 0.3
-local MARK = 30                              -- precedes each line of the error that ends a rank
-local HELD_S = 2                             -- time for which the error of a rank that does not end is held back
-local DRAIN_S = 2                            -- time to wait for output of processes of a dead rank that still run
+local MARK = 30                              -- byte that precedes each line of the error that ends a rank
+local HELD_S = 2                             -- seconds for which the error of a rank that does not end is not shown
+local DRAIN_S = 2                            -- seconds to wait for output from a dead rank's remaining processes
 
 local ENDING = { SIGINT = true, SIGTERM = true, SIGHUP = true, SIGQUIT = true }
 local PASSED = { SIGUSR1 = true, SIGUSR2 = true }
@@ -68,10 +66,9 @@ ranks.now = now
 
 -- -- signals ----------------------------------------------------------------------------------------------------------
 
-local before, signal_fd                     -- the signal mask that ranks get back; the descriptor from which signals
-                                            -- are read
+local before, signal_fd                     -- the signal mask to restore in ranks; the signalfd
 
--- Returns the signals that were ignored when the launcher began (nohup, a background job); they stay ignored.
+-- Returns the signals that were ignored when the launcher started (by nohup or in a background job). They stay ignored.
 local function ignored()
   local f = io.open("/proc/self/status", "rb")
   local text = f and f:read("*a") or ""
@@ -86,7 +83,7 @@ local function ignored()
   return set
 end
 
---- Called once, before the first rank is started.
+--- Redirects signals to a descriptor. Called once, before the first rank is started.
 function ranks.take_signals()
   local set, skip = ffi.new("ps_signal_set"), ignored()
   ffi.C.sigemptyset(set)
@@ -100,8 +97,8 @@ function ranks.take_signals()
   if ffi.C.sigprocmask(SIG_BLOCK, set, before) ~= 0 then error("sigprocmask failed", 0) end
   signal_fd = ffi.C.signalfd(-1, set, SFD_FLAGS)
   if signal_fd < 0 then error("signalfd failed: error " .. ffi.errno(), 0) end
-  signal.signal(signal.SIGCHLD, signal.SIG_DFL)           -- if ignored, the system would discard exit codes
-  signal.signal(signal.SIGPIPE, signal.SIG_IGN)           -- a closed terminal makes write fail
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)  -- if SIGCHLD were ignored, the kernel would discard exit codes
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)           -- makes a write to a closed terminal return an error
 end
 
 -- -- one rank ---------------------------------------------------------------------------------------------------------
@@ -114,8 +111,8 @@ local function pipe()
   return r, w
 end
 
--- A pipe through which a rank's watch names the ranks it blames (src/rendezvous/watch.c), in lines "RANK CODE": its
--- ends, and its name for the rank. Neither end waits for the other.
+-- Returns a pipe through which a rank's watch names the ranks that it blames (src/rendezvous/watch.c), in lines "RANK
+-- CODE". Returns both ends, and the rank's path for the pipe. Neither end blocks.
 local function blame_pipe()
   local r, w = pipe()
   for _, fd in ipairs { r, w } do
@@ -124,7 +121,7 @@ local function blame_pipe()
   return r, w, ("%d:%.0f"):format(w, stat.stat("/proc/self/fd/" .. w).st_ino)
 end
 
--- Runs in the child; never returns.
+-- Runs the rank's program in the child process. Never returns.
 local function become(spec, out, err, blames, blames_name, launcher)
   unistd.setpid("p", 0, 0)
   ffi.C.prctl(PR_SET_PDEATHSIG, ffi.cast("unsigned long", signal.SIGKILL))
@@ -146,8 +143,8 @@ end
 
 local function stream(fd, to) return { fd = fd, to = to, pending = "" } end
 
--- Starts rank `spec`: { rank, local_rank, env, command, log }. command[0] is the program; a value of false in env
--- removes the variable.
+-- Starts rank `spec`, which is { rank, local_rank, env, command, log }. command[0] is the program. A value of false in
+-- env removes the variable.
 local function start(spec)
   io.stdout:flush()
   io.stderr:flush()
@@ -169,7 +166,7 @@ local function start(spec)
     unistd.close(blames_r)
     error(("cannot start rank %d: %s"):format(spec.rank, why), 0)
   end
-  unistd.setpid("p", pid, pid)                            -- called in both processes, since either may run first
+  unistd.setpid("p", pid, pid)                            -- both processes call it, since either can run first
   warden.add(pid)
   return { rank = spec.rank, local_rank = spec.local_rank, pid = pid, log = spec.log, began = now(), tail = {},
     blames = blames_r, streams = { stream(out_r, io.stdout), stream(err_r, io.stderr) } }
@@ -200,23 +197,23 @@ local function put(self, r, s, line)
   if not marked then show(self, r, s.to, line) end
 end
 
--- Shows the error that a rank has held back.
+-- Shows a rank's error that was not shown yet.
 local function show_error(self, r)
   for line in r.error:gmatch "[^\n]*\n" do show(self, r, io.stderr, line) end
   r.error, r.shown = nil, true
 end
 
--- Shows errors of ranks that continue to live.
+-- Shows the errors of ranks that did not end.
 local function show_held(self)
   for _, r in ipairs(self.list) do
     if r.error and not r.how and now() - r.error_at >= HELD_S then show_error(self, r) end
   end
 end
 
--- An error without the addresses in its traceback.
+-- Returns an error without the addresses in its traceback.
 local function words(text) return (text:gsub("0x%x+", "")) end
 
--- After all ranks have ended: shows the errors that are in no report, each once.
+-- Shows the errors that are in no report, each of them once. It is called after all ranks have ended.
 local function show_rest(self)
   local known, cause = {}, self.failure
   if cause and cause.error then known[words(cause.error)] = true end
@@ -229,7 +226,7 @@ local function show_rest(self)
   end
 end
 
--- Reads the available bytes. Returns false at the end of the stream; the last line is then shown even without a
+-- Reads the available bytes. Returns false at the end of the stream, and then shows the last line even if it has no
 -- newline.
 local function take(self, r, s)
   local data, _, code = unistd.read(s.fd, READ)
@@ -242,7 +239,7 @@ local function take(self, r, s)
     return false
   end
   local at, stop = 1, data:find("\n", 1, true)
-  while stop do                                            -- plain search, because a pattern is slow on long lines
+  while stop do                                            -- plain search, since a pattern is slow on long lines
     put(self, r, s, s.pending .. data:sub(at, stop))
     s.pending, at = "", stop + 1
     stop = data:find("\n", at, true)
@@ -262,7 +259,8 @@ local function flush(self)
   end
 end
 
--- Waits up to timeout_s seconds for output, and for a signal too if `signals`. Returns true if a signal has arrived.
+-- Waits up to timeout_s seconds for output, and also for a signal if `signals` is true. Returns true if a signal has
+-- arrived.
 local function poll_once(self, list, timeout_s, signals)
   local fds, owner = {}, {}
   if signals then fds[signal_fd] = { events = { IN = true } } end
@@ -284,15 +282,14 @@ local function poll_once(self, list, timeout_s, signals)
   return got and got.IN or false
 end
 
--- Reads the rest of a dead rank's output from its pipes.
+-- Reads the remaining output of a dead rank from its pipes.
 local function drain(self, r)
   local deadline = now() + DRAIN_S
   while (r.streams[1].fd or r.streams[2].fd) and now() < deadline do
     poll_once(self, { r }, math.max(deadline - now(), 0), false)
   end
   for _, s in ipairs(r.streams) do
-    if s.fd then                                          -- a process that left the rank's process group still holds
-                                                          -- the pipe open
+    if s.fd then  -- a process outside the rank's process group has the pipe open
       if s.pending ~= "" then put(self, r, s, s.pending .. "\n") end
       unistd.close(s.fd)
       s.fd = nil
@@ -311,7 +308,7 @@ local function kill_all(self, sig)
   end
 end
 
--- The other ranks that a dead rank's watch blamed: seconds to wait for the end of each, by rank.
+-- Returns the ranks that a dead rank's watch blamed: rank -> seconds to wait for its end.
 local function blamed_by(r)
   local others, text = {}, unistd.read(r.blames, READ) or ""
   unistd.close(r.blames)
@@ -320,15 +317,15 @@ local function blamed_by(r)
   return others
 end
 
--- How likely a failed rank is to be the cause. A rank that a signal ended is the most likely cause, then a rank that
--- failed by itself, then a rank that was notified of another's failure.
+-- The likelihood that a failed rank is the cause. A rank that was ended by a signal is the likeliest cause, then a rank
+-- that failed by itself, then a rank that was notified of another rank's failure.
 local TOLD, ITSELF, KILLED = 1, 2, 3
 local function weight_of(r)
   if r.how == "killed" then return KILLED end
   return next(r.others) and TOLD or ITSELF
 end
 
--- The time until which to wait for the blamed ranks of this launcher that are still alive.
+-- Returns the time until which to wait for blamed ranks of this launcher that are still alive.
 local function cause_until(self)
   local at = 0
   for _, told in ipairs(self.list) do
@@ -340,8 +337,8 @@ local function cause_until(self)
   return at
 end
 
--- Reaps the ranks that have ended. Keeps the first failure, or, of ranks that end at once, the likelier cause. Returns
--- true if the other ranks must be stopped because of it.
+-- Reaps the ranks that have ended. Keeps the first failure, or the likelier cause if several ranks end at once. Returns
+-- true if the other ranks must be stopped because of the failure.
 local function reap(self)
   for _, r in ipairs(self.list) do
     if not r.how then
@@ -377,7 +374,7 @@ local function stop(self, sig)
   kill_all(self, sig)
 end
 
--- Handles all signals in the signals' descriptor.
+-- Handles all signals that are pending in the signal descriptor.
 local function on_signals(self)
   while true do
     local record = unistd.read(signal_fd, SIGNAL_RECORD)
@@ -419,7 +416,7 @@ local function watch(self)
   show_rest(self)
 end
 
---- Runs one attempt to its end. Afterwards none of its processes is left, no matter how it ended.
+--- Runs one attempt until all its processes have ended, however it ended.
 ---@param specs { rank: integer, local_rank: integer, env: table, command: string[], log: file*? }[]
 ---@param o { grace: number, prefix: boolean, on_failure: fun(r: table), on_signal: fun(name: string, again: boolean) }
 ---@return { failure: table?, signal: integer?, again: boolean?, killed: integer?, mute: string?, all_well: boolean }
@@ -433,7 +430,7 @@ function ranks.run(specs, o)
     end
     watch(self)
   end)
-  if not ok then                                          -- no more processes or memory: end all ranks
+  if not ok then                                          -- no more processes or memory, so all ranks are ended
     kill_all(self, signal.SIGKILL)
     for _, r in ipairs(self.list) do
       if not r.how then wait.wait(r.pid) end

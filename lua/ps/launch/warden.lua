@@ -10,18 +10,17 @@ local wait = require "posix.sys.wait"
 
 local warden = {}
 
-local pid, to                       -- the warden's, and the pipe's writing end; nil: there is none
+local pid, to                       -- the warden's process id and the pipe's write end, or nil
 
--- Runs in the warden: reads "+PID" and "-PID" lines until the launcher is gone. Never returns.
+-- Runs in the warden process: reads "+PID" and "-PID" lines until the launcher has ended. Never returns.
 local function guard(from)
   unistd.setpid("s")
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
-  for fd = 0, 2 do unistd.dup2(null, fd) end           -- so that readers of the launcher's output do not wait for the
-                                                       -- warden
+  for fd = 0, 2 do unistd.dup2(null, fd) end           -- readers of the launcher's output need not wait for the warden
   local groups, text = {}, ""
   while true do
     local data, _, code = unistd.read(from, 4096)
-    if data == "" or not data and code ~= 4 then break end                       -- the end; 4: EINTR
+    if data == "" or not data and code ~= 4 then break end                       -- end of input; code 4 is EINTR
     text = text .. (data or "")
     for sign, group in text:gmatch("([+-])(%d+)\n") do groups[tonumber(group)] = sign == "+" or nil end
     text = text:match("[^\n]*$")
@@ -29,12 +28,12 @@ local function guard(from)
   for group in pairs(groups) do signal.killpg(group, signal.SIGKILL) end
 end
 
---- Starts the warden, before the first rank.
+--- Starts the warden. Called before the first rank is started.
 function warden.start()
   local from, why = unistd.pipe()
   if not from then error("no pipe for the launcher's warden: " .. why, 0) end
   to = why
-  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- so that ranks do not inherit it
+  fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- closed in ranks
   pid, why = unistd.fork()
   if pid == 0 then
     unistd.close(to)
@@ -53,11 +52,11 @@ end
 ---@param group integer
 function warden.add(group) tell("+", group) end
 
---- Removes a process group that has ended; its number may be reused from now on.
+--- Removes a process group that has ended, since its id can be reused.
 ---@param group integer
 function warden.remove(group) tell("-", group) end
 
---- Ends the warden, since the launcher ends.
+--- Stops the warden when the launcher ends.
 function warden.stop()
   if not to then return end
   unistd.close(to)

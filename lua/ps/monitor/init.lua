@@ -14,9 +14,9 @@ local utsname = require "posix.sys.utsname"
 local monitor = {}
 
 ---@class ps.Monitor
----@field private batch integer samples per step
----@field private sinks table[] each has a method write(seconds, x, list)
----@field private said table<string, boolean> warnings that have been printed
+---@field private batch integer number of samples per step
+---@field private sinks table[] the sinks, each with a method write(seconds, x, list)
+---@field private said table<string, boolean> the warnings that have been printed
 ---@field private warn fun(text: string)
 local Monitor = {}
 Monitor.__index = Monitor
@@ -26,7 +26,7 @@ local function now()
   return t.tv_sec + t.tv_nsec / 1e9
 end
 
--- The folder of a section, created if missing.
+-- Returns the folder of a section, and creates it if it is missing.
 local function folder_of(section)
   local path = (section.output_path ~= "" and section.output_path:gsub("/*$", "/") or "") .. section.job_name
   folder.make(path)
@@ -37,7 +37,7 @@ end
 local Events = {}
 Events.__index = Events
 
-local files = 0                          -- event files opened by this process; their names have this number
+local files = 0  -- number of event files that this process has opened; it is part of their names
 
 local function open_events(section)
   local seconds = now()
@@ -64,7 +64,7 @@ local function open_csv(section)
   return setmetatable({ folder = folder_of(section), files = {}, waiting = {} }, Csv)
 end
 
--- Appends text to a tag's file. If the file cannot be opened yet, the text is kept.
+-- Appends text to a tag's file. If the file cannot be opened yet, the text is kept for later.
 function Csv:add(tag, text)
   local path = ("%s/%s.csv"):format(self.folder, (tag:gsub("[/ ]", "_")))          -- DeepSpeed's name
   if not self.files[tag] then
@@ -101,10 +101,10 @@ end
 -- -- both -------------------------------------------------------------------------------------------------------------
 local OPEN = { tensorboard = open_events, csv_monitor = open_csv }
 
---- The monitors that a configuration enables; nil: none. It is an error if a file cannot be created, or if the number
---- of samples per step is unknown.
+--- Returns the monitors that a configuration enables, or nil if there is none. Raises an error if a file cannot be
+--- created, or if the number of samples per step is unknown.
 ---@param cfg ps.Config
----@param writes boolean this process writes the files
+---@param writes boolean whether this process writes the files
 ---@param warn fun(text: string) reports later failures
 ---@return ps.Monitor?
 function monitor.new(cfg, writes, warn)
@@ -125,8 +125,8 @@ function monitor.new(cfg, writes, warn)
 end
 
 --- Writes the events of a step.
----@param steps integer completed steps
----@param list {[1]: string, [2]: number}[] tags and values
+---@param steps integer number of completed steps
+---@param list {[1]: string, [2]: number}[] the tags and their values
 function Monitor:write(steps, list)
   local seconds = now()
   for _, sink in ipairs(self.sinks) do

@@ -18,9 +18,9 @@ for byte = 0, 255 do
   table_of_crc[byte] = crc
 end
 
---- CRC-32C of a text.
+--- Returns the CRC-32C of a text.
 ---@param text string
----@return integer crc signed, like the results of `bit`
+---@return integer crc Signed, like the results of `bit`.
 function tfevents.crc32c(text)
   local crc = -1
   for i = 1, #text do crc = bxor(rshift(crc, 8), table_of_crc[band(bxor(crc, text:byte(i)), 255)]) end
@@ -33,7 +33,7 @@ end
 
 local function masked(text) return uint32(tobit(ror(tfevents.crc32c(text), 15) + 0xa282ead8)) end
 
---- A record.
+--- Frames data as a record.
 ---@param data string
 ---@return string
 function tfevents.record(data)
@@ -41,7 +41,7 @@ function tfevents.record(data)
   return length .. masked(length) .. data .. masked(data)
 end
 
--- A whole number from 0 to 2^53 in groups of 7 bits, lowest first.
+-- Encodes a whole number from 0 to 2^53 in groups of 7 bits, lowest first.
 local function varint(value)
   local bytes = {}
   while value >= 128 do
@@ -63,21 +63,22 @@ local function event(seconds, step, rest)
   return tfevents.record(field(1, FIXED64, double(seconds)) .. (step and field(2, VARINT, varint(step)) or "") .. rest)
 end
 
---- The first record of a file.
----@param seconds number since 1970
+--- Returns the first record of a file.
+---@param seconds number seconds since 1970
 ---@return string
 function tfevents.version(seconds) return event(seconds, nil, field(3, BYTES, "brain.Event:2")) end
 
---- The record of a run that begins or continues at `step`. TensorBoard drops the events of earlier files from there on.
----@param seconds number since 1970
+--- Returns the record of a run that begins or continues at `step`. TensorBoard drops the events of earlier files from
+--- this step on.
+---@param seconds number seconds since 1970
 ---@param step integer
 ---@return string
 function tfevents.start(seconds, step) return event(seconds, step, field(7, BYTES, field(1, VARINT, varint(1)))) end
 
---- A record with scalars of one step.
----@param seconds number since 1970
+--- Returns a record with the scalars of one step.
+---@param seconds number seconds since 1970
 ---@param step integer
----@param list {[1]: string, [2]: number}[] tags and values
+---@param list {[1]: string, [2]: number}[] the tags and their values
 ---@return string
 function tfevents.scalars(seconds, step, list)
   local values = {}

@@ -6,7 +6,7 @@ local exact = require "ps.core.exact"
 
 local annotations = {}
 
--- Texts for functions that one closure makes, which have no annotation of their own in the sources.
+-- Descriptions of functions that are created by one closure and have no annotations in the sources.
 annotations.TEXTS = { ["ps.zeros"] = "All elements 0.", ["ps.ones"] = "All elements 1.",
   ["ps.randn"] = "Normally distributed, mean 0 and deviation 1.", ["ps.rand"] = "Uniform in [0, 1).",
   ["t:half"] = "The same as t:to(\"fp16\").", ["t:bfloat16"] = "The same as t:to(\"bf16\").",
@@ -31,8 +31,8 @@ end
 ---@field params {name: string, type: string, about: string}[]
 ---@field returns {type: string, about: string}[]
 
--- "integer[] a shape" -> "integer[]", "a shape". A blank ends a type unless it is inside brackets or follows ":", ","
--- or "|".
+-- Splits "integer[] a shape" into "integer[]" and "a shape". A blank ends a type unless it is inside brackets or
+-- follows ":", "," or "|".
 local function split_type(text)
   local depth, at = 0, 1
   while at <= #text do
@@ -45,7 +45,7 @@ local function split_type(text)
   return text:sub(1, at - 1), text:sub(at + 1)
 end
 
---- Reads the annotations above a function. A line without a tag continues the annotation before it.
+--- Reads the annotations above a function. A line without a tag continues the previous annotation.
 ---@param fn function
 ---@return Described
 function annotations.described(fn)
@@ -83,14 +83,14 @@ end
 ---@field name string
 ---@field parent string?
 ---@field text string
----@field fields {name: string, type: string, about: string}[] those that are not private
+---@field fields {name: string, type: string, about: string}[] the fields that are not private
 
 -- Adds the class whose annotations begin at a line to `all`.
 local function read_class(all, lines, at)
   local name, rest = lines[at]:match "^%-%-%-@class%s+([%w_.]+)(.*)$"
   local parent, text = rest:match "^:%s*([%w_.]+)(.*)$"
   local class, last = { name = name, parent = parent, text = (text or rest):match "^%s*(.-)%s*$", fields = {} }, nil
-  local first = at                                         -- text may precede the tag
+  local first = at                                         -- text can precede the tag
   while first > 1 and lines[first - 1]:match "^%-%-%-" and not lines[first - 1]:match "^%-%-%-%s*@" do
     first = first - 1
   end
@@ -124,8 +124,8 @@ local function read_folder(folder)
   end
 end
 
---- The annotations of a class of tables: the options of a call, or its result.
----@param name string "ps.TrainOptions"
+--- Returns the annotations of a table's class, such as a call's options or its result.
+---@param name string for example "ps.TrainOptions"
 ---@return DescribedClass?
 function annotations.class(name)
   if not classes then
@@ -135,8 +135,8 @@ function annotations.class(name)
   return classes[name]
 end
 
---- Calls fn with each class that a type names.
----@param type string "ps.Loader|ps.Tokens[]"
+--- Calls fn with each class that a type contains.
+---@param type string for example "ps.Loader|ps.Tokens[]"
 ---@param fn fun(class: DescribedClass)
 function annotations.classes_in(type, fn)
   for name in type:gmatch "ps%.[%w_.]+" do
@@ -145,8 +145,8 @@ function annotations.classes_in(type, fn)
   end
 end
 
---- How a script calls a function of a table: profiler.save, but profiler["end"], since `end` is a keyword of Lua.
----@param prefix string "profiler."
+--- Returns how a script calls a function in a table: profiler.save, but profiler["end"], since `end` is a Lua keyword.
+---@param prefix string for example "profiler."
 ---@param name string
 ---@return string
 function annotations.callable(prefix, name)
@@ -154,7 +154,7 @@ function annotations.callable(prefix, name)
   return ('%s["%s"]'):format(prefix:gsub("[.:]$", ""), name)
 end
 
---- The names of a function's parameters.
+--- Returns the names of a function's parameters.
 ---@param fn function
 ---@return string[]
 function annotations.parameter_names(fn)
@@ -163,11 +163,11 @@ function annotations.parameter_names(fn)
   local info = debug.getinfo(fn, "u")
   for i = 1, info.nparams do names[i] = debug.getlocal(fn, i) end
   if info.isvararg then names[#names + 1] = "..." end
-  if names[#names] == "extra" then names[#names] = nil end          -- placeholder parameter of ops, which refuse it
+  if names[#names] == "extra" then names[#names] = nil end          -- placeholder for ops, which reject this argument
   return names
 end
 
---- The methods of models from ps.from_pretrained, in addition to those of every module.
+--- Returns the methods that models from ps.from_pretrained have in addition to those of every module.
 ---@return table<string, function>
 function annotations.pretrained()
   local methods, model = {}, require("ps.pretrained.model")
@@ -180,7 +180,7 @@ function annotations.pretrained()
   return methods
 end
 
---- Functions of `ps` that only call a function of another file, by name: the functions that they call.
+--- Returns the functions of `ps` that only call a function in another file: name -> called function.
 ---@return table<string, function>
 function annotations.own()
   local dist = require "ps.dist"

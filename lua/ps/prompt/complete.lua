@@ -7,8 +7,8 @@ local keywords = {}
 for w in ([[and break do else elseif end false for function goto if in local nil not or repeat return then true
     until while]]):gmatch("%a+") do keywords[#keywords + 1] = w end
 
---- The table of methods of a value whose metatable Lua cannot see (FFI types), or nil. Replace this function to support
---- others.
+--- Returns the table of methods of a value whose metatable Lua cannot see (FFI types), or nil. Replace this function to
+--- support other types.
 ---@param value any
 ---@return table|nil
 function complete.methods_of(value)
@@ -34,9 +34,9 @@ local function callable(v)
   return type(mt) == "table" and rawget(mt, "__call") ~= nil
 end
 
---- Every name that can follow `value` and a dot (with a colon: only methods), with its value. If the value's __index is
---- a function, its metatable's __names(value) returns a table of fields, and a value that has the other names. Such a
---- value has no methods of its own.
+--- Returns every name that can follow `value` and a dot (after a colon, only methods), with its value. If the value's
+--- __index is a function, __names(value) of its metatable returns a table of fields, and a second value that has all
+--- other names. Such a value has no methods of its own.
 ---@param value any
 ---@param methods_only boolean
 ---@return table<string, any>
@@ -69,10 +69,10 @@ local function names_of(value, methods_only)
   return found
 end
 
---- The value of the chain of names and constant indices ("a.b[1].c") that ends `text`; nil if there is no chain, or if
---- one of its names has no value.
+--- Returns the value of the chain of names and constant indices ("a.b[1].c") at the end of `text`, or nil if there is
+--- no chain or one of its names has no value.
 ---@param text string
----@param root table table with the first name
+---@param root table the table that contains the first name
 ---@return any
 local function resolve(text, root)
   local keys = {}
@@ -98,10 +98,10 @@ local function resolve(text, root)
   return value
 end
 
---- The names that complete the end of `text`, sorted, and the part of `text` that they replace.
+--- Returns the sorted names that complete the end of `text`, and the part of `text` that they replace.
 ---@param text string the text before the cursor
----@param environment? table of statements; default the globals
----@return string[] names functions end in "("
+---@param environment? table the environment of statements (default: the globals)
+---@return string[] names Functions end in "(".
 ---@return string prefix
 function complete.candidates(text, environment)
   local root = environment or _G
@@ -129,7 +129,7 @@ function complete.candidates(text, environment)
   return names, prefix
 end
 
---- Names in columns, sorted downwards.
+--- Formats names in columns, sorted downwards.
 ---@param names string[]
 ---@param width integer
 ---@return string
@@ -147,10 +147,11 @@ local function columns(names, width)
   return table.concat(lines, "\n")
 end
 
---- For the line editor: the text to insert at the cursor, and the list to show if there are several completions.
+--- Returns the text that the line editor inserts at the cursor, and the list that it shows if there are several
+--- completions.
 ---@param text string
 ---@param width integer
----@param environment? table of statements; default the globals
+---@param environment? table the environment of statements (default: the globals)
 ---@return string insert, string|nil listing
 function complete.tab(text, width, environment)
   local names, prefix = complete.candidates(text, environment)

@@ -10,9 +10,9 @@ local wrap_to = require "ps.core.wrap"
 
 local help = {}
 
-local ps                                             -- the table that scripts have as `ps`
+local ps                                             -- the table that scripts know as `ps`
 
---- Sets the table that scripts have as `ps`, which help describes.
+--- Sets the table that scripts know as `ps`, which help describes.
 ---@param facade table
 ---@return table help
 function help.of(facade)
@@ -25,7 +25,8 @@ local TABLES = { "functional", "nn", "optim", "sched", "data", "tokenizer", "tra
   "safetensors", "profiler", "progress", "inspect" }
 local PREFIX = { functional = "F.", nn = "nn." }
 
--- All functions with the ways to call them: {name, call ("F.gelu"), fn, method}; one name may have several.
+-- Returns all functions with the ways to call them: {name, call ("F.gelu"), fn, method}. Several functions can have the
+-- same name.
 local function all_functions()
   local list, own = {}, annotations.own()
   local function add(prefix, t, method)
@@ -46,7 +47,7 @@ local function all_functions()
     if not methods[name] or name == "device" or name == "backward" or name == "where" then others[name] = value end
   end
   add("ps.", others)
-  for _, entry in ipairs(list) do                     -- ps.exp is t:exp
+  for _, entry in ipairs(list) do                     -- ps.exp is the same function as t:exp
     if entry.method and methods[entry.name] and others[entry.name] == nil then entry.also = rawget(ps, entry.name) end
   end
   add("ps.ops.", ps.ops)
@@ -63,7 +64,7 @@ local function op_text(name)
   return ""
 end
 
--- Adds the fields of a class of tables to the lines.
+-- Appends the fields of a table's class to the lines.
 local function put_fields(lines, class)
   wrap(lines, class.name .. (class.text ~= "" and ": " .. class.text or ""), "")
   for _, field in ipairs(class.fields) do
@@ -71,13 +72,13 @@ local function put_fields(lines, class)
   end
 end
 
--- The annotations of a function; empty if its source cannot be read, as for a loaded string.
+-- Returns the annotations of a function, or an empty table if its source cannot be read, as for a loaded string.
 local function about_of(fn)
   local ok, about = pcall(annotations.described, fn)
   return ok and about or { text = "", params = {}, returns = {} }
 end
 
--- The text for an entry of all_functions.
+-- Formats an entry of all_functions.
 local function text_of(entry)
   local text = about_of(entry.fn).text
   if text == "" then text = annotations.TEXTS[entry.call] or op_text(entry.name) end
@@ -129,9 +130,9 @@ local function put_class(lines, class)
   wrap(lines, 'as every module: help(ps.nn.Module)', "  ")
 end
 
--- Adds a table of functions, each with its first sentence.
+-- Appends a table's functions, each with the first sentence of its description.
 local function put_table(lines, t)
-  local entries = {}                                  -- a function of ps may be an alias of one in another table
+  local entries = {}                                  -- a function of ps can be an alias of a function in another table
   for _, entry in ipairs(all_functions()) do
     for _, fn in pairs { entry.fn, entry.given, entry.also } do
       if not entries[fn] or entry.name == entry.call:match "%.([%w_]+)$" then entries[fn] = entry end
@@ -162,7 +163,7 @@ local function of_name(lines, text)
     .. "'%s'?"):format(near) or ""))
 end
 
---- The description of a value, as text.
+--- Returns the description of a value as text.
 ---@param x any a function, a class, a module, a tensor, a table of functions, or a name: "gelu", "F.gelu"
 ---@return string
 function help.text(x)
@@ -170,7 +171,7 @@ function help.text(x)
   if type(x) == "function" then x = require("ps.nn.handle").original(x) end
   if type(x) == "string" then of_name(lines, x)
   elseif type(x) == "function" then
-    local told = {}                                        -- a function may have several names
+    local told = {}                                        -- a function can have several names
     for _, entry in ipairs(all_functions()) do
       if x == entry.fn or x == entry.given or x == entry.also then
         if told[entry.fn] then lines[#lines + 1] = ("%s is the same as %s"):format(entry.call, told[entry.fn])
@@ -194,9 +195,9 @@ function help.text(x)
   return table.concat(lines, "\n")
 end
 
---- Prints the description of a function, an op, a class, a module, a tensor or a table of functions, from the
---- annotations in the sources. At the prompt this is `help`.
----@param x any or a name: "gelu", "F.gelu", "t:sum", "Linear"; nil: an overview
+--- Prints the description of a function, an op, a class, a module, a tensor or a table of functions from the
+--- annotations in the sources. At the prompt, this function is `help`.
+---@param x any a value, or a name such as "gelu", "F.gelu", "t:sum" or "Linear"; nil prints an overview
 function help.help(x)
   if x == nil then
     print "help(f), help(ps.nn.Linear), help(model), help \"gelu\": describe a function, a class, a module or a name.\n"

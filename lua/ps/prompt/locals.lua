@@ -8,16 +8,17 @@ local locals = {}
 
 ---@class ps.Variable
 ---@field value any
----@field level integer of the function, for debug.setlocal
----@field index integer of the local variable, or of the upvalue
----@field func function? the function whose upvalue it is
----@field changed boolean? a statement has changed the value
+---@field level integer the function's stack level, for debug.setlocal
+---@field index integer the index of the local variable or the upvalue
+---@field func function? the function to which an upvalue belongs
+---@field changed boolean? whether a statement has changed the value
 
 ---@type table<string, ps.Variable>
 local kept = {}
-local noted                                              -- the variables where psluajit first caught an error
+local noted                                              -- variables at the place where psluajit first caught an error
 
--- The variables of the function at a level, with its upvalues. Of two locals with one name the inner one counts.
+-- Returns the locals and upvalues of the function at a level. If several locals have the same name, the innermost one
+-- counts.
 local function variables(level, info)
   local found, i = {}, 1
   while true do
@@ -35,8 +36,8 @@ local function variables(level, info)
   return found
 end
 
--- The variables of all functions of the script on the stack. If several have one name, the innermost counts. Levels are
--- relative to the caller.
+-- Returns the variables of all functions of the script on the stack. If several have the same name, the innermost one
+-- counts. Levels are relative to the caller.
 local function all_variables(each)
   local found, level = {}, 3
   while true do
@@ -53,20 +54,20 @@ local function all_variables(each)
   end
 end
 
---- Notes the variables of all functions of the script on the stack.
----@param each? fun(func: function) called with each of these functions
+--- Records the variables of all functions of the script on the stack.
+---@param each? fun(func: function) called with each of the functions
 function locals.keep(each) kept = all_variables(each) end
 
---- Notes the variables where psluajit catches an error of the script.
+--- Records the variables at the place where psluajit catches an error of the script.
 function locals.note() noted = all_variables() end
 
---- Notes the variables at the error that ends the script, or takes those from where the error was first caught. For the
---- program's error handler.
+--- Records the variables at the error that ends the script, or at the place where the error was first caught. The
+--- program's error handler calls this function.
 ---@param e any the error
 function locals.keep_at_error(e) kept = caller.was_noted(e) and noted or all_variables() end
 
---- Writes the values that statements assigned since keep() back to the script's variables. It must be called at the
---- same stack depth as keep().
+--- Writes the values that statements have assigned since keep() back to the script's variables. It must be called at
+--- the same stack depth as keep().
 function locals.write()
   for _, variable in pairs(kept) do
     if variable.changed and variable.func then
@@ -77,7 +78,7 @@ function locals.write()
   end
 end
 
---- The values that statements have assigned to the script's variables since keep().
+--- Returns the values that statements have assigned to the script's variables since keep().
 ---@return any[]
 function locals.changed()
   local list = {}
@@ -85,7 +86,7 @@ function locals.changed()
   return list
 end
 
---- Names of the variables, sorted.
+--- Returns the sorted names of the variables.
 ---@return string[]
 function locals.names()
   local names = {}
@@ -94,8 +95,8 @@ function locals.names()
   return names
 end
 
---- A table that looks up names first in the variables, then in another table. New names are stored in the other table.
---- TAB completes both.
+--- Returns a table that looks up names first in the variables and then in another table. New names are stored in the
+--- other table. TAB completes the names of both.
 ---@param beneath table
 ---@return table
 function locals.over(beneath)
@@ -117,7 +118,8 @@ function locals.over(beneath)
   })
 end
 
---- The environment of statements at the prompt: the variables that keep() noted, then the globals. Prints their names.
+--- Returns the environment for statements at the prompt: the variables that keep() recorded, followed by the globals.
+--- Prints their names.
 ---@return table
 function locals.environment()
   local names = locals.names()

@@ -14,15 +14,15 @@ local pause = { is_own = caller.is_own }
 
 local exact = setmetatable({}, { __mode = "k" })           -- functions that are interpreted
 local typed = {}                                           -- names that statements defined
-local where, doubtful                                      -- the script's place; whether values may be out of date
-local scope                                                -- the pause's scope of tensors, or nil
-local facade, native                                -- the table that scripts have as `ps`, and ps.ffi; nil: not loaded
+local where, doubtful                                      -- the script's position; whether values can be out of date
+local scope                                                -- the tensor scope of the pause, or nil
+local facade, native  -- the table that scripts know as `ps`, and ps.ffi; nil if not loaded
 
---- Sets the table that the script has loaded as `ps`. Without it there is no engine to keep.
+--- Sets the table that the script has loaded as `ps`. Without it, there is no engine to preserve.
 ---@param ps table
 function pause.attach(ps) facade, native = ps, require "ps.core.ffi" end
 
---- Makes the functions of the script on the stack run interpreted from now on.
+--- Makes the script's functions on the stack run interpreted from now on.
 function pause.keep_exact()
   local level = 2
   while true do
@@ -43,21 +43,22 @@ if paths.pauses and not paths.interprets then
   hooks.on("backward", function() pause.keep_exact() end)
 end
 
--- The reason why this process cannot pause, or nil.
+-- Returns the reason why this process cannot pause, or nil if it can.
 local function refusal()
-  local ok, size = pcall(function()                        -- a malformed variable does not come from a launcher
+  local ok, size = pcall(function()                        -- a malformed variable was not set by a launcher
     return math.max(facade and facade.world_size() or 1, require("ps.dist.env").read(os.getenv, {}).world_size)
   end)
   if ok and size > 1 then return ("one of %d ranks cannot pause: the others would wait for it"):format(size) end
 end
 
---- Begins a pause. The caller is the frame above the script's.
----@return nil|boolean|string later nil: it has begun. true: not yet possible. A string: the reason why it is impossible
+--- Begins a pause. The caller is the frame above the script's frame.
+---@return nil|boolean|string later nil if the pause has begun, true if it is not possible yet, or the reason why it is
+--- impossible
 function pause.begin()
   local why = refusal()
   if why then return why end
   if native then
-    if native.recorder then return true end                     -- a model is being made without data
+    if native.recorder then return true end                     -- a model without data is being created
     local id = native.ffi.new "int64_t[1]"
     local rc = native.C.ps_suspend(native.ctx, id)
     if rc < 0 then return native.ffi.string(native.C.ps_error_message()) end
@@ -69,8 +70,8 @@ function pause.begin()
   locals.keep(function(func) doubtful = doubtful or not (exact[func] or paths.interprets) end)
 end
 
---- The environment of statements in the pause: the script's variables, its globals, names that statements defined, ps
---- and help. Prints where the script is.
+--- Returns the environment for statements in the pause: the script's variables, its globals, the names that statements
+--- defined, ps and help. Prints the script's position.
 ---@return table
 function pause.environment()
   local names = locals.names()
@@ -101,7 +102,7 @@ function pause.environment()
   }))
 end
 
--- The tensors in values that outlive a scope, as in scope.finish.
+-- Finishes the pause's tensor scope. Tensors in values that outlive it are kept, as in scope.finish.
 local function finish_scope()
   local list, n = require("ps.core.scope").tensors(locals.changed())
   local rc = native.C.ps_resume(native.ctx, n, list)
@@ -111,7 +112,7 @@ local function finish_scope()
   end
 end
 
---- Ends the pause. The caller is the same frame as in begin().
+--- Ends the pause. The caller is the same frame as for begin().
 function pause.finish()
   locals.write()
   hooks.tell "resumes"

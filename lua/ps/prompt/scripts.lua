@@ -7,13 +7,13 @@ local paths = require "ps.paths"
 
 local scripts = {}
 
--- Tools that only work on psluajit's own source.
+-- Tools that work only on psluajit's own sources.
 local OWN = {}
 for name in ("api_doc check_layers config_doc man path_doc pictures pytorch_doc site"):gmatch "%S+" do
   OWN[name] = true
 end
 
-local LISTS = { tools = true, examples = true }            -- the scripts that list these folders
+local LISTS = { tools = true, examples = true }            -- the scripts that list each folder
 
 local function read(path)
   local file = io.open(path, "rb")
@@ -22,7 +22,8 @@ local function read(path)
   return text
 end
 
--- The first sentence of a text, which ends with a full stop or a colon before a capital letter. "et al." does not.
+-- Returns the first sentence of a text. It ends with a full stop or a colon before a capital letter. "et al." does not
+-- end a sentence.
 local function sentence(text)
   local from = 1
   while true do
@@ -32,7 +33,7 @@ local function sentence(text)
   end
 end
 
--- Describes a script in one line: by its argparse description, or else by the first sentence of its head comment.
+-- Describes a script in one line with its argparse description, or else with the first sentence of its first comment.
 local function about(text)
   local described = text:match 'argparse%(%s*"[^"]*",%s*"([^"]*)"'
   if described then return sentence(described) end
@@ -46,9 +47,10 @@ local function about(text)
   return (sentence(table.concat(lines, " ")):gsub("%s+", " "))
 end
 
---- The scripts of a folder of psluajit's tree, sorted by name. Files that only other scripts load are left out.
+--- Returns the scripts in a folder of psluajit's tree, sorted by name. Files that only other scripts load are omitted.
 ---@param folder "tools"|"examples"
----@return {name: string, about: string, own: boolean}[] own: works on psluajit's own source alone
+---@return {name: string, about: string, own: boolean}[] `own` is true for scripts that work only on psluajit's own
+--- sources.
 function scripts.list(folder)
   local list, root = {}, paths.root .. "/" .. folder
   for file in lfs.dir(root) do
@@ -62,7 +64,7 @@ function scripts.list(folder)
   return list
 end
 
---- Prints a folder's scripts, a line for each.
+--- Prints a folder's scripts, one per line.
 ---@param folder "tools"|"examples"
 function scripts.print(folder)
   local list, width = {}, 0
@@ -77,8 +79,8 @@ function scripts.print(folder)
     paths.root .. "/" .. folder))
 end
 
---- Returns the end of the error about a script that does not exist: the nearest name among psluajit's scripts and the
---- Lua files of the current folder; "" if none is near.
+--- Returns the end of the error for a script that does not exist: the most similar name among psluajit's scripts and
+--- the Lua files in the current folder, or "" if there is none.
 ---@param name string
 ---@return string
 function scripts.instead(name)

@@ -10,19 +10,20 @@ local refuse = request.refuse
 
 local answer = {}
 
--- An empty array. Debian's lua-cjson writes an empty table as an object, so that answer.text replaces this string.
+-- A placeholder for an empty array. Debian's lua-cjson writes an empty table as an object, so answer.text replaces this
+-- string.
 local EMPTY = ("empty array %d %d"):format(os.time(), math.random(2 ^ 30))
-local LEAST = -9999                                        -- the log-probability of what cannot be
+local LEAST = -9999                                        -- log-probability of an impossible token
 
---- The JSON of an answer.
+--- Encodes an answer as JSON.
 ---@param value table
 ---@return string
 function answer.text(value) return (json.encode(value):gsub('"' .. EMPTY .. '"', "[]")) end
 
-local DEFAULT = 16                                         -- tokens of a completion, as in OpenAI's API
+local DEFAULT = 16  -- default number of tokens in a completion, as in OpenAI's API
 
 -- -- text -------------------------------------------------------------------------------------------------------------
--- The place of the first stop string in a text, and its end; nil: none is in it.
+-- Returns the position and the end of the first stop string in a text, or nil if there is none.
 local function first_stop(text, stops)
   local at, last
   for _, one in ipairs(stops) do
@@ -32,14 +33,14 @@ local function first_stop(text, stops)
   return at, last
 end
 
--- The bytes of a text that begin no character which ends after them.
+-- Returns the length of the text before byte n + 1, without an incomplete character at its end.
 local function whole_characters(text, n)
   while n > 0 and text:byte(n + 1) and text:byte(n + 1) >= 0x80 and text:byte(n + 1) < 0xc0 do n = n - 1 end
   return n
 end
 
--- Passes text on that no stop string can be part of. add(piece) returns false once a stop string has come; finish()
--- passes the rest on.
+-- Returns two functions that pass on text which cannot be part of a stop string. add(piece) returns false after a stop
+-- string was found. finish() passes on the remaining text.
 local function cutter(stops, put)
   local held, most, ended = "", 0, false
   for _, one in ipairs(stops) do most = math.max(most, #one) end
@@ -58,7 +59,7 @@ local function cutter(stops, put)
 end
 
 -- -- log-probabilities ------------------------------------------------------------------------------------------------
--- For each id after the first, its log-probability and the `top` likeliest: {id, logprob}.
+-- Returns, for each id after the first, its log-probability and the `top` likeliest tokens as {id, logprob}.
 local function logprobs_of(model, ids, top)
   local rows = {}
   scope.no_grad(scope.scope, function()
@@ -81,10 +82,10 @@ local function logprobs_of(model, ids, top)
   return rows
 end
 
--- A token's own text. Bytes that are no whole character become U+FFFD.
+-- Returns a token's own text. Bytes of an incomplete character become U+FFFD.
 local function piece_of(tok, id) return tok:decode({ id }) end
 
--- The object `logprobs` of a completion for ids first .. #ids. The very first has no log-probability.
+-- Returns the object `logprobs` of a completion for ids first .. #ids. The text's first id has no log-probability.
 local function completion_logprobs(model, tok, ids, first, top)
   local rows = logprobs_of(model, ids, math.max(top, 1))
   local out, offset = { tokens = {}, token_logprobs = {}, top_logprobs = {}, text_offset = {} }, 0
@@ -130,7 +131,7 @@ local function chat_logprobs(model, tok, ids, first, top)
 end
 
 -- -- generation -------------------------------------------------------------------------------------------------------
--- Continues ids. put(text) gets the text without stop strings and returns false to end. Returns the new ids, and
+-- Continues ids. put(text) receives the text without stop strings, and returns false to stop. Returns the new ids, and
 -- "stop" or "length".
 local function continue(model, tok, ids, n, fields, seed, put)
   if n == 0 then return {}, "length" end
@@ -166,8 +167,8 @@ local function usage(prompts, completions)
   return { prompt_tokens = prompts, completion_tokens = completions, total_tokens = prompts + completions }
 end
 
--- Runs all choices of a request. emit(index, text): a piece of a choice's text; it returns false if the client left.
--- done(index, finish, ids, first): a choice is complete.
+-- Generates all choices of a request. emit(index, text) receives a piece of a choice's text, and returns false if the
+-- client has disconnected. done(index, finish, ids, first) is called when a choice is complete.
 local function run(model, tok, prompts, n, fields, default, emit, done)
   local used, gone = { 0, 0 }, false
   local lengths = {}
@@ -191,7 +192,7 @@ local function run(model, tok, prompts, n, fields, default, emit, done)
   return usage(used[1], used[2])
 end
 
--- Completes a reply, or a stream with the event of its usage.
+-- Completes a reply. Completes a stream with the event that contains the usage.
 local function finished(reply, choices, used, fields, send)
   reply.choices, reply.usage = choices, used
   if not send then return reply end
@@ -201,13 +202,13 @@ local function finished(reply, choices, used, fields, send)
   end
 end
 
---- Answers a completion.
+--- Answers a completion request.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param name string the model's name
 ---@param fields table
----@param send? fun(event: table): boolean? of a stream; false: the client left
----@return table? reply nil: it was a stream
+---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
+---@return table? reply nil if the reply was streamed
 function answer.completion(model, tok, name, fields, send)
   local prompts = request.prompts(fields.prompt, tok, model.config.vocab_size)
   local reply, choices, texts = base("cmpl", "text_completion", name), {}, {}
@@ -239,13 +240,13 @@ function answer.completion(model, tok, name, fields, send)
   return finished(reply, choices, used, fields, send)
 end
 
---- Answers a conversation.
+--- Answers a chat request.
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param name string the model's name
 ---@param fields table
----@param send? fun(event: table): boolean? of a stream; false: the client left
----@return table? reply nil: it was a stream
+---@param send? fun(event: table): boolean? sends an event of a stream, and returns false if the client has disconnected
+---@return table? reply nil if the reply was streamed
 function answer.chat(model, tok, name, fields, send)
   local prompts = { request.conversation(fields.messages, tok) }
   local reply, choices, texts = base("chatcmpl", send and "chat.completion.chunk" or "chat.completion", name), {}, {}

@@ -10,8 +10,8 @@ local error = caller.error
 
 local serve = {}
 
-local MOST = 8 * 2 ^ 20                                    -- bytes of a request's body
-local PATIENCE = 30                                        -- seconds for a request's body
+local MOST = 8 * 2 ^ 20                                    -- largest body of a request, in bytes
+local PATIENCE = 30                                        -- time limit for reading a request's body, in seconds
 
 local function random_token()
   local f = assert(io.open("/dev/urandom", "rb"))
@@ -20,7 +20,7 @@ local function random_token()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Compares in a time that does not depend on where the texts differ.
+-- Compares two texts in a time that does not depend on where they differ.
 local function same(a, b)
   local off = bit.bxor(#a, #b)
   for i = 1, #a do off = bit.bor(off, bit.bxor(a:byte(i), b:byte((i - 1) % math.max(#b, 1) + 1) or 0)) end
@@ -38,8 +38,8 @@ local OPTIONS = { name = "string", host = "string", port = "whole", token = "str
 ---@param model ps.pretrained.Model
 ---@param tok ps.Tokenizer
 ---@param options {name: string, host?: string, port?: integer, token?: string, no_token?: boolean, told: fun(address:
----  string, token: string?)} name: of the model in the API; host: default 127.0.0.1; port: default a free one; token:
----  default a random one; no_token: requests need none; told gets the address and the token
+--- string, token: string?)} name: the model's name in the API. host: default 127.0.0.1. port: default a free port.
+--- token: default a random token. no_token: requests need no token. told: called with the address and the token.
 function serve.run(model, tok, options)
   options = caller.options(options, "serve.run", OPTIONS)
   local ok, server = pcall(require, "http.server")
@@ -74,7 +74,7 @@ function serve.run(model, tok, options)
       status == "401" and { ["www-authenticate"] = "Bearer" } or nil)
   end
 
-  -- Calls fn when no other request computes.
+  -- Calls fn when no other request is being computed.
   local function in_turn(fn)
     local me = {}
     waiting[#waiting + 1] = me
@@ -99,7 +99,7 @@ function serve.run(model, tok, options)
         gone = not write_head(stream, "200", "text/event-stream")
       end
       gone = gone or not stream:write_chunk("data: " .. answer.text(event) .. "\n\n", false)
-      cqueues.sleep(0)                                     -- other connections are read and answered
+      cqueues.sleep(0)                                     -- lets other connections be read and answered
       return not gone
     end
     local fine, failed = in_turn(function()
@@ -143,7 +143,7 @@ function serve.run(model, tok, options)
         return problem(stream, "401", "the request needs the header Authorization: Bearer TOKEN, with the token that "
           .. "tools/serve.lua printed", nil, "invalid_api_key")
       end
-    elseif not hosts[given:get ":authority"] then          -- another site's name that is made to mean this machine
+    elseif not hosts[given:get ":authority"] then  -- another site's name that was made to resolve to this machine
       return problem(stream, "401", "without a token the server answers only to its own address")
     end
     local route = ROUTES[path]
@@ -153,7 +153,7 @@ function serve.run(model, tok, options)
   end
 
   local s, why = server.listen { host = host, port = options.port or 0, tls = false, onstream = on_stream,
-    onerror = function() end }                             -- a client that leaves is not an error
+    onerror = function() end }                             -- a client that disconnects is not an error
   if s then ok, why = s:listen() end
   if not s or not ok then
     error(("serve: cannot listen on %s, port %d: %s"):format(host, options.port or 0, tostring(why)), 0)

@@ -6,7 +6,7 @@ local json = require("cjson").new()
 local request = {}
 
 ---@class ps.serve.Problem the error object of a reply
----@field status string of HTTP
+---@field status string the HTTP status
 ---@field message string
 ---@field param? string
 ---@field code? string
@@ -57,7 +57,7 @@ local function stops(value, key)
   end
   return value
 end
--- A field of which only some values are supported.
+-- Returns a check for a field that supports only the given values.
 local function only(...)
   local allowed = { ... }
   return function(value, key)
@@ -90,7 +90,7 @@ local CHAT = { messages = anything, logprobs = boolean, top_logprobs = whole(0, 
   tool_choice = only("none"), functions = only(json.null), reasoning_effort = only("none"), modalities = anything,
   parallel_tool_calls = anything }
 
---- The fields of a request's body, checked.
+--- Checks and returns the fields of a request's body.
 ---@param body string
 ---@param chat boolean
 ---@return table
@@ -112,10 +112,10 @@ local function is_ids(value)
   return true
 end
 
---- The prompts of a completion, each a list of ids.
+--- Returns the prompts of a completion, each a list of ids.
 ---@param prompt any a string, a list of ids, or a list of either
 ---@param tok ps.Tokenizer
----@param words integer of the vocabulary
+---@param words integer the vocabulary size
 ---@return integer[][]
 function request.prompts(prompt, tok, words)
   if prompt == nil then bad("prompt", "is missing") end
@@ -136,7 +136,7 @@ end
 
 local PARTS = "must be a string, or a list of parts of type text"
 
--- The text of a message's content.
+-- Returns the text of a message's content.
 local function content_of(value, key)
   if type(value) == "string" then return value end
   if type(value) ~= "table" then bad(key, PARTS) end
@@ -148,7 +148,7 @@ local function content_of(value, key)
   return table.concat(pieces)
 end
 
---- The ids of a conversation, by the model's template.
+--- Returns the ids of a conversation, rendered with the model's chat template.
 ---@param messages any
 ---@param tok ps.Tokenizer
 ---@return integer[]

@@ -35,20 +35,20 @@ local train = {}
 
 local EVALUATE = { loss = "callable", stop = "callable" }
 
--- The loss in a model's output.
+-- Returns the loss in a model's output. Raises an error if there is none.
 local function checked_loss(output)
   local loss = batch.loss(output)
   if loss == nil then error("ps.train: the model must return a loss: a tensor, or a table with a tensor `loss`") end
   return loss
 end
 
--- The loss of a batch, from the model or from the script's own function.
+-- Computes the loss of a batch with the model or with the script's own function.
 local function loss_of(model, given, own)
   if own then return checked_loss(own(model, unpack(given, 1, given.n))) end
   return checked_loss(model(unpack(given, 1, given.n)))
 end
 
--- Whether a model's steps use model:micro_batches, which uses the model's own loss.
+-- Returns whether a model's steps call model:micro_batches, which uses the model's own loss.
 local function loops(model, own)
   local engine = handle.of(model)
   if engine and engine.driver.in_loops and own then
@@ -58,8 +58,8 @@ local function loops(model, own)
   return engine and engine.adds_up and not own
 end
 
--- `for loss, given, targets, score in losses_of(...)`: the losses of a held-out batch, or of its micro-batches.
--- targets, score: in a pipeline, the values that the last stage sent to all ranks.
+-- `for loss, given, targets, score in losses_of(...)` iterates over the losses of a held-out batch, or of its
+-- micro-batches. In a pipeline, `targets` and `score` are the values that the last stage sent to all ranks.
 local function losses_of(model, given, own)
   if loops(model, own) then
     local loop = model:micro_batches(unpack(given, 1, given.n))
@@ -78,9 +78,9 @@ local function losses_of(model, given, own)
   end
 end
 
--- The weight of a held-out batch: from the model's count_targets if it has one, else from the ops of its loss, else the
--- number of its labels that are not -100, or of its rows if it has no targets to count. In a pipeline the ops are on
--- the last stage, which sends `told` to all ranks.
+-- Returns the weight of a held-out batch. It comes from the model's count_targets if it has this method, or else from
+-- the ops of its loss. Otherwise it is the number of labels that are not -100, or the number of rows if there are no
+-- targets to count. In a pipeline the ops are on the last stage, which sends `told` to all ranks.
 local function held_out_weight(model, loss, given, told)
   local found, first = told, given[1]
   if not told then
@@ -97,8 +97,8 @@ local function sums(group, ...)
   return unpack(group:all_reduce(create.tensor({ ... }, { dtype = "fp64" })):tolist())
 end
 
--- Whether there is a batch, and whether to stop, on all ranks: each rank has some of the model's parts, so either all
--- compute or none.
+-- Returns whether all ranks have a batch, and whether to stop. Each rank has some of the model's parts, so either all
+-- ranks compute or none does.
 local function agreed(group, has, stop, number)
   if not group then return has, stop end
   local all, stops = sums(group, has and 1 or 0, stop and 1 or 0)
@@ -111,26 +111,27 @@ local function agreed(group, has, stop, number)
   return has, false
 end
 
--- Counts the targets of a loss that the model hit: in a pipeline the number that the last stage sent, otherwise the
--- number from the ops of the loss.
+-- Returns the number of targets that the model predicted correctly. In a pipeline this is the number that the last
+-- stage sent; otherwise it comes from the ops of the loss.
 local function score_of(loss, told)
   if told ~= nil then return told and told.hits or 0, told and told.targets or 0 end
   local hits, targets = loss_weight.score(loss)
   return hits or 0, targets or 0
 end
 
--- The share of targets that were hit; nil if no target was counted.
+-- Returns the fraction of correctly predicted targets, or nil if no target was counted.
 local function accuracy(hits, targets) return targets > 0 and hits / targets or nil end
 
---- The mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Batches are
---- weighted by the weights of their targets (by rows, if neither a loss op nor labels define them). With an engine of
---- several ranks, all ranks call it with the same number of batches, and get the mean over all of them.
+--- Returns the mean loss over an iterator of batches, without gradients and with the model in evaluation mode. Each
+--- batch is weighted by the weights of its targets, or by its rows if neither a loss op nor labels define targets. With
+--- an engine of several ranks, all ranks call this function with the same number of batches, and get the mean over all
+--- ranks.
 ---@param model ps.nn.Module|ps.Engine
----@param batches fun(): ... returns x, y or one table with names; nil at the end
+---@param batches fun(): ... returns x, y or one table of named tensors, and nil at the end
 ---@param options? {loss?: fun(model, ...): ps.Tensor, stop?: fun(): boolean}
 ---@return number? loss nil if `stop` returned true on any rank, or if all targets are ignored
----@return number? accuracy the share of targets whose logit is the largest of its row, the first of equal ones; nil if
----  the loss is made by none of F.cross_entropy, F.lm_loss and F.nll_loss
+---@return number? accuracy the fraction of targets whose logit is the first largest of its row, or nil if the loss is
+--- not computed by F.cross_entropy, F.lm_loss or F.nll_loss
 function train.evaluate(model, batches, options)
   options = caller.options(options, "ps.train.evaluate", EVALUATE)
   caller.typed(model, "table", "ps.train.evaluate: the model")
@@ -168,40 +169,42 @@ local function cell(value, format) return value and format:format(value) or "" e
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer ps.Optimizer|ps.EngineOptimizer
 ---@field loader ps.Loader|ps.train.Source
----@field steps integer optimizer steps in the whole run
----@field start? integer steps already done (the `step` of checkpoints.load)
+---@field steps integer number of optimizer steps in the whole run
+---@field start? integer number of completed steps (the `step` of checkpoints.load)
 ---@field sched? ps.Schedule
 ---@field scaler? ps.LossScaler
----@field accumulate? integer batches per step: 1 (default) to 4096
----@field max_norm? number clip the gradient norm
----@field loss? fun(model, ...): ps.Tensor takes the loader's batch; default model(...)
----@field eval? {every: integer, data: fun(): fun()} data returns a new iterator of batches
+---@field accumulate? integer number of batches per step, 1 (default) to 4096
+---@field max_norm? number the norm to which gradients are clipped
+---@field loss? fun(model, ...): ps.Tensor computes the loss from the loader's batch (default: model(...))
+---@field eval? {every: integer, data: fun(): fun()} `data` returns a new iterator over batches
 ---@field checkpoint? {folder: string, every?: integer, keep?: integer, extra?: table, async?: boolean}
----@field log? string a CSV file. A JSONL file with the same name but the extension .jsonl is next to it; a run
----  without `log` writes it as log.jsonl in the folder of checkpoints. If a line cannot be written, it is tried again;
----  if lines are lost, the run ends with an error
+---@field log? string the path of a CSV file. A JSONL file with the same name and the extension .jsonl is written next
+--- to it. A run without `log` writes log.jsonl in the folder of checkpoints. If a line cannot be written, writing is
+--- retried. If lines are lost, the run ends with an error
 ---@field callbacks? ps.TrainCallbacks
 ---@field quiet? boolean
 
 ---@class ps.train.Source a loader of the script
----@field next fun(self: ps.train.Source): ... the next batch: x, y, or one table with names; it never returns nil
----@field global_batch? integer rows per batch on all ranks, for tokens/s; nil: they are counted
----@field seq? integer tokens per row; nil: they are counted
----@field state_dict? fun(self: ps.train.Source): table its position, needed with `checkpoint`; must be JSON
+---@field next fun(self: ps.train.Source): ... returns the next batch: x, y, or one table of named tensors; never
+--- returns nil
+---@field global_batch? integer number of rows per batch on all ranks, for tokens/s; if it is nil, the rows are counted
+---@field seq? integer number of tokens per row; if it is nil, the tokens are counted
+---@field state_dict? fun(self: ps.train.Source): table returns its position, which must be convertible to JSON;
+--- required with `checkpoint`
 ---@field load_state_dict? fun(self: ps.train.Source, state: table)
 
 ---@class ps.TrainCallbacks called on all ranks; if one returns "stop", the run ends on all ranks after the step
----@field step? fun(line: ps.TrainLine): string? after each step's update and log
----@field evaluate? fun(line: ps.TrainLine): string? if the step had an evaluation, before `step`
----@field save? fun(at: {step: integer, saved: string}): string? after each checkpoint
+---@field step? fun(line: ps.TrainLine): string? called after each step's update and log
+---@field evaluate? fun(line: ps.TrainLine): string? called before `step` if the step had an evaluation
+---@field save? fun(at: {step: integer, saved: string}): string? called after each checkpoint
 
 local Run = {}
 Run.__index = Run
 
 local function interrupted() return C.ps_interrupts() > 0 end
 
--- Whether the run ends after this step, because a signal arrived or a callback asked for it on any rank. Ranks agree on
--- this at the same places, so that all save, evaluate or continue together; `now`: this is such a place.
+-- Returns whether the run ends after this step, because a signal arrived or a callback requested it on any rank. Ranks
+-- agree on this at the same points, so that all ranks save, evaluate or continue together. `now` marks such a point.
 function Run:stopping(now)
   local stop = self.asked or interrupted()
   if not self.world then return stop end
@@ -226,7 +229,7 @@ function Run:fail(step, loss)
     self.grad_norm and ("%.3g"):format(self.grad_norm) or "not measured", self.saved or "none"), 0)
 end
 
--- The schedule of a run: its own or its engine's.
+-- Returns the schedule of a run, which is its own or its engine's.
 local function schedule_of(options)
   local engine = handle.of(options.model)
   return options.sched or engine and engine.scheduler
@@ -254,7 +257,7 @@ function Run:record(line)
   if problem then self.display:warn(problem) end
 end
 
--- Calls the run's callbacks of a name.
+-- Calls the run's callback with a name.
 function Run:tell_callbacks(name, line)
   local callback = self.options.callbacks and self.options.callbacks[name]
   if not callback then return end
@@ -267,7 +270,7 @@ function Run:tell_callbacks(name, line)
   end
 end
 
--- Prints once, after the first Ctrl-C, that a step of many batches is finished first.
+-- Prints once, after the first Ctrl-C, that a step of many batches will be completed first.
 function Run:tell(step, done, of)
   if self.told or not interrupted() then return end
   self.told = true
@@ -275,9 +278,9 @@ function Run:tell(step, done, of)
     .. "SIGTERM ends the run at once"):format(done, of, step))
 end
 
--- The weight of a batch within its step. An engine computes it itself. Otherwise it is the number of targets that are
--- not ignored, divided by the number of targets in the step's first batch, so that it is 1 if none are ignored. The
--- only batch of a step has the weight 1, or 0 if all targets are ignored.
+-- Returns the weight of a batch within its step. An engine computes the weight itself. Otherwise it is the batch's
+-- number of targets that are not ignored, divided by the number of targets in the step's first batch, so it is 1 if no
+-- target is ignored. If a step has only one batch, its weight is 1, or 0 if all targets are ignored.
 function Run:weight(given, loss)
   local model = self.options.model
   local engine = handle.of(model)
@@ -292,7 +295,7 @@ function Run:weight(given, loss)
 end
 
 -- Returns an iterator for `for i, loss, given in` over the micro-batches of a step, and their number. The loop's body
--- must run backward for each loss before the next.
+-- must run backward for each loss before the next iteration.
 function Run:turns()
   local options, count = self.options, self.options.accumulate or 1
   if loops(options.model, options.loss) then
@@ -311,8 +314,8 @@ function Run:turns()
   end
 end
 
--- The tokens of a batch: the elements of the first tensor of ids; for other batches, the rows. input_ids is a table's
--- first tensor, then the others sorted by name.
+-- Returns the number of tokens in a batch, which is the size of its first tensor of ids, or else the number of rows. In
+-- a table, input_ids is the first tensor, followed by the others sorted by name.
 local function tokens_of(given)
   local first = given[1]
   if type(first) == "table" and not scope.is_tensor(first) then
@@ -326,18 +329,18 @@ local function tokens_of(given)
   return first:size(0) * first:size(1)
 end
 
--- Tokens of a step on all ranks.
+-- Returns the number of tokens in a step on all ranks.
 local function tokens_of_step(self, accumulate)
   local loader = self.options.loader
-  if loader.global_batch and loader.seq and not loader.rows then          -- rows of texts have lengths of their own
+  if loader.global_batch and loader.seq and not loader.rows then          -- rows of texts have different lengths
     return accumulate * loader.global_batch * loader.seq
   end
   return self.counted * mesh.size "dp"
 end
 
--- Runs forward and backward of one optimizer step. Returns the weighted mean of the losses of all ranks (nil if all
--- targets are ignored), the sum of the weights, and the accuracy (nil if no op counts hits). If a loss is not finite,
--- the run ends before the last backward, on all ranks.
+-- Runs forward and backward of one optimizer step. Returns the weighted mean of all ranks' losses (nil if all targets
+-- are ignored), the sum of the weights, and the accuracy (nil if no op counts correct predictions). If a loss is not
+-- finite, the run ends before the last backward, on all ranks.
 function Run:gradients(step)
   local options = self.options
   local engine = handle.of(options.model)
@@ -366,8 +369,8 @@ function Run:gradients(step)
   return mean, weights, accuracy(hits, targets)
 end
 
--- The update, by the engine's configuration or else by this run's options. If all targets are ignored, nothing
--- changes.
+-- Updates the parameters as the engine's configuration or this run's options define, and returns the result. If all
+-- targets are ignored, nothing changes.
 function Run:update(weights)
   local options = self.options
   if handle.of(options.model) then return options.optimizer:step() end
@@ -375,7 +378,8 @@ function Run:update(weights)
   return options.optimizer:step { max_norm = options.max_norm, scaler = options.scaler, grad_scale = 1 / weights }
 end
 
--- One optimizer step, then evaluation, the log and a checkpoint if they are due. `step` is its number, from 1.
+-- Runs one optimizer step, and then evaluation, the log and a checkpoint if they are due. `step` is the step's number,
+-- from 1.
 function Run:step(step)
   local options, accumulate = self.options, self.options.accumulate or 1
   local began = C.ps_now()
@@ -429,18 +433,19 @@ local function loop(self)
   return step
 end
 
--- Options that train.run refuses for an engine, and the keys of its configuration to use instead.
+-- Options that are errors for an engine in train.run, and the configuration keys to use instead.
 local SETTLED = { accumulate = "gradient_accumulation_steps", max_norm = "gradient_clipping", scaler = "fp16" }
 
 local RUN = { model = "table", optimizer = "table", loader = "table", steps = "whole", start = "whole",
   sched = "table", scaler = "table", accumulate = "whole", max_norm = "number", loss = "callable", eval = "table",
   checkpoint = "table", log = "string", quiet = "boolean", callbacks = "table" }
--- The names of callbacks.
+-- The callbacks' names.
 local CALLBACKS = { step = "callable", evaluate = "callable", save = "callable" }
 local EVAL = { every = "whole", data = "callable" }
 local CHECKPOINT = { folder = "string", every = "whole", keep = "whole", extra = "table", async = "boolean" }
 
--- Refuses a schedule that the run never advances, and prints that a schedule and the run end at different steps.
+-- Raises an error for a schedule that the run never advances. Prints a note if a schedule and the run end at different
+-- steps.
 local function check_schedule(options)
   local sched = schedule_of(options)
   if not sched then return end
@@ -491,7 +496,7 @@ local function checked(options)
   return setmetatable({ accumulate = engine.accumulate }, { __index = options })
 end
 
--- Opens the log, which the first rank writes. All ranks begin with the history that it contains.
+-- Opens the log, which the first rank writes. All ranks begin with the history that the log contains.
 local function open_log(self, start)
   local text = agree.first(self.world, function()
     local lines = {}
@@ -510,13 +515,13 @@ local function open_log(self, start)
   end
 end
 
---- Trains. An error leaves saved checkpoints untouched. With an engine of several ranks, all ranks call it: losses are
---- those of all ranks, a signal to one rank ends the run on all after the same step, and rank 0 writes the log.
---- interrupted: a signal or a callback ended the run before its last step.
+--- Trains a model. An error leaves saved checkpoints untouched. With an engine of several ranks, all ranks call this
+--- function. Losses are means over all ranks, a signal to one rank ends the run on all ranks after the same step, and
+--- rank 0 writes the log. `interrupted` is true if a signal or a callback ended the run before its last step.
 ---@param options ps.TrainOptions
 ---@return {step: integer, loss?: number, accuracy?: number, val_loss?: number, val_accuracy?: number, seconds: number,
----  tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the share of the
----  last step's targets that the largest logits hit, val_accuracy that of the held-out data, if loss ops count them
+--- tokens_per_s: number, history: table[], interrupted: boolean, saved?: string} accuracy: the fraction of the last
+--- step's targets with the largest logit, and val_accuracy the same for the held-out data, if loss ops count them.
 function train.run(options)
   options = checked(options)
   mesh.check_joined "ps.train.run"

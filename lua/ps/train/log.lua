@@ -16,26 +16,26 @@ local HEADER = "step,loss,lr,grad_norm,tokens_per_s,val_loss,accuracy,val_accura
 ---@class ps.TrainLog
 ---@field private csv ps.Appended?
 ---@field private jsonl ps.Appended?
----@field private map_due integer? when the next map of chunks is due, in seconds since 1970
+---@field private map_due integer? time at which the next chunk map is due, in seconds since 1970
 local Log = {}
 Log.__index = Log
 
 ---@class ps.TrainLine the numbers of a step in a log
 ---@field step integer
----@field loss? number mean over the targets of all ranks
----@field accuracy? number share of the targets of all ranks that the largest logits hit; absent if no op of the loss
----  counts them
+---@field loss? number mean loss over the targets of all ranks
+---@field accuracy? number fraction of all ranks' targets that have the largest logit; absent if no op of the loss
+--- counts them
 ---@field lr number learning rate of the step
 ---@field grad_norm? number
 ---@field loss_scale? number
----@field tokens integer since the start of this process, on all ranks
+---@field tokens integer number of tokens on all ranks since the start of this process
 ---@field tokens_per_s number
 ---@field val_loss? number the held-out loss, if the step had an evaluation
----@field val_accuracy? number that of the evaluation
----@field skipped boolean gradients overflowed
+---@field val_accuracy? number the accuracy of the evaluation
+---@field skipped boolean whether the step was skipped because gradients overflowed
 
--- The lines of a file up to `step`; `step_of` returns a line's step. renew: converts a line of an older version to the
--- present form.
+-- Returns a file's lines up to `step`. `step_of` returns a line's step. `renew` converts a line of an older version to
+-- the current form.
 local function lines_until(path, step, step_of, renew)
   local kept = {}
   local old = step > 0 and io.open(path, "rb")
@@ -56,7 +56,7 @@ local function open(path, what, step, header, step_of, renew)
     kept = lines_until(path, step, step_of, renew)
     local text = header .. table.concat(kept)
     native.check(native.C.ps_file_write_atomic(path, text, #text))
-  else                                                     -- a device or pipe has no lines to keep
+  else                                                     -- devices and pipes have no old lines
     first = header
   end
   return appended.open(path, what, first), kept
@@ -67,8 +67,8 @@ local OLD_LINE = "^%d+,[^,]*,[^,]*,[^,]*,[^,]*,[^,]*\n$"      -- a line of a ver
 
 local function widened(line) return line:match(OLD_LINE) and (line:gsub("\n$", ",,\n")) or line end
 
--- The path of the JSONL file: next to the CSV file, with its name, else in the folder of checkpoints; nil: the run has
--- no folder.
+-- Returns the path of the JSONL file, which is next to the CSV file with the same name, or else in the folder of
+-- checkpoints. Returns nil if the run has no folder.
 local function jsonl_path(csv, out)
   if csv then
     local kind = lfs.attributes(csv, "mode")
@@ -77,13 +77,14 @@ local function jsonl_path(csv, out)
   return out and out .. "/log.jsonl"
 end
 
---- Opens the logs of a run that continues after `step` (0: a new run). Raises an error if one cannot be written.
+--- Opens the logs of a run that continues after `step`, which is 0 for a new run. Raises an error if a log cannot be
+--- written.
 ---@param csv? string path of the CSV file
----@param out? string the run's folder, which is created
+---@param out? string the run's folder, which is created if it is missing
 ---@param step integer
----@return ps.TrainLog? log nil: the run has neither
+---@return ps.TrainLog? log nil if the run has neither
 ---@return {step: integer, loss: number?, val_loss: number?, accuracy: number?, val_accuracy: number?}[] history the
----  values of the CSV file's lines
+--- values of the CSV file's lines
 function train_log.open(csv, out, step)
   local self, history = setmetatable({}, Log), {}
   local jsonl = jsonl_path(csv, out)
@@ -111,13 +112,13 @@ end
 
 local function cell(value, format) return value and format:format(value) or "" end
 
--- A number as JSON; an infinity or NaN, which JSON lacks, becomes null.
+-- Converts a number to JSON. Infinity and NaN, which JSON lacks, become null.
 local function number(value)
   if not value or value ~= value or math.abs(value) == math.huge then return "null" end
   return ("%.9g"):format(value)
 end
 
--- `"tiers":{"host":{"budget":...,"chunks":...,...}}` of the open engine's chunks, or "".
+-- Returns `"tiers":{"host":{"budget":...,"chunks":...,...}}` for the open engine's chunks, or "" if there are none.
 local function tiers_text()
   local list = {}
   for i, tier in ipairs(chunks.tiers() or {}) do
@@ -130,12 +131,12 @@ local function tiers_text()
   return list[1] and (',"tiers":{%s}'):format(table.concat(list, ",")) or ""
 end
 
--- seconds between two chunk maps in a log: making a map of thousands of chunks takes long
+-- seconds between two chunk maps in a log, since a map of thousands of chunks takes long
 local MAP_S = 5
 local LETTERS = { device = "d", host = "h", disk = "k" }
 
--- `"map":{"param":"2d14h"}`: for each kind of chunk, in order, runs of chunks whose fastest tier is the device (d), the
--- host (h) or the disk (k); n: none. "" without chunks.
+-- Returns `"map":{"param":"2d14h"}`, or "" without chunks. For each kind of chunk, the text lists runs of chunks, in
+-- order, whose fastest tier is the device (d), the host (h) or the disk (k), or that are on no tier (n).
 local function map_text()
   local kinds, runs = {}, {}
   for _, chunk in ipairs(chunks.chunks()) do
@@ -177,9 +178,10 @@ local function json_line(self, line)
   return ('%s,"skipped":%s%s%s}\n'):format(table.concat(parts), tostring(line.skipped), tiers_text(), map)
 end
 
---- Adds a step's line.
+--- Appends a step's line.
 ---@param line ps.TrainLine
----@return string? problem when writing fails for the first time; nil while writing works, and nil for later failures
+---@return string? problem The reason when writing fails for the first time. nil while writing works, and for later
+--- failures.
 function Log:write(line)
   local problem, other
   if self.csv then
@@ -192,7 +194,7 @@ function Log:write(line)
 end
 
 --- Closes the files.
----@return string? problem the number of lost lines, and the reason
+---@return string? problem The number of lost lines, and the reason.
 function Log:close()
   local lost = {}
   for _, name in ipairs { "csv", "jsonl" } do

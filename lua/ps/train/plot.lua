@@ -24,7 +24,7 @@ end
 local TEXT = { width = "whole", height = "whole" }
 local PNG = { title = "string", x = "string", y = "string" }
 
---- A text picture of curves; each column shows the mean of the points that fall into it.
+--- Draws curves as text. Each column shows the mean of the points that fall into it.
 ---@param curves ps.Curve[]
 ---@param options? {width?: integer, height?: integer}
 ---@return string
@@ -67,7 +67,7 @@ end
 local function succeeded(status) return status == 0 or status == true end
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws curves to a PNG file. Returns nil and the reason if gnuplot is absent or fails.
+--- Draws curves to a PNG file. Returns nil and the reason if gnuplot is missing or fails.
 ---@param path string
 ---@param curves ps.Curve[]
 ---@param options? {title?: string, x?: string, y?: string}

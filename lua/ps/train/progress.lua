@@ -11,7 +11,7 @@ Progress.__index = Progress
 
 local progress = {}
 
---- 95 -> "1:35", 3700 -> "1:01:40".
+--- Formats a time: 95 -> "1:35", 3700 -> "1:01:40".
 ---@param seconds number
 ---@return string
 function progress.clock(seconds)
@@ -21,7 +21,7 @@ function progress.clock(seconds)
   return ("%d:%02d"):format(s / 60, s % 60)
 end
 
---- 1234 -> "1,234".
+--- Formats a count: 1234 -> "1,234".
 ---@param n number
 ---@return string
 function progress.count(n)
@@ -36,7 +36,7 @@ end
 
 local OPTIONS = { total = "number", start = "number", every = "number", quiet = "boolean" }
 
---- Makes a display for `total` steps. `every`: seconds between plain lines (default 10).
+--- Creates a display for `total` steps. `every` is the time in seconds between plain lines (default 10).
 ---@param options {total: integer, start?: integer, every?: number, quiet?: boolean}
 ---@return ps.Progress
 function progress.new(options)
@@ -75,7 +75,7 @@ local function draw_bar(self, step, values)
   self.drawn = true
 end
 
---- Notes that `step` steps are done. Draws at most ten times per second, or a line every `every` seconds.
+--- Records that `step` steps are completed. Draws at most ten times per second, or prints a line every `every` seconds.
 ---@param step integer
 ---@param values {loss?: number, accuracy?: number, val_loss?: number, tokens_per_s?: number}
 function Progress:update(step, values)
@@ -103,14 +103,14 @@ function Progress:note(text)
   if self.bar then self.shown = -math.huge end
 end
 
---- Prints a warning to stderr, also in quiet runs.
+--- Prints a warning to stderr, even in quiet runs.
 ---@param text string
 function Progress:warn(text)
   self:finish()
   io.stderr:write("psluajit: ", text, "\n")
 end
 
---- Ends the bar's line, so that the next print starts a new line.
+--- Ends the bar's line, so that later output starts on a new line.
 function Progress:finish()
   if self.drawn then io.stdout:write("\n") end
   io.stdout:flush()
