@@ -28,7 +28,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- The rate of the engine's probe in GB/s.
+--- Returns the rate of the engine's probe in GB/s.
 local function probe(nbytes, reads, writes, in_place)
   local out = ffi.new("double[1]")
   ps.check(ps.C.ps_probe_bandwidth(nbytes, reads, writes, in_place and 1 or 0, args.passes, out))
@@ -41,7 +41,7 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- The list of tensors for adam_: param, master, grad, m, v of each tensor. Their sizes differ, as in a model.
+--- Returns the list of tensors for adam_: param, master, grad, m, v of each tensor. Their sizes differ, as in a model.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do

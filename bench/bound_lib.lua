@@ -18,8 +18,8 @@ local bound = {}
 ---@field uses bound.use[]      by moment
 ---@field moments integer       they count from 0
 
---- The gaps of a trace: chunk, `first` and `last`: the moments of its two uses (`last` may be of the next step), and
---- `stretch`, a number shared by the gaps between two writes, or nil if the chunk is never written.
+--- Returns the gaps of a trace: chunk, `first` and `last`: the moments of its two uses (`last` may be of the next
+--- step), and `stretch`, a number shared by the gaps between two writes, or nil if the chunk is never written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches
@@ -108,13 +108,13 @@ local function write_program(trace, capacity, f)
   return unit
 end
 
---- Whether glpsol is installed.
+--- Returns whether glpsol is installed.
 ---@return boolean
 function bound.available()
   return os.execute("command -v glpsol >/dev/null 2>&1") == 0
 end
 
---- The fewest bytes that a step moves; nil and the reason if the solver finds none.
+--- Returns the fewest bytes that a step moves; nil and the reason if the solver finds none.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param seconds? integer for the solver

@@ -53,14 +53,14 @@ local function check_exact(what, same)
   say("  NOT EXACT: %s", what)
 end
 
---- A setting for bench/chunk_worker.lua: the shape of a run, and further keys of its configuration.
+--- Returns a setting for bench/chunk_worker.lua: the shape of a run, and further keys of its configuration.
 local function with(run, config)
   return merged(run, { config = merged(BASE, run.config, config) })
 end
 
 local plain_prints = {}
 
---- The losses and the hash of the parameters after `n` steps with plain memory (computed once).
+--- Returns the losses and the hash of the parameters after `n` steps with plain memory (computed once).
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then
@@ -112,7 +112,7 @@ end
 local MOVED = { model = args.moved_model, batch = 1, seq = 64, config = BF16 }
 local WARM, COUNTED = 2, 3
 
---- The trace in the form of bench/bound_lib.lua, and the bytes that chunks may use on the first tier.
+--- Returns the trace in the form of bench/bound_lib.lua, and the bytes that chunks may use on the first tier.
 local function bound_trace(worker)
   local raw = worker:ask "trace"
   local trace = { sizes = raw.sizes, uses = {}, moments = raw.moments }

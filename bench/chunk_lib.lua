@@ -27,14 +27,14 @@ function lib.median(list)
   return #sorted % 2 == 1 and sorted[middle + 0.5] or (sorted[middle] + sorted[middle + 1]) / 2
 end
 
---- The list of one field of all entries.
+--- Returns the list of one field of all entries.
 function lib.pluck(list, key)
   local values = {}
   for i, entry in ipairs(list) do values[i] = entry[key] end
   return values
 end
 
---- The result of a run as text: all its losses and the hash of its parameters.
+--- Returns the result of a run as text: all its losses and the hash of its parameters.
 ---@param steps table[]
 ---@param worker bench.Process
 ---@return string

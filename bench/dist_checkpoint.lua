@@ -33,7 +33,7 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- The largest number of all ranks.
+-- Returns the largest number of all ranks.
 local function largest(group, number)
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))

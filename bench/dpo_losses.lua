@@ -31,7 +31,7 @@ local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
   .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
 
--- A sentence of n words that follow from its number.
+-- Returns a sentence of n words that follow from its number.
 local function sentence(i, n)
   local words = {}
   for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end

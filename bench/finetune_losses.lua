@@ -52,7 +52,7 @@ local function sentences()
   return rows
 end
 
--- The ids and labels of each step, padded to the longest conversation of the step.
+-- Returns the ids and labels of each step, padded to the longest conversation of the step.
 local function batches_of(tok, rows)
   local pad, steps = tok.pad_token_id or tok.eos_token_id or 0, {}
   local n = args.steps * args.batch
@@ -89,7 +89,7 @@ local function batches_of(tok, rows)
   return steps
 end
 
--- The losses of psluajit's steps.
+-- Returns the losses of psluajit's steps.
 local function trained(steps)
   local model = ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }):train()
   return losses_lib.train(model, #steps, args.lr, function(i)

@@ -86,7 +86,7 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- The largest difference of two lists of logits over the largest logit.
+-- Returns the largest difference of two lists of logits over the largest logit.
 local function difference(ours, theirs)
   local most, scale = 0, 0
   for i, x in ipairs(theirs) do

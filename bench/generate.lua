@@ -57,7 +57,7 @@ local function start_peer()
   return peer
 end
 
--- The number of tokens added after the prompts.
+-- Returns the number of tokens added after the prompts.
 local function added(out, rows)
   local n = 0
   for r, row in ipairs(out) do n = n + #row - #rows[r] end
@@ -71,7 +71,7 @@ local function same(a, b)
   return true
 end
 
--- The bytes per second at which the engine reads `nbytes`, in four streams per thread.
+-- Returns the bytes per second at which the engine reads `nbytes`, in four streams per thread.
 local function streams(nbytes)
   local out = ffi.new "double[1]"
   ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))

@@ -47,7 +47,7 @@ local function write_weights(path, data)
   ps.safetensors.save(path, tensors)
 end
 
--- The error of one tensor; NaN if the tensor has a NaN, which math.max would lose.
+-- Returns the error of one tensor; NaN if the tensor has a NaN, which math.max would lose.
 local function tensor_error(t, want)
   t = t:to { dtype = "fp32", device = "cpu" }:detach():to("fp64")
   local l2 = t:norm():item()
@@ -60,7 +60,8 @@ local function tensor_error(t, want)
   return worst
 end
 
---- The largest error over named tensors, the error of c_attn.bias, and the name of the tensor with the largest error.
+--- Returns the largest error over named tensors, the error of c_attn.bias, and the name of the tensor with the largest
+--- error.
 local function compare(tensors, wanted)
   local worst, apart, worst_name = 0, 0, ""
   for name, t in pairs(tensors) do
@@ -87,7 +88,7 @@ local function must_cover(tensors, wanted, group)
   if there:min():item() < 1 then error("some golden values were not compared with any tensor", 0) end
 end
 
--- The whole tensor from the shards of all ranks along tp. All these ranks call it.
+-- Returns the whole tensor from the shards of all ranks along tp. All these ranks call it.
 local function joined(p, t)
   local desc, group = shard.of(p), ps.mesh.group "tp"
   if not desc then return t end
@@ -100,7 +101,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- The whole tensors for a list of tensors by the names of parameters.
+-- Returns the whole tensors for a list of tensors by the names of parameters.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -110,8 +111,8 @@ local function all_joined(module, tensors)
   return list
 end
 
--- The same interface for each kind of memory: forward(x, y), backward(loss), step(), the parameters' gradients, and
--- their fp32 values (masters if there are any), by name.
+-- Returns the same interface for each kind of memory: forward(x, y), backward(loss), step(), the parameters' gradients,
+-- and their fp32 values (masters if there are any), by name.
 local function plain_run(data, weights, options)
   local model = gpt2.new(data.config, { dtype = options.dtype, device = options.device, recompute = options.recompute })
   model:load_weights(weights)
@@ -165,9 +166,9 @@ local function chunk_run(data, weights, options)
     masters = function() return model:state_dict() end, close = function() model:close() end }
 end
 
--- The gradient of a tied parameter of which several stages have a copy: the sum of all copies' gradients, which the
--- step computes only before its norm or update. All ranks of a pipeline call it for each parameter; nil: this rank
--- does not have the parameter.
+-- Returns the gradient of a tied parameter of which several stages have a copy: the sum of all copies' gradients, which
+-- the step computes only before its norm or update. All ranks of a pipeline call it for each parameter, or nil if this
+-- rank does not have the parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
   -- sums along tp follow those of tied parameters
@@ -182,7 +183,7 @@ local function whole_gradient(run, name, p, grad)
   return mine and sum or nil
 end
 
--- The rows of a batch for this process: divided as evenly as possible, in the order of ranks.
+-- Returns the rows of a batch for this process: divided as evenly as possible, in the order of ranks.
 local function my_rows(rows, group)
   if not group then return rows end
   local size, rank, mine = group:size(), group:rank(), {}
@@ -191,7 +192,7 @@ local function my_rows(rows, group)
   return mine
 end
 
--- The loss over the rows of all processes.
+-- Returns the loss over the rows of all processes.
 local function whole_loss(value, rows, group)
   if not group then return value end
   local all = ps.empty({ group:size(), 2 }, { dtype = "fp64" })
@@ -232,7 +233,7 @@ local function train(data, run, device, result, note, group)
   end
 end
 
--- The largest number of all processes.
+-- Returns the largest number of all processes.
 local function largest(value, group)
   if not group then return value end
   local all = ps.empty({ group:size() }, { dtype = "fp64" })

@@ -39,7 +39,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- All bytes copied so far to the device and from it.
+--- Returns all bytes copied so far to the device and from it.
 local function moved()
   local info = ps.ffi.new("ps_tier_info")
   ps.check(C.ps_engine_tier_get(ps.ctx, 1, info))

@@ -60,8 +60,8 @@ for turn = 1, 11 do
   end
 end
 
--- The seconds of forwards without computation in a pipeline of all ranks, the median and the slowest rank's. Each
--- forward sends `numel` fp32 numbers to the next virtual stage.
+-- Returns the seconds of forwards without computation in a pipeline of all ranks, the median and the slowest rank's.
+-- Each forward sends `numel` fp32 numbers to the next virtual stage.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
   local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,

@@ -19,7 +19,7 @@ local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end
 
---- The seconds of one call of fn, which returns a tensor: the best of three runs of `n` calls.
+--- Returns the seconds of one call of fn, which returns a tensor: the best of three runs of `n` calls.
 local function seconds(n, fn)
   local best = math.huge
   wait(fn())

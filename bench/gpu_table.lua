@@ -40,7 +40,7 @@ local function read(path)
   return rows
 end
 
--- The row with the largest figure among those that `take` accepts.
+-- Returns the row with the largest figure among those that `take` accepts.
 local function best(rows, key, take)
   local found
   for _, row in ipairs(rows) do

@@ -18,7 +18,7 @@ local settings = require "ps.pretrained.settings"
 
 local LABELS = { labels = true, start_positions = true, end_positions = true }
 
--- The tensors of a batch, and those of an adapter, by PEFT's names.
+-- Returns the tensors of a batch, and those of an adapter, by PEFT's names.
 local function inputs_of(path)
   local file, batch, lora = ps.safetensors.open(path), {}, {}
   for _, name in ipairs(file:names()) do
@@ -28,7 +28,7 @@ local function inputs_of(path)
   return batch, lora
 end
 
--- The batch, with its labels or without them.
+-- Returns the batch, with its labels or without them.
 local function part(batch, labels)
   local chosen = {}
   for name, t in pairs(batch) do if labels or not LABELS[name] then chosen[name] = t end end

@@ -33,7 +33,8 @@ function lib.read(name)
   return counts
 end
 
--- The lines of a source file by the name that the compiler gave it, and its name below src/; nil: it is not in src/.
+-- Returns the lines of a source file by the name that the compiler gave it, and its name below src/, or nil if it is
+-- not in src/.
 local function source(name)
   local below = ("/" .. name):match "^.*/src/(.*)$"
   local f = below and io.open(paths.root .. "/src/" .. below)

@@ -94,7 +94,8 @@ local model, optimizer = ps.initialize {
 result.state_bytes = tonumber(require("ps.nn.handle").of(model).built.state_bytes)
 print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
 
--- The bytes for measuring the disk: 1 GiB, but at most the host's budget and half of the free bytes of the disk tier.
+-- Returns the bytes for measuring the disk: 1 GiB, but at most the host's budget and half of the free bytes of the disk
+-- tier.
 local function probe_nbytes()
   local tiers = require("ps.memory.chunks").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]

@@ -25,7 +25,7 @@ function lib.train(model, steps, lr, loss_of)
   return losses
 end
 
---- The largest relative difference of two lists of losses (NaN if one is), and its step.
+--- Returns the largest relative difference of two lists of losses (NaN if one is), and its step.
 ---@param ours number[]
 ---@param theirs number[]
 ---@return number largest

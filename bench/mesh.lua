@@ -128,8 +128,8 @@ local function data_parallel(stage)
   return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
 end
 
--- The bytes of the messages that the first of two stages sends in a step of several micro-batches, over those of the
--- activations [B, T, C] at the cut.
+-- Returns the bytes of the messages that the first of two stages sends in a step of several micro-batches, over those
+-- of the activations [B, T, C] at the cut.
 local function pipeline()
   local m, B, T = 4, 8, MODEL.n_positions
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -148,8 +148,8 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- The masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole mask. They
--- are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's heads.
+-- Returns the masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole
+-- mask. They are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's heads.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
@@ -205,7 +205,7 @@ local function figures()
     bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true), tp_pieces = over_theory(false, 4) } }
 end
 
--- A step whose forward makes small all-reduces, with Gloo's own between them.
+-- Returns a step whose forward makes small all-reduces, with Gloo's own between them.
 local function latency()
   local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
   local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
@@ -247,8 +247,8 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
--- A group of two ranks in which this rank is alone, so that a block's computation can be timed without exchanges: the
--- rows of the other rank are a copy of its own rows.
+-- Returns a group of two ranks in which this rank is alone, so that a block's computation can be timed without
+-- exchanges: the rows of the other rank are a copy of its own rows.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
   function alone:gathered_linear(x, w, b, how)
@@ -262,7 +262,8 @@ local function nobody(group)
   return alone
 end
 
--- The seconds of a block's forward and backward, and of their parts; with how.link, these are measured alternately.
+-- Returns the seconds of a block's forward and backward, and of their parts; with how.link, these are measured
+-- alternately.
 local function overlap(how)
   local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
   ps.manual_seed(1)
@@ -398,7 +399,7 @@ local function layout_rows()
   return rows
 end
 
--- Whether two ranks of tp zeroed the same elements as one rank; false if none was zeroed.
+-- Returns whether two ranks of tp zeroed the same elements as one rank; false if none was zeroed.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })

@@ -59,7 +59,7 @@ local function open(o, optimizer, clip)
     zero_optimization = { stage = o.zero or 0 } }, o.config) }
 end
 
--- The mean over the ranks with different rows.
+-- Returns the mean over the ranks with different rows.
 local function mean(value)
   local group = mesh.group "dp"
   if not group then return value end
@@ -142,7 +142,7 @@ local function read_json(path)
   return value
 end
 
---- The whole tensors that `size` ranks wrote under a name. Parts that several ranks have must have equal bits.
+--- Returns the whole tensors that `size` ranks wrote under a name. Parts that several ranks have must have equal bits.
 ---@param folder string
 ---@param name string
 ---@param size integer

@@ -36,7 +36,7 @@ end
 local settings = decoded(args.params, "--params")
 local out_path = args.file:gsub("%.safetensors$", "") .. ".out.safetensors"
 
--- The names of the parameters in the file, sorted, and the open file.
+-- Returns the names of the parameters in the file, sorted, and the open file.
 local function open()
   local file, names = ps.safetensors.open(args.file), {}
   for _, key in ipairs(file:names()) do names[#names + 1] = key:match "^p%.(.+)$" end

@@ -64,7 +64,7 @@ local function loader(more)
   return ps.data.loader(options)
 end
 
--- The processor seconds and tokens of an epoch of a loader, including its construction.
+-- Returns the processor seconds and tokens of an epoch of a loader, including its construction.
 local function epoch(more)
   local from = os.clock()
   local one = loader(more)

@@ -83,7 +83,7 @@ local function perform(x, t, tick)
   end
 end
 
--- The times of this rank by the virtual clock, and whether all of them equal the simulator's.
+-- Returns the times of this rank by the virtual clock, and whether all of them equal the simulator's.
 local function virtual(x, t, rank, link)
   local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
   local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
@@ -268,7 +268,8 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- The figures that a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil: unknown).
+-- Returns the figures that a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil:
+-- unknown).
 local function read_traffic(path)
   local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
   local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")
@@ -284,7 +285,7 @@ local function read_traffic(path)
   return moved, held, bound.available() and bound.solve(trace, capacity) or nil
 end
 
--- The MiB that all ranks move in a step, the MiB of their state, and the fewest MiB that they could move.
+-- Returns the MiB that all ranks move in a step, the MiB of their state, and the fewest MiB that they could move.
 local function traffic_of(name)
   local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))

@@ -42,7 +42,7 @@ local function recorder()
   return trace
 end
 
---- A step of a model of `n` chunks of parameters and a tied embedding of `embedding` times their size.
+--- Returns a step of a model of `n` chunks of parameters and a tied embedding of `embedding` times their size.
 ---@param options { n: integer, embedding: number, half: boolean, adam: string, micro: integer }
 local function step(options)
   local trace = recorder()
@@ -98,9 +98,9 @@ local SHAPES = {
   { "fp32", step { n = n, embedding = 3, half = false, adam = "overlapped", micro = 1 } },
 }
 
---- The bytes that a step moves once steps repeat: the mean of many steps, each planned from the places in which the
---- previous one left the chunks, since the chunks that stay may differ between steps. Also the median milliseconds of
---- a plan.
+--- Returns the bytes that a step moves once steps repeat: the mean of many steps, each planned from the places in which
+--- the previous one left the chunks, since the chunks that stay may differ between steps. Also the median milliseconds
+--- of a plan.
 local function moved(trace, capacity, policy)
   local count = #trace.sizes
   local chunks = ffi.new("ps_plan_chunk[?]", count)

@@ -14,7 +14,7 @@ lib.CASE = paths.root .. "/bench/planner_case.lua"
 lib.GPT3 = { layers = 96, width = 12288, heads = 96, positions = 2048, vocab = 50304, rows = 1, precision = "bf16",
   recompute = true, device_nbytes = 125 * 2 ^ 30, host_nbytes = 230 * 2 ^ 30 }
 
---- A copy of a table with other fields.
+--- Returns a copy of a table with other fields.
 ---@param case table
 ---@param changes table
 ---@return table
@@ -25,8 +25,8 @@ function lib.with(case, changes)
   return copy
 end
 
---- The request of a plan on a machine. If the machine has several GPUs, only rank 0 is run, and all state is sharded
---- over the ranks.
+--- Returns the request of a plan on a machine. If the machine has several GPUs, only rank 0 is run, and all state is
+--- sharded over the ranks.
 ---@param name string of the hardware
 ---@param host number bytes of its host memory
 ---@param case table

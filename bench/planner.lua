@@ -106,7 +106,7 @@ local function draw_case()
   return case
 end
 
--- The seconds per operation (ops with operations) or per byte (other ops), by op, from the records of ranks.
+-- Returns the seconds per operation (ops with operations) or per byte (other ops), by op, from the records of ranks.
 local function units_of(ranks)
   local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
   for _, got in ipairs(ranks) do
@@ -120,8 +120,8 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- The same seconds for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs share the
--- machine.
+-- Returns the same seconds for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs
+-- share the machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -132,7 +132,7 @@ local function probe(device, precision)
   return units_of { got }
 end
 
--- The seconds of ops, as the mean of several probes.
+-- Returns the seconds of ops, as the mean of several probes.
 local function predicted_seconds(ops, probes)
   local sum = 0
   for _, op in ipairs(ops) do

@@ -14,7 +14,7 @@ Process.__index = Process
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 
---- Runs a shell command. Returns the JSON in the last line of its output; nil: there is none.
+--- Runs a shell command. Returns the JSON in the last line of its output, or nil if there is none.
 ---@param command string
 ---@return table?
 function lib.last_json(command)
@@ -43,7 +43,7 @@ function lib.start(program, environment)
   return self
 end
 
---- The next answer.
+--- Returns the next answer.
 ---@return table
 function Process:answer()
   while true do

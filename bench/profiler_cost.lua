@@ -41,7 +41,7 @@ local function median(list)
   return (list[math.ceil(half)] + list[math.floor(half) + 1]) / 2
 end
 
--- The seconds of fn(n).
+-- Returns the seconds of fn(n).
 local function seconds(fn, n)
   local began = ps.now()
   fn(n)
@@ -100,7 +100,7 @@ local function trainer(rows)
   end
 end
 
--- The share that the record adds to a step, the seconds of a step without it, and the events of a step with it.
+-- Returns the share that the record adds to a step, the seconds of a step without it, and the events of a step with it.
 local function step_cost(train)
   local on, off = in_turn(train, args.steps)
   for i = 1, #on do on[i] = on[i] / off[i] - 1 end
@@ -123,7 +123,7 @@ local function of_record(file, text)
     or text:find "%f[%w_]began%f[^%w_]" ~= nil
 end
 
--- The instructions of a step, and the record's share of them; nil and the reason if they were not counted.
+-- Returns the instructions of a step, and the record's share of them; nil and the reason if they were not counted.
 local function counted()
   if args.count_steps == 0 then return nil, "left out" end
   local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,

@@ -62,7 +62,7 @@ end
 local STORE, PROOF = 0x31565350, 0x31485350  -- src/rendezvous/store_protocol.h, proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
--- The same message after the greeting of a rank that knows the run's name but not its secret.
+-- Returns the same message after the greeting of a rank that knows the run's name but not its secret.
 local function behind_proof(text)
   local name = os.getenv "PS_RUN_ID" or ""
   return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text

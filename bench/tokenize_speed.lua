@@ -58,7 +58,7 @@ if not args.no_peers and os.execute(("'%s' -c 'import tiktoken' 2>/dev/null"):fo
   PROGRAMS[2] = { "_tiktoken", ("'%s' '%s/peers/tokenize_tiktoken.py' '%s'"):format(python, folder, args.tokenizer) }
 end
 
--- The seconds of a process, and the number of tokens that it prints.
+-- Returns the seconds of a process, and the number of tokens that it prints.
 local function run(command, path)
   local began = ps.now()
   local p = assert(io.popen(("OMP_NUM_THREADS=1 %s < '%s'"):format(command, path)))

@@ -58,7 +58,7 @@ local function leave_if_interrupted()
   line.leave(130)
 end
 
--- A table of at least one conversation, whose rows all have the first one's form.
+-- Returns a table of at least one conversation, whose rows all have the first one's form.
 local function conversations(path, option)
   local rows = ps.data.table(path)
   if #rows == 0 then error(("%s: %s has no rows"):format(option, path), 0) end

@@ -118,7 +118,7 @@ local function batch_of(list, first, last)
     labels = ps.tensor(labels, where) }
 end
 
--- The share of held-out lines that the model classifies correctly.
+-- Returns the share of held-out lines that the model classifies correctly.
 local function accuracy()
   local right = 0
   model:eval()
@@ -132,7 +132,7 @@ local function accuracy()
   return right / #held_out
 end
 
--- The batches of an epoch, in random order. A batch has lines of about the same length.
+-- Returns the batches of an epoch, in random order. A batch has lines of about the same length.
 local function epoch()
   local drawn, batches = ps.rand({ 2 * #rows }):tolist(), {}
   local order = {}

@@ -83,7 +83,7 @@ function layout:train(batch)
   if args.save then ps.checkpoints.save(args.save, { model = model, optimizer = self.optimizer, shards = true }) end
 end
 
---- The output of the model for a batch, on all ranks, without training.
+--- Returns the output of the model for a batch, on all ranks, without training.
 ---@param given table
 ---@param name string of the tensor
 ---@return ps.Tensor rows of all micro-batches

@@ -141,7 +141,7 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
--- Whether an existing shard has this text, one byte per token.
+-- Returns whether an existing shard has this text, one byte per token.
 local function holds(path, text)
   local tokens, piece = ps.data.tokens(path), 2 ^ 20
   if tokens:count() ~= #text then return false end

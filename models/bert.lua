@@ -62,7 +62,7 @@ function Embeddings:init(c, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
--- The first n rows of a table, [n, C] or [1, n, C].
+-- Returns the first n rows of a table, [n, C] or [1, n, C].
 local function first_rows(rows, n, ids)
   if parts.is_plain(rows, nn.Embedding) then return rows.weight:narrow(0, 0, n) end
   return rows(ps.arange(0, n, 1, { dtype = "int64", device = ids:device() }):reshape(1, -1))
@@ -304,7 +304,7 @@ function BertModel:costs()
     layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
 end
 
--- The modules of a model outside its body, and the pooler of the body.
+-- Returns the modules of a model outside its body, and the pooler of the body.
 local function own_modules(model)
   local list = { model[model.prefix].pooler }
   for path, module in model:named_modules() do
@@ -347,7 +347,8 @@ local function vocabulary_of(model, module)
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- The head of a vocabulary that is divided among ranks: from a tied table, or the decoder. Otherwise false or nil.
+-- Returns the head of a vocabulary that is divided among ranks: from a tied table, or the decoder. Otherwise false or
+-- nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
@@ -400,7 +401,7 @@ local function masked_lm(class, path, head, transform)
   end
 end
 
--- The dropout before a classifier.
+-- Returns the dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
 -- Returns a class with a head on a body of class Body. build(self, c, where) makes the head. The class defines

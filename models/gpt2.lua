@@ -86,8 +86,8 @@ function MLP:forward(h, x, cached)
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- The MLP in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so results
--- differ slightly.
+-- Returns the MLP in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so
+-- results differ slightly.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()
   local y = F.mlp(h, fc.weight, fc.bias, proj.weight, proj.bias, { out_in = false, residual = not drops and x or nil })
@@ -160,7 +160,7 @@ local function read(self, given, body)
     position_ids = places }
 end
 
--- The vectors of positions [B or 1, T, C] from `at` on. place int [B or 1, T]: other positions, or nil.
+-- Returns the vectors of positions [B or 1, T, C] from `at` on. place int [B or 1, T]: other positions, or nil.
 local function positions(body, ids, place, at)
   if place == nil and parts.is_plain(body.wpe, nn.Embedding) then return body.wpe.weight:narrow(0, at, ids:size(1)) end
   return body.wpe(place ~= nil and place or ps.arange(at, at + ids:size(1), 1, { dtype = "int64",
@@ -252,8 +252,8 @@ function GPT2:init(config, given)
   finish(self, given)
 end
 
---- The head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is the token
---- table or a parameter of the head.
+--- Returns the head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is
+--- the token table or a parameter of the head.
 ---@return ps.nn.LMHead
 function GPT2:head() return self.lm_head or self.tied_head end
 
@@ -267,12 +267,12 @@ function GPT2:costs()
   return cost
 end
 
---- The number of targets in a batch; see heads.count_targets.
+--- Returns the number of targets in a batch; see heads.count_targets.
 ---@param given any
 ---@return integer?
 function GPT2:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
--- Whether forward was called with a table of named tensors, not with positional arguments.
+-- Returns whether forward was called with a table of named tensors, not with positional arguments.
 local function is_named(idx, targets)
   return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
 end

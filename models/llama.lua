@@ -83,7 +83,7 @@ function Attention:forward(h, x, seen, cache, at)
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end
 
--- A generation step. Returns [B, T, H D].
+-- Returns a generation step. Returns [B, T, H D].
 function Attention:attend_cached(h, seen, cache, at)
   local q, k = self.q_proj(h), self.k_proj(h)
   if self.q_norm then
@@ -163,7 +163,7 @@ Body.tensor_parallel = {
   ["norm"] = "leave",
 }
 
--- The mask of a batch: bool [B, T], or with 4 dimensions as given, bool or floats.
+-- Returns the mask of a batch: bool [B, T], or with 4 dimensions as given, bool or floats.
 local function mask_of(who, given)
   local mask = given.attention_mask
   if mask == nil or mask:dim() ~= 4 then
@@ -264,7 +264,7 @@ function CausalLM:init(config, given)
   finish(self, given)
 end
 
---- The head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is a
+--- Returns the head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is a
 --- parameter of the head or the token table.
 ---@return ps.nn.LMHead
 function CausalLM:head() return self.lm_head or self.tied_head end
@@ -279,7 +279,7 @@ function CausalLM:costs()
   return cost
 end
 
---- The number of targets in a batch; see heads.count_targets.
+--- Returns the number of targets in a batch; see heads.count_targets.
 ---@param given any
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
@@ -461,8 +461,8 @@ local family = llama.family({
 })
 family.of = llama.family                                   -- for the models that derive from this one
 
---- The attention window of a Qwen layer (from 0), in keys, or nil for none. layer_types says which layers have a
---- window; without it, all layers from max_window_layers on have one.
+--- Returns the attention window of a Qwen layer (from 0), in keys, or nil for none. layer_types says which layers have
+--- a window; without it, all layers from max_window_layers on have one.
 ---@param c table
 ---@param layer integer
 ---@return integer?

@@ -19,7 +19,7 @@ local LIMIT_MS = 30000
 local Browser = {}
 Browser.__index = Browser
 
---- The path of the browser; nil if there is none.
+--- Returns the path of the browser; nil if there is none.
 ---@return string?
 function lib.program()
   for _, name in ipairs { "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome" } do
@@ -32,7 +32,7 @@ end
 
 lib.NONE = "needs Chromium (Debian's chromium-headless-shell)"
 
--- The next message that the browser sends.
+-- Returns the next message that the browser sends.
 local function receive(self)
   while true do
     local message, rest = self.unread:match "^(%Z*)%z(.*)$"
@@ -80,7 +80,7 @@ function Browser:call(method, params)
   end
 end
 
---- The value of an expression of JavaScript in the page.
+--- Returns the value of an expression of JavaScript in the page.
 ---@param expression string
 ---@return any
 function Browser:value(expression)
@@ -139,7 +139,7 @@ function Browser:open(address)
   while not self.loaded do note(self, receive(self)) end
 end
 
---- The addresses that the page requested.
+--- Returns the addresses that the page requested.
 ---@return string[]
 function Browser:requests()
   local list = {}

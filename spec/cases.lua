@@ -31,7 +31,7 @@ local function F(shape, low, high, dtype) return { shape = shape, low = low or -
 local function I(shape, low, high) return { shape = shape, low = low, high = high, index = true } end
 local function B(shape) return { shape = shape, bool = true } end
 local function R(shape, length) return { shape = shape, runs = length } end
---- The same tensor as an earlier input.
+--- Returns the same tensor as an earlier input.
 local function SAME(i) return { same = i } end
 
 local function args(...) return { n = select("#", ...), ... } end
@@ -56,7 +56,7 @@ local cases = {}
 
 local function case(row) cases[#cases + 1] = row end
 
---- An op of one input over all SHAPES.
+--- Returns an op of one input over all SHAPES.
 local function unary(name, low, high, attrs, fields)
   local row = { name }
   for i, shape in ipairs(SHAPES) do
@@ -67,7 +67,7 @@ local function unary(name, low, high, attrs, fields)
   case(row)
 end
 
---- An op of two inputs over all PAIRS of shapes.
+--- Returns an op of two inputs over all PAIRS of shapes.
 local function binary(name, a, b, fields)
   local row = { name }
   a, b = a or { -2, 2 }, b or { -2, 2 }
@@ -654,9 +654,9 @@ do
     local s = seen(ins[2]:double():matmul(k:transpose(2, 3)) * a[1], ins[5], a)
     return ps.ops.attention(ins[2], ins[3], ins[4], ins[5], unpack(a, 1, a.n)), s:exp():sum(-1):log():float()
   end
-  --- The errors of dq, dk and dv if the values that a kernel stores have a relative error of u: the weights w, dw = dy
-  --- v^T, y and with it delta = dy . y, and ds = w (dw - delta), of which dq = scale ds k, dk = scale ds^T q and dv =
-  --- w^T dy are sums. In fp32, sums of n products also contribute, as sqrt(n) roundings.
+  --- Returns the errors of dq, dk and dv if the values that a kernel stores have a relative error of u: the weights w,
+  --- dw = dy v^T, y and with it delta = dy . y, and ds = w (dw - delta), of which dq = scale ds k, dk = scale ds^T q
+  --- and dv = w^T dy are sums. In fp32, sums of n products also contribute, as sqrt(n) roundings.
   local function deviations(dy, q, k, v, mask, a, u)
     local G, H = k:size(1), q:size(1)
     dy, q, k, v = dy:double(), q:double(), each(k:double(), H), each(v:double(), H)
@@ -1013,8 +1013,8 @@ do
            { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, F { 5, 3 }, w(4, 3), NONE, NONE, attrs = attrs(2, 0) },
            { F { 33, 23 }, w(65, 23), F { 33, 65 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) }, alive = group }
   end
-  -- The losses of a vocabulary: of the 30 words from 5 on, in 33 columns, with the statistics of two ranks; and of all
-  -- words.
+  -- Returns the losses of a vocabulary: of the 30 words from 5 on, in 33 columns, with the statistics of two ranks; and
+  -- of all words.
   local function share(N) return F({ 3, N }, 0.5, 1.5, "fp32") end
   local function mass(V) return F({ V }, 0, 1, "fp32") end
   local function others(N, kinds)

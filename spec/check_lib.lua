@@ -50,8 +50,8 @@ function lib.fails_as(code, words, fn)
   if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
 end
 
---- The larger of two numbers, or NaN if one is NaN. LuaJIT's math.max loses a NaN in its first argument, and so would
---- running maxima of differences.
+--- Returns the larger of two numbers, or NaN if one is NaN. LuaJIT's math.max loses a NaN in its first argument, and so
+--- would running maxima of differences.
 ---@param a number
 ---@param b number
 ---@return number
@@ -60,7 +60,7 @@ function lib.larger(a, b)
   return a > b and a or b
 end
 
---- Whether a tensor has these values, in the form of tolist(), and this type.
+--- Returns whether a tensor has these values, in the form of tolist(), and this type.
 ---@param expected any
 ---@param t ps.Tensor
 ---@param dtype? string default: any
@@ -79,7 +79,7 @@ function lib.count(...)
   return ps.arange(n, { dtype = "fp32" }):reshape(...)
 end
 
---- A tensor's bytes.
+--- Returns a tensor's bytes.
 ---@param t ps.Tensor
 ---@return string
 function lib.bytes(t)
@@ -99,7 +99,7 @@ function lib.write(path, text)
   f:close()
 end
 
---- A file's bytes; nil if it cannot be read.
+--- Returns a file's bytes; nil if it cannot be read.
 ---@param path string
 ---@return string?
 function lib.read(path)
@@ -128,8 +128,8 @@ function lib.write_strided(path, values, shape, stride)
   C.ps_ptw_free(w)
 end
 
---- The reason why memory, page faults and time cannot be checked here: this is a build with a sanitizer, which needs a
---- multiple of the program's memory and time. Nil in other builds.
+--- Returns the reason why memory, page faults and time cannot be checked here: this is a build with a sanitizer, which
+--- needs a multiple of the program's memory and time. Nil in other builds.
 ---@return string?
 function lib.sanitized()
   local maps = io.open "/proc/self/maps"

@@ -58,7 +58,7 @@ function lib.child(script, before)
   return out, code
 end
 
---- A model and an optimizer to save.
+--- Returns a model and an optimizer to save.
 function lib.new(size)
   ps.manual_seed(5)
   local model = nn.Linear(size or 4, 3)

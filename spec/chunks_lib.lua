@@ -33,7 +33,7 @@ function M.random(seed)
   return r
 end
 
---- A table of plain values as Lua text.
+--- Returns a table of plain values as Lua text.
 ---@param value any
 ---@return string
 function M.text(value)
@@ -77,7 +77,7 @@ function MLP:init(case)
   self:buffer("scale", ps.full({ 1 }, 0.5))
 end
 
--- The layers that run: all, or those that the step's number selects.
+-- Returns the layers that run: all, or those that the step's number selects.
 local function runs(self, i)
   if self.kind ~= "changing" or not self.training then return true end
   return (tonumber(ps.rng().step) * 5 + i * 3) % 4 ~= 0
@@ -100,7 +100,7 @@ end
 
 M.MODELS = { "gpt2", "gpt2", "tied", "frozen", "unused", "large", "changing", "asking" }
 
---- A function that makes the case's model.
+--- Returns a function that makes the case's model.
 ---@param case table
 ---@return fun(): ps.nn.Module
 function M.model_func(case)
@@ -111,7 +111,7 @@ function M.model_func(case)
   end
 end
 
--- The batches of a case, on the host: [step][micro] = {x, y}.
+-- Returns the batches of a case, on the host: [step][micro] = {x, y}.
 local function batches(case)
   local all = {}
   for step = 1, case.steps do
@@ -154,7 +154,7 @@ local RATES = {
   { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 },
 }
 
---- The arguments of ps.initialize for a case under a setting.
+--- Returns the arguments of ps.initialize for a case under a setting.
 ---@param case table
 ---@param setting table
 ---@return table
@@ -177,7 +177,7 @@ function M.request(case, setting)
   return { model_func = M.model_func(case), config = config, param_groups = GROUPS[case.groups], quiet = true }
 end
 
---- A tensor's contents as a string of bytes.
+--- Returns a tensor's contents as a string of bytes.
 ---@param t ps.Tensor
 ---@return string
 function M.bytes(t)
@@ -294,7 +294,7 @@ function M.run(case, setting)
   return result
 end
 
---- The first difference between two results, or nil.
+--- Returns the first difference between two results, or nil.
 ---@param a table
 ---@param b table
 ---@return string?
@@ -312,7 +312,7 @@ function M.difference(a, b)
 end
 
 -- -- drawing ---------------------------------------------------------------------------------------------------------
---- A case, drawn by its seed.
+--- Returns a case, drawn by its seed.
 ---@param seed integer
 ---@return table
 function M.case(seed)
@@ -354,7 +354,7 @@ local function state_bytes(case)
   return numel * (case.optimizer ~= "SGD" and 18 or (case.momentum or case.groups == "sgd_rates") and 14 or 10)
 end
 
---- A setting for a case. Its budgets may be slightly too small.
+--- Returns a setting for a case. Its budgets may be slightly too small.
 ---@param case table
 ---@param r table random numbers
 ---@param folder string for disk files
@@ -385,8 +385,8 @@ function M.setting(case, r, folder)
   return setting
 end
 
---- The same with budgets that are scarce together: the last tier has no room for all chunks, so some are resident on
---- the first one.
+--- Returns the same with budgets that are scarce together: the last tier has no room for all chunks, so some are
+--- resident on the first one.
 ---@param case table
 ---@param r table random numbers
 ---@param folder string for disk files
@@ -480,7 +480,7 @@ function M.scratch(busted, take)
   end)
 end
 
---- The number of files and folders in a folder.
+--- Returns the number of files and folders in a folder.
 ---@param folder string
 ---@return integer
 function M.entries(folder)
@@ -496,7 +496,7 @@ function M.close_engine()
   assert(not open, "an engine was left open")
 end
 
---- A small case.
+--- Returns a small case.
 ---@param changes? table
 ---@return table
 function M.small(changes)

@@ -45,7 +45,7 @@ function lib.child(what, env)
   return out, code
 end
 
---- The reason why kernels cannot run here, or nil.
+--- Returns the reason why kernels cannot run here, or nil.
 ---@return string?
 function lib.lacks_kernels()
   if REAL then return not lib.HAS_DRIVER and "there is no NVIDIA driver on this machine" or nil end

@@ -56,7 +56,7 @@ lib.MODEL = [[
   end
 ]]
 
---- The fields of MODEL, for the spec's own process.
+--- Returns the fields of MODEL, for the spec's own process.
 function lib.here()
   return assert(loadstring("local ps = require 'ps'\n" .. lib.MODEL
     .. "return { make = make, train = train, own = own, desc_of = desc_of, WHOLE = WHOLE }"))()

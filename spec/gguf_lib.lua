@@ -29,7 +29,7 @@ local function value_of(kind, value)
   return ffi.string(one, ffi.sizeof(one))
 end
 
--- An entry of the metadata. value: a list for an array.
+-- Returns an entry of the metadata. value: a list for an array.
 function lib.entry(key, kind, value)
   if type(value) ~= "table" then return lib.str(key) .. lib.u32(NUMBERS[kind]) .. value_of(kind, value) end
   local parts = { lib.str(key), lib.u32(9), lib.u32(NUMBERS[kind]), lib.u64(#value) }
@@ -37,8 +37,8 @@ function lib.entry(key, kind, value)
   return table.concat(parts)
 end
 
--- The bytes of a file. meta: a list of { key, kind, value }; tensors: a list of { name, type number, shape from the
--- outermost dimension on, bytes }; how: version, alignment.
+-- Returns the bytes of a file. meta: a list of { key, kind, value }; tensors: a list of { name, type number, shape from
+-- the outermost dimension on, bytes }; how: version, alignment.
 function lib.file(meta, tensors, how)
   how = how or {}
   local alignment, parts, data, at = how.alignment or 32, {}, {}, 0
@@ -63,7 +63,7 @@ function lib.write(path, bytes)
   return path
 end
 
--- The bytes of a list of numbers in fp32.
+-- Returns the bytes of a list of numbers in fp32.
 function lib.floats(list) return ffi.string(ffi.new("float[?]", #list, list), 4 * #list) end
 
 return lib

@@ -10,7 +10,7 @@ local LAYOUTS = { plain = {}, chunks = {}, zero3 = { zero_level = 3 }, pipeline 
   tensor = { tp_size = 2 } }
 local WIDTH, RATE = 48, 0.1
 
--- The guide's SomeTransformerBlock, as a module and with the lines that its second step replaces.
+-- Returns the guide's SomeTransformerBlock, as a module and with the lines that its second step replaces.
 local function block_class(base, parameter)
   local Block = nn.class("SomeTransformerBlock", base)
   function Block:init(number)
@@ -24,7 +24,7 @@ local function block_class(base, parameter)
   return Block
 end
 
--- The guide's MyModule: list_of makes the list of blocks, wrap each block, call applies the list.
+-- Returns the guide's MyModule: list_of makes the list of blocks, wrap each block, call applies the list.
 local function module_class(base, parameter, Block, list_of, wrap, call)
   local MyModule = nn.class("MyModule", base)
   function MyModule:init()
@@ -42,7 +42,7 @@ end
 
 local function same(x) return x end
 
--- The losses of steps of Adam without ps.bmt.
+-- Returns the losses of steps of Adam without ps.bmt.
 local function reference(n)
   local losses = {}
   local model = module_class(nn.Module, nn.Parameter, block_class(nn.Module, nn.Parameter), nn.ModuleList, same,

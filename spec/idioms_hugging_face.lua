@@ -4,7 +4,7 @@ local ps = require "ps"
 
 local TARGETS = "the targets are a table, not a tensor: write model { input_ids = x, labels = x }"
 
--- The loss of input_ids = labels = x without an engine.
+-- Returns the loss of input_ids = labels = x without an engine.
 local function own_loss(e, x, labels)
   return e.model_func() { input_ids = x, labels = labels or x }.loss:item()
 end

@@ -30,7 +30,8 @@ lib.LAYOUTS = {
 ---@type Idiom[]
 lib.IDIOMS = {}
 
---- A function that adds rows of a guide: row(name, run, fails). fails: words of the error on all layouts, or by layout.
+--- Returns a function that adds rows of a guide: row(name, run, fails). fails: words of the error on all layouts, or by
+--- layout.
 ---@param guide string
 ---@return fun(name: string, run: fun(e: table), fails?: string|table<string, string>)
 local function rows_of(guide)
@@ -53,15 +54,15 @@ local function model_func(more)
   return gpt2.new(options)
 end
 
--- A batch of all ranks: inputs and targets [4, 8], without ignored targets.
+-- Returns a batch of all ranks: inputs and targets [4, 8], without ignored targets.
 local function whole_batch()
   ps.manual_seed(2)
   local ids = ps.randint(0, 32, { 4, 9 }, { dtype = "int64" })
   return ids:narrow(1, 0, 8):contiguous(), ids:narrow(1, 1, 8):contiguous()
 end
 
--- The losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. how: before(model, optimizer,
--- step) is called between backward and step; made(model) first.
+-- Returns the losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. how: before(model,
+-- optimizer, step) is called between backward and step; made(model) first.
 local function reference(n, how)
   how = how or {}
   local model, losses = model_func(how.options), {}
@@ -116,7 +117,7 @@ function Case:make_kept(config)
   return self:make(all)
 end
 
---- A loss of the rows of all ranks.
+--- Returns a loss of the rows of all ranks.
 ---@param loss ps.Tensor
 ---@return number
 function Case:loss_of(loss)
@@ -171,7 +172,7 @@ function Case:pass(x, y)
   return sum / n
 end
 
---- The loss of all rows, without gradients.
+--- Returns the loss of all rows, without gradients.
 function Case:look(x, y)
   x, y = x or self.x, y or self.y
   return ps.no_grad(function()
@@ -189,10 +190,10 @@ function Case:after(n, want)
   return self.optimizer:step()
 end
 
---- A path that is the same on all ranks.
+--- Returns a path that is the same on all ranks.
 function Case:path(name) return ("%s/%s"):format(self.folder, name) end
 
---- A path of this rank.
+--- Returns a path of this rank.
 function Case:own_path(name) return ("%s/rank%d-%s"):format(self.folder, ps.rank(), name) end
 
 local function new_case(layout, losses, folder)

@@ -5,7 +5,7 @@ local nn, F = ps.nn, ps.F
 
 local BACKWARD = "call model:backward(loss)"
 
--- An error on all layouts, with a different text in a pipeline; default: that of a call outside of a loop.
+-- Returns an error on all layouts, with a different text in a pipeline; default: that of a call outside of a loop.
 local function each_layout(lib, words, pipeline)
   local fails = {}
   for _, layout in ipairs(lib.NAMES) do fails[layout] = words end

@@ -3,7 +3,7 @@
 local ps = require "ps"
 local nn = ps.nn
 
--- The value of a layout's parameter in a row: the sum of the whole tensor; nil if another rank has it.
+-- Returns the value of a layout's parameter in a row: the sum of the whole tensor; nil if another rank has it.
 local function count(list)
   local n = 0
   for _ in pairs(list) do n = n + 1 end
@@ -370,7 +370,7 @@ local function data(row)
       for i = 2, 12 do assert(list[i] - list[i - 1] == 1) end
     end
   end)
-  -- The rows of an epoch of texts: the number of batches and the sorted first bytes.
+  -- Returns the rows of an epoch of texts: the number of batches and the sorted first bytes.
   local function of_texts(more)
     local options = { texts = { "one", "two", "three", "four", "five" }, tokenizer = ps.tokenizer.bytes(), batch = 2,
       seq = 8, rank = 0, world_size = 1 }

@@ -28,7 +28,7 @@ local function say(run, ...) run.out[#run.out + 1] = table.concat({ ... }, " ") 
 
 local function number(t) return ("%.17g"):format(t:to("fp64"):sum():item()) end
 
--- A batch that depends only on the step, and does not advance the run's random numbers.
+-- Returns a batch that depends only on the step, and does not advance the run's random numbers.
 local function batch(run, which, times)
   local case, restore = run.case, random_state.keep()
   ps.manual_seed(case.seed * 1000 + run.step * 10 + which)
@@ -148,7 +148,7 @@ local function states(run)
   for k = 1, #names, 3 do say(run, "state", names[k], number(state[names[k]])) end
 end
 
--- A model in plain memory, with an optimizer of its own, beside the engine.
+-- Returns a model in plain memory, with an optimizer of its own, beside the engine.
 local function train_another(run)
   if not run.other then
     ps.manual_seed(77)
@@ -293,7 +293,7 @@ local function train(run, plan)
 end
 
 -- -- runs, and how they are drawn --------------------------------------------------------------------------------
---- The events in each step of a case.
+--- Returns the events in each step of a case.
 ---@param case table
 ---@param r table random numbers
 ---@return table<string, boolean>[]
@@ -308,7 +308,7 @@ function M.plan(case, r)
   return plan
 end
 
---- A case, its plan, and settings for the run's engines, by seed.
+--- Returns a case, its plan, and settings for the run's engines, by seed.
 ---@param seed integer
 ---@param folder string
 ---@return table case
@@ -349,7 +349,7 @@ function M.run(case, plan, settings, file)
   error(problem, 0)
 end
 
---- The same, but raises budgets that are too small.
+--- Returns the same, but raises budgets that are too small.
 function M.run_fitting(case, plan, settings, file)
   for _ = 1, 60 do
     local ok, result = pcall(M.run, case, plan, settings, file)
@@ -359,7 +359,7 @@ function M.run_fitting(case, plan, settings, file)
   error("budgets that fit were not found", 0)
 end
 
---- The same over plain memory.
+--- Returns the same over plain memory.
 function M.run_plain(case, plan, settings, file)
   local plain = {}
   for i, setting in ipairs(settings) do plain[i] = { memory = "plain", overlap = setting.overlap } end

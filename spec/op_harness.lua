@@ -23,7 +23,7 @@ local TINY = { fp32 = 1e-37, bf16 = 1e-37, fp16 = 6e-8, fp64 = 0, int32 = 0, int
 -- -- making and reading tensors -------------------------------------------------------------------------------------
 local seed = 0
 
---- A contiguous tensor on ref for an input of a set.
+--- Returns a contiguous tensor on ref for an input of a set.
 local function make(spec, dtype)
   seed = seed + 1
   if spec.bool then
@@ -46,7 +46,7 @@ local function make(spec, dtype)
   return ops.randint_(t, dtype == "uint8" and 0 or -20, 21, seed)
 end
 
---- The inputs of a set as tensors on ref; absent ones are nil. n: their number.
+--- Returns the inputs of a set as tensors on ref; absent ones are nil. n: their number.
 local function make_inputs(set, dtype)
   seed = set.seed
   local ins, n = {}, #set
@@ -73,7 +73,7 @@ local function copies(ins, n, device)
 end
 
 local LAYOUTS = { "transposed", "every second", "rows apart", "offset" }
---- The same values with other strides; nil if the shape has no such layout.
+--- Returns the same values with other strides; nil if the shape has no such layout.
 local function lay_out(t, how)
   local shape = t:shape()
   local n = #shape

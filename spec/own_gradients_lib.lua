@@ -27,11 +27,11 @@ end
 local Double = ps.autograd.Function { name = "Double", forward = function(_, w) return w * 1 end,
   backward = function(_, dw) return dw * 2 end }
 
---- The gate as ops, for the reference.
+--- Returns the gate as ops, for the reference.
 local function gate_ops(x, c, y) return x * x:sigmoid() * c + y end
 
---- A model: how.gate is applied within each block, where it can be recomputed, and to the block's output; how.double
---- to a parameter.
+--- Returns a model: how.gate is applied within each block, where it can be recomputed, and to the block's output;
+--- how.double to a parameter.
 ---@param how table gate, double (functions), seen (a list for gradients), recompute, dtype
 local function model_func(how)
   ps.manual_seed(1)

@@ -11,7 +11,7 @@ local MIB = 2 ^ 20
 lib.PEAK = { nbytes = 96 * MIB, ts = 1400.5 }
 lib.FIRST_PEAK = { nbytes = 128 * MIB, ts = 250 }
 
---- The profile as a table.
+--- Returns the profile as a table.
 ---@return table
 function lib.made()
   local events = {}

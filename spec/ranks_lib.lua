@@ -6,7 +6,7 @@ local ps = require "ps"
 
 local lib = {}
 
---- A folder of its own for a spec; call `remove` when done.
+--- Returns a folder of its own for a spec; call `remove` when done.
 ---@return string folder
 function lib.folder()
   local folder = os.tmpname()
@@ -18,7 +18,7 @@ end
 ---@param folder string
 function lib.remove(folder) os.execute(("rm -r '%s'"):format(folder)) end
 
---- The environment in which the device cuda and NCCL are emulated (spec/emulate); nil if this build has no such
+--- Returns the environment in which the device cuda and NCCL are emulated (spec/emulate); nil if this build has no such
 --- plug-in.
 ---@return string?
 function lib.emulated()
@@ -36,7 +36,7 @@ local NO_GLOO = "needs a build with Gloo (libgloo-dev)"
 ---@return string?
 function lib.no_emulated() return not lib.emulated() and lib.NO_EMULATED or nil end
 
---- The reason why there cannot be several processes; nil if this build has Gloo.
+--- Returns the reason why there cannot be several processes; nil if this build has Gloo.
 ---@return string?
 function lib.no_gloo()
   return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name == "EUNSUP" and NO_GLOO or nil
@@ -70,7 +70,7 @@ function lib.run(folder, size, script, settings)
   return out
 end
 
---- The beginning of scripts of ranks: ps, nn, group, rank, size and folder.
+--- Returns the beginning of scripts of ranks: ps, nn, group, rank, size and folder.
 ---@param folder string
 ---@return string
 function lib.begin(folder)

@@ -9,7 +9,7 @@ local lib = {}
 -- Files that read values for their callers.
 local FOR_CALLERS = { ["lua/ps/core/copied.lua"] = true }
 
--- The file of lua/ps that reads a key; nil: a file outside of it.
+-- Returns the file of lua/ps that reads a key, or nil if a file outside of it.
 local function reader()
   local level = 3
   while true do
@@ -36,7 +36,7 @@ function lib.record()
     reads[name][file] = true
   end
 
-  -- The proxy of a section. `kind` is the type that chooses among variants of the section.
+  -- Returns the proxy of a section. `kind` is the type that chooses among variants of the section.
   function proxy(section, node, kind)
     if node.variants then
       for name, variant in plain_pairs(node.variants) do

@@ -36,20 +36,20 @@ local function exists(path)
   return f ~= nil
 end
 
---- The file that `repl`, `repl_spec` and `repl_spec.lua` are short for.
+--- Returns the file that `repl`, `repl_spec` and `repl_spec.lua` are short for.
 ---@param name string
 ---@return string?
 local function path_of(name) return by_name[(name:gsub("%.lua$", ""):gsub("_spec$", ""))] end
 
--- The specs of a folder, "prompt/" or "spec/prompt/".
+-- Returns the specs of a folder, "prompt/" or "spec/prompt/".
 local function specs_in(name)
   local found, within = {}, ("%s/%s"):format(folder, name:gsub("^spec/", ""))
   for _, path in ipairs(every) do if path:sub(1, #within) == within then found[#found + 1] = path end end
   return found
 end
 
--- The specs that a list in spec/ names, one per line. A name without a spec ends the run, since the spec was moved or
--- is misspelt.
+-- Returns the specs that a list in spec/ names, one per line. A name without a spec ends the run, since the spec was
+-- moved or is misspelt.
 local function listed(list)
   local found = {}
   for line in io.lines(("%s/%s"):format(folder, list)) do

@@ -9,7 +9,7 @@ local table_driver = require "ps.engine.step.table"
 
 local lib = {}
 
---- The table of a schedule, only with forwards and backwards.
+--- Returns the table of a schedule, only with forwards and backwards.
 ---@param schedule string
 ---@param ranks integer
 ---@param virtual integer virtual stages of each

@@ -107,7 +107,7 @@ function Terminal:wait(seconds)
   while clock() < ends do self:read(ends - clock()) end
 end
 
---- Whether the program has ended.
+--- Returns whether the program has ended.
 function Terminal:ended()
   if self.status == nil then
     local pid, how, status = wait.wait(self.pid, wait.WNOHANG)

@@ -24,7 +24,7 @@ function lib.letters()
   return letters
 end
 
---- A new folder with files: { name = text, or a table, which becomes JSON }.
+--- Returns a new folder with files: { name = text, or a table, which becomes JSON }.
 ---@param files table<string, string|table>
 ---@return string path
 function lib.folder(files)
@@ -39,7 +39,7 @@ end
 
 function lib.remove(path) os.execute("rm -r '" .. path .. "'") end
 
---- A vocabulary of the 256 letters, the results of merges, and "<|endoftext|>"; ids in that order.
+--- Returns a vocabulary of the 256 letters, the results of merges, and "<|endoftext|>"; ids in that order.
 ---@param merges string[][] pairs of tokens as files spell them
 ---@return table<string, integer> vocab
 function lib.vocab(merges)
@@ -53,14 +53,14 @@ function lib.vocab(merges)
   return vocab
 end
 
---- The text of merges.txt.
+--- Returns the text of merges.txt.
 function lib.merges_text(merges)
   local lines = { "#version: 0.2" }
   for _, pair in ipairs(merges) do lines[#lines + 1] = pair[1] .. " " .. pair[2] end
   return table.concat(lines, "\n") .. "\n"
 end
 
---- A folder of GPT-2's kind.
+--- Returns a folder of GPT-2's kind.
 ---@param merges string[][]
 ---@param more? table<string, string|table> further files
 ---@return string path

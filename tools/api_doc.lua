@@ -45,7 +45,7 @@ end
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
 
--- An item of a list, wrapped to lines; its text, if any, begins on a new line.
+-- Returns an item of a list, wrapped to lines; its text, if any, begins on a new line.
 local function put_item(indent, head, text)
   wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
   if text == "" then return end
@@ -217,7 +217,7 @@ local function put_ops()
   put ""
 end
 
--- The fields of the tables that calls accept and return.
+-- Returns the fields of the tables that calls accept and return.
 local function put_classes()
   section("Fields", "Tables that the parameters and results above name by their class. A field with `?` may be absent.")
   local names = {}

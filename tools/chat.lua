@@ -54,7 +54,7 @@ local function writer(stop)
   end
 end
 
--- Reads a line from the user; nil: the conversation ends.
+-- Reads a line from the user, or nil if the conversation ends.
 local function ask(prompt)
   io.write(prompt)
   io.flush()

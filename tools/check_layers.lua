@@ -188,7 +188,7 @@ for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):
   sources[path] = assert(io.open(root .. "/" .. path)):read("*a")
 end
 
--- The folder of lua/ps with a module's file; nil: the module is not part of the library.
+-- Returns the folder of lua/ps with a module's file, or nil if the module is not part of the library.
 local function folder_of(module)
   local path = "lua/" .. module:gsub("%.", "/")
   if sources[path .. ".lua"] then return (path:match "^lua/ps/(.*)/[^/]*$" or "") end
@@ -240,8 +240,8 @@ end
 for _, rule in ipairs(RULES) do
   if whole and not fitted[rule] then breach("the rule of '%s' fits no file", rule.of) end
 end
---- The symbols that objects of the program define and use. Objects whose source was moved or removed stay in a build
---- folder and are ignored.
+--- Returns the symbols that objects of the program define and use. Objects whose source was moved or removed stay in a
+--- build folder and are ignored.
 ---@param folder string of the build
 ---@return table<string, string> defined symbol to source
 ---@return {[1]: string, [2]: string}[] used source and symbol

@@ -62,7 +62,7 @@ local function available()
   return kib and tonumber(kib) * 1024
 end
 
--- The settings of the configuration, overridden by the arguments.
+-- Returns the settings of the configuration, overridden by the arguments.
 local function settings(args)
   local options = { uniform = args.uniform, sizes = args.sizes }
   local device, host, dtype, grad = args.device, args.host, args.dtype, nil

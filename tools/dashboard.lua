@@ -16,7 +16,7 @@ local args = parser:parse()
 
 local MOST = 4 * 2 ^ 20                                    -- bytes of the log in a reply
 
--- The log of a run: the file, or the only .jsonl file of the folder.
+-- Returns the log of a run: the file, or the only .jsonl file of the folder.
 local function log_of(run)
   local mode = lfs.attributes(run, "mode")
   if mode == "file" and run:match "%.jsonl$" then return run end
@@ -39,7 +39,8 @@ local function random_token()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- The whole lines of the log from a byte on. A resumed run replaces the file, which is detected by its inode number.
+-- Returns the whole lines of the log from a byte on. A resumed run replaces the file, which is detected by its inode
+-- number.
 local function lines_from(path, from, inode)
   local f = io.open(path, "rb")
   if not f then return { inode = 0, next = 0, text = "" } end

@@ -37,8 +37,8 @@ local function open()
   return tok, rows, form
 end
 
--- A text for the terminal: control characters of the data are shown as \x1b, so that the terminal does not execute
--- them.
+-- Returns a text for the terminal: control characters of the data are shown as \x1b, so that the terminal does not
+-- execute them.
 local function printable(text)
   text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))

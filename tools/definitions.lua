@@ -52,7 +52,7 @@ for name in lfs.dir(paths.root .. "/models") do
 
 local %s = {}
 
---- A model with random weights.
+--- Returns a model with random weights.
 ---@param preset string|table a name, or sizes by the names of config.json
 ---@param options? table
 ---@return ps.pretrained.Model

@@ -75,7 +75,7 @@ end
 -- -- golden runs ----------------------------------------------------------------------------------------------------
 local goldens, n_goldens = {}, 0
 
--- The golden run of a job; other jobs that need it wait.
+-- Returns the golden run of a job; other jobs that need it wait.
 local function golden_of(job)
   local key, settings = draw.golden(job)
   while goldens[key] == "running" do coroutine.yield() end
@@ -120,7 +120,7 @@ local function perform(plan, name)
   return verdict, all, spec
 end
 
--- The shortest plan that is still WRONG: leaves out one event after the other.
+-- Returns the shortest plan that is still WRONG: leaves out one event after the other.
 local function shrink(plan, name)
   local i = 1
   while i <= #plan.events do

@@ -47,7 +47,7 @@ local function start()
   return text
 end
 
--- The ids of a prompt. An empty prompt becomes the token with which texts begin.
+-- Returns the ids of a prompt. An empty prompt becomes the token with which texts begin.
 local function ids_of(tok, text)
   local ids = tok:encode(text)
   if #ids > 0 then return ids end
@@ -55,14 +55,14 @@ local function ids_of(tok, text)
     "bos_token", 0) }
 end
 
--- The ids of a conversation in which the text is the user's message, up to the header of the model's turn.
+-- Returns the ids of a conversation in which the text is the user's message, up to the header of the model's turn.
 local function conversation_of(tok, text)
   local messages = { { role = "user", content = text } }
   if args.system then table.insert(messages, 1, { role = "system", content = args.system }) end
   return tok:apply_chat_template(messages, { add_generation_prompt = true })
 end
 
--- The model, or this process's stages of it. No parameter is trained.
+-- Returns the model, or this process's stages of it. No parameter is trained.
 local function open(path)
   local function adapted(model)
     return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model

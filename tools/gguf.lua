@@ -54,7 +54,7 @@ local function shown(value)
   return (tostring(value):gsub("U?LL$", ""))
 end
 
--- A number that JSON can hold.
+-- Returns a number that JSON can hold.
 local function plain(value)
   if type(value) == "cdata" then return (tostring(value):gsub("U?LL$", "")) end
   if type(value) == "number" and (value ~= value or math.abs(value) == math.huge) then return tostring(value) end

@@ -71,8 +71,8 @@ end
 
 local own_id = secret.random():sub(1, 16)      -- of this launcher
 
--- The name and secret of this attempt, which distinguish its ranks from those of other runs. Launchers on several
--- nodes have no way to agree on them, so with several nodes they come from the environment.
+-- Returns the name and secret of this attempt, which distinguish its ranks from those of other runs. Launchers on
+-- several nodes have no way to agree on them, so with several nodes they come from the environment.
 local function identity(o, attempt)
   if o.nnodes > 1 then return { id = os.getenv("PS_RUN_ID") } end
   local id = os.getenv("PS_RUN_ID") or o.run_id ~= "none" and o.run_id or own_id

@@ -63,7 +63,7 @@ local function write(name, lines)
   assert(file:close())
 end
 
--- The options and arguments of a parser, each with its label and text.
+-- Returns the options and arguments of a parser, each with its label and text.
 local function elements(parser)
   local list = {}
   for _, element in ipairs(parser._arguments) do list[#list + 1] = element end

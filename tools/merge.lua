@@ -55,7 +55,7 @@ local function same_file(a, b)
   return x and y and x.dev == y.dev and x.ino == y.ino
 end
 
--- The names of the shards. All must exist, and no shards with higher numbers.
+-- Returns the names of the shards. All must exist, and no shards with higher numbers.
 local function shards_of(args)
   local paths, missing = {}, {}
   for rank = 0, args.num - 1 do
@@ -77,7 +77,7 @@ local function shards_of(args)
   return paths
 end
 
--- The folder of a checkpoint. In a folder of checkpoints it is the newest one.
+-- Returns the folder of a checkpoint. In a folder of checkpoints it is the newest one.
 local function folder_of(path)
   local found = restore.candidates(path)[1]
   if not found then fail(restore.why_none(path)) end
@@ -85,14 +85,14 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is a file, not the folder of a checkpoint" or found .. " does not exist")
 end
 
--- The files of a folder that save_parallelized wrote; nil: another kind of folder.
+-- Returns the files of a folder that save_parallelized wrote; nil: another kind of folder.
 local function parallelized(path)
   local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end
   return found
 end
 
--- The tensors of which such files have pieces, for merge.run; nil: there are none.
+-- Returns the tensors of which such files have pieces, for merge.run; nil: there are none.
 local function pieces_of(files)
   local placement, path = folder.placed(files)
   for _, entry in pairs(placement and placement.pieces or {}) do

@@ -122,7 +122,7 @@ end
 
 local function quoted(name) return (name:gsub("%p", "%%%0")) end
 
--- The beginning of a function's definition, and the text of the line that ends it.
+-- Returns the beginning of a function's definition, and the text of the line that ends it.
 local function definition(name, file, lines)
   for at, line in ipairs(lines) do
     if file:match("%.lua$") then

@@ -15,7 +15,7 @@ local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
 
--- The options of this tool precede the script; all later arguments are the script's.
+-- Returns the options of this tool precede the script; all later arguments are the script's.
 local function split(words)
   local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true,
     ["--limit"] = true }

@@ -34,7 +34,7 @@ end
 
 local function name_of(shard) return ("%s_%06d.bin"):format(args.out, shard) end
 
--- A list of shards that is written one after the other.
+-- Returns a list of shards that is written one after the other.
 local function writer(width)
   local self = { shards = 0, tokens = 0, room = 0 }
   function self.close()

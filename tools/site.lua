@@ -75,7 +75,7 @@ local function add_source(path)
   end
 end
 
--- A link of a page of the repository as a link of the site.
+-- Returns a link of a page of the repository as a link of the site.
 local function link_of(page, text, target)
   if target:find "^%a+:" or target:find "^#" then return nil end
   local file, anchor = target:match "^([^#]*)(.*)$"
@@ -94,7 +94,7 @@ local function link_of(page, text, target)
   return ('<a href="%ssource/%s.html">%s</a>'):format(up, path, text)
 end
 
--- A page's text with the links of the site. Listings stay as they are.
+-- Returns a page's text with the links of the site. Listings stay as they are.
 local function with_links(page, text)
   local out, from, fence = {}, 1, false
   local function put(part)

@@ -39,7 +39,7 @@ local function size_of(name, kind, width, seq, layers, heads, vocabulary)
     vocabulary = vocabulary or VOCABULARY[kind] }
 end
 
---- All names, in the order of PatrickStar's list.
+--- Returns all names, in the order of PatrickStar's list.
 ---@return string[]
 function sizes.names()
   local names = {}
@@ -47,7 +47,7 @@ function sizes.names()
   return names
 end
 
---- The size of a name, or of numbers: "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY" is a GPT.
+--- Returns the size of a name, or of numbers: "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY" is a GPT.
 ---@param name string
 ---@return benchmark.Size
 function sizes.of(name)

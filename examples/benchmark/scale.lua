@@ -43,7 +43,7 @@ table.sort(models, function(a, b) return a.parameters < b.parameters end)
 
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- The plan of a size on a machine, as tools/plan.lua describes it.
+-- Returns the plan of a size on a machine, as tools/plan.lua describes it.
 local function plan(machine, model)
   local command = { quoted(paths.exe), quoted(paths.root .. "/tools/plan.lua"), "--json", "--find", "nothing",
     "--hardware", quoted(machine) }

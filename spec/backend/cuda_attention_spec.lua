@@ -40,7 +40,7 @@ local RUN = [[
     ;(y * dy:to(device)):sum():backward()
     return { y = y, dq = q:grad(), dk = k:grad(), dv = v:grad() }
   end
-  -- The largest difference, in units of the root mean square.
+  -- Returns the largest difference, in units of the root mean square.
   local function off(got, want)
     got, want = got:to("cpu"):double(), want:to("cpu"):double()
     local most, size = (got - want):abs():max():item(), want:square():mean():sqrt():item()

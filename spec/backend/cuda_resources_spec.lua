@@ -15,7 +15,7 @@ local MAY_HAVE_FRAMES = { "flat_kernelI.*Lin1E", "any_kernelI", "sample_kernelI"
 -- Some version of ptxas spills four registers to fit one more block on a multiprocessor. That does no harm.
 local FRAME = 16
 
---- All kernels: {file, name (mangled), arch, registers, stack, spills}.
+--- Returns all kernels: {file, name (mangled), arch, registers, stack, spills}.
 local function kernels()
   local all = {}
   for file in lfs.dir(FOLDER) do
@@ -46,7 +46,7 @@ local function may_have_a_frame(name)
   return false
 end
 
---- The architectures of each file's kernels, "FILE NAME" to "sm_80 sm_90".
+--- Returns the architectures of each file's kernels, "FILE NAME" to "sm_80 sm_90".
 local function architectures(all)
   local of = {}
   for _, k in ipairs(all) do

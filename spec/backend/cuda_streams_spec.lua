@@ -11,7 +11,7 @@ if lib.FULL then
 end
 if lib.REAL then MODES = { "as they are" } end
 
---- A script that must reach its end, whatever the order of the work.
+--- Returns a script that must reach its end, whatever the order of the work.
 local function always(name, script, env)
   for _, mode in ipairs(MODES) do
     it(("%s: %s"):format(mode, name), function()

@@ -15,7 +15,7 @@ local SHARE = 0.3
 -- Loops with fewer instructions are not a kernel's main loop, but tails and short rows.
 local FEWEST = 16
 
---- The functions of an object file: {name, list of {address, text}}.
+--- Returns the functions of an object file: {name, list of {address, text}}.
 local function functions(path)
   local all = {}
   local pipe = assert(io.popen(("objdump -d --no-show-raw-insn '%s' 2>/dev/null"):format(path)))
@@ -29,8 +29,8 @@ local function functions(path)
   return all
 end
 
---- The innermost loops of a function, as first and last instruction. Loops that call functions are left out: they
---- handle rows that end within a vector.
+--- Returns the innermost loops of a function, as first and last instruction. Loops that call functions are left out:
+--- they handle rows that end within a vector.
 local function loops(f)
   local at, found, inner = {}, {}, {}
   for i, instruction in ipairs(f) do at[instruction.address] = i end
@@ -62,7 +62,7 @@ local function count(f, l)
   return vectors, stack
 end
 
---- Whether a loop without vectors adds fp32 numbers one by one, and writes the sums back to memory.
+--- Returns whether a loop without vectors adds fp32 numbers one by one, and writes the sums back to memory.
 local function adds_in_memory(f, l)
   local adds, stores = false, false
   for i = l.first, l.last do
@@ -78,7 +78,7 @@ local function object(set, family)
   return ("%s/CMakeFiles/ps_simd_%s.dir/src/backend/cpu/simd/%s.c.o"):format(BUILD, set, family)
 end
 
---- The reason why this build cannot be examined, or nil.
+--- Returns the reason why this build cannot be examined, or nil.
 local function obstacle()
   local cache = io.open(BUILD .. "/CMakeCache.txt")
   if not cache then return "no build folder around the program" end

@@ -15,7 +15,7 @@ local function near(want, got, bound, what)
   assert(off <= bound, ("%s: %.17g, expected %.17g, off by %.3g"):format(what or "", got, want, off))
 end
 
--- A manager with one optimizer over a model.
+-- Returns a manager with one optimizer over a model.
 local function trains(model, options, more)
   local optimizer = bmt.optim.AdamOptimizer(model:parameters(), options)
   local manager = bmt.optim.OptimManager(more)
@@ -54,7 +54,7 @@ describe("BMTrain's guide", function()
   local NAMES = { "param", "module_list.0.scale", "module_list.0.shift", "module_list.1.scale", "module_list.1.shift",
     "module_list.2.scale", "module_list.2.shift" }
 
-  -- The listing of step 2, with the list of modules and the lines that call it, which step 3 replaces.
+  -- Returns the listing of step 2, with the list of modules and the lines that call it, which step 3 replaces.
   local function listing(list_of, call)
     local MyModule = nn.class("MyModule", bmt.DistributedModule)
     function MyModule:init()

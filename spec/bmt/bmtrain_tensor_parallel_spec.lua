@@ -144,7 +144,7 @@ local LAYERS = [[
   end
   local function leaf(x) return x:detach():clone():requires_grad(true) end
 
-  -- The gradients of a layer's parameters against those of the whole ones.
+  -- Returns the gradients of a layer's parameters against those of the whole ones.
   local function check_grads(layer, whole, what)
     for name, p in layer:named_parameters() do
       local got, desc, want = p:grad():clone(), shard.of(p), whole[name]:grad()
@@ -197,7 +197,7 @@ local LAYERS = [[
     check_grads(layer, whole, what)
   end end end
 
-  -- The table: indices and rows of [n] and [B, T], and logits of them with their loss.
+  -- Returns the table: indices and rows of [n] and [B, T], and logits of them with their loss.
   local function rows(x) return SEQUENCE and part(x, x:dim() - (x:is_float() and 2 or 1)) or x end
   for _, shape in ipairs { { 4 }, { 3, 4 } } do
     local what = #shape .. " dimensions"

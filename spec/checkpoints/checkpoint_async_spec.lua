@@ -95,7 +95,7 @@ describe("saving in the background", function()
   it("is counted in an engine's budgets, whose chunks make room, and changes no number", function()
     local gpt2 = require "models.gpt2"
     local x = ps.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 } }, "int32")
-    -- The losses of 6 steps; each step from the third on is saved.
+    -- Returns the losses of 6 steps; each step from the third on is saved.
     local function train(host, options)
       jit.flush()                                  -- compiled traces may hold tensors of an earlier test
       ps.collect()

@@ -410,7 +410,7 @@ describe("a checkpoint of several processes", function()
     local owned = io.open(folder .. "/owned.safetensors"):read("*a")
     assert.truthy(#whole > 20000)
     assert.truthy(whole == owned)
-    -- The tool makes exactly the file that one process would have written.
+    -- Returns the tool makes exactly the file that one process would have written.
     local function merge(arguments)
       return check.shell(("cd '%s' && '%s' '%s' %s"):format(folder, paths.exe, tool, arguments))
     end

@@ -61,7 +61,7 @@ end
 
 local function write_raw(name, ...) check.write_strided(path(name), ...) end
 
--- A value with tensors as "type [shape] bytes", to be compared.
+-- Returns a value with tensors as "type [shape] bytes", to be compared.
 local function shown(value)
   if ps.is_tensor(value) then
     return ("%s [%s] %s"):format(value:dtype(), table.concat(value:shape(), ","), check.bytes(value))
@@ -88,7 +88,7 @@ local function random_tensor()
   return (ps.randn(shape) * 50):to(TYPES[math.random(#TYPES)])
 end
 
--- A part of a state as a rank would save it: tensors, tables of tensors by number and by name, plain values.
+-- Returns a part of a state as a rank would save it: tensors, tables of tensors by number and by name, plain values.
 local function part(rank, n)
   local state = { ["layer." .. rank] = { exp_avg = random_tensor(), step = rank }, version = 3, name = "x\255" }
   for i = 1, math.random(0, 6) do state[("h.%d.w%d"):format(i, rank)] = random_tensor() end

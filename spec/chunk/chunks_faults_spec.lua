@@ -17,7 +17,7 @@ local small = L.small
 
 local function disk(limit) return { path = folder, limit = limit or 2 * MIB } end
 
--- A setting in which a small case moves chunks all the time.
+-- Returns a setting in which a small case moves chunks all the time.
 local function tight(changes)
   local setting = { eviction = "plan", chunk_size = 1024, overlap = false, prefetch = true,
     memory = { host = 120 * KIB, disk = disk() } }
@@ -277,7 +277,7 @@ end)
 describe("memory that cannot be allocated", function()
   local function reached() return C.ps_test_fail_alloc_left() < 0 end
 
-  -- The walk over requests: reached() must be called before failures are switched off again.
+  -- Returns the walk over requests: reached() must be called before failures are switched off again.
   local function walk_alloc(case, setting, count, stride)
     local hit
     local off = C.ps_test_fail_alloc

@@ -62,7 +62,7 @@ end)
 describe("a step that does not fit", function()
   local KIB = 1024
 
-  -- A case under a budget: the run, and how large its chunks were at first and at the end.
+  -- Returns a case under a budget: the run, and how large its chunks were at first and at the end.
   local function run(case, setting)
     local sizes, was = {}, ps.initialize
     ps.initialize = function(...)
@@ -81,8 +81,8 @@ describe("a step that does not fit", function()
     return result, sizes
   end
 
-  -- The least budgets in which the case trains: with chunks of the size that the search chooses in large budgets, and
-  -- with smaller chunks if those do not fit. The engine can compensate for the difference.
+  -- Returns the least budgets in which the case trains: with chunks of the size that the search chooses in large
+  -- budgets, and with smaller chunks if those do not fit. The engine can compensate for the difference.
   local function least(case, setting)
     local _, sizes = run(case, setting)
     local function fit(chunk_size)

@@ -8,7 +8,7 @@ local json = require "ps.config.json"
 local GIB = 1024 ^ 3
 local examples = paths.root .. "/spec/config/"
 
--- The message with which config.read fails.
+-- Returns the message with which config.read fails.
 local function failure(given, options)
   local ok, message = pcall(config.read, given, options)
   assert(not ok, "this should have been refused")

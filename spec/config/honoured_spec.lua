@@ -85,7 +85,7 @@ end
 -- -- observations ----------------------------------------------------------------------------------------------
 local see = {}
 
---- All values after some steps, as bytes.
+--- Returns all values after some steps, as bytes.
 function see.values(model, optimizer)
   train(model, optimizer, 3)
   local all = {}
@@ -96,7 +96,7 @@ end
 --- Bytes of all chunks.
 function see.state_bytes(model) return tonumber(inner(model).built.state_bytes) end
 
---- Whether a step that gives no gradient to a layer can end.
+--- Returns whether a step that gives no gradient to a layer can end.
 function see.forgotten(model, optimizer)
   model:backward((model.module.out.weight * 2):sum())
   return (pcall(optimizer.step, optimizer))
@@ -111,7 +111,7 @@ function see.updates(model, optimizer)
   return optimizer.steps
 end
 
---- Whether backward has updated parameters.
+--- Returns whether backward has updated parameters.
 function see.overlap(model, optimizer)
   local before = bytes(model.out.bias)
   model:backward(model(batch()))
@@ -120,7 +120,7 @@ function see.overlap(model, optimizer)
   return after ~= before
 end
 
---- The rates and betas of twelve steps.
+--- Returns the rates and betas of twelve steps.
 function see.rates(model, optimizer)
   local all, schedule = {}, inner(model).scheduler
   for _, value in ipairs { 10, 9.9995, 10, 8, 8, 8, 8, 8, 8, 8, 8, 8 } do
@@ -132,7 +132,7 @@ function see.rates(model, optimizer)
   return all
 end
 
---- The loss scales of steps, some of which (x) overflow.
+--- Returns the loss scales of steps, some of which (x) overflow.
 function see.scales(model, optimizer)
   local all = {}
   for step in ("..x.xx...x...xx"):gmatch(".") do
@@ -201,7 +201,7 @@ function see.moved(model, optimizer)
   return list
 end
 
---- The bytes copied to the device before each layer of a forward pass, minus those before the first layer.
+--- Returns the bytes copied to the device before each layer of a forward pass, minus those before the first layer.
 function see.ahead(model, optimizer)
   train(model, optimizer, 2)
   local up = {}
@@ -217,7 +217,7 @@ function see.ahead(model, optimizer)
   return { unpack(up, 1, 4) }
 end
 
---- The placement of Adam, and its predicted time.
+--- Returns the placement of Adam, and its predicted time.
 function see.split(model, optimizer)
   train(model, optimizer, 1)
   local split = inner(model).plan.adam_split
@@ -236,7 +236,7 @@ function see.files()
   return n
 end
 
---- The monitors' files in the spec's folder after two steps.
+--- Returns the monitors' files in the spec's folder after two steps.
 function see.monitored(model, optimizer)
   train(model, optimizer, 2)
   local list = {}
@@ -805,7 +805,7 @@ describe("offload_optimizer.device", function()
   end
   local NONE = { zero_optimization = { offload_optimizer = { device = "none" } } }
 
-  -- The tiers with chunks of optimizer state after a step, and the share of updates on the device.
+  -- Returns the tiers with chunks of optimizer state after a step, and the share of updates on the device.
   local function state_at(model, optimizer)
     train(model, optimizer, 2)
     local on = {}

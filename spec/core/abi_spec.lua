@@ -135,8 +135,8 @@ describe("the bandwidth probe", function()
 end)
 
 describe("calls across the border", function()
-  -- The JIT's report while a loop of `body` runs in its own process: the number of traces that close a loop, and the
-  -- reasons why others were aborted.
+  -- Returns the JIT's report while a loop of `body` runs in its own process: the number of traces that close a loop,
+  -- and the reasons why others were aborted.
   local function traces(body)
     local out, code = child(([[
       local ps = require "ps"

@@ -16,7 +16,7 @@ local function try(line, names)
   return tostring(problem)
 end
 
--- Whether a message begins with a place in a file that is not the script.
+-- Returns whether a message begins with a place in a file that is not the script.
 local function misplaced(text)
   local file = text:match("^([^\n:]*):%d+: ")
   return file ~= nil and file ~= "wrong.lua"

@@ -4,7 +4,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local ranks_lib = require "spec.ranks_lib"
 
---- The error of a call that must fail.
+--- Returns the error of a call that must fail.
 local function failure(fn)
   local ok, err = pcall(fn)
   assert(not ok, "no error was raised")

@@ -122,7 +122,7 @@ describe("a training step without memory", function()
     return {
       setup = setup,
       work = function(made) made.loss = step(made) end,
-      -- The optimizer's step happened completely or not at all: the next step has the loss of the corresponding
+      -- Returns the optimizer's step happened completely or not at all: the next step has the loss of the corresponding
       -- number.
       check = function(made, ok, nth)
         if made.loss then assert.equal(losses[1], made.loss) end

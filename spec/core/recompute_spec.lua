@@ -8,7 +8,7 @@ local function random(shape, dtype) return ps.randn(shape, { dtype = dtype, requ
 
 local fails = require("spec.check_lib").fails
 
---- The gradients of leaves as flat tables, cleared afterwards.
+--- Returns the gradients of leaves as flat tables, cleared afterwards.
 local function take(leaves)
   local list = {}
   for i, t in ipairs(leaves) do
@@ -51,7 +51,7 @@ describe("ps.recompute gives the bits of the plain run", function()
     h = F.dropout(F.gelu(F.linear(h, w1, b1), "tanh"), 0.3)
     return F.linear(F.dropout(h, 0.1), w2, nil, { residual = t })
   end
-  --- The loss of run(call), where call is either plain or ps.recompute.
+  --- Returns the loss of run(call), where call is either plain or ps.recompute.
   local function compare(run)
     same_bits(leaves, function() run(plain):backward() end, function() run(ps.recompute):backward() end)
   end
@@ -263,9 +263,9 @@ describe("a recompute segment", function()
     assert.is_nil(kept.fn)
   end)
 
-  -- Whether a model that holds an output of its own last forward is freed after a backward of that output has failed
-  -- and nothing else references the model. `last(h)` makes the output from that of two segments; fails(model) makes
-  -- the backward fail.
+  -- Returns whether a model that holds an output of its own last forward is freed after a backward of that output has
+  -- failed and nothing else references the model. `last(h)` makes the output from that of two segments; fails(model)
+  -- makes the backward fail.
   local function goes(last, fail)
     ps.collect_all()
     local before, seen = ps.memory("cpu").used, setmetatable({}, { __mode = "v" })

@@ -4,7 +4,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
--- The output of a psluajit with this environment (both streams), and its exit code.
+-- Returns the output of a psluajit with this environment (both streams), and its exit code.
 local function child(environment, arguments)
   local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u GLIBC_TUNABLES %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
   local p = assert(io.popen(command:format(environment, paths.exe, arguments)))

@@ -102,8 +102,8 @@ local function start(size, attempt, seconds)
   return tonumber(io.open(folder .. "/code0"):read "*l")
 end
 
--- The notes of the last attempt that reached each step: by step {attempt =, size =, epoch =, loss =, numbers =, ranks
--- =}.
+-- Returns the notes of the last attempt that reached each step: by step {attempt =, size =, epoch =, loss =, numbers =,
+-- ranks =}.
 local function steps_of()
   local steps = {}
   for rank = 0, 2 do

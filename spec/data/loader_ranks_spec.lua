@@ -27,7 +27,7 @@ local function world(size, options)
   return loaders
 end
 
--- The next batch of all ranks as rows of x and y; and the offset of dropout's random numbers on each rank.
+-- Returns the next batch of all ranks as rows of x and y; and the offset of dropout's random numbers on each rank.
 local function rows_of(loaders, into)
   for _, loader in ipairs(loaders) do
     local x, y = loader:next()

@@ -24,7 +24,7 @@ local function tokens(seed, hidden, columns)
   return ids, labels
 end
 
--- The same targets as gpt2's second argument: the target of each position.
+-- Returns the same targets as gpt2's second argument: the target of each position.
 local function shifted(labels)
   local y = ps.full(labels:shape(), -100, { dtype = labels:dtype() })
   y:narrow(1, 0, labels:size(1) - 1):copy_(labels:narrow(1, 1, labels:size(1) - 1))
@@ -80,7 +80,7 @@ describe("gpt2 with a batch by names", function()
   end)
 end)
 
--- The bytes of all parameters after two steps; batch(number) returns the model's argument.
+-- Returns the bytes of all parameters after two steps; batch(number) returns the model's argument.
 local function trained(config, class, batch, loss_of)
   local wanted = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
   for key, value in pairs(config) do wanted[key] = value end

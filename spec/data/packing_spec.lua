@@ -30,7 +30,7 @@ local function loader(rows, more)
   return ps.data.loader(options)
 end
 
--- The examples of a batch: tokens below 1000 that have weight.
+-- Returns the examples of a batch: tokens below 1000 that have weight.
 local function examples_of(batch, list)
   local ids, labels = batch.input_ids:tolist(), batch.labels:tolist()
   for r, row in ipairs(ids) do

@@ -23,8 +23,8 @@ local function write(name, text)
   return folder .. "/" .. name
 end
 
--- A text with everything that a cut could affect: empty lines, blanks before and after them, a long text without line
--- ends.
+-- Returns a text with everything that a cut could affect: empty lines, blanks before and after them, a long text
+-- without line ends.
 local function drawn(seed, n)
   local out = {}
   math.randomseed(seed)

@@ -26,7 +26,7 @@ local function talk(question, answer)
   return { messages = { { role = "user", content = question }, { role = "assistant", content = answer } } }
 end
 
--- The text of a row's ids, and that of its labels.
+-- Returns the text of a row's ids, and that of its labels.
 local function texts_of(batch, row)
   local function list(name) return batch[name]:tolist()[row] end
   local ids, labels, mask = list "input_ids", list "labels", list "attention_mask"

@@ -247,7 +247,7 @@ describe("the weight of a loss", function()
 end)
 
 describe("train.run", function()
-  -- A loader of micro-batches with given numbers of ignored targets; named batches if `named`.
+  -- Returns a loader of micro-batches with given numbers of ignored targets; named batches if `named`.
   local function loader(masked, named)
     local number = 0
     return { global_batch = 2, seq = 16, next = function()

@@ -17,7 +17,7 @@ local function texts(n)
   return list
 end
 
--- The first bytes of the texts that a loader returns in `count` batches.
+-- Returns the first bytes of the texts that a loader returns in `count` batches.
 local function given(loader, count)
   local list = {}
   for _ = 1, count do

@@ -150,7 +150,7 @@ describe("collectives on devices", function()
     end
   end)
 
-  -- Both ranks fail; each error has one of the words.
+  -- Returns both ranks fail; each error has one of the words.
   local function both(env, script, ...)
     local all = run(2, "cuda", script, env)
     for rank = 0, 1 do

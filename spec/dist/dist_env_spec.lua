@@ -6,7 +6,7 @@ local function read(variables, o)
   return env.read(function(name) return variables[name] end, o)
 end
 
--- The message of an error, which must contain all of `...`.
+-- Returns the message of an error, which must contain all of `...`.
 local function refused(variables, o, ...)
   local ok, why = pcall(read, variables, o)
   assert.is_false(ok)

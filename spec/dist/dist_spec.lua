@@ -127,7 +127,7 @@ describe("a group of processes", function()
       local out = ranks(size, [[
         local g = join { seed = 7 }
         local ffi = ps.ffi
-        -- The ranks' values, which every rank can compute; sums like in C, float by float.
+        -- Returns the ranks' values, which every rank can compute; sums like in C, float by float.
         local function values(r, n, dtype)
           ps.manual_seed(100 + r)
           return ps.randn({ n }, { dtype = dtype })

@@ -43,7 +43,7 @@ describe("the mesh", function()
     assert.error_matches(function() mesh.group() end, "no axis 'nil'")
   end)
 
-  -- The groups that each of `size` ranks gets from a cut: its ranks by axis.
+  -- Returns the groups that each of `size` ranks gets from a cut: its ranks by axis.
   local function lines(size, sizes)
     local all = {}
     for rank = 0, size - 1 do

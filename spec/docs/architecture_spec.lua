@@ -12,7 +12,7 @@ local PAGES = { "ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "spec/README.
 local FOLDERS = { src = true, lua = true, spec = true, tools = true, bench = true, docs = true, examples = true,
   models = true, cmake = true }
 
--- Whether a path of the tree exists. "store*.c" stands for any file that matches.
+-- Returns whether a path of the tree exists. "store*.c" stands for any file that matches.
 local function exists(path)
   local folder, name = path:match("^(.-)/?([^/]*)$")
   if not name:find("*", 1, true) then return lfs.attributes(paths.root .. "/" .. path, "mode") ~= nil end

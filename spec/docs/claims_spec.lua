@@ -13,7 +13,7 @@ local F = ps.F
 
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
--- An engine of `make` with these settings for fn(model, optimizer). It is closed even if fn fails.
+-- Returns an engine of `make` with these settings for fn(model, optimizer). It is closed even if fn fails.
 local function with_engine(settings, make, fn)
   ps.manual_seed(5)
   local cfg = { plan_print = false }

@@ -16,7 +16,7 @@ local function pages_of(folder)
   return list
 end
 
--- A page without its listings.
+-- Returns a page without its listings.
 local function prose(text)
   local lines, inside = {}, false
   for line in (text .. "\n"):gmatch "([^\n]*)\n" do
@@ -26,7 +26,7 @@ local function prose(text)
   return table.concat(lines, "\n")
 end
 
--- The anchors of a page's headings, as GitHub makes them.
+-- Returns the anchors of a page's headings, as GitHub makes them.
 local function anchors_of(text)
   local anchors = {}
   for title in ("\n" .. prose(text)):gmatch "\n#+ ([^\n]+)" do
@@ -37,7 +37,7 @@ local function anchors_of(text)
   return anchors
 end
 
--- A path relative to a page's folder, without "..".
+-- Returns a path relative to a page's folder, without "..".
 local function resolved(page, target)
   local path = (page:match "^(.*/)" or "") .. target
   repeat

@@ -28,7 +28,7 @@ local function run(listing)
   return pcall(fn)
 end
 
--- The title and the text of each entry, "### `TITLE`".
+-- Returns the title and the text of each entry, "### `TITLE`".
 local function entries()
   local list, from = {}, 1
   while true do

@@ -20,7 +20,7 @@ local function engine(config)
   return ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end, config = config }
 end
 
--- A first forward: the processor seconds that it took, and its plan.
+-- Returns a first forward: the processor seconds that it took, and its plan.
 local function begin(config)
   local model = engine(config)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })

@@ -95,7 +95,7 @@ describe("backward and step of an engine", function()
 end)
 
 describe("overlap_optimizer = true", function()
-  -- The notes of an engine with further settings.
+  -- Returns the notes of an engine with further settings.
   local function notes(config)
     local made = require("ps.nn.handle").of(open(M, config))
     local list = {}

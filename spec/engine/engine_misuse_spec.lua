@@ -357,7 +357,7 @@ describe("a step that fails in the middle of its update", function()
     return optimizer:state_dict(model).values
   end
 
-  -- Both orders of loading a saved state. `between` is called after one half of it has been loaded.
+  -- Returns both orders of loading a saved state. `between` is called after one half of it has been loaded.
   local function load_parts(model, optimizer, values, between)
     local saved = ps.load(files "model", { lazy = true })
     model:load_state_dict(saved)

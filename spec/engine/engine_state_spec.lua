@@ -72,7 +72,7 @@ local function steps(model, optimizer, from, to)
   return losses
 end
 
--- A number that changes if one bit of a tensor changes (most likely).
+-- Returns a number that changes if one bit of a tensor changes (most likely).
 local function digest(t, dtype)
   return ps.scope(function()
     return ps.no_grad(function()
@@ -119,7 +119,8 @@ local MEMORY = {
   { device = "sim", chunk_size = 8192, memory = { device = "4MiB" } },
 }
 
--- The settings with about the smallest host memory, next to a disk tier, in which steps run and state can be read.
+-- Returns the settings with about the smallest host memory, next to a disk tier, in which steps run and state can be
+-- read.
 local function tight(settings, options)
   local memory = { host = 100 * 1024, disk = MEMORY[3].memory.disk }
   settings = merged(settings, { memory = memory })

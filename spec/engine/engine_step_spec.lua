@@ -17,7 +17,7 @@ after_each(function()
   model = nil
 end)
 
--- The error that C returns for a call, or nil.
+-- Returns the error that C returns for a call, or nil.
 local function said(rc, code)
   assert.equal(code or C.PS_ESTATE, rc)
   return ffi.string(C.ps_error_message())

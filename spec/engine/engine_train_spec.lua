@@ -34,7 +34,8 @@ local function initialize(config)
   return optimizer
 end
 
--- The settings with about the smallest host memory under which train.run performs a step, and a disk tier in `disk`.
+-- Returns the settings with about the smallest host memory under which train.run performs a step, and a disk tier in
+-- `disk`.
 local function tight(settings, disk)
   settings.memory = { host = 100 * 1024, disk = { path = disk, limit = 2 ^ 26 } }
   L.fit(settings, function()

@@ -61,7 +61,7 @@ end
 
 local tier = ffi.new("ps_tier_info")
 
---- The split, and the largest part of its budget that each tier held.
+--- Returns the split, and the largest part of its budget that each tier held.
 local function split(model)
   local engine = inner(model)
   local placed = engine.plan.adam_split

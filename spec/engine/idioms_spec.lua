@@ -53,7 +53,7 @@ end)
 describe("names that psluajit does not have", function()
   local ps = require "ps"
 
-  -- The names that the library has at a place.
+  -- Returns the names that the library has at a place.
   local function owner(place)
     if place == "ps" then return ps end
     if place == "nn" or place == "optim" or place == "sched" then return ps[place] end

@@ -82,7 +82,7 @@ local BEGIN = [[
     for key, value in pairs(more or {}) do config[key] = value end
     return ps.initialize { quiet = true, model_func = function() return M() end, config = config }
   end
-  -- The norm of a step with this number of micro-batches per rank, by x, y or by names.
+  -- Returns the norm of a step with this number of micro-batches per rank, by x, y or by names.
   local function norm(micros, loss, y, how, options, more)
     local model, optimizer = open(micros, loss, more)
     local n = 12 / size / micros

@@ -49,7 +49,7 @@ local function batch(number, rows, masked)
   return x, y
 end
 
--- The first row and the number of rows of each of `count` micro-batches, as in torch.tensor_split.
+-- Returns the first row and the number of rows of each of `count` micro-batches, as in torch.tensor_split.
 local function parts_of(rows, count)
   local list, first = {}, 0
   for i = 1, count do
@@ -364,7 +364,7 @@ describe("a faulty loop over micro-batches", function()
     x, y = batch(1, 6)
   end)
 
-  -- A step made by a loop after the failed one equals that of a loop alone.
+  -- Returns a step made by a loop after the failed one equals that of a loop alone.
   local function goes_on()
     local function step()
       optimizer:zero_grad()

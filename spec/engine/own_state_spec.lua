@@ -27,7 +27,7 @@ local MODEL = [[
     model:backward(F.cross_entropy(model(x:to(model:parameters()[1]:dtype())):to "fp32", y))
     optimizer:step()
   end
-  -- The values of the whole model, which any rank can read.
+  -- Returns the values of the whole model, which any rank can read.
   local function values(model)
     local list = {}
     for _, p in ipairs(model:parameters()) do list[#list + 1] = p:to("fp32"):reshape(-1):tolist() end

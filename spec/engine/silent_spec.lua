@@ -21,7 +21,7 @@ local HEAD = [[
   local x, y = ps.randn { 6, 4 }, ps.tensor({ 0, 1, 2, 0, 1, 2 }, { dtype = "int64" })
 ]]
 
--- The output of a script.
+-- Returns the output of a script.
 local function printed(script)
   check.write(folder .. "/script.lua", HEAD .. script)
   local p = assert(io.popen(("OMP_NUM_THREADS=1 timeout 300 %s %s/script.lua 2>&1"):format(paths.exe, folder)))

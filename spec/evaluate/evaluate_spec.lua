@@ -26,7 +26,7 @@ setup(function()
 end)
 teardown(function() tokens.remove(folder) end)
 
--- The log-probability of ids[i] after ids[first] to ids[i - 1], and whether it is the likeliest.
+-- Returns the log-probability of ids[i] after ids[first] to ids[i - 1], and whether it is the likeliest.
 local function logp(ids, first, i)
   local given = {}
   for k = first, i - 1 do given[#given + 1] = ids[k] end

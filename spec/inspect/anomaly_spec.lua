@@ -4,7 +4,7 @@ local ps = require "ps"
 local nn = ps.nn
 local inf = math.huge
 
--- The error of fn in anomaly mode, which must name a line of this file.
+-- Returns the error of fn in anomaly mode, which must name a line of this file.
 local function problem(fn)
   local ok, err = pcall(ps.detect_anomaly, fn)
   assert.is_false(ok)

@@ -40,7 +40,7 @@ describe("invalid safetensors files", function()
 
   local function open(name) return function() return ps.safetensors.open(folder .. "/" .. name) end end
 
-  -- A file from its JSON header and data.
+  -- Returns a file from its JSON header and data.
   local function file(name, header, data)
     local length = ffi.new("uint64_t[1]", #header)
     return write(name, ffi.string(length, 8) .. header .. (data or ""))

@@ -159,7 +159,7 @@ describe("a GGUF writer", function()
     return x
   end
 
-  -- The checksum of a tensor's bytes in the file.
+  -- Returns the checksum of a tensor's bytes in the file.
   local function sum_of(bytes)
     local text = tostring(native.C.ps_xxh3(bytes, #bytes))
     return (text:gsub("ULL$", ""))

@@ -25,7 +25,7 @@ local VALUES = { "null", "true", "false", "-1", "0", "1", "2", "3", "0.5", "7", 
   "1e300", "9007199254740993", '""', '"x"', '"gelu"', '"../x"', '"\\u0000"', "[]", "{}", "[[]]", "[1,2]", '["a"]',
   '{"a":1}', '{"0":{}}', '[null]', '[{"type":"x"}]' }
 
--- All places of a decoded text, as {table, key}.
+-- Returns all places of a decoded text, as {table, key}.
 local function places(t, list)
   list = list or {}
   for key, value in pairs(t) do
@@ -36,7 +36,7 @@ local function places(t, list)
   return list
 end
 
--- A text with one to three of its values replaced or removed.
+-- Returns a text with one to three of its values replaced or removed.
 local function other_values(text)
   local value = json.decode(text)
   for _ = 1, math.random(3) do
@@ -49,7 +49,7 @@ local function other_values(text)
   return ok and out or text
 end
 
--- A text with bytes changed, cut out or doubled.
+-- Returns a text with bytes changed, cut out or doubled.
 local function other_bytes(text)
   for _ = 1, math.random(4) do
     local at, n = math.random(#text), math.random(8)

@@ -192,7 +192,7 @@ describe("ps.save and ps.load", function()
     assert.same({ 1, 1 }, ps.load(path "zip.safetensors").a:tolist())
   end)
 
-  -- The bytes that Lua's collector holds after fn in addition to those before.
+  -- Returns the bytes that Lua's collector holds after fn in addition to those before.
   local function held(fn)
     collectgarbage()
     collectgarbage()

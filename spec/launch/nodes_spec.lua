@@ -22,8 +22,8 @@ local MEET = [[
   bmt.close()
 ]]
 
--- The line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS is set, since
--- the nodes are in fact one machine.
+-- Returns the line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS is set,
+-- since the nodes are in fact one machine.
 local function start(at, options, script)
   local name = folder .. "/train.lua"
   check.write(name, script)
@@ -42,7 +42,7 @@ end
 
 local function count(text, pattern) return select(2, text:gsub(pattern, "")) end
 
--- A connection to node 0, once it listens.
+-- Returns a connection to node 0, once it listens.
 local function connected(at)
   for _ = 1, 500 do
     local fd = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)

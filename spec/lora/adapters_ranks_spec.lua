@@ -48,7 +48,7 @@ if ps.rank() == 0 then print("losses " .. table.concat(losses, " ") .. "|" .. ta
 model:close()
 ]]
 
--- The losses, the text and the adapter's tensors of a run.
+-- Returns the losses, the text and the adapter's tensors of a run.
 local function run(name, ranks, family, config, options, targets)
   local script, out = folder .. "/run.lua", folder .. "/" .. name
   check.write(script, SCRIPT)

@@ -47,7 +47,7 @@ local function layers_of(m)
   return list
 end
 
--- The weight of a layer with its adapter, in fp64, by the papers' formulas.
+-- Returns the weight of a layer with its adapter, in fp64, by the papers' formulas.
 local function reference_weight(layer, how)
   local of_table = layer.class_name == "Embedding"
   local A = (of_table and layer.lora_embedding_A.default or layer.lora_A.default.weight):detach():to "fp64"
@@ -383,7 +383,7 @@ end)
 describe("a frozen weight", function()
   local F = ps.F
 
-  -- The bytes that the tape keeps of fn's tensors after their headers are gone.
+  -- Returns the bytes that the tape keeps of fn's tensors after their headers are gone.
   local function kept(fn)
     ps.collect_all()
     local before = ps.memory("cpu").used

@@ -30,7 +30,7 @@ end)
 
 local function disk(limit) return { path = folder, limit = limit * MIB } end
 
--- An engine whose model has a frozen base. made(model): chooses what trains.
+-- Returns an engine whose model has a frozen base. made(model): chooses what trains.
 local function open(mmap, memory, made)
   if model then                                            -- its plain tensors would count in the next budget
     local before = model:parameters()

@@ -30,7 +30,7 @@ local function open(reads, overlap)
   return function() model:backward((model(ps.ones { 2, 64 }) ^ 2):mean()) end
 end
 
--- The chunks of a kind that hold a parameter.
+-- Returns the chunks of a kind that hold a parameter.
 local function chunk_of(name, kind)
   for _, chunk in ipairs(ps.chunks(name)) do
     if chunk.kind == kind then return chunk.id end

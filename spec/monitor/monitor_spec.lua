@@ -42,7 +42,7 @@ local function train(settings, steps, begin, each)
   return result
 end
 
--- The rows of a monitor's file, without its header, which is checked.
+-- Returns the rows of a monitor's file, without its header, which is checked.
 local function rows(tag)
   local text = assert(check.read(("%s/run/Train_Samples_%s.csv"):format(folder, tag)), tag)
   local header, rest = text:match "^([^\n]*\n)(.*)$"

@@ -22,7 +22,7 @@ local function hash(t)
   return tostring(hash_out[0])
 end
 
--- The bits of all parameters and buffers, and the position in the stream of random numbers.
+-- Returns the bits of all parameters and buffers, and the position in the stream of random numbers.
 local function bits(model)
   local all = { ("offset %s"):format(tostring(ps.rng().offset)) }
   for _, iterate in ipairs { model.named_parameters, model.named_buffers } do
@@ -138,7 +138,7 @@ end)
 describe("part of a model made without data", function()
   it("needs memory only for that part, has its bits, and names tensors on other processes", function()
     local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
-    -- A function, so that no slot of this function's stack holds the model when memory is counted.
+    -- Returns a function, so that no slot of this function's stack holds the model when memory is counted.
     local function hashes()
       ps.manual_seed(7)
       local all = gpt2.new(config):state_dict()

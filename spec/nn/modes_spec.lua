@@ -38,7 +38,7 @@ local function batch(number, rows)
   return ps.tensor(list, "int32")
 end
 
--- The losses and the parameters of three steps; before: called before each forward.
+-- Returns the losses and the parameters of three steps; before: called before each forward.
 local function trained(before)
   local seen = {}
   for number = 1, 3 do

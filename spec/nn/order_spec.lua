@@ -11,7 +11,7 @@ local function names(module)
   return table.concat(list, " ")
 end
 
--- A class whose init is fn.
+-- Returns a class whose init is fn.
 local function class(fn)
   local made = nn.class "Net"
   made.init = fn

@@ -21,7 +21,7 @@ local function made(family, config)
   return require("models." .. family).new(config):eval()
 end
 
--- A file of a type with a random model, and the model of the file without and with packed weights.
+-- Returns a file of a type with a random model, and the model of the file without and with packed weights.
 local function both(kind, family, config, options)
   made(family or "llama", config or LLAMA):save_gguf(at "m.gguf", { type = kind, name = "x" })
   local given = { quiet = true, keep_quantized = true }

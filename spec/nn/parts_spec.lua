@@ -44,7 +44,7 @@ local function keys(t)
   return all
 end
 
--- The bits of a model's result.
+-- Returns the bits of a model's result.
 local function bits(out)
   local all = {}
   for key, t in pairs(out) do all[#all + 1] = key .. ":" .. check.bytes(t:detach():contiguous()) end

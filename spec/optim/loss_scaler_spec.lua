@@ -4,7 +4,7 @@
 local ps = require "ps"
 local loss_scaler = require "ps.optim.loss_scaler"
 
---- The scales after each step of `steps`: "." is a good step, "x" an overflow.
+--- Returns the scales after each step of `steps`: "." is a good step, "x" an overflow.
 local function go(scaler, steps)
   local out = {}
   for step in steps:gmatch(".") do

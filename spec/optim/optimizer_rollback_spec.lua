@@ -95,7 +95,7 @@ describe("a run that returns to step 0", function()
 end)
 
 describe("a state in PyTorch's form", function()
-  -- The groups that torch.optim.AdamW and Adam of PyTorch 2.15 write.
+  -- Returns the groups that torch.optim.AdamW and Adam of PyTorch 2.15 write.
   local function group(more)
     local all = { lr = 0.001, betas = { 0.9, 0.999 }, eps = 1e-8, weight_decay = 0.01, amsgrad = false,
       maximize = false, capturable = false, differentiable = false, decoupled_weight_decay = true, params = { 0, 1 } }

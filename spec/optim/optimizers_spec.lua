@@ -34,7 +34,7 @@ local function steps(model, opt, n, half, micros)
   end
 end
 
--- All values and states, as text.
+-- Returns all values and states, as text.
 local function all_of(model, opt)
   local out = {}
   for name, t in pairs(model:state_dict()) do out[#out + 1] = name .. hash(t) end
@@ -61,7 +61,7 @@ end
 
 local KINDS = optimizers.names
 
--- A test that fails must not leave its engine open.
+-- Returns a test that fails must not leave its engine open.
 local function close()
   local state = ps.engine()
   if state then state.model:close() end

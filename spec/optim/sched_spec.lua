@@ -4,7 +4,7 @@
 local config = require "ps.config"
 local sched = require "ps.optim.sched"
 
--- The fields of an optimizer that a schedule needs.
+-- Returns the fields of an optimizer that a schedule needs.
 local function optimizer(lr)
   return { defaults = { lr = lr }, groups = { { betas = { 0.9, 0.999 } } }, set_lr = function(self, value)
     self.lr = value

@@ -69,7 +69,7 @@ local HOOKS = {
   look = function(g) assert(g:numel() > 0) end,
 }
 
---- A tensor with a hook.
+--- Returns a tensor with a hook.
 function A.hook(x, name)
   if x:needs_grad() then x:register_hook(HOOKS[name]) end
   return x

@@ -30,7 +30,7 @@ local function open(case, config)
   }
 end
 
--- An engine whose first budget may be too small: the error names the key, and that budget grows.
+-- Returns an engine whose first budget may be too small: the error names the key, and that budget grows.
 local function open_fitting(case, config, body)
   for _ = 1, 40 do
     local model, optimizer
@@ -51,7 +51,7 @@ end
 -- Numbers as text keep every bit, NaN and infinities.
 local function exact(x) return x and ("%.17g"):format(x) or json.null end
 
--- All micro-batches of a step as one batch, which model:micro_batches cuts.
+-- Returns all micro-batches of a step as one batch, which model:micro_batches cuts.
 local function whole(case, data, name, step)
   local list = {}
   for micro = 1, case.accumulate do list[micro] = data:tensor(("%s.%d.%d"):format(name, step, micro)) end

@@ -16,7 +16,7 @@ local function write(path, text)
   f:close()
 end
 
--- A value as text: strings in hexadecimal digits, so that any bytes pass.
+-- Returns a value as text: strings in hexadecimal digits, so that any bytes pass.
 local function shown(value)
   if type(value) == "string" then return (value:gsub(".", function(c) return ("%02x"):format(c:byte()) end)) end
   if type(value) == "number" then return ("%.17g"):format(value) end

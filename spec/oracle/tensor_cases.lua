@@ -30,7 +30,7 @@ local function whole_of(desc, t)
   return shard.join(desc, parts)
 end
 
--- The whole gradient of a parameter, on all ranks.
+-- Returns the whole gradient of a parameter, on all ranks.
 local function gradient(p)
   if shard.is_partial(p) then return group:all_reduce(p:grad():clone()) end
   return whole_of(shard.of(p), p:grad())
@@ -45,7 +45,7 @@ local function begin(case, optimizer)
     sequence_parallel = case.sequence, tp_overlap_comm = case.pieces } } }
 end
 
--- A whole model, cut by its table of names: the gradients of a step, and the losses of some.
+-- Returns a whole model, cut by its table of names: the gradients of a step, and the losses of some.
 local function run_model(case)
   local state = ps.load(case.data)
   local model, optimizer = begin(case, { type = "SGD", params = { lr = RATE } })

@@ -21,7 +21,7 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- The bytes of all tensors of a model and its optimizer, by name.
+-- Returns the bytes of all tensors of a model and its optimizer, by name.
 local function bits(made)
   local all = {}
   for name, t in pairs(made.model:state_dict()) do all[name] = check.bytes(t) end
@@ -201,7 +201,7 @@ describe("weights of cut parameters", function()
     files:close()
   end)
 
-  -- A folder of save_parallelized as two ranks write it.
+  -- Returns a folder of save_parallelized as two ranks write it.
   local function save_parts(path)
     assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
     local placement = { version = 2, pipeline_parallel_size = 1, tensor_parallel_size = 2, weight_map = {},

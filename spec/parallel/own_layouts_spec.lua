@@ -13,7 +13,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- The Lua listings of a section of a page.
+-- Returns the Lua listings of a section of a page.
 local function section(page, name)
   local text = page:match("\n## " .. name .. "\n(.-)\n## ") or page:match("\n## " .. name .. "\n(.*)$")
   local list = {}

@@ -43,7 +43,7 @@ local SCRIPT = [[
   if ps.rank() == VICTIM then error(problem, 0) end
 ]]
 
--- The errors of the other ranks about rank `victim`, long before a time-out.
+-- Returns the errors of the other ranks about rank `victim`, long before a time-out.
 local function others(victim, schedule, heartbeat, how, words)
   local script = SCRIPT:gsub("FOLDER", folder):gsub("SCHEDULE", schedule):gsub("VICTIM", tostring(victim))
     :gsub("HEARTBEAT", tostring(heartbeat)):gsub("HOW", function() return how end)
@@ -88,7 +88,7 @@ local CAUGHT = [[
   print(("after %.1f s"):format(ps.now() - began))
 ]]
 
--- The output of each rank about steps 2 to 4: patterns by rank.
+-- Returns the output of each rank about steps 2 to 4: patterns by rank.
 local function caught(fails, next_call, wanted)
   local script = CAUGHT:gsub("FOLDER", folder):gsub("FAILS", fails):gsub("NEXT", next_call)
   local all = lib.run(folder, 3, script)

@@ -12,7 +12,7 @@ teardown(function() lib.remove(folder) end)
 -- list of settings, after a line with the number of the setting.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
-  -- The third layer looks tokens up a second time.
+  -- Returns the third layer looks tokens up a second time.
   local function look_up_again(net)
     local parts, wte = net.parts, net.transformer.wte
     rawset(net, "parts", function(self)
@@ -85,8 +85,8 @@ local function lines_of(text, into)
   return into
 end
 
--- The values of some ranks after each of several settings, and the whole output. replicas: ranks that train the same
--- parameters have masks for other rows, and therefore other losses.
+-- Returns the values of some ranks after each of several settings, and the whole output. replicas: ranks that train the
+-- same parameters have masks for other rows, and therefore other losses.
 local function train(size, list, replicas)
   local settings = table.concat(list, ", ")
   local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),

@@ -20,7 +20,7 @@ local BEGIN = [[
     ps.manual_seed(3)
     return ps.initialize(request)
   end
-  -- A step, whose losses it prints.
+  -- Returns a step, whose losses it prints.
   local function train(model, optimizer, ...)
     for out in model:micro_batches(...) do
       print(("loss %.17g"):format(out.loss:item()))
@@ -33,7 +33,7 @@ local BEGIN = [[
   local last = rank == size - 1
 ]]
 
--- The output of each rank of a script that runs on one rank and on two stages.
+-- Returns the output of each rank of a script that runs on one rank and on two stages.
 local function both(script)
   local one = lib.check(folder, 1, BEGIN .. "local PIPE = nil\n" .. script)
   local two = lib.check(folder, 2, BEGIN .. "local PIPE = { stages = 2 }\n" .. script)

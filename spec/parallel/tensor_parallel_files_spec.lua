@@ -60,7 +60,7 @@ local function through(at, from, to, weights, optimizer)
     or '{ type = "AdamW" }') .. SCRIPT)
 end
 
--- The contents of a checkpoint.
+-- Returns the contents of a checkpoint.
 local function contents(name, step)
   local files, index = rank_files.open(("%s/%s/step-%08d"):format(folder, name, step))
   local all = { updates = index.updates, optimizer = index.state.optimizer }

@@ -198,7 +198,7 @@ describe("two ranks with layers cut among them", function()
   it("lay out their chunks again together if only one of them has no room for them", function()
     lib.check(folder, 2, [[
       local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })
-      -- Whether a step gave the chunks a new layout, because of the budget of rank 1.
+      -- Returns whether a step gave the chunks a new layout, because of the budget of rank 1.
       local function anew(nbytes)
         local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
           config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },

@@ -13,7 +13,7 @@ local function group_of(size, rank)
   return { size = function() return size end, rank = function() return rank end, copy_to = error }
 end
 
--- A model cut for one of `size` ranks, and the notes that were printed.
+-- Returns a model cut for one of `size` ranks, and the notes that were printed.
 local function cut(fn, size, rank, sequence)
   local said
   ps.manual_seed(3)

@@ -7,8 +7,8 @@ local ranks_lib = require "spec.ranks_lib"
 
 local WIDTH, POSITIONS, ROWS, MICROS, VOCAB = 64, 64, 8, 8, 512
 
--- A script of four ranks. `settings` is the part of the configuration that differs. Real ranks print the peaks of their
--- tiers.
+-- Returns a script of four ranks. `settings` is the part of the configuration that differs. Real ranks print the peaks
+-- of their tiers.
 local function script(folder, settings, micros, rows)
   micros = micros or MICROS
   return ranks_lib.begin(folder) .. ([[
@@ -52,8 +52,8 @@ local function plan(folder, ranks, text, ...)
   return assert(ok and value, said)
 end
 
--- A script of ranks on a mesh, in which a rank has `rows` of a batch. Real ranks print their tiers' peaks, and what
--- they sent along dp and tp in the second step.
+-- Returns a script of ranks on a mesh, in which a rank has `rows` of a batch. Real ranks print their tiers' peaks, and
+-- what they sent along dp and tp in the second step.
 local function mesh_script(folder, size, layers, settings)
   return ranks_lib.begin(folder) .. ([[
   local gpt2, C, hooks, mesh = require "models.gpt2", ps.C, require "ps.core.hooks", require "ps.dist.mesh"
@@ -79,12 +79,12 @@ local function mesh_script(folder, size, layers, settings)
   ]]):format(size, layers, settings)
 end
 
--- The bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg, exp_avg_sq
--- and gradient), 10 bytes per parameter while they are made, and 256 MiB.
+-- Returns the bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg,
+-- exp_avg_sq and gradient), 10 bytes per parameter while they are made, and 256 MiB.
 local function file_of(parameters) return math.ceil(26 * parameters / 2 ^ 20 + 256) * 2 ^ 20 end
 
--- A drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On a device
--- some are performed whole, as those whose activations go to the host.
+-- Returns a drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On
+-- a device some are performed whole, as those whose activations go to the host.
 local function drawn(folder, draw)
   local schedule = draw { "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v" }
   local stages, tp, dp = draw { 2, 3 }, draw { 1, 1, 2 }, draw { 1, 2 }

@@ -141,7 +141,7 @@ describe("tokens of a known chain", function()
 end)
 
 describe("beams", function()
-  -- The best sequences of n tokens after `first`, by trying all of them.
+  -- Returns the best sequences of n tokens after `first`, by trying all of them.
   local function best(model_rows, first, n, count)
     local all = { { score = 0, first } }
     for _ = 1, n do

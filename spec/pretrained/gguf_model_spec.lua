@@ -10,7 +10,7 @@ os.remove(folder)
 assert(require("lfs").mkdir(folder))
 teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
 
--- The rows of each head in pairs, as llama.cpp has them.
+-- Returns the rows of each head in pairs, as llama.cpp has them.
 local function paired(t, heads)
   local shape = t:shape()
   local width = shape[1] / heads
@@ -28,7 +28,7 @@ local GPT2 = { ["transformer.wte.weight"] = "token_embd.weight", ["transformer.w
   ln_1 = "attn_norm", ln_2 = "ffn_norm", ["attn.c_attn"] = "attn_qkv", ["attn.c_proj"] = "attn_output",
   ["mlp.c_fc"] = "ffn_up", ["mlp.c_proj"] = "ffn_down" }
 
--- A model's tensors for lib.file.
+-- Returns a model's tensors for lib.file.
 local function tensors_of(model, names, change)
   local list = {}
   for name, t in pairs(model:state_dict()) do

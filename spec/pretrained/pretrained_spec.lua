@@ -33,7 +33,7 @@ local function ids(rows, columns)
   return ps.randint(0, SMALL.vocab_size, { rows, columns }, { dtype = "int32" })
 end
 
--- A folder with this config.json (SMALL's fields unless overridden) and the weights of a model.
+-- Returns a folder with this config.json (SMALL's fields unless overridden) and the weights of a model.
 local function write_folder(name, model, fields)
   model:save_pretrained(path(name))
   check.write(path(name) .. "/config.json", json.encode(with({ model_type = "gpt2" }, SMALL, fields or {})))

@@ -116,7 +116,7 @@ end)
 describe("the dashboard of a run", function()
   local log, pid, address
 
-  -- A line as ps.train.run writes it.
+  -- Returns a line as ps.train.run writes it.
   local function line(step, loss)
     return ('{"step":%d,"time":1,"loss":%g,"lr":0.001,"tokens":64,"tokens_per_s":1234,"skipped":false,"tiers":{"host":'
       .. '{"budget":0,"chunks":2097152,"other":1048576,"peak":4194304,"bytes_up":0,"bytes_down":0}},'
@@ -136,7 +136,7 @@ describe("the dashboard of a run", function()
     end
     error(("'%s' does not come; the page says: %s"):format(pattern, now()))
   end
-  -- The status code of the answer to a request. host: the host name in the request.
+  -- Returns the status code of the answer to a request. host: the host name in the request.
   local function status(path, host, method)
     local r = request.new_from_uri(address:match "^(http://[^/]*)/" .. path)
     if host then r.headers:upsert(":authority", host) end

@@ -15,13 +15,13 @@ local folder
 setup(function() folder = ranks_lib.folder() end)
 teardown(function() ranks_lib.remove(folder) end)
 
--- The tool's output and exit code.
+-- Returns the tool's output and exit code.
 local function tool(words)
   return check.shell(("cd '%s' && '%s' '%s/tools/profile_visualizer.lua' %s"):format(folder,
     paths.exe, paths.root, words))
 end
 
--- A file of the profile by hand, changed.
+-- Returns a file of the profile by hand, changed.
 local function changed(change)
   local made = profile_lib.made()
   made = change(made) or made
@@ -39,7 +39,7 @@ local function line_of(svg, red, green, blue)
   return points
 end
 
--- The x, from 0 to 1 of the line's width, at which a line first has its highest point.
+-- Returns the x, from 0 to 1 of the line's width, at which a line first has its highest point.
 local function highest(points)
   local best = points[1]
   for _, p in ipairs(points) do if p[2] < best[2] then best = p end end

@@ -181,7 +181,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  -- The rows of the n-th engine whose rows are requested, and the rank's output meanwhile.
+  -- Returns the rows of the n-th engine whose rows are requested, and the rank's output meanwhile.
   local function counted(rank, n)
     local at, rows = 1, {}
     for _ = 1, n do at = select(2, all[rank].text:find("begin\n", at, true)) + 1 end

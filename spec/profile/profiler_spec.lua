@@ -56,7 +56,7 @@ local function engine(memory)
     config = { optimizer = { type = "AdamW", params = { lr = 1e-3 } }, memory = memory, chunk_size = 16384 } }
 end
 
--- The bytes copied up and down between tiers.
+-- Returns the bytes copied up and down between tiers.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers()) do up, down = up + tier.bytes_up, down + tier.bytes_down end

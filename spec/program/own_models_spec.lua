@@ -17,7 +17,7 @@ local function run(command, code)
   return text
 end
 
--- The losses that a command prints.
+-- Returns the losses that a command prints.
 local function losses(command, steps)
   local text, list = run(command), {}
   for loss in text:gmatch "step %d+  loss (%S+)" do list[#list + 1] = tonumber(loss) end
@@ -68,7 +68,7 @@ for _, case in ipairs(EXAMPLES) do
     return losses(command(layout, ("--steps %d %s"):format(STEPS, more or "")), STEPS)
   end
 
-  -- The gradients of one step in a layout.
+  -- Returns the gradients of one step in a layout.
   local function of_one_step(layout)
     local to = name .. "_" .. layout
     run(command(layout, ("--steps 1 --optimizer sgd --save %s"):format(to)))

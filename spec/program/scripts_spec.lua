@@ -27,7 +27,7 @@ setup(function()
 end)
 teardown(function() os.execute("rm -r " .. folder) end)
 
--- The Lua files of a folder that a user may run.
+-- Returns the Lua files of a folder that a user may run.
 local function scripts_in(name)
   local list = {}
   for file in lfs.dir(paths.root .. "/" .. name) do

@@ -34,7 +34,7 @@ teardown(function()
   tokens.remove(folder)
 end)
 
--- The status and the body of a reply. body: a table, which becomes JSON; nil: the method is GET.
+-- Returns the status and the body of a reply. body: a table, which becomes JSON, or nil if the method is GET.
 local function ask(path, body, more)
   local r = http.new_from_uri(address .. path)
   r.headers:upsert("authorization", "Bearer " .. token)
@@ -61,7 +61,7 @@ local function refused(status, part, path, body, more)
   return problem
 end
 
--- The events of a stream, and whether it ended as it should.
+-- Returns the events of a stream, and whether it ended as it should.
 local function events(text)
   local list, ended = {}, false
   for line in text:gmatch "([^\n]+)\n\n" do

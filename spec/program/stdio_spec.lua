@@ -59,7 +59,7 @@ local TRAIN = [[
   held:close()
 ]]
 
--- The training with `before` at its beginning, and the disk tier in a folder.
+-- Returns the training with `before` at its beginning, and the disk tier in a folder.
 local function training(before, tier) return TRAIN:format(paths.root .. "/spec/chunks_lib.lua", before, tier) end
 
 describe("standard input, output and error", function()

@@ -6,7 +6,7 @@ local terminal = require "spec.terminal_lib"
 
 local folder
 
---- A script in the scratch folder.
+--- Returns a script in the scratch folder.
 ---@param text string
 ---@return string path
 local function script(text)

@@ -6,7 +6,7 @@ local complete = require "ps.prompt.complete"
 local paths = require "ps.paths"
 local pretty = require "ps.tensor.pretty"
 
---- The answers of the prompt to these lines: standard output without the banner, and standard error.
+--- Returns the answers of the prompt to these lines: standard output without the banner, and standard error.
 ---@param input string
 local function prompt(input)
   local base = os.tmpname()

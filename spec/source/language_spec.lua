@@ -53,8 +53,8 @@ local function lines_of(path)
   return lines
 end
 
---- The paragraphs of a page without its listings: their text on one line, with code as one word, and the line of their
---- beginning.
+--- Returns the paragraphs of a page without its listings: their text on one line, with code as one word, and the line
+--- of their beginning.
 ---@return { text: string, line: integer, table: boolean }[] paragraphs
 local function paragraphs(path)
   local out, open, fence, blank = {}, nil, false, true
@@ -82,7 +82,7 @@ local function paragraphs(path)
   return out
 end
 
---- The comments of a Lua or C file, adjacent lines as one text.
+--- Returns the comments of a Lua or C file, adjacent lines as one text.
 ---@return { text: string, line: integer }[] comments
 local function comments(path)
   local out, open = {}, nil
@@ -121,7 +121,7 @@ end
 
 local met = {}                                                -- allowed cases that a file has
 
---- The phrases of a text that PHRASES and RATES name, outside the allowed cases.
+--- Returns the phrases of a text that PHRASES and RATES name, outside the allowed cases.
 ---@return string[] complaints
 local function phrases_of(text)
   local found = {}

@@ -138,7 +138,7 @@ local function written_elsewhere(before, owners, declared)
   return found
 end
 
--- The number of a struct's fields; those of structs within it are not counted.
+-- Returns the number of a struct's fields; those of structs within it are not counted.
 local function fields_of(path, name)
   local text = assert(io.open(paths.root .. "/" .. path)):read("*a"):match("struct " .. name .. " (%b{});")
   local fields = 0

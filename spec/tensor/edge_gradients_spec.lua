@@ -20,7 +20,7 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
     local function leaf(values) return ps.tensor(values, { dtype = dtype, device = device, requires_grad = true }) end
     local function plain(values) return ps.tensor(values, { dtype = dtype, device = device }) end
 
-    -- The gradients of the inputs of fn, with respect to the sum of its result.
+    -- Returns the gradients of the inputs of fn, with respect to the sum of its result.
     local function gradients(fn, ...)
       local inputs, found = {}, {}
       for i, values in ipairs { ... } do inputs[i] = leaf(values) end

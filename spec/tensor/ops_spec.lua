@@ -19,7 +19,7 @@ assert(PART, "PS_TEST_PART is '" .. tostring(os.getenv("PS_TEST_PART")) .. "'; e
 local FLOATS = { "fp32", "bf16", "fp16" }
 local INTS = { "int32", "int64", "uint8", "bool" }
 
---- The device's outputs against ref's.
+--- Returns the device's outputs against ref's.
 local function check_outputs(row, what, got, want, n_out, dtype, rooms)
   for i = 1, n_out do
     if want[i] then
@@ -40,7 +40,7 @@ for _, name in ipairs(WIDE and {} or { "matmul", "linear", "linear_grad", "linea
   PRODUCTS[name] = true
 end
 
---- The same bits with one thread and with all of them.
+--- Returns the same bits with one thread and with all of them.
 local function check_threads(row, set, ins, n, dtype)
   local name, threads = row[1], ps.threads()
   local many = run(name, set, copies(ins, n, "cpu"), n, dtype)
@@ -130,7 +130,7 @@ local function runs_there(name)
   return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
 end
 
--- Whether the device leaves a case to the host: an update with masters as remainders (uint8).
+-- Returns whether the device leaves a case to the host: an update with masters as remainders (uint8).
 local function left_to_host(name, set)
   return not ON_CPU and (name == "adam_" or name == "sgd_") and set.prepare ~= nil
 end

@@ -7,8 +7,8 @@ local nn = ps.nn
 
 local function pieces(given) return shard.pieces(shard.new(given)) end
 
--- The whole tensor, assembled from all ranks' shards only by their pieces, with the number of times each element
--- was written.
+-- Returns the whole tensor, assembled from all ranks' shards only by their pieces, with the number of times each
+-- element was written.
 local function joined(whole, given)
   local t, times, parts, any = ps.zeros(whole:shape()), ps.zeros(whole:shape()), {}, nil
   for index = 0, given.count - 1 do

@@ -274,7 +274,7 @@ local RUN = [[
   if EVENTS then engine:close() end
 ]]
 
--- The arguments of ps.initialize for a layout.
+-- Returns the arguments of ps.initialize for a layout.
 local function engine_of(config)
   return ([[ps.initialize { model_func = make, config = { plan_print = false, steps_per_print = 1,
     train_micro_batch_size_per_gpu = 8 / DP / 2, gradient_accumulation_steps = 2,

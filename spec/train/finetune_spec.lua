@@ -32,7 +32,7 @@ local function run(words, ranks)
     :format(paths.exe, launch, paths.root, folder, words))
 end
 
--- The losses of a run's log by step.
+-- Returns the losses of a run's log by step.
 local function losses(out)
   local list = {}
   for line in io.lines(out .. "/run/log.csv") do

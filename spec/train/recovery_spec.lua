@@ -233,7 +233,7 @@ describe("a disturbed training", function()
     assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
   end)
 
-  -- A folder with the files of an earlier run after eight steps.
+  -- Returns a folder with the files of an earlier run after eight steps.
   local function left_by_another(name)
     assert(os.execute(("cp -r %s/killed %s/%s && cd %s/%s && rm -r step-00000012 && echo step-00000008 >latest"):format(
       folder, folder, name, folder, name)) == 0)

@@ -22,7 +22,7 @@ local function files(out)
   return all
 end
 
--- The output of an example, and its exit code.
+-- Returns the output of an example, and its exit code.
 local function example(options, name)
   local command = ("cd %s && OMP_NUM_THREADS=1 timeout 300 %s %s/examples/%s %s 2>&1; echo \"|$?\""):format(folder,
     paths.exe, paths.root, name or "train_gpt2.lua", options)

@@ -20,7 +20,7 @@ local function options(more)
   return o
 end
 
--- The steps of a log's lines.
+-- Returns the steps of a log's lines.
 local function steps_of(path)
   local steps = {}
   for step in check.read(path):gmatch "\n(%d+),%d" do steps[#steps + 1] = tonumber(step) end
@@ -113,7 +113,7 @@ describe("the log of a training", function()
     assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all except the tokens per second
   end)
 
-  -- The lines of a JSONL log, decoded.
+  -- Returns the lines of a JSONL log, decoded.
   local function lines_of(path)
     local list = {}
     for line in check.read(path):gmatch "[^\n]+" do list[#list + 1] = json.decode(line) end

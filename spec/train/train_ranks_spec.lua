@@ -41,7 +41,7 @@ local BEGIN = [[
   end
 ]]
 
--- The lines that ranks print as "told ...", which must be the same on all.
+-- Returns the lines that ranks print as "told ...", which must be the same on all.
 local function same(size, script)
   local all = ranks.check(folder, size, BEGIN .. script)
   local first = all[0].text:match("told ([^\n]*)")

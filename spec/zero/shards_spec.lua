@@ -115,7 +115,7 @@ describe("sharding", function()
     end)
   end
 
-  -- A script for tests of the share of state, of models with unusual parameters, and of budgets.
+  -- Returns a script for tests of the share of state, of models with unusual parameters, and of budgets.
   local function check(size, script) return lib.check(folder, size, script) end
 
   it("trains models with tied, unused and frozen parameters, and dense ones of many sizes", function()

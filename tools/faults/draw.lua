@@ -33,7 +33,7 @@ local function random(seed)
   function r.int(low, high) return low + math.floor(next_number() * (high - low + 1)) end
   function r.pick(list) return list[r.int(1, #list)] end
   function r.chance(p) return next_number() < p end
-  --- A number from 0 to `most` whose logarithm is uniform, so that early calls are hit as often as late ones.
+  --- Returns a number from 0 to `most` whose logarithm is uniform, so that early calls are hit as often as late ones.
   function r.early(most) return math.floor(math.exp(next_number() * math.log(most + 1))) - 1 end
   return r
 end
@@ -47,7 +47,7 @@ local CALLS = { any = 450, open = 30, read = 60, write = 160, sync = 18, rename 
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
--- An event of PS_FAULT_PLAN. Doors of sockets are left out if there is one rank.
+-- Returns an event of PS_FAULT_PLAN. Doors of sockets are left out if there is one rank.
 local function at(r, doors, action, count, job)
   local usable = {}
   for _, door in ipairs(doors) do
@@ -166,7 +166,7 @@ end
 -- -- the faults -------------------------------------------------------------------------------------------------------
 local ON = 0.6                                             -- share of the kinds that a seed leaves on (swarm testing)
 
---- The plan of a seed.
+--- Returns the plan of a seed.
 ---@param seed integer
 ---@param options {ranks: integer, steps: integer}
 ---@return ps.faults.Plan
@@ -192,7 +192,7 @@ function draw.plan(seed, options)
   return plan
 end
 
---- The text of PS_FAULT_PLAN for a life.
+--- Returns the text of PS_FAULT_PLAN for a life.
 ---@param plan ps.faults.Plan
 ---@param life integer
 ---@return string
@@ -204,8 +204,8 @@ function draw.text(plan, life)
   return table.concat(words, " ")
 end
 
---- The settings on which a job's results depend. Budgets, tiers and checkpoints change no bits, so jobs that differ in
---- them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with
+--- Returns the settings on which a job's results depend. Budgets, tiers and checkpoints change no bits, so jobs that
+--- differ in them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with
 --- accumulation.
 ---@param job table
 ---@return string key
@@ -224,7 +224,7 @@ function draw.golden(job)
     config.tensor_parallel and "tp" or "" }, " "), golden
 end
 
---- A job in one line.
+--- Returns a job in one line.
 ---@param job table
 ---@return string
 function draw.describe(job)
@@ -235,7 +235,7 @@ function draw.describe(job)
   return table.concat(words, ", ")
 end
 
---- The events in one line.
+--- Returns the events in one line.
 ---@param plan ps.faults.Plan
 ---@return string
 function draw.events(plan)
@@ -252,7 +252,7 @@ local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "dr
   EROFS = "refused", ENOMEM = "memory", EIO = "eio", flip = "flip", reset = "reset", half_open = "half_open",
   ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power" }
 
---- The kind of an event that somebody wrote, or nil.
+--- Returns the kind of an event that somebody wrote, or nil.
 ---@param text string
 ---@return string?
 function draw.kind_of(text)

@@ -7,7 +7,8 @@ local run = require "tools.faults.run"
 
 local judge = {}
 
--- The kinds of the faults that happened since line `from` of the log of faults, by rank: those that may end a life.
+-- Returns the kinds of the faults that happened since line `from` of the log of faults, by rank: those that may end a
+-- life.
 local function happened(plan, life, list, from)
   local by_rank, all = {}, {}
   local function add(rank, kind)
@@ -42,7 +43,7 @@ local function fits(text, kinds)
   end
 end
 
--- The line that says why a process ended.
+-- Returns the line that says why a process ended.
 local function last_words(text)
   local words = text:match "psluajit[%w_]*: ([^\n]+)" or text:match "([^\n]+)\n*$" or ""
   return (words:gsub("^%c*", ""):sub(1, 240))
@@ -119,8 +120,8 @@ local function check_log(log, job, life, golden, state, resumes)
   end
 end
 
---- The golden run's log: by "RANK STEP" { values, rows } and by step the values of all ranks, each by parameter. The
---- run must have read each row once per epoch.
+--- Returns the golden run's log: by "RANK STEP" { values, rows } and by step the values of all ranks, each by
+--- parameter. The run must have read each row once per epoch.
 ---@param log table[]
 ---@param job table
 ---@return table

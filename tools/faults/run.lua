@@ -41,7 +41,7 @@ end
 
 local OLDER_S = 300                                        -- one build takes this long at most
 
---- The program psluajit_faults next to psluajit; nil and the reason if there is none that was built with it.
+--- Returns the program psluajit_faults next to psluajit; nil and the reason if there is none that was built with it.
 ---@return string?
 ---@return string? why
 function run.program()
@@ -157,7 +157,7 @@ function run.life(spec, life, events)
   return processes
 end
 
---- The lines of the job's log: { rank, life, what, step, ... }.
+--- Returns the lines of the job's log: { rank, life, what, step, ... }.
 ---@param folder string
 ---@return table[]
 function run.log(folder)
@@ -171,7 +171,7 @@ function run.log(folder)
   return list
 end
 
---- The faults that happened, of all lives until now: { rank, text }.
+--- Returns the faults that happened, of all lives until now: { rank, text }.
 ---@param folder string
 ---@return {rank: integer, text: string}[]
 function run.happened(folder)

@@ -42,7 +42,7 @@ end
 
 local KEYWORDS = { ["end"] = true, ["in"] = true, ["function"] = true, ["repeat"] = true, ["not"] = true }
 
--- A type on one line, in which every kind of text is allowed after "#".
+-- Returns a type on one line, in which every kind of text is allowed after "#".
 local function tag(name, rest)
   return ("---@%s %s"):format(name, (rest:gsub("%s+", " "):gsub("[ #]+$", "")))
 end
@@ -98,10 +98,10 @@ local function fields_of(class)
   return lines
 end
 
--- The variable of a class: "ps.nn.init" is ps_nn_init.
+-- Returns the variable of a class: "ps.nn.init" is ps_nn_init.
 local function variable_of(class) return (class:gsub("%.", "_")) end
 
---- The whole file.
+--- Returns the whole file.
 ---@param named table<string, DescribedClass> classes that types name, and their fields
 ---@return string
 function entry.text(named)

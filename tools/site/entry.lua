@@ -24,7 +24,7 @@ local function lines_of(path)
   return files[path]
 end
 
--- The message among the arguments of a call, "(...)": literals that `..` joins. nil if there is none.
+-- Returns the message among the arguments of a call, "(...)": literals that `..` joins. nil if there is none.
 local function words_of(text)
   local _, to, words = text:find '^[^"\n]-"([^"\n]*)"'
   if not to then return nil end
@@ -36,7 +36,7 @@ local function words_of(text)
   return words
 end
 
---- The messages of errors that a function's own text raises. What varies in them is "...".
+--- Returns the messages of errors that a function's own text raises. What varies in them is "...".
 ---@param source string Lua
 ---@return string[]
 function entry.errors(source)
@@ -104,7 +104,7 @@ function entry.put(out, call, fn, names, about, text)
     line and "#L" .. line or "", path)
 end
 
---- A page's name: "ps.nn" is nn, "Groups of ranks" is groups_of_ranks.
+--- Returns a page's name: "ps.nn" is nn, "Groups of ranks" is groups_of_ranks.
 ---@param title string of a section of docs/api.md
 ---@return string
 function entry.page_name(title)

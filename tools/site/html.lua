@@ -9,7 +9,7 @@ local html = {}
 local LOADS = { img = "src", script = "src", iframe = "src", source = "src", video = "src", audio = "src",
   embed = "src", object = "data", input = "src", track = "src" }
 
---- A path relative to a page's folder, without "." and "..".
+--- Returns a path relative to a page's folder, without "." and "..".
 ---@param page string "docs/zero.md"
 ---@param target string "../src/ps.h"
 ---@return string
@@ -46,7 +46,7 @@ local function plain(text)
   return (text:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end))
 end
 
--- Whether an address names another machine: it has a scheme other than data, or begins with "//".
+-- Returns whether an address names another machine: it has a scheme other than data, or begins with "//".
 local function is_remote(address)
   return address:find "^//" ~= nil or address:find "^%a[%w+.-]*:" ~= nil and not address:find "^data:"
 end
@@ -92,7 +92,7 @@ function html.check(root)
     end
   end
   local function problem(path, text, ...) problems[#problems + 1] = path .. ": " .. text:format(...) end
-  -- A local address: its file and its anchor are there.
+  -- Returns a local address: its file and its anchor are there.
   local function check_local(path, address, what)
     count.links = count.links + 1
     local file, anchor = address:match "^([^#?]*)[^#]*#?(.*)$"
