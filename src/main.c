@@ -22,6 +22,7 @@
 
 #include "backend/cpu/threads.h"
 #include "interrupt.h"
+#include "io/map_fault.h"
 #include "last_error.h"
 #include "modules.h"
 #include "ps.h"
@@ -668,6 +669,7 @@ int main(int argc, char **argv)
     p.argc = argc;
     p.argv = argv;
     p.name = argc > 0 && argv[0][0] ? argv[0] : "psluajit";
+    ps_map_fault_install(p.name);
     if (!parse_options(&p)) {
         print_usage(&p, stderr);
         return EXIT_FAILURE;

@@ -2,21 +2,17 @@
 -- Runs small jobs under faults that a seed draws, resumes them without faults, and checks from the outside that each
 -- ended with the results of a run without faults, or with an error that names the cause.
 --   psluajit tools/faults.lua --seeds 1:100 [--ranks 2] [--steps 6] [--jobs 1] [--hours H] [--json] [--keep]
+--   psluajit tools/faults.lua --plans FILE      the plans of a file: a line of --json for each
 --   psluajit tools/faults.lua --replay SEED
 -- --help shows the options, docs/reliability.md the table. It needs the program psluajit_faults next to psluajit:
 -- cmake --build build --target psluajit_faults.
 local argparse = require "argparse"
 local json = require "cjson"
-local lfs = require "lfs"
 local time = require "posix.time"
 local command_line = require "ps.core.command_line"
-local paths = require "ps.paths"
 local draw = require "tools.faults.draw"
-local judge = require "tools.faults.judge"
 local run = require "tools.faults.run"
-
-local HEARTBEAT_S, TIMEOUT_S, LIMIT_S = 4, 12, 30
-local TEXT_BYTES = 6000                                    -- of the training text
+local trial = require "tools.faults.trial"
 
 local parser = argparse("tools/faults.lua", "Runs a small training job for each seed, under faults that the seed "
   .. "draws, then resumes it without faults. Prints a line per seed: golden (the results of a run without faults), "
@@ -30,16 +26,20 @@ parser:option("--seeds", "A:B: the seeds from A to B"):convert(function(text)
   end
   return { first, last }
 end)
+parser:option("--plans", "a file of plans: on each line an object of JSON as --json prints")
 whole(parser:option("--replay", "one seed, with a log of every fault and everything that processes printed"), 0)
 whole(parser:option("--ranks", "a job has at most this number of ranks", "2"), 1, 64)
 whole(parser:option("--steps", "steps of a job", "6"), 1, 100)
 whole(parser:option("--jobs", "jobs that run at once", "1"), 1, 64)
 number(parser:option("--hours", "go on with the seeds after B until this number of hours is over"), 0, 1e6)
 parser:option("--plan", "with --replay: these events instead of the drawn ones, each LIFE/RANK:DOOR@NTH=ACTION")
+parser:option("--stop-at", "end after this number of WRONG seeds"):convert(tonumber)
 parser:flag("--keep", "keep the folders of jobs that are WRONG")
 parser:flag("--json", "print each line as an object of JSON")
 local options = parser:parse()
-if (options.seeds == nil) == (options.replay == nil) then parser:error "give --seeds A:B or --replay SEED" end
+if not (options.seeds or options.replay or options.plans) or options.replay and (options.seeds or options.plans) then
+  parser:error "give --seeds A:B, --plans FILE or --replay SEED"
+end
 
 local function fail(text, ...)
   io.stderr:write("faults: " .. text:format(...) .. "\n")
@@ -48,117 +48,41 @@ end
 
 local exe, no_program = run.program()
 if not exe then fail("%s", no_program) end
-
--- -- one folder for all ---------------------------------------------------------------------------------------------
-local root = os.tmpname()
-os.remove(root)
-assert(lfs.mkdir(root))
-do
-  local text, state = {}, 1
-  for i = 1, TEXT_BYTES do
-    state = state * 48271 % 2147483647
-    text[i] = string.char(32 + state % 95)
-  end
-  local f = assert(io.open(root .. "/text", "wb"))
-  f:write(table.concat(text))
-  f:close()
-end
-
-local shm = {}
-for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
-
-local function spec_of(job, name, program)
-  job.text, job.limit_s, job.timeout_s, job.heartbeat_s = root .. "/text", LIMIT_S, TIMEOUT_S, HEARTBEAT_S
-  return { exe = program, script = paths.root .. "/tools/faults/job.lua", job = job, folder = root .. "/" .. name }
-end
-
--- -- golden runs ----------------------------------------------------------------------------------------------------
-local goldens, n_goldens = {}, 0
-
--- Returns the golden run of a job; other jobs that need it wait.
-local function golden_of(job)
-  local key, settings = draw.golden(job)
-  while goldens[key] == "running" do coroutine.yield() end
-  if goldens[key] then return goldens[key] end
-  goldens[key], n_goldens = "running", n_goldens + 1
-  local spec = spec_of(settings, "golden" .. n_goldens, paths.exe)
-  settings.limit_s = 4 * LIMIT_S                           -- nothing is judged by its time
-  run.prepare(spec)
-  for _, p in ipairs(run.life(spec, 1, {})) do
-    if p.code ~= 0 then
-      fail("the job '%s' fails without faults: rank %d ended with %s after %.0f s:\n%s", key, p.rank,
-        p.signal and "signal " .. p.signal or "code " .. tostring(p.code), p.seconds, p.text)
-    end
-  end
-  goldens[key] = judge.golden(run.log(spec.folder), settings)
-  run.clean(spec.folder)
-  return goldens[key]
-end
-
--- -- a plan ---------------------------------------------------------------------------------------------------------
--- Runs a plan: the verdict, and the processes of its lives.
-local function perform(plan, name)
-  local golden, all = golden_of(plan.job), {}
-  local spec = spec_of(plan.job, name, exe)
-  run.prepare(spec)
-  local state, verdict, named = { saved = 0, seen = {}, faults = 0 }, nil, nil
-  for life = 1, plan.lives + 1 do
-    local events, resumes = {}, life > plan.lives
-    for _, event in ipairs(plan.events) do if event.life == life then events[#events + 1] = event end end
-    spec.plan = draw.text(plan, life)
-    local processes = run.life(spec, life, events)
-    all[life] = processes
-    verdict = judge.life(spec, plan, life, processes, golden, state, resumes)
-    if verdict.outcome == "WRONG" then break end
-    if verdict.outcome == "named" then named = verdict end
-  end
-  if verdict.outcome ~= "WRONG" then
-    local problem = judge.left(spec, state, shm)
-    verdict = problem and { outcome = "WRONG", why = problem } or named or verdict
-  end
-  verdict.faults = state.faults
-  return verdict, all, spec
-end
-
--- Returns the shortest plan that is still WRONG: leaves out one event after the other.
-local function shrink(plan, name)
-  local i = 1
-  while i <= #plan.events do
-    local fewer = {}
-    for key, value in pairs(plan) do fewer[key] = value end
-    fewer.events = {}
-    for k, event in ipairs(plan.events) do if k ~= i then fewer.events[#fewer.events + 1] = event end end
-    local verdict, _, spec = perform(fewer, name)
-    run.clean(spec.folder)
-    if verdict.outcome == "WRONG" then plan = fewer else i = i + 1 end
-  end
-  return plan
-end
+local trials = trial.new(exe)
 
 -- -- output ---------------------------------------------------------------------------------------------------------
 local counts = { golden = 0, named = 0, WRONG = 0, faults = 0 }
+
+-- Returns the settings that a plan's line of JSON has: those that were drawn.
+local function settings_of(job)
+  local settings = {}
+  for name, value in pairs(job) do
+    if not name:match "_s$" and name ~= "text" then settings[name] = value end
+  end
+  return settings
+end
 
 local function report(plan, verdict, shrunk)
   counts[verdict.outcome] = counts[verdict.outcome] + 1
   counts.faults = counts.faults + verdict.faults
   if options.json then
-    print(json.encode { seed = plan.seed, job = draw.describe(plan.job), events = draw.events(plan),
-      off = plan.off, outcome = verdict.outcome, why = verdict.why, faults = verdict.faults,
-      shrunk = shrunk and draw.events(shrunk) })
+    print(json.encode { seed = plan.seed, job = draw.describe(plan.job), settings = settings_of(plan.job),
+      begins = plan.begins, events = draw.events(plan), off = plan.off, outcome = verdict.outcome, why = verdict.why,
+      faults = verdict.faults, shrunk = shrunk and draw.events(shrunk) })
   else
-    print(("%d  %s  [%s]  %d happened  %s%s"):format(plan.seed, draw.describe(plan.job), draw.events(plan),
-      verdict.faults, verdict.outcome, verdict.why and ": " .. verdict.why or ""))
+    print(("%d  %s%s  [%s]  %d happened  %s%s"):format(plan.seed, draw.describe(plan.job),
+      plan.begins == "saved" and ", from a checkpoint" or "", draw.events(plan), verdict.faults, verdict.outcome,
+      verdict.why and ": " .. verdict.why or ""))
     if shrunk then print("    the shortest plan that fails: " .. draw.events(shrunk)) end
   end
   io.stdout:flush()
 end
 
-local function one(seed)
-  local plan, name = draw.plan(seed, options), "seed" .. seed
-  local verdict, _, spec = perform(plan, name)
+local function one(plan, name)
+  local verdict, _, spec = trials:perform(plan, name)
   local kept = verdict.outcome == "WRONG" and options.keep
   if not kept then run.clean(spec.folder) end
-  report(plan, verdict, verdict.outcome == "WRONG" and shrink(plan, name .. "s") or nil)
+  report(plan, verdict, verdict.outcome == "WRONG" and not options.stop_at and trials:shrink(plan, name .. "s") or nil)
   if kept then print("    kept: " .. spec.folder) end
 end
 
@@ -173,31 +97,49 @@ local function schedule(jobs, next_one)
     end
     for i = #running, 1, -1 do
       local ok, problem = coroutine.resume(running[i])
-      if not ok then error(debug.traceback(running[i], tostring(problem)), 0) end
+      if not ok then fail("%s", type(problem) == "string" and problem or debug.traceback(running[i])) end
       if coroutine.status(running[i]) == "dead" then table.remove(running, i) end
     end
     if #running > 0 then time.nanosleep { tv_sec = 0, tv_nsec = 4000000 } end
   until #running == 0 and not more
 end
 
--- -- one seed, with everything it said ------------------------------------------------------------------------------
+-- -- plans that somebody wrote --------------------------------------------------------------------------------------
 local function with_events(plan, text)
   plan.events, plan.lives = {}, 1
   for word in text:gmatch "%S+" do
     local life, rank, event = word:match "^(%d+)/(%d+):(.+)$"
     local kind = event and draw.kind_of(event)
-    if not kind then fail("--plan has '%s'; an event is LIFE/RANK:DOOR@NTH=ACTION", word) end
+    if not kind then fail("the plan has '%s'; an event is LIFE/RANK:DOOR@NTH=ACTION", word) end
     plan.events[#plan.events + 1] = { life = tonumber(life), rank = tonumber(rank), kind = kind,
       text = event:find("@", 1, true) and event or nil, seconds = 0.5 }
     plan.lives = math.max(plan.lives, tonumber(life))
   end
+  return plan
 end
 
+local function read_plans(path)
+  local plans, f = {}, io.open(path, "rb")
+  if not f then fail("cannot open %s", path) end
+  for line in f:lines() do
+    local ok, row = pcall(json.decode, line)
+    if not ok or type(row) ~= "table" or not (row.settings and row.events) then
+      fail("%s, line %d: it is not an object of JSON with settings and events, as --json prints", path, #plans + 1)
+    end
+    plans[#plans + 1] = with_events({ seed = row.seed or 0, job = row.settings, begins = row.begins or "new",
+      off = {} }, row.events)
+  end
+  f:close()
+  return plans
+end
+
+-- -- one seed, with everything it said ------------------------------------------------------------------------------
 local function replay(seed)
-  local plan = draw.plan(seed, options)
-  if options.plan then with_events(plan, options.plan) end
-  local verdict, lives, spec = perform(plan, "seed" .. seed)
-  print("settings: " .. json.encode(plan.job))
+  local plan = options.plan and with_events({ seed = seed, job = draw.job(seed, options), begins = "new", off = {} },
+    options.plan) or trials:plan(seed, options)
+  local verdict, lives, spec = trials:perform(plan, "seed" .. seed)
+  print("settings: " .. json.encode(settings_of(plan.job)))
+  print("begins: " .. plan.begins)
   print("switched off: " .. table.concat(plan.off, " "))
   for life, processes in ipairs(lives) do
     print(("life %d: %s"):format(life, life > plan.lives and "no faults" or draw.text(plan, life)))
@@ -213,30 +155,35 @@ local function replay(seed)
   report(plan, verdict)
 end
 
+-- -- the list of all -------------------------------------------------------------------------------------------------
 local began = run.now()
-if options.replay then
-  schedule(1, (function()
-    local done
-    return function()
-      if done then return nil end
-      done = true
-      return function() replay(options.replay) end
-    end
-  end)())
-else
-  local seed = options.seeds[1] - 1
-  schedule(options.jobs, function()
-    seed = seed + 1
-    local late = options.hours and run.now() - began < options.hours * 3600
-    if seed > options.seeds[2] and not late then return nil end
-    local this = seed
-    return function() one(this) end
-  end)
-  if not options.json then
-    print(("%d seeds in %.0f s: %d golden, %d named, %d WRONG; %d faults happened"):format(
-      counts.golden + counts.named + counts.WRONG, run.now() - began, counts.golden, counts.named, counts.WRONG,
-      counts.faults))
+local plans, at = options.plans and read_plans(options.plans) or {}, 0
+local seed = options.seeds and options.seeds[1] - 1
+
+local function next_one()
+  if options.stop_at and counts.WRONG >= options.stop_at then return nil end
+  if options.replay then
+    at = at + 1
+    return at == 1 and function() replay(options.replay) end or nil
   end
+  if at < #plans then
+    at = at + 1
+    local plan, name = plans[at], "plan" .. at
+    return function() one(plan, name) end
+  end
+  if not seed then return nil end
+  seed = seed + 1
+  local late = options.hours and run.now() - began < options.hours * 3600
+  if seed > options.seeds[2] and not late then return nil end
+  local this = seed
+  return function() one(trials:plan(this, options), "seed" .. this) end
 end
-if not (options.keep and counts.WRONG > 0) then os.execute(("rm -rf '%s'"):format(root)) end
+
+schedule(options.replay and 1 or options.jobs, next_one)
+if not options.json and not options.replay then
+  print(("%d %s in %.0f s: %d golden, %d named, %d WRONG; %d faults happened"):format(
+    counts.golden + counts.named + counts.WRONG, options.plans and "plans" or "seeds", run.now() - began, counts.golden,
+    counts.named, counts.WRONG, counts.faults))
+end
+if not (options.keep and counts.WRONG > 0) then os.execute(("rm -rf '%s'"):format(trials.root)) end
 os.exit(counts.WRONG > 0 and 1 or 0)

@@ -83,6 +83,34 @@ describe("a door", function()
     assert.equal("a`c\n", text)
   end)
 
+  it("flips a bit of a tensor after its checksum was compared", function()
+    if missing then return pending(missing) end
+    local text = run("0:read@0=flip:77777", [[
+      local path = folder .. "/t.safetensors"
+      ps.safetensors.save(path, { a = ps.ones { 1000, 10 } }, nil, { checksums = true })
+      local file = ps.safetensors.open(path)
+      print(file:verify "a", pcall(file.tensor, file, "a"))
+    ]])
+    assert.truthy(text:match "^true\tfalse\t.*tensor 'a' is damaged: the checksum of the bytes that were read", text)
+  end)
+
+  it("counts the calls of one class of files", function()
+    if missing then return pending(missing) end
+    local text, _, events = run("0:write/save@0=EIO", SAVE)
+    assert.truthy(text:match "^false.*Input/output error" and events[1] == "write/save@0=EIO:0", text)
+    text, _, events = run("0:write/latest@0=EIO", SAVE)
+    assert.equal(usual, text)
+    assert.same({}, events)
+  end)
+
+  it("takes the pages of a map", function()
+    if missing then return pending(missing) end
+    local text, code = run("0:map@0=cut:0", SAVE)
+    assert.equal(135, code)                                -- SIGBUS
+    assert.truthy(text:match "cannot read [^\n]*/run/t%.safetensors from about byte %d+ of its map on: the file was ",
+      text)
+  end)
+
   it("ends the process", function()
     if missing then return pending(missing) end
     assert.equal(137, select(2, run("0:any@3=kill", SAVE)))
@@ -142,6 +170,24 @@ describe("a loss of power", function()
     for seed = 1, 4 do
       assert.equal(("b"):rep(3 * 4096), (contents(seed, 'write("/old", "b", true)')))
     end
+  end)
+
+  it("is what an fsync that fails does to its file", function()
+    if missing then return pending(missing) end
+    local lost = 0
+    for seed = 1, 8 do
+      run(("0:sync@1=EIO:%d"):format(seed), [[
+        local ffi = require "ffi"
+        ffi.cdef "int open(const char *, int, ...); long write(int, const void *, size_t); int fsync(int);"
+        for _, letter in ipairs { "a", "b" } do
+          local f = ffi.C.open(folder .. "/old", 577, ffi.cast("int", 420))
+          ffi.C.write(f, letter:rep(3 * 4096), 3 * 4096)
+          ffi.C.fsync(f)
+        end
+      ]])
+      if check.read(folder .. "/run/old") ~= ("b"):rep(3 * 4096) then lost = lost + 1 end
+    end
+    assert.truthy(lost > 4, lost)
   end)
 
   it("takes names whose folder was not synced", function()

@@ -5,7 +5,9 @@
  *
  * Each such function is a door. The door counts the call and compares it with the plan (PS_FAULT_PLAN): a list of
  * events RANK:DOOR@NTH=ACTION, or RANK:DOOR@NTH+COUNT=ACTION, separated by blanks. NTH counts from 0. RANK is a number,
- * or * for all ranks. plan.c has the names of actions, and docs/reliability.md says what they do. Files count only if
+ * or * for all ranks. DOOR/CLASS instead of DOOR counts calls for one class of files: save (a checkpoint's tensors),
+ * index (its index.json), latest, folder (opened or synced), chunk (the disk tier), log (of monitors) or other.
+ * plan.c has the names of actions, and docs/reliability.md says what they do. Files count only if
  * they are below PS_FAULT_FOLDER, and sockets only if they are of the internet's families. Each event that happens is a
  * line of the file PS_FAULT_LOG. */
 #ifndef PS_FAULTS_H
@@ -22,10 +24,10 @@ enum faults_door {
     DOOR_CONNECT, DOOR_ACCEPT, DOOR_SEND, DOOR_RECV, DOOR_ALLOC, DOOR_CLOCK, DOOR_SLEEP, DOOR_LOCK, DOOR_WAIT,
     N_DOORS
 };
-/* Actions that plan.c performs before the call: DELAY, KILL, STOP, SIGNAL, POWER. Doors perform the others. */
+/* Actions that plan.c performs before the call: from ACT_DELAY on. Doors perform the others. */
 enum faults_action {
     ACT_NONE, ACT_ERRNO, ACT_INTERRUPT, ACT_SHORT, ACT_FLIP, ACT_RESET, ACT_HALF_OPEN, ACT_DRIP, ACT_JUMP,
-    ACT_SPURIOUS, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER
+    ACT_SPURIOUS, ACT_REORDER, ACT_CUT, ACT_DELAY, ACT_KILL, ACT_STOP, ACT_SIGNAL, ACT_POWER, ACT_POWER_ALL
 };
 typedef struct faults_hit {
     int action;                 /* ACT_NONE: the call proceeds */
@@ -37,7 +39,8 @@ typedef struct faults_hit {
  * bit set of the actions that this call can perform; events with others are not used up. */
 faults_hit faults_pass(int door, unsigned can, const char *what);
 #define CAN(action) (1u << (action))
-enum { CAN_WAIT = 1u << ACT_DELAY | 1u << ACT_KILL | 1u << ACT_STOP | 1u << ACT_SIGNAL | 1u << ACT_POWER };
+enum { CAN_WAIT = 1u << ACT_DELAY | 1u << ACT_KILL | 1u << ACT_STOP | 1u << ACT_SIGNAL | 1u << ACT_POWER
+                  | 1u << ACT_POWER_ALL };
 
 /* For scripts that walk over every call: replaces the plan, and counts calls and events from 0. No other thread may be
  * in a door. */
@@ -62,6 +65,8 @@ void lost_write(int fd, int64_t offset, int64_t nbytes);
 void lost_resize(int fd);
 void lost_truncate(const char *path);           /* all bytes of a file */
 void lost_sync(int fd);                         /* a file's bytes, or a folder's names, are on the disk */
+void lost_failed_sync(int fd, uint64_t seed);   /* fsync of a file failed: its bytes are lost as by a loss of power, and
+                                                 * the next fsync succeeds, as Linux does it */
 void lost_create(const char *path);
 void lost_rename(const char *from, const char *to, bool exchange);
 void lost_remove(const char *path, bool folder);
@@ -69,7 +74,7 @@ void lost_mkdir(const char *path);
 void lost_undone(void);                         /* the last of these changes of a folder failed */
 /* Undoes what was not synced, as `seed` draws, and ends the process. */
 _Noreturn void lost_power(uint64_t seed);
-bool faults_want_power(void);                   /* the plan has such an event, so changes are recorded */
+bool faults_want_power(void);                   /* the plan has an event that loses bytes, so changes are recorded */
 
 /* -- system calls that pass no door ------------------------------------------------------------------------------- */
 void faults_nap(double seconds);

@@ -14,6 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#define NAMELESS "/(nameless)"
 enum { MOST_FDS = 4096 };
 enum { CAN_FAIL = CAN(ACT_ERRNO), CAN_STOP = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) };
 
@@ -82,6 +83,7 @@ static int open_door(int folder, const char *path, int flags, mode_t mode, bool 
     else if (flags & O_TRUNC) lost_truncate(mine);
     int fd = (int)syscall(SYS_openat, folder, path, flags, mode);
     if (fd < 0 && is_new) lost_undone();
+    if (fd >= 0 && nameless && strlen(mine) + sizeof NAMELESS < sizeof full) strcat(full, NAMELESS);
     if (fd >= 0)
         faults_set_class(fd, nameless ? FD_NAMELESS : folders || is_folder(mine) ? FD_FOLDER : FD_FILE, mine);
     return fd;
@@ -181,6 +183,7 @@ int fsync(int fd)
     int class = faults_class_of(fd);
     if (class != FD_FILE && class != FD_FOLDER) return (int)syscall(SYS_fsync, fd);
     faults_hit hit = faults_pass(DOOR_SYNC, CAN_STOP, faults_path_of(fd));
+    if (hit.err && hit.err != EINTR) lost_failed_sync(fd, (uint64_t)hit.arg);
     if (hit.action) return fail(hit);
     /* The bytes need not reach the disk of this machine: a loss of power is only played. */
     lost_sync(fd);
@@ -208,19 +211,32 @@ int fallocate(int fd, int mode, off_t offset, off_t nbytes)
 }
 
 /* -- maps --------------------------------------------------------------------------------------------------------- */
+/* Replaces the pages of a private map, from one of the first ten on, by those of an empty file. Touching them raises
+ * SIGBUS, as if another process had truncated the file, or its disk had failed. */
+static void cut_map(char *p, size_t nbytes, int flags, double which)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), from = (size_t)which % 10 * page;
+    int empty = (int)syscall(SYS_memfd_create, "cut", 0);
+    if (from >= nbytes) from = 0;
+    if (empty < 0 || !(flags & MAP_PRIVATE)) return;
+    syscall(SYS_mmap, p + from, nbytes - from, PROT_READ, MAP_PRIVATE | MAP_FIXED, empty, 0);
+    syscall(SYS_close, empty);
+}
+
 /* Maps without a file count as requests for memory. */
 void *mmap(void *at, size_t nbytes, int prot, int flags, int fd, off_t offset)
 {
     bool anonymous = (flags & MAP_ANONYMOUS) != 0;
     faults_hit hit = { ACT_NONE, 0, 0 };
     if (anonymous) hit = faults_pass(DOOR_ALLOC, CAN_FAIL, NULL);
-    else if (is_file(fd)) hit = faults_pass(DOOR_MAP, CAN_FAIL | CAN(ACT_FLIP), faults_path_of(fd));
+    else if (is_file(fd)) hit = faults_pass(DOOR_MAP, CAN_FAIL | CAN(ACT_FLIP) | CAN(ACT_CUT), faults_path_of(fd));
     if (hit.action == ACT_ERRNO) {
         errno = anonymous ? ENOMEM : hit.err;
         return MAP_FAILED;
     }
     void *p = (void *)syscall(SYS_mmap, at, nbytes, prot, flags, fd, offset);
     if (p == MAP_FAILED) return p;
+    if (hit.action == ACT_CUT) cut_map(p, nbytes, flags, hit.arg);
     if (hit.action == ACT_FLIP && (flags & MAP_PRIVATE) && mprotect(p, nbytes, prot | PROT_WRITE) == 0) {
         faults_flip(p, nbytes, hit.arg);
         mprotect(p, nbytes, prot);

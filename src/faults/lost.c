@@ -4,8 +4,8 @@
  * that was not synced stays, returns to its old bytes, or does the latter in one part of its sectors. Of the changes of
  * a folder's names, a number of the last ones is undone, as a file system with a journal would.
  *
- * Files of the disk tier have no name, so they are left out: nothing of them outlives the process. The model is that of
- * one machine that stops: only this process's changes are undone. */
+ * Files of the disk tier have no name, so they are left out: nothing of them outlives the process. Each process undoes
+ * its own changes. If all ranks lose power, each does so, with no order among them. */
 #define _GNU_SOURCE
 #include "faults/faults.h"
 #include <errno.h>
@@ -320,25 +320,44 @@ static void lose_names(uint64_t *state)
             }
 }
 
+/* counts: blocks that stayed, were lost, and were torn. */
+static void lose_file(const file *f, uint64_t *state, int counts[3])
+{
+    bool all = draw(state) % 3 == 0;            /* nothing of this file was written: the usual case */
+    int64_t size = size_of(f->fd);
+    for (int i = 0; i < f->n; i++) {
+        block *b = &f->blocks[i];
+        uint64_t what = all ? 1 : draw(state) % 3;
+        int64_t at = b->index * BLOCK, n = size - at < BLOCK ? size - at : BLOCK, from = 0;
+        if (n <= 0) what = 0;
+        if (what == 2) from = (int64_t)(draw(state) % (BLOCK / SECTOR)) * SECTOR;
+        if (from >= n) what = 0;
+        counts[what]++;
+        if (what) syscall(SYS_pwrite64, f->fd, b->old + from, (size_t)(n - from), at + from);
+    }
+    if (all) syscall(SYS_ftruncate, f->fd, f->old_size);
+}
+
 static void lose_bytes(uint64_t *state)
 {
-    int stayed = 0, lost = 0, torn = 0;
-    for (file *f = files; f; f = f->next) {
-        bool all = draw(state) % 3 == 0;        /* nothing of this file was written: the usual case */
-        int64_t size = size_of(f->fd);
-        for (int i = 0; i < f->n; i++) {
-            block *b = &f->blocks[i];
-            uint64_t what = all ? 1 : draw(state) % 3;
-            int64_t at = b->index * BLOCK, n = size - at < BLOCK ? size - at : BLOCK, from = 0;
-            if (what == 0 || n <= 0) { stayed++; continue; }
-            if (what == 2) from = (int64_t)(draw(state) % (BLOCK / SECTOR)) * SECTOR;
-            if (from >= n) { stayed++; continue; }
-            what == 2 ? torn++ : lost++;
-            syscall(SYS_pwrite64, f->fd, b->old + from, (size_t)(n - from), at + from);
-        }
-        if (all) syscall(SYS_ftruncate, f->fd, f->old_size);
+    int counts[3] = { 0 };
+    for (file *f = files; f; f = f->next) lose_file(f, state, counts);
+    faults_note("lost bytes: %d blocks stayed, %d were lost, %d torn", counts[0], counts[1], counts[2]);
+}
+
+void lost_failed_sync(int fd, uint64_t seed)
+{
+    struct stat st;
+    int counts[3] = { 0 };
+    if (!faults_want_power() || fstat(fd, &st) < 0) return;
+    faults_lock();
+    file **at = find(&st);
+    if (*at) {
+        lose_file(*at, &seed, counts);
+        forget_file(at);
     }
-    faults_note("lost bytes: %d blocks stayed, %d were lost, %d torn", stayed, lost, torn);
+    faults_unlock();
+    faults_note("lost bytes: %d blocks stayed, %d were lost, %d torn", counts[0], counts[1], counts[2]);
 }
 
 _Noreturn void lost_power(uint64_t seed)

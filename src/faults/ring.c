@@ -26,14 +26,19 @@ static void replace(struct io_uring_sqe *sqe, int res)
     }
 }
 
-static void pass(struct io_uring_sqe *sqe)
+/* last: the last request of the batch, with which an event `reorder` swaps this one. */
+static void pass(struct io_uring_sqe *sqe, struct io_uring_sqe *last)
 {
     bool reads = sqe->opcode == IORING_OP_READV;
     if ((!reads && sqe->opcode != IORING_OP_WRITEV) || sqe->len != 1) return;
     struct iovec *v = (struct iovec *)(uintptr_t)sqe->addr;
-    unsigned can = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | (reads ? CAN(ACT_FLIP) : 0u);
+    unsigned can = CAN(ACT_ERRNO) | CAN(ACT_INTERRUPT) | CAN(ACT_SHORT) | CAN(ACT_REORDER)
+                   | (reads ? CAN(ACT_FLIP) : 0u);
     faults_hit hit = faults_pass(reads ? DOOR_READ : DOOR_WRITE, can, "(ring)");
-    if (hit.err) replace(sqe, -hit.err);
+    if (hit.action == ACT_REORDER) {
+        struct io_uring_sqe first = *sqe;
+        *sqe = *last, *last = first;
+    } else if (hit.err) replace(sqe, -hit.err);
     else if (hit.action == ACT_FLIP) {
         ssize_t n = syscall(SYS_pread64, sqe->fd, v->iov_base, v->iov_len, sqe->off);
         if (n > 0) faults_flip(v->iov_base, (size_t)n, hit.arg);
@@ -49,7 +54,9 @@ int io_uring_submit_and_wait(struct io_uring *ring, unsigned n)
 {
     static int (*next)(struct io_uring *, unsigned);
     if (!next) *(void **)&next = faults_next("io_uring_submit_and_wait", NULL);
-    for (unsigned i = ring->sq.sqe_head; i != ring->sq.sqe_tail; i++) pass(&ring->sq.sqes[i & ring->sq.ring_mask]);
+    struct io_uring_sqe *sqes = ring->sq.sqes;
+    unsigned mask = ring->sq.ring_mask, end = ring->sq.sqe_tail;
+    for (unsigned at = ring->sq.sqe_head; at != end; at++) pass(&sqes[at & mask], &sqes[(end - 1) & mask]);
     int rc = next(ring, n);
     unsigned head, i;
     struct io_uring_cqe *cqe;

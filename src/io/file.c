@@ -6,6 +6,7 @@
 #include "io/file.h"
 #include "base/alloc.h"
 #include "base/fd.h"
+#include "io/map_fault.h"
 #include "ps_test.h"
 #include <errno.h>
 #include <fcntl.h>
@@ -51,6 +52,7 @@ static int map_file(ps_map *m)
         return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %s (%lld bytes): %s", m->path,
                        (long long)m->nbytes, strerror(errno));
     m->bytes = p;
+    ps_map_fault_add(p, m->nbytes, m->path);
     return 0;
 }
 
@@ -110,13 +112,16 @@ int ps_map_lend(const ps_map *m, int64_t at, int64_t nbytes, ps_lent_map *out)
     if (p == MAP_FAILED)
         return ps_fail(errno == ENOMEM ? PS_ENOMEM : PS_EIO, "cannot map %lld bytes of %s from byte %lld on: %s",
                        (long long)nbytes, m->path, (long long)at, strerror(errno));
+    ps_map_fault_add(p, before + nbytes, m->path);
     *out = (ps_lent_map){ p, before + nbytes, (char *)p + before };
     return 0;
 }
 
 void ps_map_unlend(const ps_lent_map *lent)
 {
-    if (lent->pages) munmap(lent->pages, (size_t)lent->nbytes);
+    if (!lent->pages) return;
+    ps_map_fault_remove(lent->pages);
+    munmap(lent->pages, (size_t)lent->nbytes);
 }
 
 int ps_map_read(const ps_map *m, int64_t at, void *dst, int64_t nbytes)
@@ -149,7 +154,10 @@ void ps_map_close(ps_map *m)
 {
     if (!m->path) return;                   /* zeroed, or already closed */
     if (m->fd >= 0) {
-        if (m->bytes && m->nbytes) munmap((void *)(uintptr_t)m->bytes, (size_t)m->nbytes);
+        if (m->bytes && m->nbytes) {
+            ps_map_fault_remove(m->bytes);
+            munmap((void *)(uintptr_t)m->bytes, (size_t)m->nbytes);
+        }
         close(m->fd);
     }
     ps_free(m->path);

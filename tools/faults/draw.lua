@@ -10,19 +10,27 @@ local draw = {}
 ---@field life integer        1 or 2; the last life of a run has no faults
 ---@field rank integer
 ---@field text? string        for PS_FAULT_PLAN; nil: the runner does it (late, twice)
----@field seconds? number     how long a stopped rank is stopped, or how late one starts
+---@field seconds? number     how late a rank starts
 
 ---@class ps.faults.Plan
 ---@field seed integer
 ---@field job table           settings of tools/faults/job.lua
+---@field begins "new"|"saved" saved: life 1 continues from a checkpoint of a run without faults
 ---@field off string[]        kinds that this seed switched off
 ---@field events ps.faults.Event[]
 ---@field lives integer       lives with faults
 
+-- The number of calls of each door and class of files (src/faults/faults.h), such as `write/save`, by rank, in a life
+-- without faults.
+---@alias ps.faults.Calls table<integer, table<string, integer>>
+
+---@class ps.faults.Profile
+---@field new ps.faults.Calls     of a life that begins without a checkpoint
+---@field saved ps.faults.Calls   of one that continues from one
+
 -- Lehmer's generator with Park and Miller's later multiplier: small, and no other code shares its state. Seeds that
 -- follow each other begin at states that have nothing in common.
-local function random(seed)
-  local text = tostring(seed)
+local function random(text)
   local state = tonumber(C.ps_xxh3(text, #text) % 2147483646) + 1
   local function next_number()
     state = state * 48271 % 2147483647
@@ -38,85 +46,169 @@ local function random(seed)
   return r
 end
 
--- About how many calls of each door a life has: of one rank without a disk tier. An event after the last call does not
--- happen.
-local CALLS = { any = 450, open = 30, read = 60, write = 160, sync = 18, rename = 10, space = 7, remove = 4, mkdir = 3,
-  map = 6, connect = 3, accept = 6, send = 400, recv = 800, alloc = 5000, clock = 3, sleep = 4, lock = 8000, wait = 60 }
+-- About how many calls of these doors a life has. The numbers of files' calls are known exactly, by profile: those of
+-- sockets and threads change from run to run, and a plan must not.
+local CALLS = { any = 450, connect = 3, accept = 6, send = 600, recv = 1000, alloc = 5000, clock = 6, sleep = 4,
+  lock = 10000, wait = 60 }
 
 -- The words of errno in messages.
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
--- Returns an event of PS_FAULT_PLAN. Doors of sockets are left out if there is one rank.
-local function at(r, doors, action, count, job)
-  local usable = {}
-  for _, door in ipairs(doors) do
-    if not (job and job.ranks == 1 and (door == "send" or door == "recv")) then usable[#usable + 1] = door end
+-- How much more often calls of a class are drawn than others: each class counts as often as its weight says, however
+-- many calls it has. The rest, such as opening `other` files, has 0 (the number of such calls differs from run to run).
+local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["write/chunk"] = 4, ["map/save"] = 3,
+  ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 2, ["sync/index"] = 1, ["rename/save"] = 3,
+  ["rename/latest"] = 2, ["rename/index"] = 1, ["write/latest"] = 2, ["write/index"] = 1, ["read/latest"] = 2,
+  ["read/index"] = 2, ["read/log"] = 1, ["write/log"] = 1, ["open/save"] = 2, ["open/index"] = 1, ["open/latest"] = 1,
+  ["open/folder"] = 1, ["open/log"] = 1, ["space/save"] = 1, ["space/index"] = 1, ["space/latest"] = 1,
+  ["space/chunk"] = 1, ["remove/save"] = 1, ["remove/index"] = 1, ["mkdir/save"] = 1, ["sync/log"] = 1 }
+local NAMES = {}
+for name in pairs(WEIGHTS) do NAMES[#NAMES + 1] = name end
+table.sort(NAMES)
+
+-- Rounds a number of calls down to two significant bits: reads ahead of the disk tier vary by a few calls.
+local function rounded(n)
+  local unit = 1
+  while n >= 4 * unit do unit = unit * 2 end
+  return math.floor(n / unit) * unit
+end
+
+-- Returns the classes of files whose calls a life has, of these doors, and of these classes (a pattern).
+local function classes_of(calls, doors, pattern)
+  local list, sum = {}, 0
+  for _, name in ipairs(NAMES) do
+    local door, class = name:match "^(%l+)/(%l+)$"
+    local n = calls[name] or 0
+    if class == "chunk" then n = rounded(n) end
+    if n > 0 and doors[door] and (not pattern or class:find(pattern)) then
+      sum = sum + WEIGHTS[name]
+      list[#list + 1] = { name = name, n = n, upto = sum }
+    end
   end
-  local door = r.pick(usable)
-  local most = CALLS[door]
-  if door == "any" and job then most = job.ranks > 1 and 1200 or job.disk_threads and 800 or most end
-  local nth = r.chance(0.5) and r.early(most) or r.int(0, most)
+  return list, sum
+end
+
+-- Draws a call number below n: any, or one of the first, or one of the last.
+local function call_of(r, n)
+  local how = r.next()
+  if how < 0.6 then return r.int(0, n - 1) end
+  local early = math.min(r.early(n), n - 1)
+  return how < 0.8 and early or n - 1 - early
+end
+
+local function set(list)
+  local all = {}
+  for _, name in ipairs(list) do all[name] = true end
+  return all
+end
+
+local FILE_DOORS = set { "open", "read", "write", "sync", "rename", "space", "remove", "mkdir", "map" }
+
+local function text_of(door, nth, count, action)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
+-- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. where: { r, job, calls (of
+-- the rank) }. doors: names. A door of files stands for its classes, as their weights say; another one has weight 4.
+local function at(where, doors, action, count, pattern)
+  local r, others, files = where.r, {}, {}
+  for _, door in ipairs(doors) do
+    if FILE_DOORS[door] then files[door] = true
+    elseif where.job.ranks > 1 or not (door == "send" or door == "recv") then others[#others + 1] = door end
+  end
+  local list, sum = classes_of(where.calls, files, pattern)
+  for _, door in ipairs(others) do
+    sum = sum + 4
+    list[#list + 1] = { name = door, upto = sum }
+  end
+  if sum == 0 then return nil end
+  local which = r.next() * sum
+  for _, class in ipairs(list) do
+    if which < class.upto or class == list[#list] then
+      local n = class.n
+      if n then return text_of(class.name, call_of(r, n), count, action) end
+      local most = CALLS[class.name]
+      if class.name == "any" then most = where.job.ranks > 1 and 1200 or where.job.disk_threads and 800 or most end
+      return text_of(class.name, r.chance(0.5) and r.early(most) or r.int(0, most), count, action)
+    end
+  end
+end
+
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
+-- Where a process ends: at a call of a file, or at any.
+local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
 local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
 -- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
--- error. dies: signals by which the rank itself may end. ranks: needs several ranks. weight: how much
--- more often it is drawn than others. make(r, job) draws an event.
+-- error. dies: signals by which the rank itself may end; says: what it prints before. everywhere: all ranks have the
+-- fault. ranks: needs several ranks. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
+-- an event, or nil if the life has no such call.
 local KINDS = {
-  { "eintr", golden = true, make = function(r, job) return at(r, MOVES, "EINTR", r.int(1, 3), job) end },
-  { "short", golden = true, make = function(r, job) return at(r, MOVES, "short", r.int(1, 20), job) end },
-  { "slow", golden = true, make = function(r, job)
-    return at(r, { "any", "read", "write", "sync", "send", "recv", "lock" }, ("delay:%.2f"):format(r.next() * 0.4), 1,
-      job)
+  { "eintr", golden = true, make = function(w) return at(w, MOVES, "EINTR", w.r.int(1, 3)) end },
+  { "short", golden = true, weight = 2, make = function(w) return at(w, MOVES, "short", w.r.int(1, 20)) end },
+  { "slow", golden = true, make = function(w)
+    return at(w, { "any", "read", "write", "sync", "send", "recv", "lock" }, ("delay:%.2f"):format(w.r.next() * 0.4))
   end },
-  { "drip", golden = true, ranks = true, make = function(r) return at(r, LINKS, "drip") end },
-  { "spurious", golden = true, make = function(r) return at(r, { "wait" }, "spurious", r.int(1, 50)) end },
-  { "hand_over", golden = true, make = function(r)
-    return at(r, { "lock", "wait" }, ("delay:%.4f"):format(r.next() * 0.01), r.int(1, 30))
+  { "slow_disk", golden = true, make = function(w)
+    return at(w, { "read", "write", "sync" }, ("delay:%.4f"):format(w.r.next() * 0.02), w.r.int(10, 40))
   end },
-  { "jump", golden = true, make = function(r)
-    return at(r, { "clock" }, "jump:" .. r.pick { -86400, -5, 5, 86400 })
+  { "slow_rank", golden = true, make = function(w)
+    return at(w, { "any" }, ("delay:%.4f"):format(w.r.next() * 0.005), w.r.int(50, 300))
   end },
-  { "late", golden = true, ranks = true, make = function(r) return { seconds = 0.2 + r.next() } end },
-  { "stop", golden = true, make = function(r)
-    local event = at(r, { "any" }, "stop")
-    event.seconds = 0.1 + r.next() * 0.9
-    return event
+  { "reorder", golden = true, make = function(w) return at(w, { "read", "write" }, "reorder", 100, "chunk") end },
+  { "drip", golden = true, ranks = true, make = function(w) return at(w, LINKS, "drip") end },
+  { "spurious", golden = true, make = function(w) return at(w, { "wait" }, "spurious", w.r.int(1, 50)) end },
+  { "hand_over", golden = true, make = function(w)
+    return at(w, { "lock", "wait" }, ("delay:%.4f"):format(w.r.next() * 0.01), w.r.int(1, 30))
   end },
-  { "quiet_signal", golden = true, make = function(r) return at(r, { "any" }, "signal:" .. r.pick { 17, 23, 28 }) end },
-  { "eio", make = function(r) return at(r, FILE, "EIO", r.pick { 1, 1, 2, 1000000 }) end, causes = { WORDS.EIO } },
-  { "full", make = function(r)
-    return at(r, { "write", "space", "open", "mkdir" }, r.pick { "ENOSPC", "EDQUOT" }, r.pick { 1, 1, 5, 1000000 })
+  { "jump", golden = true, make = function(w)
+    return at(w, { "clock" }, "jump:" .. w.r.pick { -86400, -5, 5, 86400 })
+  end },
+  { "late", golden = true, ranks = true, make = function(w) return { seconds = 0.2 + w.r.next() } end },
+  { "stop", golden = true, make = function(w)
+    return at(w, { "any" }, ("stop:%.2f"):format(0.1 + w.r.next() * 0.9))
+  end },
+  { "frozen", ranks = true, make = function(w) return at(w, { "any" }, "stop:9") end,
+    causes = { "rank %d+", "silent" } },
+  { "quiet_signal", golden = true, make = function(w)
+    return at(w, { "any" }, "signal:" .. w.r.pick { 17, 23, 28 })
+  end },
+  { "eio", weight = 2, make = function(w)
+    return at(w, FILE, "EIO:" .. w.r.int(1, 1e6), w.r.pick { 1, 1, 2, 1000000 })
+  end, causes = { WORDS.EIO } },
+  { "full", make = function(w)
+    return at(w, { "write", "space", "open", "mkdir" }, w.r.pick { "ENOSPC", "EDQUOT" }, w.r.pick { 1, 1, 5, 1000000 })
   end, causes = { WORDS.ENOSPC, WORDS.EDQUOT } },
-  { "refused", make = function(r)
-    return at(r, { "open", "open", "mkdir", "rename" }, r.pick { "EMFILE", "EACCES", "EROFS" }, r.pick { 1, 1, 4 })
+  { "refused", make = function(w)
+    return at(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" }, w.r.pick { 1, 1, 4 })
   end, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
-  { "memory", make = function(r) return at(r, { "alloc" }, "ENOMEM", r.pick { 1, 2, 3, 1000000 }) end,
+  { "memory", make = function(w) return at(w, { "alloc" }, "ENOMEM", w.r.pick { 1, 2, 3, 1000000 }) end,
     causes = { "memory", "ENOMEM", "Cannot allocate" } },
-  { "flip", make = function(r)
-    return at(r, { "read", "map" }, ("flip:%d"):format(r.int(0, 2 ^ 24)))
+  { "flip", weight = 3, make = function(w)
+    return at(w, { "read", "map" }, ("flip:%d"):format(w.r.int(0, 2 ^ 24)))
   end, causes = { "damaged", "checksum", "does not belong", "not a safetensors file", "truncated", "header" } },
-  { "reset", ranks = true, make = function(r) return at(r, LINKS, "reset") end,
-    causes = { "rank %d+", "hung up", "connection", "[Cc]onnection reset" } },
-  { "half_open", ranks = true, make = function(r) return at(r, { "send" }, "half_open") end,
-    causes = { "rank %d+", "silent", "did not", "does not answer", "not come" } },
-  { "unreachable", ranks = true, make = function(r)
-    local door = r.pick { "connect", "accept" }
-    return at(r, { door }, door == "connect" and "ECONNREFUSED" or "ECONNABORTED", r.int(1, 3))
-  end, causes = { "rank %d+", "[Cc]onnection", "reached nobody", "did not come", "connect" } },
-  { "kill", dies = { [9] = true }, weight = 2, make = function(r, job)
-    return at(r, { "any" }, "kill", 1, job)
+  { "cut", dies = { [7] = true }, says = "cannot read [^\n]+ from about byte %d+ of its map on", make = function(w)
+    return at(w, { "map" }, "cut:" .. w.r.int(0, 9))
   end },
-  { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(r)
-    return at(r, { "any" }, "signal:" .. r.pick { 1, 2, 15 })
+  { "reset", ranks = true, make = function(w) return at(w, LINKS, "reset") end,
+    causes = { "rank %d+", "hung up", "connection", "[Cc]onnection reset" } },
+  { "half_open", ranks = true, make = function(w) return at(w, { "send" }, "half_open") end,
+    causes = { "rank %d+", "silent", "did not", "does not answer", "not come" } },
+  { "unreachable", ranks = true, make = function(w)
+    local door = w.r.pick { "connect", "accept" }
+    return at(w, { door }, door == "connect" and "ECONNREFUSED" or "ECONNABORTED", w.r.int(1, 3))
+  end, causes = { "rank %d+", "[Cc]onnection", "reached nobody", "did not come", "connect" } },
+  { "kill", dies = { [9] = true }, weight = 3, make = function(w) return at(w, ENDS, "kill") end },
+  { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(w)
+    return at(w, ENDS, "signal:" .. w.r.pick { 1, 2, 15 })
   end, causes = { "interrupted", "signal" } },
-  { "power", dies = { [9] = true }, weight = 4, make = function(r, job)
-    return at(r, { "any" }, "power:" .. r.int(1, 1e6), 1, job)
+  { "power", dies = { [9] = true }, weight = 5, make = function(w)
+    return at(w, ENDS, "power:" .. w.r.int(1, 1e6))
+  end },
+  { "power_all", ranks = true, everywhere = true, dies = { [9] = true }, weight = 2, make = function(w)
+    return at(w, ENDS, "power_all:" .. w.r.int(1, 1e6))
   end },
   { "twice", ranks = true, make = function() return {} end,
     causes = { "two processes say", "rank %d+", "turned away", "ended while" } },
@@ -144,14 +236,25 @@ local function mesh(r, ranks, config, job)
   end
 end
 
-local function job_of(r, most_ranks, steps)
-  local ranks = r.chance(0.5) and 1 or r.int(1, most_ranks)
+local SHARE = 4                                            -- seeds that follow each other have one job
+
+--- Returns the job of a seed.
+---@param seed integer
+---@param options {ranks: integer, steps: integer}
+---@return table
+function draw.job(seed, options)
+  local r = random("job " .. math.floor((seed - 1) / SHARE))
+  local ranks = r.chance(0.35) and 1 or r.int(1, options.ranks)
   local config = { optimizer = { type = r.pick { "AdamW", "AdamW", "Adam", "SGD" }, params = { lr = 1e-3 } } }
-  local job = { ranks = ranks, family = r.pick(FAMILIES), steps = steps, every = r.int(1, 3), keep = r.int(1, 3),
-    rows = 4, accumulate = r.pick { 1, 1, 2 }, async = r.chance(0.5), shards = r.chance(0.5), config = config }
+  local job = { ranks = ranks, family = r.pick(FAMILIES), steps = options.steps, every = r.int(1, 3),
+    keep = r.int(1, 3), rows = 4,
+    accumulate = r.pick { 1, 1, 2 }, async = r.chance(0.5), shards = r.chance(0.5), config = config }
   mesh(r, ranks, config, job)
   if job.accumulate > 1 then config.gradient_accumulation_steps = job.accumulate end
   if r.chance(0.3) then config.bf16 = { enabled = true } end
+  if r.chance(0.4) then
+    config.csv_monitor, config.train_micro_batch_size_per_gpu = { enabled = true }, job.rows / job.accumulate
+  end
   local memory = r.pick { "chunk", "plain", "disk", "disk" }
   if memory == "plain" and ranks == 1 then config.memory = "plain" end
   if memory == "disk" then
@@ -168,12 +271,13 @@ local ON = 0.6                                             -- share of the kinds
 
 --- Returns the plan of a seed.
 ---@param seed integer
----@param options {ranks: integer, steps: integer}
+---@param job table of draw.job
+---@param profile ps.faults.Profile
 ---@return ps.faults.Plan
-function draw.plan(seed, options)
-  local r = random(seed)
-  local job = job_of(r, options.ranks, options.steps)
-  local plan = { seed = seed, job = job, off = {}, events = {}, lives = r.pick { 1, 1, 2 } }
+function draw.plan(seed, job, profile)
+  local r = random("plan " .. seed)
+  local plan = { seed = seed, job = job, off = {}, events = {}, lives = r.pick { 1, 1, 2 },
+    begins = r.pick { "new", "saved" } }
   local on = {}
   for _, kind in ipairs(KINDS) do
     if not r.chance(ON) then plan.off[#plan.off + 1] = kind.name
@@ -182,11 +286,14 @@ function draw.plan(seed, options)
     end
   end
   for life = 1, #on > 0 and plan.lives or 0 do
+    local calls = profile[life > 1 and "saved" or plan.begins]
     for _ = 1, r.int(1, 4) do
-      local kind = r.pick(on)
-      local event = kind.make(r, job)
-      event.kind, event.life, event.rank = kind.name, life, r.int(0, job.ranks - 1)
-      plan.events[#plan.events + 1] = event
+      local kind, rank = r.pick(on), r.int(0, job.ranks - 1)
+      local event = kind.make { r = r, job = job, calls = calls[rank] }
+      if event then
+        event.kind, event.life, event.rank = kind.name, life, rank
+        plan.events[#plan.events + 1] = event
+      end
     end
   end
   return plan
@@ -215,7 +322,7 @@ function draw.golden(job)
   for name, value in pairs(job.config) do config[name] = value end
   local zero, pipeline = config.zero_optimization, config.pipeline
   if not zero then config.chunk_size = nil end
-  config.memory, config.eviction = nil, nil
+  config.memory, config.eviction, config.csv_monitor = nil, nil, nil
   local golden = { ranks = job.ranks, family = job.family, steps = job.steps, every = job.steps + 1, keep = 1,
     rows = job.rows, accumulate = job.accumulate, async = false, shards = false, config = config }
   return table.concat({ job.ranks, job.family, job.steps, job.accumulate, config.optimizer.type,
@@ -230,7 +337,7 @@ end
 function draw.describe(job)
   local config = job.config
   local memory = type(config.memory) == "table" and "disk tier" or config.memory or "chunks"
-  local words = { select(1, draw.golden(job)):gsub(" +", " "), memory,
+  local words = { select(1, draw.golden(job)):gsub(" +", " "), memory .. (config.csv_monitor and ", monitor" or ""),
     ("%ssave every %d"):format(job.async and "async " or "", job.every) }
   return table.concat(words, ", ")
 end
@@ -248,16 +355,19 @@ end
 
 -- The kinds of an action's name; actions with an errno are of the kind that allows it.
 local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "drip", spurious = "spurious",
+  reorder = "reorder",
   jump = "jump", stop = "stop", ENOSPC = "full", EDQUOT = "full", EMFILE = "refused", EACCES = "refused",
   EROFS = "refused", ENOMEM = "memory", EIO = "eio", flip = "flip", reset = "reset", half_open = "half_open",
-  ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power" }
+  ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power",
+  power_all = "power_all", cut = "cut" }
 
 --- Returns the kind of an event that somebody wrote, or nil.
 ---@param text string
 ---@return string?
 function draw.kind_of(text)
   if text == "late" or text == "twice" then return text end
-  local action, number = text:match "^%l+@[%d+]+=([%w_]+):?(%d*)"
+  local action, number = text:match "^[%l/]+@[%d+]+=([%w_]+):?(%d*)"
+  if action == "stop" and tonumber(number) > 3 then return "frozen" end
   if action == "signal" and not KINDS.signal.dies[tonumber(number)] then return "quiet_signal" end
   return OF_ACTION[action or ""]
 end

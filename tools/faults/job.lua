@@ -57,6 +57,7 @@ ps.manual_seed(11)
 local config = job.config
 config.plan_print, config.seed = false, 11
 if config.memory and config.memory.disk then config.memory.disk.path = folder end
+if config.csv_monitor then config.csv_monitor.output_path, config.csv_monitor.job_name = folder, "monitor" end
 local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
   return require(FAMILIES[job.family]).new("tiny")
 end }
@@ -75,7 +76,7 @@ end
 
 local function saved(path) note("saved %d", tonumber(path:match "step%-(%d+)")) end
 
-for step = first + 1, job.steps do
+for step = first + 1, job.upto or job.steps do
   local x, y = loader:next()
   if not x then x, y = loader:next() end                   -- a new epoch
   local rows = rows_of(x)

@@ -18,12 +18,15 @@ local function happened(plan, life, list, from)
     all[#all + 1] = kind
   end
   for i = from, #list do
-    local door, action, number = list[i].text:match "^(%l+)@%d+=([%w_]+):?(%d*)"
+    local door, action, number = list[i].text:match "^([%l/]+)@%d+=([%w_]+):?(%d*)"
     for _, event in ipairs(plan.events) do
-      local its_door, its_action, its_number = (event.text or ""):match "^(%l+)@[%d+]+=([%w_]+):?(%d*)"
+      local its_door, its_action, its_number = (event.text or ""):match "^([%l/]+)@[%d+]+=([%w_]+):?(%d*)"
       if event.life == life and event.rank == list[i].rank and its_door == door and its_action == action
-        and (action ~= "signal" or its_number == number) then
-        add(event.rank, draw.KINDS[event.kind])
+        and (action ~= "signal" and action ~= "stop" or its_number == number) then
+        local kind = draw.KINDS[event.kind]
+        for rank = kind.everywhere and 0 or event.rank, kind.everywhere and plan.job.ranks - 1 or event.rank do
+          add(rank, kind)
+        end
         break
       end
     end
@@ -57,7 +60,9 @@ local function ending(process, by_rank, all)
   if process.orphans then return "wrong", who .. " left a process behind" end
   if process.signal then
     for _, kind in ipairs(own) do
-      if kind.dies and kind.dies[process.signal] then return "named", kind.name end
+      if kind.dies and kind.dies[process.signal] and (not kind.says or process.text:find(kind.says)) then
+        return "named", kind.says and last_words(process.text) or kind.name
+      end
     end
     return "wrong", ("%s was ended by signal %d: %s"):format(who, process.signal, last_words(process.text))
   end
@@ -115,8 +120,11 @@ local function check_log(log, job, life, golden, state, resumes)
       if problem then return problem end
     end
   end
+  state.saves = 0
   for _, line in ipairs(log) do
-    if line.life == life and line.what == "saved" then state.saved = math.max(state.saved, line.step) end
+    if line.life == life and line.what == "saved" then
+      state.saved, state.saves = math.max(state.saved, line.step), state.saves + 1
+    end
   end
 end
 
@@ -177,8 +185,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   return { outcome = outcome, why = why }
 end
 
---- Looks for steps that are missing and for leftovers, when all lives are over. Returns what is wrong, or nil. shm:
---- names in /dev/shm before.
+--- Looks for steps that are missing and for leftovers, when all lives are over. Returns what is wrong, or nil. The next
+--- save removes what a killed one has left, so this may stay if the last life saved nothing. shm: names in /dev/shm
+--- before.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>
@@ -194,10 +203,13 @@ function judge.left(spec, state, shm)
     if not shm[name] and not name:match "^sem%." then return "/dev/shm has " .. name end
   end
   for _, name in ipairs(run.names(spec.folder)) do
-    if name ~= "run" and name ~= "rendezvous" then return "left behind: " .. name end
+    if name ~= "run" and name ~= "rendezvous" and name ~= "monitor" then return "left behind: " .. name end
   end
   for _, name in ipairs(run.names(spec.folder .. "/run")) do
-    if name ~= "latest" and not name:match "^step%-%d+$" and not name:match "^step%-%d+%.safetensors$" then
+    local known = name == "latest" or name:match "^step%-%d+$" or name:match "^step%-%d+%.safetensors$"
+    local killed = state.saves == 0 and (name:match "^step%-%d+%.tmp%-" or name:match "^step%-%d+%.safetensors%.tmp%-"
+      or name:match "^latest%.tmp%-")
+    if not known and not killed then
       return "left behind: run/" .. name
     end
   end

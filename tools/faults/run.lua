@@ -14,7 +14,7 @@ local paths = require "ps.paths"
 
 local run = {}
 
-local CONTINUED_S = 0.3                                    -- if no event says how long a stopped rank is stopped
+local CONTINUED_S = 0.3                                    -- if the log does not say how long
 
 ffi.cdef "int prctl(int option, ...);"
 local PR_SET_PDEATHSIG = 1
@@ -94,8 +94,17 @@ local function start(spec, life, rank, twin)
   unistd._exit(127)
 end
 
+-- Returns how long a rank that has just stopped itself stays stopped.
+local function stop_seconds(spec, rank)
+  local seconds = CONTINUED_S
+  for text in read(spec.folder .. ".faults"):gmatch(("\n?%d event [^ ]*=stop:([%%d.]+) "):format(rank)) do
+    seconds = tonumber(text)
+  end
+  return seconds
+end
+
 -- Takes note of what happened to a process since the last look.
-local function look(process, seconds)
+local function look(process, spec)
   local pid, how, number = wait.wait(process.pid, wait.WNOHANG + wait.WUNTRACED)
   if not pid or pid == 0 then
     if process.continues and run.now() >= process.continues then
@@ -103,7 +112,7 @@ local function look(process, seconds)
       signal.kill(process.pid, signal.SIGCONT)
     end
   elseif how == "stopped" then
-    process.continues = run.now() + seconds
+    process.continues = run.now() + stop_seconds(spec, process.rank)
   else
     process.over = run.now()
     if how == "exited" then process.code = number else process.signal = number end
@@ -117,11 +126,10 @@ end
 ---@return ps.faults.Process[]
 function run.life(spec, life, events)
   local job, began = spec.job, run.now()
-  local starts, processes, stopped = {}, {}, {}
+  local starts, processes = {}, {}
   for rank = 0, job.ranks - 1 do starts[#starts + 1] = { rank = rank, at = began } end
   for _, event in ipairs(events) do
     if event.kind == "late" then starts[event.rank + 1].at = began + event.seconds end
-    if event.kind == "stop" then stopped[event.rank] = event.seconds end
     if event.kind == "twice" then starts[#starts + 1] = { rank = event.rank, at = began, twin = true } end
   end
   os.remove(spec.folder .. "/rendezvous")
@@ -135,7 +143,7 @@ function run.life(spec, life, events)
       if not s.done then left = left + 1 end
     end
     for _, process in ipairs(processes) do
-      if not process.over then look(process, stopped[process.rank] or CONTINUED_S) end
+      if not process.over then look(process, spec) end
       if not process.over then
         left = left + 1
         if run.now() - began > job.limit_s and not process.hung then
@@ -182,12 +190,36 @@ function run.happened(folder)
   return list
 end
 
+--- Returns the numbers of calls of the last life, which must have ended well.
+---@param folder string
+---@return ps.faults.Calls
+function run.calls(folder)
+  local all = {}
+  for rank, text in read(folder .. ".faults"):gmatch "(%d+) calls ([^\n]*)\n" do
+    local calls = {}
+    for name, n in text:gmatch "([%l/]+)=(%d+)" do calls[name] = tonumber(n) end
+    all[tonumber(rank)] = calls
+  end
+  return all
+end
+
 --- Makes the folder of a job and its settings. Folders are siblings of their logs, so that faults do not hit these.
 ---@param spec table
 function run.prepare(spec)
   run.clean(spec.folder)
   assert(lfs.mkdir(spec.folder))
-  write(spec.folder .. ".json", json.encode(spec.job))
+  run.settings(spec)
+end
+
+--- Writes the settings of a job, which its next life reads.
+---@param spec table
+function run.settings(spec) write(spec.folder .. ".json", json.encode(spec.job)) end
+
+--- Copies the checkpoints of a job to another one's folder.
+---@param from string the first job's folder
+---@param to string the other's
+function run.copy(from, to)
+  if lfs.attributes(from .. "/run", "mode") then os.execute(("cp -a '%s/run' '%s/run'"):format(from, to)) end
 end
 
 ---@param folder string

@@ -140,6 +140,21 @@ end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
+local hash_out = ffi.new "uint64_t[1]"
+
+-- Compares the bytes that have been read with their checksum: verify read them before, through the map, and the disk
+-- may return other bytes the second time. Tensors without bytes (in a dry run) and of other devices are not compared.
+local function compare(self, name, tensor)
+  local saved = self:checksum(name)
+  local rc = saved and C.ps_tensor_hash(tensor, hash_out)
+  if not rc or rc == C.PS_EUNSUP then return end
+  check(rc)
+  local found = ("%08x%08x"):format(tonumber(hash_out[0] / 2 ^ 32), tonumber(hash_out[0] % 2 ^ 32))
+  if found == saved then return end
+  error(("%s: tensor '%s' is damaged: the checksum of the bytes that were read is %s, but the file has %s; its disk "
+    .. "or the memory is failing"):format(self.path, name, found, saved), 0)
+end
+
 -- Fills a contiguous tensor of the file's type with all of `name`.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
@@ -148,6 +163,7 @@ local function fill(self, name, entry, tensor)
     if rc ~= C.PS_EUNSUP then return check(rc) end         -- EUNSUP: on another device, or a part of a tensor; read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
+  if self.compares then compare(self, name, tensor) end
 end
 
 -- Integer types that no tensor here has: their C type, and the next type here that holds all their values.

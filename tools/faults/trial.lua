@@ -1,0 +1,184 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Runs plans: the lives of a job under faults, a last life without any, and the judgement. It first makes the runs
+-- without faults that a plan needs: the golden run of its job, and the job's profile. Functions that wait yield.
+local json = require "cjson"
+local lfs = require "lfs"
+local paths = require "ps.paths"
+local draw = require "tools.faults.draw"
+local judge = require "tools.faults.judge"
+local run = require "tools.faults.run"
+
+local HEARTBEAT_S, TIMEOUT_S, LIMIT_S = 4, 12, 30
+local TEXT_BYTES = 6000                                    -- of the training text
+
+local trial = {}
+
+local Trials = {}
+Trials.__index = Trials
+
+---@class ps.faults.Trials
+---@field root string         the folder that has everything
+---@field exe string          the program psluajit_faults
+
+--- Makes the folder of all trials and the text that jobs train on.
+---@param exe string the program psluajit_faults
+---@return ps.faults.Trials
+function trial.new(exe)
+  local root = os.tmpname()
+  os.remove(root)
+  assert(lfs.mkdir(root))
+  local text, state = {}, 1
+  for i = 1, TEXT_BYTES do
+    state = state * 48271 % 2147483647
+    text[i] = string.char(32 + state % 95)
+  end
+  local f = assert(io.open(root .. "/text", "wb"))
+  f:write(table.concat(text))
+  f:close()
+  local shm = {}
+  for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
+  return setmetatable({ root = root, exe = exe, shm = shm, goldens = {}, profiles = {}, made = 0 }, Trials)
+end
+
+function Trials:spec(job, name, exe)
+  job.text, job.limit_s, job.timeout_s, job.heartbeat_s = self.root .. "/text", LIMIT_S, TIMEOUT_S, HEARTBEAT_S
+  return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
+end
+
+-- Returns the value for a key, which fn makes once; others that need it wait.
+local function once(list, key, fn)
+  while list[key] == "made" do coroutine.yield() end
+  if not list[key] then
+    list[key] = "made"
+    list[key] = fn()
+  end
+  return list[key]
+end
+
+--- Returns the golden run of a job (judge.golden).
+---@param job table
+---@return table
+function Trials:golden(job)
+  local key, settings = draw.golden(job)
+  return once(self.goldens, key, function()
+    self.made = self.made + 1
+    local spec = self:spec(settings, "golden" .. self.made, paths.exe)
+    settings.limit_s = 4 * LIMIT_S                         -- nothing is judged by its time
+    run.prepare(spec)
+    for _, p in ipairs(run.life(spec, 1, {})) do
+      if p.code ~= 0 then
+        error(("the job '%s' fails without faults: rank %d ended with %s after %.0f s:\n%s"):format(key, p.rank,
+          p.signal and "signal " .. p.signal or "code " .. tostring(p.code), p.seconds, p.text), 0)
+      end
+    end
+    local golden = judge.golden(run.log(spec.folder), settings)
+    run.clean(spec.folder)
+    return golden
+  end)
+end
+
+--- Returns the profile of a job: `new` and `saved` are the numbers of calls of two lives without faults. The first life
+--- has half the steps, and the second continues from its checkpoint. Both must have the golden run's results. `folder`
+--- has the checkpoints of the first life, of which `step` is the newest.
+---@param job table
+---@return ps.faults.Profile
+function Trials:profile(job)
+  return once(self.profiles, json.encode { draw.golden(job), job.config, job.every, job.keep, job.async, job.shards,
+    job.disk_threads }, function()
+    local golden, settings = self:golden(job), json.decode(json.encode(job))
+    self.made = self.made + 1
+    local spec = self:spec(settings, "profile" .. self.made, self.exe)
+    local profile = { folder = spec.folder .. "s" }
+    settings.limit_s = 4 * LIMIT_S
+    run.prepare { folder = profile.folder, job = settings }
+    run.prepare(spec)
+    local state = { saved = 0, seen = {}, faults = 0 }
+    for life, begins in ipairs { "new", "saved" } do
+      settings.upto = life == 1 and math.ceil(settings.steps / 2) or nil
+      run.settings(spec)
+      local processes = run.life(spec, life, {})
+      local verdict = judge.life(spec, { job = settings, events = {} }, life, processes, golden, state, true)
+      if verdict.outcome ~= "golden" then
+        error(("the job '%s' fails without faults: %s"):format(draw.describe(job), verdict.why), 0)
+      end
+      profile[begins] = run.calls(spec.folder)
+      if life == 1 then
+        run.copy(spec.folder, profile.folder)
+        profile.step = state.saved
+      end
+    end
+    run.clean(spec.folder)
+    return profile
+  end)
+end
+
+--- Returns the plan of a seed.
+---@param seed integer
+---@param options {ranks: integer, steps: integer}
+---@return ps.faults.Plan
+function Trials:plan(seed, options)
+  local job = draw.job(seed, options)
+  return draw.plan(seed, job, self:profile(job))
+end
+
+-- Fills the folder of a plan with the checkpoints that life 1 begins with. Returns what the judge then knows.
+function Trials:begin(plan, spec)
+  run.prepare(spec)
+  local state = { saved = 0, seen = {}, faults = 0 }
+  if plan.begins ~= "saved" then return state end
+  local profile = self:profile(plan.job)
+  run.copy(profile.folder, spec.folder)
+  state.saved = profile.step
+  for rank = 0, plan.job.ranks - 1 do
+    for step = 1, profile.step do state.seen[rank .. " " .. step] = true end
+  end
+  return state
+end
+
+--- Runs a plan in a folder `name`, which stays.
+---@param plan ps.faults.Plan
+---@param name string
+---@return ps.faults.Verdict verdict with `faults`, the number that happened
+---@return ps.faults.Process[][] processes of its lives
+---@return table spec of run.life
+function Trials:perform(plan, name)
+  local golden, all = self:golden(plan.job), {}
+  local spec = self:spec(plan.job, name, self.exe)
+  local state, verdict, named = self:begin(plan, spec), nil, nil
+  for life = 1, plan.lives + 1 do
+    local events, resumes = {}, life > plan.lives
+    for _, event in ipairs(plan.events) do if event.life == life then events[#events + 1] = event end end
+    spec.plan = draw.text(plan, life)
+    local processes = run.life(spec, life, events)
+    all[life] = processes
+    verdict = judge.life(spec, plan, life, processes, golden, state, resumes)
+    if verdict.outcome == "WRONG" then break end
+    if verdict.outcome == "named" then named = verdict end
+  end
+  if verdict.outcome ~= "WRONG" then
+    local problem = judge.left(spec, state, self.shm)
+    verdict = problem and { outcome = "WRONG", why = problem } or named or verdict
+  end
+  verdict.faults = state.faults
+  return verdict, all, spec
+end
+
+--- Returns the shortest plan that is still WRONG: leaves out one event after the other.
+---@param plan ps.faults.Plan
+---@param name string
+---@return ps.faults.Plan
+function Trials:shrink(plan, name)
+  local i = 1
+  while i <= #plan.events do
+    local fewer = {}
+    for key, value in pairs(plan) do fewer[key] = value end
+    fewer.events = {}
+    for k, event in ipairs(plan.events) do if k ~= i then fewer.events[#fewer.events + 1] = event end end
+    local verdict, _, spec = self:perform(fewer, name)
+    run.clean(spec.folder)
+    if verdict.outcome == "WRONG" then plan = fewer else i = i + 1 end
+  end
+  return plan
+end
+
+return trial
