@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The secret that only the ranks of a run know (docs/distributed.md, "Who may talk to a run"). It is PS_SECRET. Without
+-- The secret that only the ranks of a run know (docs/distributed.md, "Authentication"). It is PS_SECRET. Without
 -- PS_SECRET, if all ranks are on this machine, it is the contents of a file that all runs of this user on this machine
 -- share. src/rendezvous/proof.c proves knowledge of the secret and never sends it.
 local bit = require "bit"
