@@ -133,7 +133,7 @@ describe("a module's state", function()
     return list
   end
 
-  local unlike = "'embed.weight' and 'head.weight' are one tied parameter, but the state has unlike values"
+  local unlike = "'embed.weight' and 'head.weight' are one tied parameter, but the state has different values"
 
   it("may have both names of a tied weight, with one value", function()
     local tied, w = Tied(), ps.randn { 3, 2 }
@@ -198,6 +198,6 @@ describe("a module's state", function()
     model:load_state_dict { ["head.weight"] = w }
     assert.same(w:tolist(), model.tokens.weight:tolist())
     model:load_state_dict(model:state_dict())
-    fails(function() model:load_state_dict { ["head.weight"] = w, ["tokens.weight"] = w + 1 } end, "unlike values")
+    fails(function() model:load_state_dict { ["head.weight"] = w, ["tokens.weight"] = w + 1 } end, "different values")
   end)
 end)

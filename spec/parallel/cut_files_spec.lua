@@ -448,7 +448,7 @@ describe("a cut model", function()
     assert.same(bits(a), bits(b))
     local mixed = a.model:state_dict()
     mixed.proj = here.make(0, 1).model.proj
-    fails({ "the whole tensor 'proj'", "only a rank's part" }, function() b.model:load_state_dict(mixed) end)
+    fails({ "the whole tensor 'proj'", "only a rank's shard" }, function() b.model:load_state_dict(mixed) end)
     mixed.proj = ps.zeros { 5, 4 }
     fails({ "proj is [12, 4] in the model, [5, 4] in the state" }, function() b.model:load_state_dict(mixed) end)
   end)

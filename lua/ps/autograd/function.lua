@@ -44,8 +44,8 @@ local function pack(...) return { n = select("#", ...), ... } end
 ---@field private _materialize boolean
 local Context = {}
 
---- Keeps tensors for backward. Called once, in forward. If they have been changed in place by then, backward raises an
---- error.
+--- Keeps tensors for backward. It is called once, in forward. If they have been changed in place by then, backward
+--- raises an error.
 ---@param ... ps.Tensor|nil
 function Context:save_for_backward(...)
   if not rawget(self, "_forward") then error "ctx:save_for_backward: call it in forward" end
@@ -59,7 +59,7 @@ function Context:save_for_backward(...)
   rawset(self, "_saved", list)
 end
 
---- Returns the tensors that forward saved. Called in backward.
+--- Returns the tensors that forward saved. It is called in backward.
 ---@return ps.Tensor ...
 function Context:saved_tensors()
   if not rawget(self, "_open") then
@@ -78,7 +78,7 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Marks outputs of forward that get no gradient; backward gets zeros for them. Called in forward.
+--- Marks outputs of forward that get no gradient; backward gets zeros for them. It is called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
   if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end

@@ -7,7 +7,7 @@ local is_tensor, error = scope.is_tensor, caller.error
 
 local grads = {}
 
--- A tensor, or a list of them, as a list.
+-- Returns a tensor, or a list of them, as a list.
 local function list_of(value, call, what)
   if is_tensor(value) then return { value } end
   caller.typed(value, "table", ("%s: the %s"):format(call, what))

@@ -142,9 +142,9 @@ function folder.candidates(path)
   return names, problem, newest and run
 end
 
---- Called when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier ones, `keep` in all, and
---- removes older ones, the same step in the other form, and leftovers of crashes. Later steps belong to another run and
---- stay.
+--- It is called when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier ones, `keep` in all,
+--- and removes older ones, the same step in the other form, and leftovers of crashes. Later steps belong to another run
+--- and stay.
 ---@param path string
 ---@param step integer
 ---@param keep integer

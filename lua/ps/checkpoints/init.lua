@@ -79,10 +79,10 @@ end
 ---@class ps.CheckpointParts
 ---@field model ps.nn.Module|ps.Engine
 ---@field optimizer? ps.Optimizer|ps.EngineOptimizer
----@field sched? ps.Schedule default: the engine's
+---@field sched? ps.Schedule (default: the engine's)
 ---@field loader? ps.Loader
----@field scaler? ps.LossScaler default: the engine's
----@field step? integer default: the optimizer's
+---@field scaler? ps.LossScaler (default: the engine's)
+---@field step? integer (default: the optimizer's)
 ---@field extra? table any value that JSON can hold
 ---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average, which
 ---  are equal on all ranks: rank 0 saves them; load writes into the given tensors
@@ -280,7 +280,7 @@ local function write(job, parts)
   end
 end
 
--- Makes the checkpoint valid. Called by rank 0 when all files exist.
+-- Makes the checkpoint valid. It is called by rank 0 when all files exist.
 local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
@@ -309,7 +309,7 @@ end
 
 local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
--- Called between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
+-- It is called between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
 local function between_steps()
   local job = pending
   if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
@@ -371,7 +371,7 @@ local function finished(job, how, patience)
   error(text:format(job.final, tostring(problem)), 0)
 end
 
---- Waits for a running save with `async`, and commits it. Its error is raised here. All ranks call it.
+--- Waits for a running save with `async`, and commits it. Its error is raised here. All ranks must call it.
 ---@return string? path of the checkpoint; nil if no save was running
 ---@return number? seconds of the thread
 function checkpoint.wait()
@@ -435,7 +435,8 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
---- A checkpoint's step and `extra`, without its tensors. In a folder it is the newest checkpoint that can be read.
+--- Returns a checkpoint's step and `extra`, without its tensors. In a folder it is the newest checkpoint that can be
+--- read.
 ---@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
 ---@return {step: integer, extra?: table, file: string}
 function checkpoint.info(path)

@@ -149,7 +149,7 @@ local function st_node(file)
   return root
 end
 
---- A tensor whose pieces are in several files.
+--- Returns a tensor whose pieces are in several files.
 ---@param name string
 ---@param entry { dtype: string, shape: integer[] }
 ---@param parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]
@@ -175,7 +175,7 @@ end
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
---- A list as a dict with the keys 1 .. n, like its Lua table.
+--- Returns a list as a dict with the keys 1 .. n, like its Lua table.
 ---@param node ps.merge.Node
 ---@return ps.merge.Node
 function tree.as_dict(node)

@@ -53,7 +53,7 @@ function State:ignore(path, words)
   self.ignored[#self.ignored + 1] = { words = words, paths = { self:shown(path) } }
 end
 
---- A value in an error.
+--- Returns a value in an error.
 ---@param value any
 ---@return string
 function check.show(value)
@@ -345,7 +345,7 @@ local DERIVED = { precision = true, counts_micro_batches = true, rate_given = tr
   grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
 
---- A checked table in the form of a source: the given keys, and all keys that differ from their defaults.
+--- Returns a checked table in the form of a source: the given keys, and all keys that differ from their defaults.
 ---@param cfg table
 ---@param given table<string, boolean> paths
 ---@return table raw

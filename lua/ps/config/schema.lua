@@ -50,7 +50,7 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
--- A check that a name is one of these; `why` is the text before the list of valid names.
+-- Returns a check that a name is one of these; `why` is the text before the list of valid names.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do

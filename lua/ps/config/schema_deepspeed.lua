@@ -63,7 +63,7 @@ local function zenflow(T)
   return { "zero_optimization.zenflow", "", rows, refused = LATE }
 end
 
--- A monitor that writes files.
+-- Returns a monitor that writes files.
 local function monitor(T, path, files)
   return { path, "Loss (over all ranks and micro-batches), learning rate and loss scale of each step as " .. files
     .. ", with `wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples "
@@ -79,14 +79,14 @@ end
 return function(T)
   local off = { "enabled", T.boolean, false }
 
-  -- A section whose keys all have one reason: { key, type, default }...
+  -- Returns a section whose keys all have one reason: { key, type, default }...
   local function all(path, words, why, keys)
     local rows = {}
     for i, key in ipairs(keys) do rows[i] = { key[1], key[2], key[3], I, why } end
     return { path, words, rows }
   end
 
-  -- A section that must stay off: why it is refused, then its other keys.
+  -- Returns a section that must stay off: why it is refused, then its other keys.
   local function never(path, why, keys)
     local section = all(path, "", OFF, keys)
     table.insert(section[3], 1, { "enabled", T.boolean, false, R, why })

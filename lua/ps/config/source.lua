@@ -9,7 +9,7 @@ local source = {}
 
 local DEEPEST = 32
 
--- A copy without metatables. The depth limit stops at a table that contains itself.
+-- Returns a copy without metatables. The depth limit stops at a table that contains itself.
 local function copy(value, name, depth)
   if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end

@@ -77,7 +77,7 @@ local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
 
--- A copy of a parameter, owned by the region.
+-- Returns a copy of a parameter, owned by the region.
 local function copy_of(t, dtype)
   local casts = region.casts[C.ps_grad_enabled(ctx) ~= 0]
   local at = tonumber(ffi.cast("uintptr_t", t))

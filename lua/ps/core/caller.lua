@@ -131,8 +131,8 @@ function caller.was_noted(e)
   return again
 end
 
---- A message with a traceback, without the frames of psluajit's own functions and of the C functions that they call:
---- the user has to find the mistake in the script. With PS_TRACEBACK=all the traceback stays whole.
+--- Returns a message with a traceback, without the frames of psluajit's own functions and of the C functions that they
+--- call: the user has to find the mistake in the script. With PS_TRACEBACK=all the traceback stays whole.
 ---@param text string
 ---@return string
 function caller.trace(text)

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Copies of tables, one level deep. { unpack(t) } would copy at most about 7,990 elements, the limit of Lua's stack.
 
---- A table with the same fields.
+--- Returns a table with the same fields.
 ---@generic T: table
 ---@param t T
 ---@return T

@@ -73,7 +73,7 @@ function encode(value, place, depth, open)
   return refuse(place, "a " .. kind)
 end
 
---- A value as JSON.
+--- Returns a value as JSON.
 ---@param value any numbers, strings, booleans and tables of these
 ---@param place? string the value's name in errors
 ---@return string

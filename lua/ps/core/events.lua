@@ -18,7 +18,7 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- A copy of the recorded events in the order of their begins. If two begin together, the longer comes first.
+--- Returns a copy of the recorded events in the order of their begins. If two begin together, the longer comes first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
 ---@return integer[] order indices into the list, from 0

@@ -104,7 +104,7 @@ function exact.set_to_none(value, call)
   if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- A table with the functions of another table, made exact. Each is wrapped at its first use.
+--- Returns a table with the functions of another table, made exact. Each is wrapped at its first use.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean

@@ -2,7 +2,7 @@
 -- Tables as text, with columns as wide as their cells, and byte counts with units.
 local readable = {}
 
---- A byte count with a unit: "24.0 MiB", "1.05 GiB".
+--- Returns a byte count with a unit: "24.0 MiB", "1.05 GiB".
 ---@param n number
 ---@return string
 function readable.bytes(n)

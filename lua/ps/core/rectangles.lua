@@ -58,7 +58,7 @@ end
 --- element is at `at` in that tensor.
 ---@param offset integer[]
 ---@param from integer[]
----@param at? integer[] default zeros
+---@param at? integer[] (default zeros)
 ---@return integer[]
 function rectangles.moved(offset, from, at)
   local to = {}

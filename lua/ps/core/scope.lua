@@ -153,8 +153,8 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- A handler for xpcall: notes the frames of an error, and adds a traceback to an error table of C. M.caught, if set,
---- is called when an error is noted.
+--- Returns a handler for xpcall: notes the frames of an error, and adds a traceback to an error table of C. M.caught,
+--- if set, is called when an error is noted.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
@@ -483,7 +483,7 @@ function M.grad_of(t)
   return own(g)
 end
 
---- A view of the same bytes without history: gradients do not pass through it.
+--- Returns a view of the same bytes without history: gradients do not pass through it.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

@@ -21,7 +21,7 @@ local NO = "\0no"                                          -- a text that differ
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- A number that different texts share only by a hash collision.
+--- Returns a number that different texts share only by a hash collision.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end

@@ -14,7 +14,7 @@ function arguments.open(self)
   return self.c
 end
 
---- A tensor among the arguments of a method; an error names the method.
+--- Returns a tensor among the arguments of a method; an error names the method.
 ---@param t any
 ---@param name string of the argument
 ---@param call string the method

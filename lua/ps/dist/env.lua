@@ -31,7 +31,7 @@ local function wrong(name, value, expected) fail("%s is '%s'; expected %s", name
 
 -- -- reading values ---------------------------------------------------------------------------------------------------
 
--- A number in a range, written with digits only ("1e3", "0x1" and " 1" are refused).
+-- Returns a number in a range, written with digits only ("1e3", "0x1" and " 1" are refused).
 local function whole(name, value, low, high, note)
   local n = tostring(value):match("^%d+$") and tonumber(value)
   if not n or n < low or n > high then

@@ -228,7 +228,7 @@ end
 --- Returns this rank's part of x along a dimension, which is cut into one equal part per rank. Gradient: all ranks'
 --- parts, concatenated.
 ---@param x ps.Tensor the same on all ranks
----@param dim? integer default -1, the last
+---@param dim? integer (default -1), the last
 ---@return ps.Tensor a view of x
 function Group:scatter_to(x, dim)
   local number, size, rank = attributes(self, "scatter_to", x)
@@ -246,7 +246,7 @@ end
 
 --- Concatenates the ranks' tensors along a dimension. Gradient: this rank's part.
 ---@param x ps.Tensor
----@param dim? integer default -1, the last
+---@param dim? integer (default -1), the last
 ---@return ps.Tensor the same on all ranks
 function Group:gather_from(x, dim)
   local number, size, rank = attributes(self, "gather_from", x)

@@ -73,9 +73,9 @@ function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) e
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
---- Connects the ranks' devices of this name, so that the calls below accept tensors there. All ranks call it. The first
---- collective below with such tensors also connects the devices. An error named EUNSUP means that some rank cannot
---- connect, and the group continues with host memory.
+--- Connects the ranks' devices of this name, so that the calls below accept tensors there. All ranks must call it. The
+--- first collective below with such tensors also connects the devices. An error named EUNSUP means that some rank
+--- cannot connect, and the group continues with host memory.
 ---@param device string
 ---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one)
 function Group:connect(device)
@@ -93,7 +93,7 @@ end
 --- The sum of all ranks' tensors, in place, in fp32 (fp64 for fp64) and in the order of ranks; or the maximum or
 --- minimum of their elements. max and min, and sums of int32 and int64, need tensors in host memory.
 ---@param t ps.Tensor of one shape and type on all ranks
----@param reduce? "sum"|"max"|"min" default "sum"; in max and min a NaN of any rank gives NaN
+---@param reduce? "sum"|"max"|"min" (default "sum"); in max and min a NaN of any rank gives NaN
 ---@return ps.Tensor t
 function Group:all_reduce(t, reduce)
   local number = REDUCTIONS[reduce or "sum"]
@@ -125,7 +125,7 @@ end
 
 --- Overwrites each rank's tensor with that of rank `root`.
 ---@param t ps.Tensor of one shape and type on all ranks
----@param root? integer default 0
+---@param root? integer (default 0)
 ---@return ps.Tensor t
 function Group:broadcast(t, root)
   check(C.ps_group_broadcast(open(self), tensor(t, "t", "broadcast"), whole(root or 0, "root", "broadcast")))
@@ -174,8 +174,8 @@ local function own(backend)
                         parts = setmetatable({}, { __mode = "k" }) }, Group)
 end
 
---- A group of some of these ranks, over the same connections. A failure in one group ends all groups that share them.
---- All ranks of this group call it at the same time, each with the list of the new group that it belongs to.
+--- Returns a group of some of these ranks, over the same connections. A failure in one group ends all groups that share
+--- them. All ranks of this group call it at the same time, each with the list of the new group that it belongs to.
 ---@param ranks integer[] numbers in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
@@ -207,7 +207,7 @@ function Group:world_rank(rank)
   return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
---- A group of only this process, for scripts that run with and without others.
+--- Returns a group of only this process, for scripts that run with and without others.
 ---@return ps.Group
 function dist.self()
   if C.ps_machine_pretended() ~= 0 then                     -- pretended devices have no bytes to send
@@ -326,7 +326,7 @@ function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
 --- Prints on one rank only.
 ---@param text any
----@param rank? integer default 0
+---@param rank? integer (default 0)
 function dist.print_rank(text, rank)
   if dist.rank() ~= (rank or 0) then return end
   print(text)

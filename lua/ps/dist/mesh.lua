@@ -33,7 +33,7 @@ local wanted = {}               -- settings that scripts made, by configuration 
 local sizes                     -- of the axes, once the world is cut; nil before
 local groups = {}               -- by axis; groups of one rank are absent
 
---- Called by ps.init_distributed after it has joined the other ranks.
+--- It is called by ps.init_distributed after it has joined the other ranks.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -45,7 +45,7 @@ end
 ---@return table<string, any[]>
 function mesh.asked() return wanted end
 
---- Called when a group is closed.
+--- It is called when a group is closed.
 ---@param group ps.Group
 function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end

@@ -29,7 +29,7 @@ function random_state.set(state)
   for _, key in ipairs(FIELDS) do if state[key] then rng[key] = u64(state[key]) end end
 end
 
---- A function that restores the present state.
+--- Returns a function that restores the present state.
 ---@return fun()
 function random_state.keep()
   local rng, kept = random.state(), {}

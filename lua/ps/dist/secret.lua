@@ -23,7 +23,7 @@ function secret.random()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- A folder that no other user can read or replace.
+-- Returns a folder that no other user can read or replace.
 local function own_folder(getenv)
   local runtime, me = getenv("XDG_RUNTIME_DIR"), unistd.geteuid()
   local at = runtime and runtime:sub(1, 1) == "/" and stat.stat(runtime)

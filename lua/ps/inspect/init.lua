@@ -155,7 +155,8 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- A row for each parameter from all ranks' entries: of several copies only the first is used, and parts are combined.
+-- Returns a row for each parameter from all ranks' entries: of several copies only the first is used, and parts are
+-- combined.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -174,7 +175,7 @@ local function put_together(all)
 end
 
 --- Statistics of a model's parameters. For an engine's model they are those of the fp32 values (the masters of half
---- parameters), even while gradients are in the parameters' places. Its gradients are those of the step under way,
+--- parameters), even while gradients are in the parameters' places. Its gradients are those of the current step,
 --- without the loss scale; a gradient that backward has already used for an update has been freed and is missing. All
 --- ranks call this, and all get all parameters, including those of other stages.
 ---@param model ps.nn.Module|ps.Engine
@@ -208,8 +209,8 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
---- A model's modules with their parameters: a list that prints as a table. A parameter that several modules share
---- counts in each of them, and once in the model. model:summary() is the same.
+--- Returns a model's modules with their parameters: a list that prints as a table. A parameter that several modules
+--- share counts in each of them, and once in the model. model:summary() is the same.
 ---@param model ps.nn.Module|ps.Engine
 ---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
 ---  nbytes: of the parameters themselves
@@ -357,7 +358,7 @@ end
 --- Statistics of the records: a row for each, in the order of the calls. Records of several ranks with the same name,
 --- group and index are combined, as if they were one tensor; all ranks call this. Gradients are those that backward
 --- computed, with the loss scale and the weight of the micro-batch in them. A parameter of the engine is an exception:
---- it counts once for all ranks, and its gradient is that of inspect_model, of the step under way.
+--- it counts once for all ranks, and its gradient is that of inspect_model, of the current step.
 ---@return ps.inspect.Row[]
 function Inspector:get_summary()
   local rows, found, parts = {}, {}, {}
@@ -385,8 +386,8 @@ function Inspector:get_summary()
   return rows
 end
 
---- A recorded tensor of this rank, and its gradient. For a parameter of the engine that is the gradient of the step
---- under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
+--- Returns a recorded tensor of this rank, and its gradient. For a parameter of the engine that is the gradient of the
+--- step under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
 ---@param name string
 ---@param group? string nil: any
 ---@param index? integer from 0, among those of the name and group; default the last
@@ -415,7 +416,7 @@ local function number(x)
   return ("%.4g"):format(x)
 end
 
---- A table of rows, as text.
+--- Returns a table of rows, as text.
 ---@param rows ps.inspect.Row[] the result of inspect_model or get_summary
 ---@return string
 function inspect.format_summary(rows)

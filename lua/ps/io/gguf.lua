@@ -48,7 +48,7 @@ local function open_part(path)
   return ffi.gc(out[0], C.ps_gguf_close)
 end
 
--- A value of the metadata for Lua. Whole numbers above 2^53 are cdata.
+-- Returns a value of the metadata for Lua. Whole numbers above 2^53 are cdata.
 local function value_of(out)
   local of = out.of
   if of == STRING then return ffi.string(out.text, out.whole) end
@@ -163,7 +163,7 @@ local function meta_of(self, key)
   return out, g, i
 end
 
---- A value of the metadata: a number, string or boolean; a list for an array. Returns nil if there is none.
+--- Returns a value of the metadata: a number, string or boolean; a list for an array. Returns nil if there is none.
 ---@param key string
 ---@return any value
 ---@return string? type such as "uint32"; of an array, the type of its values
@@ -192,7 +192,7 @@ function File:meta_length(key)
   return out and tonumber(out.n) or nil
 end
 
---- A value of the metadata that must have a kind; an absent one is nil, or an error if it is needed.
+--- Returns a value of the metadata that must have a kind; an absent one is nil, or an error if it is needed.
 ---@param key string
 ---@param kind "number"|"whole"|"string"|"boolean"|"strings"|"numbers"
 ---@param needed? boolean
@@ -327,7 +327,7 @@ local function fill(self, entry, home, tensor)
   native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
 end
 
---- A new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. It outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

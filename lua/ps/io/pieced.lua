@@ -105,7 +105,7 @@ function Pieced:read_into(name, tensor)
   self:read_part(name, tensor, rectangles.zeros(entry.shape))
 end
 
---- A new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. It outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

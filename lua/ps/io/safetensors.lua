@@ -126,7 +126,7 @@ function File:verify(name)
   return self.compared[i]
 end
 
---- A tensor's checksum in the file, 16 hexadecimal digits; nil if it has none.
+--- Returns a tensor's checksum in the file, 16 hexadecimal digits; nil if it has none.
 ---@param name string
 ---@return string?
 function File:checksum(name)
@@ -193,8 +193,8 @@ local function new_tensor(self, name, device)
   return tensor
 end
 
---- A new tensor with the values of `name`. It outlives scopes. Integers of a type that this engine lacks are converted
---- to the next larger one: int32 for I8, I16 and U16, int64 for U32.
+--- Returns a new tensor with the values of `name`. It outlives scopes. Integers of a type that this engine lacks are
+--- converted to the next larger one: int32 for I8, I16 and U16, int64 for U32.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

@@ -73,7 +73,7 @@ local function whole(n)
   return n + 0LL                                           -- exact as an int64_t
 end
 
--- A value without items: the Lua value and its kind. For other values: nil, the kind, and the number of items.
+-- Returns a value without items: the Lua value and its kind. For other values: nil, the kind, and the number of items.
 local function plain(pt, id)
   check(C.ps_pt_get(pt, id, value_out))
   local v = value_out
@@ -179,8 +179,8 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- A key that is equal for two entries of a file if they are one tensor. They become one tensor, so tied weights stay
--- tied.
+-- Returns a key that is equal for two entries of a file if they are one tensor. They become one tensor, so tied weights
+-- stay tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
   local t = tensor_out
@@ -191,7 +191,7 @@ local function identity(pt, id)
   return table.concat(parts, ":")
 end
 
--- A whole value. A value that the file shares is shared here, too.
+-- Returns a whole value. A value that the file shares is shared here, too.
 local function build(self, pt, id, label, made)
   if made[id] ~= nil then return made[id] end
   local value, kind, count = plain(pt, id)
@@ -293,7 +293,8 @@ function File:get(key, device)
   return build(self, self.file.pt, items[key], place, { device = device })
 end
 
---- A dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of them closes all.
+--- Returns a dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of them closes
+--- all.
 ---@param key any
 ---@param ... any
 ---@return ps.TorchFile
@@ -368,7 +369,7 @@ function File:check(name)
   entry_at(self, pt, id, name)
 end
 
---- A new tensor with the values of `name`. It outlives scopes.
+--- Returns a new tensor with the values of `name`. It outlives scopes.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor

@@ -53,7 +53,7 @@ local function common_prefix(chunks)
   return (count or 0) > 1 and prefix or ""
 end
 
--- A name in at most `width` columns: without its last components, or shortened.
+-- Returns a name in at most `width` columns: without its last components, or shortened.
 local function shorten(name, width)
   while #name > width do
     local shorter = name:match("^(.+)%.[^.]*$")
@@ -343,7 +343,7 @@ end
 
 local Memory = { __tostring = show_memory, prints_rows = true }
 
---- A device's memory, and the tiers of chunks if there are any, as a table that prints as one.
+--- Returns a device's memory, and the tiers of chunks if there are any, as a table that prints as one.
 ---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} bytes; device: its name
 ---@param tiers? ps.view.Tier[]
 ---@return table the fields of `info`, and `tiers` (a list, empty without chunks)

@@ -11,8 +11,8 @@ local views = {}
 
 local MEMORY = { at = "string", device = "string" }
 
---- A device's memory in bytes, and the tiers of the open engine. It prints as a table. With `at`, the largest tensors
---- outside chunks, each with its bytes, op, module and line: now, or at the peak.
+--- Returns a device's memory in bytes, and the tiers of the open engine. It prints as a table. With `at`, the largest
+--- tensors outside chunks, each with its bytes, op, module and line: now, or at the peak.
 ---@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
 ---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
 ---  limit 0: none; with `at` a list, largest first

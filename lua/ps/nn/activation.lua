@@ -30,8 +30,8 @@ plain("Hardsigmoid", F.hardsigmoid)
 plain("Hardswish", F.hardswish)
 plain("Softsign", F.softsign)
 
--- Makes the class of a module that calls fn(x, ...) with stored numbers. names, defaults: the names and default values
--- of these numbers; dim: the numbers are dimensions, so they must be integers.
+-- Creates the class of a module that calls fn(x, ...) with stored numbers. `names` and `defaults` are the names and
+-- default values of these numbers. If `dim` is true, the numbers are dimensions and must be integers.
 local function with_numbers(class_name, fn, names, defaults, dim)
   local class = nn_module.class(class_name)
   class.unscoped = true
@@ -75,14 +75,14 @@ with_numbers("Flatten", function(x, first, last) return x:flatten(first, last) e
 local Unflatten = nn_module.class("Unflatten")
 Unflatten.unscoped = true
 
---- A dimension as several ones.
+--- Stores the dimension that forward splits into several dimensions.
 ---@param dim integer
 ---@param sizes integer[] of the new dimensions; one may be -1
 function Unflatten:init(dim, sizes)
   self.dim = caller.whole(dim, "nn.Unflatten: dim")
   self.sizes = caller.list(sizes, "nn.Unflatten: the sizes")
 end
---- The input with that dimension as several ones.
+--- Splits the stored dimension of the input into several dimensions.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Unflatten:forward(x) return x:unflatten(self.dim, self.sizes) end
@@ -95,9 +95,9 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
---- Returns x times the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), exact or
---- approximated by tanh.
----@param approximate? "none"|"tanh" default "none"; "tanh" is GPT-2's gelu_new
+--- GELU multiplies x by the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), which is
+--- exact or approximated by tanh.
+---@param approximate? "none"|"tanh" (default "none"); "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
   caller.one_of(self.approximate, GELU_WORDS, "nn.GELU: approximate")
@@ -113,7 +113,7 @@ activation.GELU = GELU
 local Dropout = nn_module.class("Dropout")
 Dropout.unscoped = true
 
---- In training, sets elements to 0 with probability p and scales the others by 1 / (1 - p).
+--- In training, sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
 ---@param p? number in [0, 1) (default 0.5)
 function Dropout:init(p)
   self.p = p or 0.5
@@ -121,7 +121,7 @@ function Dropout:init(p)
   if not (self.p >= 0 and self.p < 1) then error("Dropout: p must be in [0, 1), got " .. tostring(p)) end
 end
 
---- Returns whether a call would drop elements at present: in training, if p is above 0.
+--- Returns whether a call would currently drop elements, which is so in training if p is above 0.
 ---@return boolean
 function Dropout:active()
   if self.training or self.p == 0 then return self.p > 0 end
@@ -129,10 +129,10 @@ function Dropout:active()
   return false
 end
 
---- Drops elements in training; returns x itself in evaluation.
+--- Drops elements in training. Returns x itself in evaluation.
 ---@param x ps.Tensor
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} if x is a part of a larger tensor: which part,
----  as in F.dropout
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} if x is a part of a larger tensor, describes
+---  the part, as in F.dropout
 ---@return ps.Tensor of x's shape
 function Dropout:forward(x, part)
   if not self:active() then return x end

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Methods of modules for which PyTorch has one call and this engine another: lists, types, devices.
 
--- Returns the values of an iterator of names and values, as a list.
+-- Returns the values of an iterator over names and values, as a list.
 local function values(next_one)
   local list = {}
   for _, value in next_one do list[#list + 1] = value end
@@ -20,31 +20,31 @@ return function(Module)
   ---@return ps.Tensor[]
   function Module:buffers() return values(self:named_buffers()) end
 
-  --- Sets whether backward computes gradients of all parameters: PyTorch's way to freeze a module.
-  ---@param on? boolean default true
+  --- Sets whether backward computes gradients of all parameters, which is PyTorch's way to freeze a module.
+  ---@param on? boolean (default true)
   ---@return ps.nn.Module self
   function Module:requires_grad_(on)
     for _, p in ipairs(self:parameters()) do p:requires_grad_(on) end
     return self
   end
 
-  --- The same as module:to("fp16").
+  --- Converts the module to fp16, like module:to("fp16").
   ---@return ps.nn.Module self
   function Module:half() return self:to "fp16" end
-  --- The same as module:to("bf16").
+  --- Converts the module to bf16, like module:to("bf16").
   ---@return ps.nn.Module self
   function Module:bfloat16() return self:to "bf16" end
-  --- The same as module:to("fp32").
+  --- Converts the module to fp32, like module:to("fp32").
   ---@return ps.nn.Module self
   function Module:float() return self:to "fp32" end
-  --- The same as module:to("fp64").
+  --- Converts the module to fp64, like module:to("fp64").
   ---@return ps.nn.Module self
   function Module:double() return self:to "fp64" end
-  --- The same as module:to("cpu").
+  --- Moves the module to the CPU, like module:to("cpu").
   ---@return ps.nn.Module self
   function Module:cpu() return self:to "cpu" end
-  --- The same as module:to("cuda").
-  ---@param n? integer number of the device, "cuda:n"
+  --- Moves the module to a GPU, like module:to("cuda").
+  ---@param n? integer index of the device, as in "cuda:n"
   ---@return ps.nn.Module self
   function Module:cuda(n) return self:to(n and ("cuda:%d"):format(n) or "cuda") end
 end

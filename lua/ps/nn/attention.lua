@@ -14,7 +14,8 @@ local C = native.C
 local F, error = functional, caller.error
 
 ---@class ps.nn.MultiheadAttention: ps.nn.Module
----@field in_proj_weight? ps.Tensor [3 E, E]; without it q_proj_weight, k_proj_weight and v_proj_weight
+---@field in_proj_weight? ps.Tensor [3 E, E]; if it is nil, there are q_proj_weight, k_proj_weight and v_proj_weight
+---  instead
 ---@field in_proj_bias? ps.Tensor [3 E]
 ---@field out_proj ps.nn.Linear
 local MultiheadAttention = nn_module.class("MultiheadAttention")
@@ -22,13 +23,14 @@ local MultiheadAttention = nn_module.class("MultiheadAttention")
 local OPTIONS = { dropout = "number", bias = "boolean", kdim = "whole", vdim = "whole", batch_first = "boolean",
   dtype = "string", device = "string" }
 
---- Attention with E / heads columns per head. Initialised as in PyTorch: weights Xavier uniform, out_proj as nn.Linear,
---- biases 0.
+--- Creates attention with E / heads columns per head. Weights are initialised as in PyTorch: Xavier uniform, out_proj
+--- like nn.Linear, and biases 0.
 ---@param width integer E, the width of queries and of the result
----@param heads integer divides E
+---@param heads integer number of heads, which must divide E
 ---@param options? {dropout?: number, bias?: boolean, kdim?: integer, vdim?: integer, batch_first?: boolean, dtype?:
----  string, device?: string} dropout of the weights in training, default 0; bias default true; kdim, vdim: the widths
----  of keys and values, default E; batch_first: tensors are [B, T, C] and not [T, B, C] (default false)
+---  string, device?: string} dropout: probability of dropping a weight in training (default 0); bias (default true);
+---  kdim, vdim: widths of keys and values (default E); batch_first: tensors are [B, T, C] instead of [T, B, C] (default
+---  false)
 function MultiheadAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadAttention", OPTIONS)
   caller.whole(width, "nn.MultiheadAttention: the width", 1)
@@ -39,7 +41,7 @@ function MultiheadAttention:init(width, heads, options)
   local p = options.dropout or 0
   if not (p >= 0 and p < 1) then error(("nn.MultiheadAttention: dropout is %g; it must be in [0, 1)"):format(p)) end
   self.width, self.heads, self.dropout, self.batch_first = width, heads, p, options.batch_first == true
-  self.head_size, self.inner = width / heads, width           -- inner: the columns of this rank's heads
+  self.head_size, self.inner = width / heads, width           -- `inner` is the number of columns of this rank's heads
   self.kdim, self.vdim = options.kdim or width, options.vdim or width
   local where = { dtype = options.dtype, device = options.device }
   local function weight(name, rows, columns)
@@ -56,7 +58,7 @@ function MultiheadAttention:init(width, heads, options)
   if self.out_proj.bias ~= nil then init.zeros_(self.out_proj.bias) end
 end
 
--- The weight and bias of queries (0), keys (1) and values (2).
+-- Returns the weight and bias of queries (i = 0), keys (1) or values (2).
 local NAMES = { [0] = "q_proj_weight", "k_proj_weight", "v_proj_weight" }
 local function part(self, i)
   local E = self.inner
@@ -85,7 +87,8 @@ end
 
 local function shown(t) return "[" .. table.concat(t:shape(), ", ") .. "]" end
 
--- Converts a mask from PyTorch's form (true hides a key; floats are added) to F.attention's (true shows a key).
+-- Converts a mask from PyTorch's form (true hides a key, and floats are added) to F.attention's form (true shows a
+-- key).
 local function of_mask(mask, B, H, T, S)
   if caller.tensor(mask, "nn.MultiheadAttention", "attn_mask") == nil then return nil end
   local shape = mask:shape()
@@ -109,8 +112,8 @@ local function of_padding(mask, B, S)
   return mask.dtype_ == C.PS_BOOL and mask:logical_not():reshape(B, 1, 1, S) or mask:reshape(B, 1, 1, S)
 end
 
--- Combines two masks. If both are bool, a key is visible if both show it. Otherwise both are added as floats, in which
--- a hidden key is -inf.
+-- Combines two masks. If both are bool, a key is visible if both masks show it. Otherwise both masks are added as
+-- floats, in which a hidden key is -inf.
 local function both(a, b, dtype)
   if a == nil or b == nil then return a or b end
   if a.dtype_ == C.PS_BOOL and b.dtype_ == C.PS_BOOL then return a:logical_and(b) end
@@ -121,8 +124,8 @@ local function both(a, b, dtype)
   return floats(a) + floats(b)
 end
 
--- Appends keys and values to those of a cache, [B, H, S, D] each, and returns all of them. Without new ones it returns
--- the cache's.
+-- Appends keys and values to the keys and values of a cache, [B, H, S, D] each, and returns all of them. Without new
+-- keys, returns the contents of the cache.
 local function cached(cache, k, v)
   if k ~= nil then
     if cache.key ~= nil then
@@ -143,17 +146,18 @@ local FORWARD = { key_padding_mask = "tensor", need_weights = "boolean", attn_ma
   average_attn_weights = "boolean", is_causal = "boolean", cache = "table" }
 
 --- Returns, for each query, the sum of the values weighted by attention to their keys.
----@param query ps.Tensor [T, B, E], with batch_first [B, T, E]; [T, E] without a batch
----@param key? ps.Tensor [S, B, kdim], or [B, S, ...] with batch_first; nil: use only the keys in the cache
----@param value? ps.Tensor [S, B, vdim], or [B, S, ...] with batch_first
----@param options? {key_padding_mask?: ps.Tensor, need_weights?: boolean, attn_mask?: ps.Tensor,
----  average_attn_weights?: boolean, is_causal?: boolean, cache?: table} key_padding_mask [B, S], attn_mask [T, S] or
----  [B heads, T, S]: bool, true hides a key, or floats that are added to scores and may have a gradient; need_weights
----  (default true): return the weights as second result, averaged over heads unless average_attn_weights = false;
----  is_causal: query i sees keys up to i + S - T; cache: a table, empty at first: each call appends its keys and values
----  to it, and queries see all keys in it
----@return ps.Tensor output shape of query
----@return ps.Tensor? weights [B, T, S], with average_attn_weights = false [B, heads, T, S]; [T, S] without a batch
+---@param query ps.Tensor [T, B, E], or [B, T, E] with batch_first, or [T, E] without a batch
+---@param key? ps.Tensor [S, B, kdim], or [B, S, kdim] with batch_first; nil uses only the keys in the cache
+---@param value? ps.Tensor [S, B, vdim], or [B, S, vdim] with batch_first
+---@param options? {key_padding_mask?: ps.Tensor, need_weights?: boolean, attn_mask?: ps.Tensor, average_attn_weights?:
+---  boolean, is_causal?: boolean, cache?: table} key_padding_mask [B, S] and attn_mask [T, S] or [B heads, T, S] are
+---  bool, where true hides a key, or floats that are added to the scores and may require a gradient. need_weights
+---  (default true): return the weights as the second result, averaged over heads unless average_attn_weights = false.
+---  is_causal: query i sees the keys up to i + S - T. cache: a table that is empty at first; each call appends its keys
+---  and values to it, and queries see all keys in it
+---@return ps.Tensor output of query's shape
+---@return ps.Tensor? weights [B, T, S], or [B, heads, T, S] with average_attn_weights = false, or [T, S] without a
+---  batch
 function MultiheadAttention:forward(query, key, value, options)
   options = caller.options(options, "nn.MultiheadAttention's forward", FORWARD)
   local q = batched(self, query, "query", self.width)

@@ -3,8 +3,8 @@
 local nn_module = require "ps.nn.module"
 local registry = require "ps.nn.registry"
 
---- Returns the modules that were called, by number: their path from the outermost module that was called, and their
---- class.
+--- Returns the modules that were called, by index, each with its path from the outermost module that was called, and
+--- its class.
 ---@return table<integer, { path: string, class: string }>
 return function()
   local called, above, names = nn_module.called, {}, {}

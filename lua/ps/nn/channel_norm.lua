@@ -19,9 +19,10 @@ local exports = {}
 
 -- -- steps ------------------------------------------------------------------------------------------------------------
 local STATISTICS = { "running_mean", "running_var", "num_batches_tracked" }
--- By layer, in a step of its model's engine: true until its statistics are updated, then the copies from before.
+-- state of a layer during a step of its model's engine: true until its statistics are updated, then copies of the
+-- previous statistics
 local in_step = setmetatable({}, { __mode = "k" })
-local layers = setmetatable({}, { __mode = "k" })                -- all that have running statistics
+local layers = setmetatable({}, { __mode = "k" })                -- all layers that have running statistics
 
 -- Returns the layers with running statistics in a model.
 local function layers_in(model)
@@ -31,7 +32,7 @@ local function layers_in(model)
   return list
 end
 
--- Saves the statistics from before the step, once per step.
+-- Saves the statistics from before the step. A step saves them once.
 local function keep_statistics(layer)
   if in_step[layer] ~= true then return end
   local copies = layer.kept or {}
@@ -91,7 +92,8 @@ local function init(self, num_features, options, kinds)
   layers[self] = true
 end
 
---- Normalises each channel over the batch and all positions: nn.BatchNorm1d and nn.BatchNorm2d say which shapes.
+--- Normalises each channel over the batch and all positions. nn.BatchNorm1d and nn.BatchNorm2d define the allowed
+--- shapes.
 ---@param num_features integer
 ---@param options? table
 function BatchNorm:init(num_features, options) init(self, num_features, options) end
@@ -108,7 +110,7 @@ local function check_input(self, x)
   end
 end
 
--- Counts a forward in training. Returns the weight of its statistics in the running ones.
+-- Counts a forward in training. Returns the weight of the batch's statistics in the running statistics.
 local function count_batch(self)
   keep_statistics(self)
   local n = self.num_batches_tracked
@@ -116,8 +118,8 @@ local function count_batch(self)
   return self.momentum or n:to(self.running_mean:dtype()):reciprocal()
 end
 
---- Normalises the input. In training it uses the input's own mean and variance and updates the running ones; otherwise
---- it uses the running ones.
+--- Normalises the input. In training it uses the input's mean and variance, and updates the running statistics.
+--- Otherwise it uses the running statistics.
 ---@param x ps.Tensor [N, num_features, ...]
 ---@return ps.Tensor of x's shape
 function BatchNorm:forward(x)
@@ -144,13 +146,14 @@ end
 local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
 BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
 
---- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
---- Each rank has running statistics of its own rows, and rank 0's are saved; nn.SyncBatchNorm uses the rows of all
---- ranks.
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
+--- initial bias 0. Each rank has running statistics of its own rows, of which rank 0's are saved. nn.SyncBatchNorm uses
+--- the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
----  affine = false: no weight and bias; track_running_stats = false: always by the batch
+---  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
+---  (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+---  statistics
 function BatchNorm1d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm1d = BatchNorm1d
 
@@ -158,13 +161,14 @@ exports.BatchNorm1d = BatchNorm1d
 local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
 BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
 
---- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). weight starts as 1, bias as 0.
---- Each rank has running statistics of its own rows, and rank 0's are saved; nn.SyncBatchNorm uses the rows of all
---- ranks.
+--- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
+--- initial bias 0. Each rank has running statistics of its own rows, of which rank 0's are saved. nn.SyncBatchNorm uses
+--- the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} eps default 1e-5; momentum default 0.1, false: the mean of all batches (PyTorch's None);
----  affine = false: no weight and bias; track_running_stats = false: always by the batch
+---  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
+---  (PyTorch's None); affine = false: no weight and bias; track_running_stats = false: always uses the batch's
+---  statistics
 function BatchNorm2d:init(num_features, options) init(self, num_features, options) end
 exports.BatchNorm2d = BatchNorm2d
 
@@ -175,11 +179,12 @@ SyncBatchNorm.dims, SyncBatchNorm.takes = { true, true, true, true, true, true, 
 SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
---- Batch norm whose statistics are computed over the batches of all data-parallel ranks together. Running statistics
---- are equal on all ranks. With one rank it is nn.BatchNorm.
+--- Like nn.BatchNorm1d and nn.BatchNorm2d, but computes statistics over the batches of all data-parallel ranks
+--- together. Running statistics are equal on all ranks. With one rank the results are those of nn.BatchNorm1d and
+--- nn.BatchNorm2d.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
----  string, device?: string} as those of nn.BatchNorm2d
+---  string, device?: string} the options of nn.BatchNorm2d
 function SyncBatchNorm:init(num_features, options) init(self, num_features, options) end
 
 -- Returns the normalised x [N, C, ...], and the mean, variance and count over all ranks. The exchanges have gradients.
@@ -201,7 +206,8 @@ local function over_ranks(self, x, group)
   return y:to(dtype), mean:detach(), var:detach(), count:reshape({})
 end
 
---- Normalises the input. In training it uses the mean and variance of all ranks' inputs; otherwise the running ones.
+--- Normalises the input. In training it uses the mean and variance of all ranks' inputs. Otherwise it uses the running
+--- statistics.
 ---@param x ps.Tensor [N, num_features, ...]; N may differ between ranks
 ---@return ps.Tensor of x's shape
 function SyncBatchNorm:forward(x)
@@ -251,11 +257,11 @@ GroupNorm.unscoped = true
 
 local GROUP_NORM = { eps = "number", affine = "boolean", dtype = "string", device = "string" }
 
---- Normalises groups of neighbouring channels of each sample over all positions (Wu and He 2018). weight starts as 1,
---- bias as 0.
+--- Normalises groups of adjacent channels of each sample over all positions (Wu and He 2018). The initial weight is 1
+--- and the initial bias 0.
 ---@param num_groups integer
 ---@param num_channels integer
----@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps default 1e-5; affine = false:
+---@param options? {eps?: number, affine?: boolean, dtype?: string, device?: string} eps (default 1e-5); affine = false:
 ---  no weight and bias
 function GroupNorm:init(num_groups, num_channels, options)
   options = caller.options(options, "nn.GroupNorm", GROUP_NORM)

@@ -19,14 +19,14 @@ local function check_module(value, call)
   if not nn_module.is_module(value) then error(("%s takes a module, not %s"):format(call, shown(value))) end
 end
 
--- Returns the items as a Lua list, from 1.
+-- Returns the modules as a Lua list, from 1.
 local function items_of(self)
   local items = {}
   for i = 0, self.length - 1 do items[i + 1] = self._fields[i] end
   return items
 end
 
--- Registers these items, from 0, in place of the present ones.
+-- Registers the given modules, from index 0, in place of the current modules.
 local function set_items(self, items)
   for i = 0, self.length - 1 do
     registry.remove(self, i)
@@ -36,7 +36,8 @@ local function set_items(self, items)
   self.length = #items
 end
 
--- Returns the place of an index; indices from -1 down count from the end. `last` is the largest valid place.
+-- Returns the index from 0 of a given index, which counts from the end if it is negative. `last` is the largest valid
+-- index.
 local function place(self, index, last, call)
   caller.whole(index, call .. ": the index")
   local at = index < 0 and self.length + index or index
@@ -45,7 +46,7 @@ local function place(self, index, last, call)
     call, index, self.length))
 end
 
--- list[index] = value: replaces a module, appends one, or removes one (nil).
+-- Performs list[index] = value, which replaces a module, appends a module, or removes a module if the value is nil.
 local function set(self, index, value)
   local call = ("%s[%s] = value"):format(self.class_name, tostring(index))
   if rawequal(value, nil) then return self:remove(index) end
@@ -55,7 +56,7 @@ local function set(self, index, value)
   if at == self.length then self.length = at + 1 end
 end
 
--- Makes the objects of a class lists, for ModuleList and each class derived from it.
+-- Makes the objects of ModuleList, and of each class derived from it, behave as lists.
 nn_module.adapt(ModuleList, function(class)
   local instance = class.instance
   local assign = instance.__newindex
@@ -76,7 +77,7 @@ nn_module.adapt(ModuleList, function(class)
     remove = function(self, index) return self:remove(index) end }
 end)
 
--- Returns the modules of a constructor's list. `...`: surplus arguments.
+-- Returns the modules of a constructor's list. `...` are surplus arguments, which are rejected.
 local function given_modules(call, modules, ...)
   if select("#", ...) > 0 or nn_module.is_module(modules) and not lists.is_list(modules) then
     error(("%s takes one list of modules: %s { a, b }, not %s(a, b)"):format(call, call, call))
@@ -104,10 +105,10 @@ local function given_modules(call, modules, ...)
   return list
 end
 
---- A list of modules, which count from 0; list[-1] is the last. `for i, module in ipairs(list) do` iterates over them
---- with i from 0; list:size() is their number.
----@param modules? ps.nn.Module[] a plain Lua list, whose first module gets number 0, or another nn.ModuleList
----@param ... any refused
+--- Creates a list of modules. Indices begin at 0, and list[-1] is the last module. `for i, module in ipairs(list) do`
+--- iterates over the modules with i from 0. list:size() is the number of modules.
+---@param modules? ps.nn.Module[] a plain Lua list, whose first module gets index 0, or another nn.ModuleList
+---@param ... any rejected
 function ModuleList:init(modules, ...)
   self:extend(given_modules("nn." .. self.class_name, modules, ...))
 end
@@ -130,7 +131,7 @@ function ModuleList:extend(modules)
   return self
 end
 
---- Inserts a module before the module at `index`. The modules from there on move up by one.
+--- Inserts a module before the module at `index`, and increases the indices of the modules from there on by one.
 ---@param index integer from 0; the number of modules appends
 ---@param module ps.nn.Module
 ---@return ps.nn.Module self
@@ -144,8 +145,8 @@ function ModuleList:insert(index, module)
   return self
 end
 
---- Removes a module and returns it. The modules after it move down by one.
----@param index? integer default -1, the last
+--- Removes a module and returns it. The indices of the modules after it decrease by one.
+---@param index? integer (default -1, the last module)
 ---@return ps.nn.Module module
 function ModuleList:remove(index)
   local at, items = place(self, index or -1, self.length - 1, self.class_name .. ":remove"), items_of(self)
@@ -154,18 +155,19 @@ function ModuleList:remove(index)
   return module
 end
 
---- Returns whether Module:recompute_blocks treats an element as a block: always.
+--- Returns true, since Module:recompute_blocks treats each element as a block.
 ---@return boolean
 function ModuleList:holds_blocks() return true end
 
---- Returns the number of modules in it.
+--- Returns the number of modules in the list.
 ---@return integer
 function ModuleList:size() return self.length end
---- Returns the number of modules in it.
+--- Returns the number of modules in the list.
 ---@return integer
 function ModuleList:len() return self.length end
 
---- `for i, module in list:each() do` iterates over the modules with i from 0, as `ipairs(list)` does.
+--- Returns an iterator over the modules with i from 0, for `for i, module in list:each() do`. It does the same as
+--- `ipairs(list)`.
 ---@return fun(): integer?, ps.nn.Module?
 function ModuleList:each()
   local i = -1
@@ -178,8 +180,8 @@ end
 ---@class ps.nn.Sequential: ps.nn.ModuleList
 local Sequential = nn_module.class("Sequential", ModuleList)
 
---- A chain of modules.
----@param ... ps.nn.Module each is applied to the result of the one before
+--- Creates a chain of modules.
+---@param ... ps.nn.Module modules, each of which is applied to the result of the previous one
 function Sequential:init(...)
   for i = 1, select("#", ...) do
     local module = select(i, ...)
@@ -191,7 +193,7 @@ function Sequential:init(...)
   end
 end
 
---- Returns whether Module:recompute_blocks treats an element as a block: if it contains modules.
+--- Returns whether Module:recompute_blocks treats an element as a block, which is so if the element contains modules.
 ---@param element ps.nn.Module
 ---@return boolean
 function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
@@ -202,8 +204,8 @@ function Sequential:holds_blocks(element) -- luacheck: ignore 212/self
 end
 
 --- Applies the modules one after the other.
----@param x any the input of the first
----@return any the result of the last
+---@param x any the input of the first module
+---@return any the result of the last module
 function Sequential:forward(x)
   for i = 0, self.length - 1 do x = self._fields[i](x) end
   return x

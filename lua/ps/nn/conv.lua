@@ -16,7 +16,7 @@ local CONV = { stride = "whole|table", padding = "whole|table|string", dilation 
 local TRANSPOSE = { stride = "whole|table", padding = "whole|table", output_padding = "whole|table", groups = "whole",
   bias = "boolean", dilation = "whole|table", dtype = "string", device = "string" }
 
--- Returns {v, ...} of a number for each of n dimensions, or of such a list.
+-- Returns {v, ...} with a number for each of n dimensions, made from one number or from a list of numbers.
 local function each(value, n, what, least)
   local list = type(value) == "table" and caller.list(value, what) or {}
   for i = 1, n do list[i] = type(value) == "table" and value[i] or value end
@@ -31,7 +31,7 @@ local function divides(self, name, channels, what)
   end
 end
 
--- Weight [first, second / groups, ...] and bias, uniform in +-1 / sqrt(fan in) as in PyTorch.
+-- Creates the weight [first, second / groups, ...] and the bias. Both are uniform in +-1 / sqrt(fan in), as in PyTorch.
 local function make(self, options, first, second)
   local shape, where = { first, second / self.groups }, { dtype = options.dtype, device = options.device }
   local fan_in = second / self.groups
@@ -68,7 +68,7 @@ local function init_conv(self, name, n, in_channels, out_channels, kernel_size, 
     end
   end
   self.use = { stride = self.stride, padding = self.padding, dilation = self.dilation, groups = self.groups }
-  if self.padding_mode ~= "zeros" then                            -- F.pad pads, from the last dimension on
+  if self.padding_mode ~= "zeros" then                            -- F.pad pads from the last dimension on
     local around = {}
     for i = n, 1, -1 do
       local total = self.padding == "same" and self.dilation[i] * (self.kernel_size[i] - 1) or 0
@@ -108,13 +108,13 @@ end
 local Conv1d = core.class("Conv1d")
 Conv1d.unscoped, Conv1d.extra_repr = true, extra_repr
 
---- Cross-correlation of signals. Weight and bias are uniform in +-1 / sqrt(in_channels / groups * kernel_size), as in
---- PyTorch. (nn.Conv1D is another layer: the product of Hugging Face's GPT-2.)
+--- Creates a cross-correlation of signals. Weight and bias are uniform in +-1 / sqrt(in_channels / groups *
+--- kernel_size), as in PyTorch. (nn.Conv1D is a different layer, the product of Hugging Face's GPT-2.)
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer, bias?:
----  boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} default 1, 0,
+---  boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular", dtype?: string, device?: string} defaults: 1, 0,
 ---  1, 1, true, "zeros"
 function Conv1d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv1d", 1, in_channels, out_channels, kernel_size, options)
@@ -131,14 +131,14 @@ conv.Conv1d = Conv1d
 local Conv2d = core.class("Conv2d")
 Conv2d.unscoped, Conv2d.extra_repr = true, extra_repr
 
---- Cross-correlation of images. Weight and bias are uniform in +-1 / sqrt(fan in), as in PyTorch, where fan in is
---- in_channels / groups times the elements of a kernel.
+--- Creates a cross-correlation of images. Weight and bias are uniform in +-1 / sqrt(fan in), as in PyTorch, where fan
+--- in is in_channels / groups times the number of elements of a kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
 ---  integer|integer[], groups?: integer, bias?: boolean, padding_mode?: "zeros"|"reflect"|"replicate"|"circular",
----  dtype?: string, device?: string} default 1, 0, 1, 1, true, "zeros"
+---  dtype?: string, device?: string} defaults: 1, 0, 1, 1, true, "zeros"
 function Conv2d:init(in_channels, out_channels, kernel_size, options)
   init_conv(self, "nn.Conv2d", 2, in_channels, out_channels, kernel_size, options)
 end
@@ -164,13 +164,13 @@ end
 local ConvTranspose1d = core.class("ConvTranspose1d")
 ConvTranspose1d.unscoped, ConvTranspose1d.extra_repr = true, extra_repr
 
---- The transpose of nn.Conv1d, which makes longer signals. Weight and bias are uniform in
---- +-1 / sqrt(out_channels / groups * kernel_size), as in PyTorch.
+--- Creates the transpose of nn.Conv1d, which lengthens signals. Weight and bias are uniform in +-1 / sqrt(out_channels
+--- / groups * kernel_size), as in PyTorch.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, groups?: integer, bias?: boolean,
----  dilation?: integer, dtype?: string, device?: string} default 1, 0, 0, 1, true, 1
+---  dilation?: integer, dtype?: string, device?: string} defaults: 1, 0, 0, 1, true, 1
 function ConvTranspose1d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose1d", 1, in_channels, out_channels, kernel_size, options)
 end
@@ -186,13 +186,13 @@ conv.ConvTranspose1d = ConvTranspose1d
 local ConvTranspose2d = core.class("ConvTranspose2d")
 ConvTranspose2d.unscoped, ConvTranspose2d.extra_repr = true, extra_repr
 
---- The transpose of nn.Conv2d, which makes larger images. Weight and bias are uniform in +-1 / sqrt(n), as in PyTorch,
---- where n is out_channels / groups times the elements of a kernel.
+--- Creates the transpose of nn.Conv2d, which enlarges images. Weight and bias are uniform in +-1 / sqrt(n), as in
+--- PyTorch, where n is out_channels / groups times the number of elements of a kernel.
 ---@param in_channels integer
 ---@param out_channels integer
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
----  groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} default 1, 0, 0,
+---  groups?: integer, bias?: boolean, dilation?: integer|integer[], dtype?: string, device?: string} defaults: 1, 0, 0,
 ---  1, true, 1
 function ConvTranspose2d:init(in_channels, out_channels, kernel_size, options)
   init_transpose(self, "nn.ConvTranspose2d", 2, in_channels, out_channels, kernel_size, options)

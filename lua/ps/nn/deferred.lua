@@ -26,7 +26,8 @@ local error = caller.error
 
 local deferred = {}
 
--- Compiled code would keep closures, and those of a record hold the model's tensors. The code here runs only briefly.
+-- Compiled code would keep closures alive, and the closures of a record hold the model's tensors. The code here runs
+-- only briefly.
 jit.off(true, true)
 
 local META = native.device_index "meta"
@@ -36,33 +37,34 @@ local address = nn_module.address
 
 local function storage_of(t) return tonumber(ffi.cast("uintptr_t", t.storage)) end
 
--- Returns a second Lua object for a tensor's header, which it retains.
+-- Returns a second Lua object for a tensor's header. The object retains the header.
 local function held(t)
   C.ps_tensor_retain(t)
   return own(ffi.cast("ps_tensor *", t))
 end
 
 -- -- recording ------------------------------------------------------------------------------------------------------
--- The record of everything done on meta, in order. A node is an op, or another source of a tensor's values (`run`). All
--- headers are held, so that no address is used twice.
+-- Records everything that is computed on meta, in order. A node is an op, or another source of a tensor's values
+-- (`run`). All headers are held, so that no address is used twice.
 ---@class ps.deferred.Record
 ---@field nodes table[]
----@field maker table<integer, table> by a header's address: the node that made it; EMPTY: made without values
----@field storage table<integer, integer> by a header's address: the address of its storage when it was on meta
----@field writers table<integer, table[]> by a storage's address: the nodes that wrote into it
----@field versions table<integer, integer> by a storage's address: its version after the last recorded write
----@field whole table<integer, ps.Tensor> by the address of a shard's header: the whole tensor's
+---@field maker table<integer, table> the node that made a header, or EMPTY if it was made without values, by the
+---  header's address
+---@field storage table<integer, integer> address of a header's storage on meta, by the header's address
+---@field writers table<integer, table[]> nodes that wrote into a storage, by the storage's address
+---@field versions table<integer, integer> a storage's version after the last recorded write, by the storage's address
+---@field whole table<integer, ps.Tensor> the whole tensor of a shard, by the address of the shard's header
 local Record = {}
 Record.__index = Record
 
-local EMPTY = {}                                  -- the maker of tensors without values
+local EMPTY = {}                                  -- maker of tensors that have no values
 
 local function new_record()
   return setmetatable({ nodes = {}, maker = {}, storage = {}, writers = {}, versions = {}, held = {}, whole = {} },
     Record)
 end
 
--- Returns a function that raises an error if the tensor was written to after this call.
+-- Returns a function that raises an error if the tensor has been written to since this call.
 local function unchanged(t)
   local version = C.ps_tensor_version(t)
   return function()
@@ -80,7 +82,7 @@ function Record:wrote(storage, node)
   table.insert(self.writers[storage], node)
 end
 
--- Called after an op with the input t. Records the op as a writer if it wrote into t's storage.
+-- Checks an input t after an op has run. If the op wrote into t's storage, records it as a writer.
 function Record:touched(node, t)
   local storage, version = storage_of(t), C.ps_tensor_version(t)
   local before = node.before[storage]
@@ -90,14 +92,14 @@ function Record:touched(node, t)
   self:wrote(storage, node)
 end
 
--- Records the node that made a header, or EMPTY.
+-- Records the node that made a header, which is EMPTY for a header without values.
 function Record:makes(header, node)
   local storage = storage_of(header)
   self.maker[address(header)], self.storage[address(header)] = node, storage
   if not self.versions[storage] then self.versions[storage] = C.ps_tensor_version(header) end
 end
 
---- Called before an op runs (E.recorder).
+--- Begins to record an op before it runs (E.recorder).
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua's next collection
@@ -111,7 +113,7 @@ function Record:begin(op, n_in, ins, attrs, nbytes)
   return node
 end
 
---- Called after the op. Ops whose results have data are not recorded.
+--- Finishes the record of an op after it has run. Ops whose results have data are not recorded.
 function Record:finish(node, results)
   node.outs = {}
   for i = 0, 3 do if results[i] ~= nil then node.outs[i] = held(results[i]) end end
@@ -125,14 +127,14 @@ function Record:finish(node, results)
   end
 end
 
---- Called after a tensor was made without values.
+--- Records a tensor that was made without values.
 function Record:empty(t)
   if t.device_ ~= META then return end
   self:makes(t, EMPTY)
   self.held[#self.held + 1] = held(t)
 end
 
---- Called after `to` was made: a copy of `from` on meta, or another header of the same bytes on meta.
+--- Records `to`, which is a copy of `from` on meta, or another header of the same bytes on meta.
 function Record:copied(from, to)
   if to.device_ ~= META then return end
   from = held(from)
@@ -163,7 +165,7 @@ function Record:loads(t, state, name)
     end
     function node.run(env, files) opened(files):read_into(own_name, env[address(t)]) end
     function node.part(files, part, offset) opened(files):read_part(own_name, part, offset) end
-  elseif state[name].device_ == META then                       -- of another module that has no data yet
+  elseif state[name].device_ == META then  -- the tensor belongs to another module that has no data yet
     local from = held(state[name])
     node.n_in, node.ins[1] = 2, from
     function node.run(env) env[address(t)]:copy_(env[address(from)]) end
@@ -179,12 +181,13 @@ function Record:loads(t, state, name)
   self:wrote(storage_of(t), node)
 end
 
---- Returns the file and the name there of a tensor in an open state, or nil if the state is a table of tensors.
+--- Returns the file that contains a tensor of an open state, and the tensor's name in the file, or nil if the state is
+--- a table of tensors.
 ---@param state table
 ---@param name string
 ---@return string? path
 ---@return string? name
----@return function? open returns the open file; absent: ps.load opens it
+---@return function? open returns the open file; nil if ps.load opens it
 function deferred.origin(state, name)
   if not state.read_into then return nil end
   if state.origin then return state:origin(name) end
@@ -212,7 +215,7 @@ local function nodes_for(record, t)
       error("it was written in a way that cannot be repeated", 0)
     end
     local writers, from = record.writers[storage] or {}, 1
-    for i, node in ipairs(writers) do if node.whole then from = i end end           -- it overwrote all earlier writes
+    for i, node in ipairs(writers) do if node.whole then from = i end end  -- this node overwrote all earlier writes
     for i = from, #writers do include(writers[i]) end
   end
   need_header(t)
@@ -220,8 +223,8 @@ local function nodes_for(record, t)
   return list
 end
 
--- Returns the tensor with data for a header. If there is none yet, an empty one is made. The recorded header itself is
--- not used: it may have got values in the meantime, while the other tensors were computed from its old ones.
+-- Returns the tensor with data for a header. Creates an empty tensor if there is none yet. The recorded header itself
+-- is not used: it may have got values in the meantime, while the other tensors were computed from its old values.
 local function real(record, env, header, device)
   local at = address(header)
   if not record.maker[at] then return header end
@@ -246,22 +249,22 @@ local function run_node(record, env, node, device, files)
   for i = 0, 3 do if made[i] ~= nil and node.outs[i] ~= nil then env[address(node.outs[i])] = made[i] end end
 end
 
--- Returns the values of a tensor on a device, computed by the nodes of `list`.
+-- Runs the nodes of `list` and returns the values of a tensor on a device.
 local function compute(record, list, env, t, device, files)
   for _, node in ipairs(list) do run_node(record, env, node, device, files) end
   return real(record, env, t, device)
 end
 
--- Ops that fill a tensor in place, by number: the type of their attributes, and whether these have the number of the
--- first element's random number, `offset`. Element i gets number offset + i.
+-- Ops that fill a tensor in place, by op code: the type of their attributes, and whether the attributes contain
+-- `offset`, the counter of the first element's random number. Element i gets counter offset + i.
 local FILLS = {
   [C.PS_OP_normal_] = { attributes = ffi.typeof "ps_attrs_normal_", numbered = true },
   [C.PS_OP_uniform_] = { attributes = ffi.typeof "ps_attrs_uniform_", numbered = true },
   [C.PS_OP_fill_] = { attributes = ffi.typeof "ps_attrs_fill_" },
 }
 
--- Returns whether a tensor's values come only from fills of the whole tensor. Then a part can be filled without the
--- rest.
+-- Returns whether a tensor's values come only from fills of the whole tensor, so that one part of it can be filled
+-- without the others.
 local function is_filled(record, list, t)
   if record.maker[address(t)] ~= EMPTY or not t:is_contiguous() then return false end
   for _, node in ipairs(list) do
@@ -270,7 +273,8 @@ local function is_filled(record, list, t)
   return true
 end
 
--- Fills `numel` elements of t, from element `at` on. They are the elements from `first` on of the whole tensor.
+-- Fills `numel` elements of t, from element `at` on. They correspond to the elements from `first` on of the whole
+-- tensor.
 local function fill_run(t, at, numel, node, first)
   local how, ins = FILLS[node.op], pointer_array(1)
   local attributes = how.attributes()
@@ -284,11 +288,11 @@ local function fill_run(t, at, numel, node, first)
   native.give_back(part)
 end
 
--- Returns the values of only a shard, by the fills that make the whole tensor. If the cut divides rows, each row is
+-- Returns the values of a shard, computed by the fills that make the whole tensor. If the cut divides rows, each row is
 -- filled separately.
 local function fill_shard(list, whole, desc, device)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
-  if not devices.computes then return t end                             -- a dry run of a script has no values
+  if not devices.computes then return t end                             -- a script's dry run has no values
   local flat, d, shape = t:reshape(-1), desc.dim + 1, desc.full_shape
   local rows, inner, wide = 1, 1, t:shape()[d]                      -- [rows, cut dimension, inner]
   for i = 1, d - 1 do rows = rows * shape[i] end
@@ -305,7 +309,7 @@ local function fill_shard(list, whole, desc, device)
   return t
 end
 
--- Returns the values of only a shard from a file, without reading the rest. `node` is the load of the whole tensor.
+-- Reads the values of a shard from a file, without reading the other shards. `node` is the load of the whole tensor.
 local function read_shard(node, whole, desc, device, files)
   local t = create.zeros(shard.shape(desc), { dtype = whole:dtype(), device = native.device_name[device] })
   for _, piece in ipairs(shard.pieces(desc)) do
@@ -314,7 +318,7 @@ local function read_shard(node, whole, desc, device, files)
   return t
 end
 
--- Gives t its values on a device. If t is a shard of another tensor, it gets the shard's values.
+-- Sets the values of t on a device. If t is a shard of another tensor, t gets the shard's values.
 local function fill(record, t, device, files)
   local whole, desc = record.whole[address(t)], nil
   if whole then desc = shard.of(t) else whole = t end
@@ -335,10 +339,10 @@ local function fill(record, t, device, files)
 end
 
 -- -- models ---------------------------------------------------------------------------------------------------------
-local records = setmetatable({}, { __mode = "k" })          -- of models: {record, device}
-local absent = setmetatable({}, { __mode = "k" })           -- parameters on other processes: tensor -> text
+local records = setmetatable({}, { __mode = "k" })          -- {record, device} by model
+local absent = setmetatable({}, { __mode = "k" })           -- location of values, by parameter of another process
 
--- Called when an op fails. Returns the reason if an input is on another process.
+-- Explains an op's failure. Returns the reason if an input is on another process.
 hooks.on("op_failed", function(n_in, ins)
   for i = 0, n_in - 1 do
     for t, text in pairs(absent) do
@@ -347,13 +351,14 @@ hooks.on("op_failed", function(n_in, ins)
   end
 end)
 
--- Values of a tensor that is on another process are not loaded here.
+-- Values of a tensor that is on another process are not loaded in this process.
 hooks.on("load", function(t) return absent[t] and t.device_ == META and { elsewhere = true } or nil end)
 
---- Runs a function that makes a model, without data. Tensors are on meta unless the function names a device, and random
---- numbers advance as with data. ps.materialize gives the model its values, the bits that fn() would make with data.
+--- Runs a function that makes a model without data. Tensors are on meta unless the function names a device, and random
+--- numbers advance as they would with data. ps.materialize computes the model's values, which have the bits that fn()
+--- would compute with data.
 ---@param fn fun(...): ps.nn.Module
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return ps.nn.Module model
 function deferred.make(fn, ...)
   caller.callable(fn, "ps.deferred")
@@ -378,8 +383,8 @@ end
 
 local OPTIONS = { device = "string", elsewhere = "callable" }
 
--- Returns all tensors of a model, each once, {name =, tensor =, kind =}: parameters by their first names and in their
--- order, then buffers and tensors in plain fields.
+-- Returns all tensors of a model, each once, as {name =, tensor =, kind =}. Parameters come first, with their first
+-- names and in their order, followed by buffers and tensors in plain fields.
 local function tensors_of(model)
   local list, seen = {}, {}
   for name, p in model:named_parameters() do
@@ -399,7 +404,7 @@ local function tensors_of(model)
   return list
 end
 
--- Gives a tensor of the model its values. An error names the tensor.
+-- Computes the values of a tensor of the model. An error names the tensor.
 local function give_values(record, entry, device, files)
   local ok, why = pcall(fill, record, entry.tensor, device, files)
   if not ok then
@@ -413,8 +418,8 @@ local function give_values(record, entry, device, files)
   if entry.kind == "param" then hooks.tell("parameter", entry.tensor) end
 end
 
---- Makes a parameter that is a shard of one of the model's parameters and will replace it in the modules.
---- ps.materialize gives it the shard's values, a part of the whole parameter's.
+--- Creates a parameter that is a shard of one of the model's parameters and will replace it in the modules.
+--- ps.materialize sets its values, which are a part of the whole parameter's values.
 ---@param model ps.nn.Module made by ps.deferred
 ---@param parameter ps.Tensor without values yet
 ---@param desc ps.nn.Shard
@@ -432,27 +437,27 @@ function deferred.cut(model, parameter, desc)
   return shard.set(part, desc)
 end
 
--- Frees the bytes here of a tensor that is on another process.
+-- Frees the bytes of a tensor in this process, since the tensor is on another process.
 local function leave(t)
   if t.device_ == META then return end
   native.check(C.ps_tensor_set_data(t, create.empty(t:shape(), { dtype = t:dtype(), device = "meta" })))
 end
 
---- Frees the bytes here of a parameter that is on another process, and keeps its shape and type.
+--- Frees the bytes of a parameter in this process, since it is on another process. Keeps its shape and type.
 ---@param parameter ps.Tensor
----@param text string for the error when it is used: what it is, and where its values are
+---@param text string for errors about its use: what the parameter is, and where its values are
 function deferred.leave(parameter, text)
   absent[parameter] = text
   leave(parameter)
 end
 
---- Fills a model that ps.deferred made with its values, one tensor at a time. The option `elsewhere` is called with
---- each tensor's name (for a tied tensor, the first one) and the tensor. If it returns nil or false, the tensor gets
---- values. Else it returns a text that says where the values are, such as "rank 1 (stage 1)": the tensor gets none,
---- and keeps only its shape and type. An op that uses such a tensor raises an error that contains this text.
+--- Computes the values of a model that ps.deferred made, one tensor at a time. The option `elsewhere` is called with
+--- each tensor and its name (for a tied tensor, the first name). If it returns nil or false, the tensor gets values.
+--- Otherwise it returns a text that says where the values are, such as "rank 1 (stage 1)". Such a tensor gets no values
+--- and keeps only its shape and type. An op that uses it raises an error that contains the text.
 ---@param model ps.nn.Module
----@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device: default
----  that of new tensors at the time of ps.deferred
+---@param options? {device?: string, elsewhere?: fun(name: string, tensor: ps.Tensor): string|false?} device (default:
+---  the device of new tensors at the time of ps.deferred)
 ---@return ps.nn.Module model
 function deferred.materialize(model, options)
   options = caller.options(options, "ps.materialize", OPTIONS)

@@ -13,14 +13,14 @@ local init = require "ps.nn.weights"
 local Embedding = nn_module.class("Embedding")
 Embedding.unscoped = true
 
-local META = native.device_index "meta"                        -- a table on meta has no values to send
+local META = native.device_index "meta"                        -- an embedding matrix on meta has no values to send
 local OPTIONS = { std = "number", padding_idx = "whole", dtype = "string", device = "string" }
 
---- A table of vectors, looked up by integer.
----@param rows integer V, the number of vectors
----@param width integer C, the size of each
----@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std of the initial values,
----  default 1; padding_idx: a row that starts as zeros and gets no gradient from lookups
+--- Creates an embedding: a matrix whose rows are looked up by integer.
+---@param rows integer V, the number of rows
+---@param width integer C, the size of each row
+---@param options? {std?: number, padding_idx?: integer, dtype?: string, device?: string} std: deviation of the initial
+---  values (default 1); padding_idx: a row that is initially 0 and gets no gradient from lookups
 function Embedding:init(rows, width, options)
   options = caller.options(options, "nn.Embedding", OPTIONS)
   caller.whole(rows, "nn.Embedding: the number of rows")
@@ -34,8 +34,8 @@ function Embedding:init(rows, width, options)
   if self.padding_idx then init.zeros_(self.weight:narrow(0, self.padding_idx, 1)) end
 end
 
---- Returns the vectors at some indices. If the table is on another device than the indices, it is looked up on its
---- device, and the vectors are copied to the indices' device.
+--- Returns the rows at the given indices. If the weight is on another device than the indices, rows are looked up on
+--- the weight's device and copied to the indices' device.
 ---@param index ps.Tensor integers [...]
 ---@return ps.Tensor [..., width]
 function Embedding:forward(index)

@@ -16,7 +16,8 @@ local OPTIONS = { dim_feedforward = "whole", dropout = "number", activation = "s
   device = "string" }
 local ACTIVATIONS = { relu = F.relu, gelu = F.gelu }
 
--- Sets the members that both kinds of layers have, in PyTorch's order: self_attn, linear1, dropout, linear2, norm1, ...
+-- Sets the members that encoder and decoder layers share, in PyTorch's order: self_attn, linear1, dropout, linear2,
+-- norm1, ...
 local function init(self, call, width, heads, options, cross)
   options = caller.options(options, call, OPTIONS)
   self.made_of = { width, heads, options }
@@ -53,18 +54,19 @@ end
 ---@class ps.nn.TransformerEncoderLayer: ps.nn.Module
 local EncoderLayer = nn_module.class("TransformerEncoderLayer")
 
--- The cut of a layer for tensor parallelism.
+-- Returns the table that describes how tensor parallelism cuts a layer.
 local function table_of(extra)
   return { self_attn = "attention", multihead_attn = extra, linear1 = "column", dropout = "columns", linear2 = "row" }
 end
 EncoderLayer.tensor_parallel = table_of()
 
---- Self-attention and a feed-forward network of two linear layers, each with a residual and a LayerNorm.
+--- Creates a layer of self-attention and a feed-forward network of two linear layers. Both have a residual and a
+--- LayerNorm.
 ---@param width integer E
----@param heads integer divides E
----@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function,
----  layer_norm_eps?: number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string,
----  device?: string} as in PyTorch, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+---@param heads integer number of heads, which must divide E
+---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
+---  number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
+---  options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function EncoderLayer:init(width, heads, options)
   init(self, "nn.TransformerEncoderLayer", width, heads, options, false)
 end
@@ -72,10 +74,10 @@ end
 local ENCODE = { src_mask = "tensor", src_key_padding_mask = "tensor", is_causal = "boolean", cache = "table" }
 
 --- Runs the layer.
----@param src ps.Tensor [T, B, E], with batch_first [B, T, E]
----@param options? {src_mask?: ps.Tensor, src_key_padding_mask?: ps.Tensor, is_causal?: boolean, cache?: table} as
----  nn.MultiheadAttention's attn_mask, key_padding_mask, is_causal and cache
----@return ps.Tensor as src
+---@param src ps.Tensor [T, B, E], or [B, T, E] with batch_first
+---@param options? {src_mask?: ps.Tensor, src_key_padding_mask?: ps.Tensor, is_causal?: boolean, cache?: table} the
+---  options attn_mask, key_padding_mask, is_causal and cache of nn.MultiheadAttention
+---@return ps.Tensor of src's shape
 function EncoderLayer:forward(src, options)
   options = caller.options(options, "nn.TransformerEncoderLayer's forward", ENCODE)
   local x = step(self, src, 1, function(t)
@@ -90,13 +92,13 @@ end
 local DecoderLayer = nn_module.class("TransformerDecoderLayer")
 DecoderLayer.tensor_parallel = table_of "attention"
 
---- Self-attention, attention to the memory of an encoder, and a feed-forward network of two linear layers, each with
---- a residual and a LayerNorm.
+--- Creates a layer of self-attention, attention to the memory of an encoder, and a feed-forward network of two linear
+--- layers. Each has a residual and a LayerNorm.
 ---@param width integer E
----@param heads integer divides E
----@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function,
----  layer_norm_eps?: number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string,
----  device?: string} as in PyTorch, with its defaults: 2048, 0.1, "relu", 1e-5, false, false, true
+---@param heads integer number of heads, which must divide E
+---@param options? {dim_feedforward?: integer, dropout?: number, activation?: "relu"|"gelu"|function, layer_norm_eps?:
+---  number, batch_first?: boolean, norm_first?: boolean, bias?: boolean, dtype?: string, device?: string} PyTorch's
+---  options, with PyTorch's defaults: 2048, 0.1, "relu", 1e-5, false, false, true
 function DecoderLayer:init(width, heads, options)
   init(self, "nn.TransformerDecoderLayer", width, heads, options, true)
 end
@@ -105,13 +107,13 @@ local DECODE = { tgt_mask = "tensor", memory_mask = "tensor", tgt_key_padding_ma
   memory_key_padding_mask = "tensor", tgt_is_causal = "boolean", memory_is_causal = "boolean", cache = "table" }
 
 --- Runs the layer.
----@param tgt ps.Tensor [T, B, E], with batch_first [B, T, E]
----@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has its keys
+---@param tgt ps.Tensor [T, B, E], or [B, T, E] with batch_first
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if its keys are in the cache
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
----  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} masks as
----  for nn.MultiheadAttention; cache: a table for decoding, empty at first: a call then passes only the next positions,
----  and the cache keeps their keys and those of the memory
----@return ps.Tensor as tgt
+---  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} masks have
+---  the form of nn.MultiheadAttention's masks. cache: a table for decoding, which is empty at first. With a cache, a
+---  call passes only the next positions, and the cache keeps the keys of these positions and of the memory
+---@return ps.Tensor of tgt's shape
 function DecoderLayer:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoderLayer's forward", DECODE)
   local cache = options.cache
@@ -123,7 +125,7 @@ function DecoderLayer:forward(tgt, memory, options)
   end)
   x = step(self, x, 2, function(t)
     local there = memory
-    if cache and cache.memory.key ~= nil then there = nil end          -- its keys are in the cache
+    if cache and cache.memory.key ~= nil then there = nil end          -- the keys of the memory are in the cache
     if there == nil and not cache then
       error("nn.TransformerDecoderLayer: the memory is missing: pass the result of an encoder")
     end
@@ -136,7 +138,7 @@ function DecoderLayer:forward(tgt, memory, options)
 end
 
 -- -- stacks ---------------------------------------------------------------------------------------------------------
--- Returns n layers: the given one and n - 1 copies of it, with its settings and values, as in PyTorch.
+-- Returns n layers: the given layer and n - 1 copies of it, with its settings and values, as in PyTorch.
 local function layers_of(call, layer, n)
   if type(layer) == "table" and not nn_module.is_module(layer) then
     if n ~= nil and n ~= #layer then
@@ -164,9 +166,9 @@ local STACK = { norm = "table" }
 ---@class ps.nn.TransformerEncoder: ps.nn.Module
 local Encoder = nn_module.class("TransformerEncoder")
 
---- A stack of layers and an optional norm. In PyTorch: nn.TransformerEncoder(layer, n, norm).
+--- Creates a stack of layers with an optional norm. PyTorch's form is nn.TransformerEncoder(layer, n, norm).
 ---@param layer ps.nn.Module|ps.nn.Module[] a layer to copy with its values, or a list of all layers
----@param n? integer number of layers; default for a list: its length
+---@param n? integer number of layers (default: the length of the list)
 ---@param options? {norm?: ps.nn.Module}
 function Encoder:init(layer, n, options)
   options = caller.options(options, "nn.TransformerEncoder", STACK)
@@ -177,9 +179,9 @@ end
 local ENCODER = { mask = "tensor", src_key_padding_mask = "tensor", is_causal = "boolean" }
 
 --- Runs the layers one after the other.
----@param src ps.Tensor [T, B, E], with batch_first [B, T, E]
+---@param src ps.Tensor [T, B, E], or [B, T, E] with batch_first
 ---@param options? {mask?: ps.Tensor, src_key_padding_mask?: ps.Tensor, is_causal?: boolean}
----@return ps.Tensor as src
+---@return ps.Tensor of src's shape
 function Encoder:forward(src, options)
   options = caller.options(options, "nn.TransformerEncoder's forward", ENCODER)
   for _, layer in self.layers:each() do
@@ -192,9 +194,9 @@ end
 ---@class ps.nn.TransformerDecoder: ps.nn.Module
 local Decoder = nn_module.class("TransformerDecoder")
 
---- A stack of layers and an optional norm. In PyTorch: nn.TransformerDecoder(layer, n, norm).
+--- Creates a stack of layers with an optional norm. PyTorch's form is nn.TransformerDecoder(layer, n, norm).
 ---@param layer ps.nn.Module|ps.nn.Module[] a layer to copy with its values, or a list of all layers
----@param n? integer number of layers; default for a list: its length
+---@param n? integer number of layers (default: the length of the list)
 ---@param options? {norm?: ps.nn.Module}
 function Decoder:init(layer, n, options)
   options = caller.options(options, "nn.TransformerDecoder", STACK)
@@ -203,12 +205,12 @@ function Decoder:init(layer, n, options)
 end
 
 --- Runs the layers one after the other.
----@param tgt ps.Tensor [T, B, E], with batch_first [B, T, E]
----@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if the cache has its keys
+---@param tgt ps.Tensor [T, B, E], or [B, T, E] with batch_first
+---@param memory? ps.Tensor [S, B, E], or [B, S, E] with batch_first; nil if its keys are in the cache
 ---@param options? {tgt_mask?: ps.Tensor, memory_mask?: ps.Tensor, tgt_key_padding_mask?: ps.Tensor,
----  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} as for
----  nn.TransformerDecoderLayer; the cache holds one cache per layer
----@return ps.Tensor as tgt
+---  memory_key_padding_mask?: ps.Tensor, tgt_is_causal?: boolean, memory_is_causal?: boolean, cache?: table} the
+---  options of nn.TransformerDecoderLayer; the cache contains one cache per layer
+---@return ps.Tensor of tgt's shape
 function Decoder:forward(tgt, memory, options)
   options = caller.options(options, "nn.TransformerDecoder's forward", DECODE)
   local cache, own = options.cache, {}

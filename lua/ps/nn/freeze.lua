@@ -5,13 +5,13 @@ local nearest = require "ps.core.nearest"
 local readable = require "ps.core.readable"
 local shard = require "ps.tensor.shard"
 
--- Returns a pattern as a Lua pattern over ".name.": "*" stands for any characters. It begins and ends at dots, so
--- "layers.*" fits "model.layers.0.mlp.up_proj.weight", and "wte" fits "transformer.wte.weight".
+-- Converts a pattern to a Lua pattern over ".name.". "*" stands for any characters. A pattern begins and ends at dots,
+-- so "layers.*" matches "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
 local function lua_pattern(pattern)
   return "%." .. pattern:gsub("[%^%$%(%)%%%.%[%]%+%-%?]", "%%%0"):gsub("%*", ".*") .. "%."
 end
 
--- Returns the parameters whose names fit a list of patterns. Each pattern must fit at least one name.
+-- Returns the parameters whose names match a list of patterns. Each pattern must match at least one name.
 local function chosen(module, patterns, call)
   if type(patterns) == "string" then patterns = { patterns } end
   caller.typed(patterns, "table", call .. ": the pattern of names, or the list of patterns,")
@@ -49,7 +49,7 @@ local TRAINABLE = { prints_rows = true, __tostring = function(self)
     readable.bytes(self.nbytes))
 end }
 
--- Adds up the rows of parameters whose names differ only in the numbers of layers.
+-- Returns one row for all parameters whose names differ only in the indices of layers, with the sums of their counts.
 local function rows_of(module)
   local rows, by_key = { trained = 0, parameters = 0, trained_nbytes = 0, nbytes = 0 }, {}
   for name, p in module:named_parameters() do
@@ -71,10 +71,10 @@ end
 
 ---@param Module ps.nn.Module the class to which the methods are added
 return function(Module)
-  --- Freezes the parameters whose names fit a pattern: backward computes no gradients of them, and an engine that is
-  --- made afterwards has no masters, gradients and optimizer state for them. In a pattern "*" stands for any
-  --- characters. A pattern fits whole parts of a name: "layers.*" fits "model.layers.0.mlp.up_proj.weight", and "wte"
-  --- fits "transformer.wte.weight".
+  --- Freezes the parameters whose names match a pattern. Backward computes no gradients of frozen parameters, and an
+  --- engine that is created afterwards has no masters, gradients and optimizer state for them. In a pattern, "*" stands
+  --- for any characters. A pattern matches whole components of a name: "layers.*" matches
+  --- "model.layers.0.mlp.up_proj.weight", and "wte" matches "transformer.wte.weight".
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:freeze(patterns)
@@ -82,7 +82,7 @@ return function(Module)
     return self
   end
 
-  --- The opposite of freeze.
+  --- Makes the parameters whose names match a pattern train again, after freeze.
   ---@param patterns string|string[]
   ---@return ps.nn.Module self
   function Module:thaw(patterns)
@@ -90,8 +90,8 @@ return function(Module)
     return self
   end
 
-  --- Returns the trained and the frozen parameters, as a list that prints as a table with counts and bytes. Layers of
-  --- one kind are added up. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
+  --- Returns the trained and the frozen parameters as a list that prints as a table with counts and bytes. Layers of
+  --- one kind are added up in one row. The list's fields trained, parameters, trained_nbytes and nbytes are sums.
   ---@return {name: string, trained: boolean, dtype: string, tensors: integer, parameters: integer, nbytes: number}[]
   function Module:trainable() return rows_of(self) end
 end

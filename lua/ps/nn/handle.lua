@@ -9,18 +9,18 @@ local foreign = require "ps.core.foreign"
 local handle = {}
 
 local ENGINE = {}                                             -- the key
-local engines = setmetatable({}, { __mode = "kv" })           -- engine -> the same engine
-local originals = setmetatable({}, { __mode = "k" })          -- the handle's wrapper -> the module's function
+local engines = setmetatable({}, { __mode = "kv" })           -- each live engine, as key and value
+local originals = setmetatable({}, { __mode = "k" })          -- the module's function, by the handle's wrapper
 
 --- Returns the engine of a model.
 ---@param model any
----@return ps.Engine? engine nil: `model` is neither a model of ps.initialize nor an engine
+---@return ps.Engine? engine nil if `model` is neither a model of ps.initialize nor an engine
 function handle.of(model)
   if type(model) ~= "table" then return nil end
   return rawget(model, ENGINE) or engines[model]
 end
 
---- Returns the engine of the model that a method was called on.
+--- Returns the engine of the model on which a method was called.
 ---@param model any
 ---@param name string the method's name
 ---@return ps.Engine
@@ -29,7 +29,7 @@ function handle.own(model, name)
     .. "model:%s(...)"):format(name, type(model), name))
 end
 
---- Returns the module of a model; for a module, the module itself.
+--- Returns the module of a model, or the argument itself if it is a module.
 ---@param model ps.nn.Module|ps.Engine
 ---@return ps.nn.Module
 function handle.module(model)
@@ -37,19 +37,18 @@ function handle.module(model)
   return engine and engine.module or model
 end
 
---- Returns the module's function that a wrapper of a handle calls. A function that is not a wrapper is returned
---- unchanged.
+--- Returns the module's function that a handle's wrapper calls. A function that is not a wrapper is returned unchanged.
 ---@param fn function
 ---@return function
 function handle.original(fn) return originals[fn] or fn end
 
--- Returns the results of a module's method. A method that returns its module returns the model.
+-- Returns the results of a module's method. If the method returned its module, returns the model instead.
 local function returned(self, first, ...)
   if first ~= nil and rawequal(first, rawget(self, ENGINE).module) then return self, ... end
   return first, ...
 end
 
--- Wraps a function of the module: a call on the handle becomes a call on the module.
+-- Wraps a function of the module, so that a call on the handle becomes a call on the module.
 local function bound(self, fn)
   local engine = rawget(self, ENGINE)
   local wrapper = engine.bound[fn]
@@ -62,7 +61,7 @@ local function bound(self, fn)
   return wrapper
 end
 
--- Returns the handle's own value of a name, or nil if the name is the module's.
+-- Returns the handle's own value of a name, or nil if the name belongs to the module.
 local function own_value(self, methods, key)
   local engine = rawget(self, ENGINE)
   if key == "module" then return engine.module end
@@ -72,7 +71,7 @@ end
 
 --- Returns the metatable of handles.
 ---@param methods table<string, function> the handle's own methods by name
----@param call fun(engine: ps.Engine, ...): any a call of the model
+---@param call fun(engine: ps.Engine, ...): any performs a call of the model
 ---@return table
 function handle.instance(methods, call)
   return {
@@ -103,7 +102,7 @@ function handle.instance(methods, call)
   }
 end
 
---- Returns the handle of an engine.
+--- Creates the handle of an engine.
 ---@param engine ps.Engine
 ---@param instance table from handle.instance
 ---@return ps.Engine

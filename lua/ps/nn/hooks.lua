@@ -12,7 +12,7 @@ local hooks = {}
 
 local function pack(...) return { n = select("#", ...), ... } end
 
----@class ps.nn.Hooks of a module: lists of functions
+---@class ps.nn.Hooks lists of a module's hooks
 ---@field before function[]
 ---@field after function[]
 ---@field back function[]
@@ -27,34 +27,34 @@ local function add(module, kind, fn, call)
   return tensor_hooks.add(lists[kind], fn)
 end
 
---- Calls fn(module, args) before each forward of the module. `args` is the list of the call's arguments, with their
---- number in n. fn returns nil, or new arguments: a list, or a single tensor. An argument is replaced by one of the
---- same kind: a tensor by a tensor, a table by a table.
+--- Calls fn(module, args) before each forward of the module. `args` is the list of the call's arguments, with the
+--- number of arguments in `n`. fn returns nil, or new arguments as a list or a single tensor. A new argument must have
+--- the kind of the old one: a tensor replaces a tensor, and a table replaces a table.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[]): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_pre_hook(self, fn) return add(self, "before", fn, "register_forward_pre_hook") end
 
 --- Calls fn(module, args, output) after each forward of the module. `output` is the value that forward returned, or a
---- list if it returned several. fn returns nil, or a new output of the same kind: a tensor for a tensor, and a list of
---- the same length for several values.
+--- list if it returned several values. fn returns nil, or a new output of the same kind: a tensor for a tensor, or a
+--- list of the same length for several values.
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, args: any[], output: any): any
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_forward_hook(self, fn) return add(self, "after", fn, "register_forward_hook") end
 
 --- Calls fn(module, grad_input, grad_output) in backward when the gradients of the module's inputs are complete. Both
---- are lists with their length in n: the gradient of each tensor among the arguments or the outputs, in order (nil: it
---- got none). The tensors of a table among the outputs are listed in alphabetical order of their fields. fn returns
---- nil, or a list that replaces grad_input; a list with its length in n may drop a gradient by nil. Gradients are as in
---- tensor hooks (t:register_hook).
+--- are lists with their length in `n`. They contain the gradient of each tensor among the arguments or the outputs, in
+--- order, or nil if the tensor got none. The tensors of a table among the outputs are listed in alphabetical order of
+--- their fields. fn returns nil, or a list that replaces grad_input. A list with its length in `n` can drop a gradient
+--- by nil. The gradients are scaled as in tensor hooks (t:register_hook).
 ---@param self ps.nn.Module
 ---@param fn fun(module: ps.nn.Module, grad_input: table<integer, ps.Tensor>, grad_output: table<integer, ps.Tensor>):
 ---  table?
 ---@return ps.HookHandle handle handle:remove() removes the hook
 function hooks.register_full_backward_hook(self, fn) return add(self, "back", fn, "register_full_backward_hook") end
 
---- Returns whether a module has hooks now.
+--- Returns whether a module currently has hooks.
 ---@param module ps.nn.Module
 ---@return boolean
 function hooks.has(module)
@@ -68,7 +68,7 @@ end
 function hooks.move(from, to) rawset(to, "_hooks", rawget(from, "_hooks")) end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- call: { module, list, n_in, grad_output } of one call of a module.
+-- Runs the backward hooks of one call of a module. `call` is { module, list, n_in, grad_output }.
 local function run_back(call, grad_input)
   local whose = "a backward hook of " .. call.module.class_name
   for _, fn in ipairs { unpack(call.list) } do
@@ -127,11 +127,11 @@ end
 function Outputs.backward(ctx, ...)
   local call = ctx.call
   call.grad_output = pack(...)
-  if not call.wants then run_back(call, { n = call.n_in }) end      -- no gradient goes to the inputs
+  if not call.wants then run_back(call, { n = call.n_in }) end      -- no gradient reaches the inputs
   return nil, ...
 end
 
--- Finds the tensors among values and in tables among them. Returns a list of { list, key }.
+-- Finds the tensors among values and in tables among the values. Returns a list of { list, key }.
 local function places_of(values)
   local places = {}
   for i = 1, values.n do
@@ -152,7 +152,7 @@ local function places_of(values)
   return places
 end
 
--- Passes the tensors at given places through a function.
+-- Passes the tensors at the given entries of places_of through a function.
 local function wrap(fn, call, places)
   if #places == 0 then return end
   local list = {}
@@ -176,17 +176,18 @@ end
 -- -- results of forward hooks -----------------------------------------------------------------------------------------
 local function kind_of(value) return is_tensor(value) and "tensor" or type(value) end
 
--- Refuses a value of a hook that is of another kind than the value that it replaces. A nil may become anything.
+-- Raises an error if a hook returned a value of another kind than the value that it replaces. Any value can replace a
+-- nil.
 local function check_kind(value, old, whose, place)
   if old == nil or kind_of(value) == kind_of(old) then return end
   error(("%s returned a %s for %s, which was a %s; a hook returns nil, or values of the same kinds"):format(whose,
     kind_of(value), place, kind_of(old)), 0)
 end
 
--- A list of values, which may have its length in n.
+-- Returns a list of values with its length in `n`, made from a list that may have its length in `n`.
 local function listed(result) return { n = result.n or #result, unpack(result, 1, result.n or #result) } end
 
--- The arguments after a pre-hook has returned `result`.
+-- Returns the arguments of the forward after a pre-hook has returned `result`.
 local function new_args(module, args, result)
   local whose = "a forward pre-hook of " .. module.class_name
   if is_tensor(result) then result = { result } end
@@ -206,7 +207,7 @@ local function new_args(module, args, result)
   return new
 end
 
--- The output after a forward hook has returned `result`.
+-- Returns the output of the forward after a hook has returned `result`.
 local function new_output(module, out, result)
   local whose = "a forward hook of " .. module.class_name
   if out.n <= 1 then

@@ -17,11 +17,11 @@ Linear.unscoped = true
 
 local LINEAR = { bias = "boolean", std = "number", dtype = "string", device = "string" }
 
---- y = x weight^T + bias. By default weight and bias are uniform in +-1 / sqrt(inputs), as in PyTorch. With `std` the
---- weight is normal with that deviation and the bias is 0, as in GPT-2 and Llama.
+--- Creates a layer that computes y = x weight^T + bias. By default weight and bias are uniform in +-1 / sqrt(inputs),
+--- as in PyTorch. With `std`, the weight is normal with this deviation and the bias is 0, as in GPT-2 and Llama.
 ---@param inputs integer
 ---@param outputs integer
----@param options? {bias?: boolean, std?: number, dtype?: string, device?: string} bias default true
+---@param options? {bias?: boolean, std?: number, dtype?: string, device?: string} bias (default true)
 function Linear:init(inputs, outputs, options)
   options = caller.options(options, "nn.Linear", LINEAR)
   caller.whole(inputs, "nn.Linear: the number of inputs")
@@ -35,7 +35,7 @@ function Linear:init(inputs, outputs, options)
   self:param("bias", std and init.zeros_(bias) or init.uniform_(bias, -bound, bound))
 end
 
---- Returns x weight^T + bias, plus a residual that is added as the product is written.
+--- Returns x weight^T + bias. A residual is added while the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -55,11 +55,11 @@ Conv1D.unscoped = true
 
 local CONV1D = { std = "number", dtype = "string", device = "string" }
 
---- y = x weight + bias: the layer of that name in Hugging Face's GPT-2. The weight is normal with deviation `std`, the
---- bias 0.
+--- Creates a layer that computes y = x weight + bias, as the layer of this name in Hugging Face's GPT-2 does. The
+--- weight is normal with deviation `std`, and the bias is 0.
 ---@param inputs integer
 ---@param outputs integer
----@param options? {std?: number, dtype?: string, device?: string} std default 0.02
+---@param options? {std?: number, dtype?: string, device?: string} std (default 0.02)
 function Conv1D:init(inputs, outputs, options)
   options = caller.options(options, "nn.Conv1D", CONV1D)
   caller.whole(inputs, "nn.Conv1D: the number of inputs")
@@ -70,7 +70,7 @@ function Conv1D:init(inputs, outputs, options)
   self:param("bias", create.zeros({ outputs }, where))
 end
 
---- Returns x weight + bias, plus a residual that is added as the product is written.
+--- Returns x weight + bias. A residual is added while the product is written.
 ---@param x ps.Tensor [..., inputs]
 ---@param residual? ps.Tensor [..., outputs]
 ---@return ps.Tensor [..., outputs]
@@ -87,11 +87,11 @@ LMHead.unscoped = true
 
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
---- The head of a language model: logits over a vocabulary, or their loss. Its weight is normal with deviation `std`.
---- With `tied` the weight is that of a table of tokens, and remains the table's parameter.
+--- Creates the head of a language model, which computes logits over a vocabulary, or their loss. Its weight is normal
+--- with deviation `std`. With `tied`, the weight is that of a token embedding, and remains the embedding's parameter.
 ---@param width integer C
 ---@param words integer V
----@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std default 0.02
+---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std (default 0.02)
 function LMHead:init(width, words, options)
   options = caller.options(options, "nn.LMHead", LM_HEAD)
   caller.whole(width, "nn.LMHead: the width")
@@ -113,10 +113,10 @@ local function weight_of(head) return (rawget(head, "tied") or head).weight end
 ---@return ps.Tensor [..., V]
 function LMHead:forward(x) return native.ops.linear(x, weight_of(self), nil, nil, 1) end
 
---- Returns the mean cross entropy of the logits, computed without holding all of them at once.
+--- Returns the mean cross entropy of the logits, computed without keeping all of them in memory at once.
 ---@param x ps.Tensor [..., C]
----@param targets ps.Tensor integers [...]; -100: ignored
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} F.lm_loss's
+---@param targets ps.Tensor integers [...]; targets of -100 are ignored
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"} the options of F.lm_loss
 ---@return ps.Tensor of 0 dimensions
 function LMHead:loss(x, targets, options) return F.lm_loss(x, weight_of(self), targets, options) end
 

@@ -14,7 +14,7 @@ local error = caller.error
 
 local load_plan = {}
 
---- Returns the first five names of a list, and the number of others.
+--- Returns the first five names of a list, and the number of further names.
 ---@param list string[]
 ---@return string
 function load_plan.some(list)
@@ -24,23 +24,24 @@ function load_plan.some(list)
   return table.concat(shown, ", ")
 end
 
--- Notes the first whole tensor and the first shard of a rank (ps.nn.sharded) in a state, which must not have both. A
--- state that is marked as whole is skipped, since it has no shards.
+-- Returns whether a tensor of a state fits a parameter. Records in `kinds` the first whole tensor and the first shard
+-- of a rank (ps.nn.sharded), since a state must not contain both. A state that is marked as whole is not recorded,
+-- since it contains no shards.
 local function fits(shape, tensor, name, kinds, is_whole)
   local kind = sharded.fit(shape, tensor)
   if kind == "own" and is_whole then return false end
   if kind and not rectangles.same(sharded.shape(tensor), tensor:shape()) then
     kinds[kind] = kinds[kind] or name
     if kinds.own and kinds.whole then
-      error(("load_state_dict: the state has the whole tensor '%s', but only a rank's part of '%s'; use a state of " ..
-        "whole tensors, or one of parts"):format(
+      error(("load_state_dict: the state has the whole tensor '%s', but only a rank's shard of '%s'; use a state " ..
+        "with either whole tensors or shards"):format(
         kinds.whole, kinds.own), 0)
     end
   end
   return kind ~= nil
 end
 
--- Returns the names of entries without a source. If a source has no tensor that belongs to another process, it is this
+-- Returns the names of entries without a source. If a source contains no tensor of another process, it is this
 -- process's own state, and the tensors of other processes do not count as missing.
 local function missing_of(entries, elsewhere)
   local missing, absent = {}, {}
@@ -58,11 +59,11 @@ end
 
 --- Plans a load. Returns entries {tensor =, name =, from = source name or nil}, one for each distinct tensor, and the
 --- lists of missing, unexpected and misshapen names. A tied tensor is read from the first of its names in the source;
---- `again` lists its other names there.
+--- `again` lists its other names in the source.
 ---@param self ps.nn.Module
 ---@param source table<string, boolean> the names that the state has
 ---@param shape_of fun(name: string): integer[]
----@param elsewhere? fun(name: string): any whether another process has a tensor
+---@param elsewhere? fun(name: string): any returns whether another process has a tensor
 ---@param state table tensors by name, or an open file
 ---@return table[] entries
 ---@return string[] missing
@@ -106,8 +107,8 @@ function load_plan.plan(self, source, shape_of, elsewhere, state)
   return entries, missing, unexpected, wrong
 end
 
--- Returns whether two tensors of a state have the same values. Those of a file are read into memory, as values of
--- `tensor`.
+-- Returns whether two tensors of a state have the same values. Tensors of a file are read into memory with the shape
+-- and type of `tensor`.
 local function alike(state, one, other, tensor)
   if not state.read_into then
     return rawequal(state[one], state[other]) or state[one]:equal(state[other])
@@ -122,14 +123,14 @@ local function alike(state, one, other, tensor)
   end)
 end
 
---- Refuses a state in which the names of a tied tensor have unlike values.
+--- Raises an error if the names of a tied tensor have different values in a state.
 ---@param entries table[] of load_plan.plan
 ---@param state table tensors by name, or an open file
 function load_plan.check_tied(entries, state)
   for _, entry in ipairs(entries) do
     for _, name in ipairs(entry.again) do
       if not alike(state, entry.from, name, entry.tensor) then
-        error(("load_state_dict: '%s' and '%s' are one tied parameter, but the state has unlike values for them; "
+        error(("load_state_dict: '%s' and '%s' are one tied parameter, but the state has different values for them; "
           .. "remove one of the two, or untie the model"):format(entry.from, name))
       end
     end

@@ -10,8 +10,8 @@ local losses = {}
 local REDUCTION = { none = true, mean = true, sum = true }
 local KL_REDUCTION = { none = true, mean = true, sum = true, batchmean = true }
 
--- Makes the class of a module that calls F[name]. keys: its options; `buffers`: those that are saved with the module;
--- of_three: the function takes three tensors.
+-- Creates the class of a module that calls F[name]. `keys` are its options. `buffers` are the options that are saved
+-- with the module. `of_three` is true if the function has three tensor arguments.
 local function loss(class_name, name, keys, buffers, of_three)
   local class = nn_module.class(class_name)
   class.unscoped = true
@@ -33,13 +33,13 @@ local function loss(class_name, name, keys, buffers, of_three)
     for key in pairs(keys) do options[key] = self[key] end
     return options
   end
-  --- The loss of a prediction against its target.
+  --- Returns the loss of a prediction against its target.
   ---@param x ps.Tensor
   ---@param target ps.Tensor
   ---@return ps.Tensor of 0 dimensions, unless the reduction is "none"
   function class:forward(x, target) return F[name](x, target, options_of(self)) end
   if of_three then
-    --- Returns the loss of three tensors, in the order of the function of ps.F.
+    --- Returns the loss of three tensors, in the argument order of the function in ps.F.
     ---@param a ps.Tensor
     ---@param b ps.Tensor
     ---@param c ps.Tensor
@@ -82,8 +82,8 @@ loss("GaussianNLLLoss", "gaussian_nll_loss", { full = "boolean", eps = "number",
 local CosineSimilarity = nn_module.class("CosineSimilarity")
 CosineSimilarity.unscoped = true
 
---- The cosine of the angle between vectors along a dimension.
----@param dim? integer default 1
+--- Stores the dimension along which forward computes cosines of angles between vectors.
+---@param dim? integer (default 1)
 ---@param eps? number default 1e-8
 function CosineSimilarity:init(dim, eps)
   self.dim, self.eps = caller.whole(dim or 1, "nn.CosineSimilarity: dim"),
@@ -92,7 +92,7 @@ end
 --- Returns the cosines of the angles between the vectors of a and b.
 ---@param a ps.Tensor
 ---@param b ps.Tensor of a shape that broadcasts with a's
----@return ps.Tensor without that dimension
+---@return ps.Tensor without the dimension `dim`
 function CosineSimilarity:forward(a, b) return F.cosine_similarity(a, b, self.dim, self.eps) end
 function CosineSimilarity:extra_repr() return ("dim=%d, eps=%g"):format(self.dim, self.eps) end
 losses.CosineSimilarity = CosineSimilarity

@@ -30,20 +30,20 @@ local tensor_hooks = require "ps.tensor.hooks"
 local error = caller.error
 local C = native.C
 
--- changes: number of registrations and replacements of parameters and modules so far. optimizers: the live optimizers
--- of ps.optim, each with `trained` (address -> true). updated: by address of a parameter that an engine updates:
--- {engine, name}, which the engine keeps alive.
+-- `changes` is the number of registrations and replacements of parameters and modules so far. `optimizers` contains the
+-- live optimizers of ps.optim, each with `trained` (address -> true). `updated` contains, by address of a parameter
+-- that an engine updates, a {engine, name} that the engine keeps alive.
 local exports = { changes = 0, optimizers = setmetatable({}, { __mode = "k" }),
   updated = setmetatable({}, { __mode = "v" }) }
 local made_by_parameter = setmetatable({}, { __mode = "k" })
 
 ---@class ps.nn.Module
 ---@field training boolean
----@field recomputes boolean? calls are recomputed in backward
+---@field recomputes boolean? whether calls are recomputed in backward
 ---@field package _names any[] registered names, in order
 ---@field package _kind table<any, string> "module", "param" or "buffer"
----@field package _fields table<any, any> registered values and all other assigned values; the object itself stays
----  empty, so that each assignment calls __newindex
+---@field package _fields table<any, any> registered values and all other assigned values; the object itself is empty,
+---  so that each assignment calls __newindex
 local Module = foreign.stand({ class_name = "Module" }, "module")
 
 local is_tensor, walk, address = scope.is_tensor, registry.walk, registry.address
@@ -56,18 +56,19 @@ local function is_module(value)
   return meta and meta.ps_module or false
 end
 
--- level: of the function whose assignment registers the value, or nil if a method registers it.
+-- Registers a value. `level` is the stack level of the function whose assignment registers the value, or nil if a
+-- method registers it.
 local function register(self, name, kind, value, level)
   registry.add(self, name, kind, value, level and level + 1)
   exports.changes = exports.changes + 1
 end
 
--- self.name = value, with PyTorch's rules: a module or parameter registers itself, nil removes, and a registered name
--- accepts only values of its kind.
-local note_gone                                    -- (old, name): a member is about to be replaced by another one
+-- Performs self.name = value by PyTorch's rules. A module or parameter is registered, nil removes the name, and a
+-- registered name accepts only values of its kind.
+local note_gone                                    -- (old, name): reports a member that is about to be replaced
 
--- The tensors of a field outlive scopes: a tensor itself, and those in a plain table that a forward assigns. A tensor
--- whose bytes are gone already stays as it is.
+-- Makes the tensors of a field outlive scopes: a tensor itself, or the tensors in a plain table that a forward assigns.
+-- A tensor whose bytes no longer exist is left as it is.
 local FIELD_DEPTH = 3
 local function outlives_scopes(value, depth)
   if is_tensor(value) then
@@ -108,10 +109,10 @@ local function assign(self, name, value)
   self._fields[name] = value
 end
 
--- Modules that were called, by their number in the record of events (C.ps_module_enter).
+-- modules that were called, by their index in the record of events (C.ps_module_enter)
 local called, last_number, called_at = setmetatable({}, { __mode = "v" }), 0, {}
 exports.called = called
-exports.called_at = called_at                      -- by number: the script's line of the first call
+exports.called_at = called_at                      -- the script's line of a module's first call, by index
 
 local function number(self)
   last_number = last_number + 1
@@ -140,8 +141,8 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- An error skips the code that marks modules as left. The end of a scope marks those entered in it as left, so the
--- outermost call runs inside a scope.
+-- An error skips the code that marks modules as left. The end of a scope marks modules that were entered in it as left,
+-- so the outermost call runs inside a scope.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- Returns the name of a module's call and a hint, for the error about a surplus argument.
@@ -152,8 +153,8 @@ local function input_names(self)
   return self.class_name, names[1] and ("; other inputs go by name: model { %s }"):format(table.concat(names, ", "))
 end
 
--- A class may have a function outermost(self, run, ...). It replaces a call from outside all modules; run(self, ...) is
--- that call.
+-- Calls a module. If its class has a function outermost(self, run, ...), this function replaces a call from outside all
+-- modules, and run(self, ...) performs the actual call.
 local function call(self, ...)
   exact.arguments(self.forward, input_names, self, ...)
   if C.ps_module_now() ~= 0 then return entered(self, ...) end
@@ -172,7 +173,7 @@ local function construct(class, ...)
   local object = setmetatable({ _names = {}, _kind = {}, _fields = {}, training = true }, class.instance)
   registry.made(object)
   object:init(...)
-  local made = class.instance.ps_made                         -- optional, called for each new object
+  local made = class.instance.ps_made                         -- optional function that is called for each new object
   if made then made(object) end
   return object
 end
@@ -188,16 +189,16 @@ local function show(self, indent)
   return ("%s(%s\n%s\n%s)"):format(self.class_name, extra, table.concat(lines, "\n"), indent)
 end
 
-local adapters = {}                                -- by class: functions that change the metatable of its objects
+local adapters = {}                                -- functions that change the metatable of a class's objects, by class
 
 function exports.adapt(made, adapter)
   adapters[made] = adapter
   adapter(made)
 end
 
---- Returns a new class. `Class(...)` and `Class:new(...)` make an object and run `Class:init(...)` on it.
+--- Creates a class. `Class(...)` and `Class:new(...)` create an object and call `Class:init(...)` on it.
 ---@param name string
----@param base? table default nn.Module
+---@param base? table (default nn.Module)
 ---@return table
 local function class(name, base)
   caller.typed(name, "string", "nn.class: the name")
@@ -227,12 +228,13 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- Runs when the module is called. Each class defines its own.
+--- Computes the result of a call of the module. Each class defines its own forward.
 function Module:forward()
   error(self.class_name .. " has no forward method")
 end
 
---- Marks a tensor as a parameter: it requires a gradient, outlives scopes, and is registered when it is assigned.
+--- Marks a tensor as a parameter. A parameter requires a gradient, outlives scopes, and is registered when it is
+--- assigned to a field of a module.
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
 local function Parameter(tensor)
@@ -255,7 +257,7 @@ local function named(name, method)
   end
 end
 
---- Registers `tensor` as parameter `name` (replacing an earlier one in place) and returns it.
+--- Registers `tensor` as parameter `name`, in place of an existing parameter of this name, and returns it.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@return ps.Tensor
@@ -268,11 +270,11 @@ end
 
 local BUFFER = { persistent = "boolean", keep_dtype = "boolean" }
 
---- Registers `tensor` as a buffer: saved and moved with the module, never trained.
+--- Registers `tensor` as a buffer. A buffer is saved and moved with the module, but never trained.
 ---@param name string
 ---@param tensor ps.Tensor
----@param options? {persistent?: boolean, keep_dtype?: boolean} persistent = false: the buffer is in no state_dict and
----  no file, as in PyTorch; keep_dtype: module:to and its like leave the buffer's type as it is
+---@param options? {persistent?: boolean, keep_dtype?: boolean} persistent = false: no state_dict and no file contains
+---  the buffer, as in PyTorch. keep_dtype: module:to and its aliases do not change the buffer's type
 ---@return ps.Tensor
 function Module:buffer(name, tensor, options)
   options = caller.options(options, "module:buffer", BUFFER)
@@ -285,7 +287,7 @@ function Module:buffer(name, tensor, options)
   return tensor
 end
 
--- Refuses modules and parameters in plain tables. Checks again only after new registrations.
+-- Raises an error if a plain table contains modules or parameters. Checks again only after new registrations.
 local function check_owned(self)
   if rawget(self, "_checked") == exports.changes then return end
   local function check(module, path)
@@ -303,7 +305,7 @@ local function check_owned(self)
   rawset(self, "_checked", exports.changes)
 end
 
--- Lists {name =, tensor =} of one kind, or of both if kind is nil. Tied tensors are listed once.
+-- Returns a list of {name =, tensor =} of one kind, or of both kinds if `kind` is nil. Tied tensors are listed once.
 local function tensors_of(self, kind)
   check_owned(self)
   local list, seen = {}, {}
@@ -324,11 +326,13 @@ local function iterate(list)
   end
 end
 
---- `for name, tensor in model:named_parameters() do`: every parameter once, in PyTorch's order: a module's own
---- parameters before those of its modules, each in order of registration.
+--- Returns an iterator over all parameters, for `for name, tensor in model:named_parameters() do`. Each parameter
+--- appears once, in PyTorch's order: a module's own parameters come before the parameters of its modules, each in order
+--- of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_parameters() return iterate(tensors_of(self, "param")) end
---- `for name, tensor in model:named_buffers() do`: every buffer, in order of registration, each once.
+--- Returns an iterator over all buffers, for `for name, tensor in model:named_buffers() do`. Each buffer appears once,
+--- in order of registration.
 ---@return fun(): string?, ps.Tensor?
 function Module:named_buffers() return iterate(tensors_of(self, "buffer")) end
 
@@ -340,7 +344,7 @@ function Module:parameters()
   return list
 end
 
---- Returns the number of elements of all parameters. A parameter of which ranks have shards counts as a whole.
+--- Returns the number of elements of all parameters. A parameter that ranks hold in shards counts as a whole.
 ---@return integer
 function Module:num_parameters()
   local n = 0
@@ -348,11 +352,13 @@ function Module:num_parameters()
   return n
 end
 
---- Returns the modules below, with their numbers of parameters: a list that prints as a table (ps.inspect.summary).
+--- Returns the modules below this one with their numbers of parameters, as a list that prints as a table
+--- (ps.inspect.summary).
 ---@return table[] rows
 function Module:summary() return summary(self) end
 
---- `for name, module in model:named_modules() do`: the module itself (name "") and all modules in it.
+--- Returns an iterator over the module itself (with the name "") and all modules in it, for `for name, module in
+--- model:named_modules() do`.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_modules()
   local list = { { name = "", tensor = self } }
@@ -362,7 +368,8 @@ function Module:named_modules()
   return iterate(list)
 end
 
---- `for name, module in model:named_children() do`: the direct child modules, by their names here.
+--- Returns an iterator over the direct child modules and their names in this module, for `for name, module in
+--- model:named_children() do`.
 ---@return fun(): string?, ps.nn.Module?
 function Module:named_children()
   local list = {}
@@ -375,7 +382,7 @@ end
 require "ps.nn.aliases"(Module)
 require "ps.nn.freeze"(Module)
 
---- Runs fn on every module below, children first, then on this one.
+--- Calls fn for every module below this one, children first, and then for this module.
 ---@param fn fun(module: ps.nn.Module)
 ---@return ps.nn.Module self
 function Module:apply(fn)
@@ -386,22 +393,22 @@ function Module:apply(fn)
   return self
 end
 
---- Switches training mode on (default) or off, for the module and everything below.
+--- Switches the module and everything below it to training mode (default) or to evaluation mode.
 ---@param mode? boolean
 ---@return ps.nn.Module self
 function Module:train(mode)
   return self:apply(function(m) rawset(m, "training", mode ~= false) end)
 end
 
---- Switches to evaluation mode, for the module and everything below: no dropout. Gradients are recorded as in training
---- mode; ps.no_grad stops them.
+--- Switches the module and everything below it to evaluation mode, in which dropout does nothing. Gradients are
+--- recorded as in training mode; ps.no_grad disables them.
 ---@return ps.nn.Module self
 function Module:eval() return self:train(false) end
 
 --- Makes blocks recompute their activations in backward (ps.recompute), so that only the blocks' inputs are kept.
---- Blocks are the elements of each nn.ModuleList, and those elements of an nn.Sequential that contain modules. Modules
---- inside a block are part of it. A block must return tensors only.
----@param on? boolean default true
+--- Blocks are the elements of each nn.ModuleList, and the elements of an nn.Sequential that contain modules. Modules
+--- inside a block are part of it. A block must return only tensors.
+---@param on? boolean (default true)
 ---@return integer count number of blocks
 function Module:recompute_blocks(on)
   local count = 0
@@ -418,8 +425,8 @@ function Module:recompute_blocks(on)
   return count
 end
 
---- Drops all gradients. For a model that ps.initialize made, it does the same as optimizer:zero_grad().
----@param set_to_none? boolean PyTorch's; true, the default, is the only value
+--- Drops all gradients. For a model of ps.initialize, it does the same as optimizer:zero_grad().
+---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Module:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "module:zero_grad")
   local params = self:parameters()
@@ -429,7 +436,7 @@ end
 local TO = { dtype = "string", device = "string" }
 local floating = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
 
--- Notes that a parameter was replaced by another tensor.
+-- Records that a parameter was replaced by another tensor.
 local function made_anew(tensor, name)
   exports.changes = exports.changes + 1
   for optimizer in pairs(exports.optimizers) do
@@ -437,7 +444,7 @@ local function made_anew(tensor, name)
   end
 end
 
--- Reports a replaced member to the optimizers: its parameters may no longer belong to the model (Optimizer:step).
+-- Reports a replaced member to the optimizers, since its parameters may no longer belong to the model (Optimizer:step).
 function note_gone(old, name)
   local function gone(tensor, full)
     for optimizer in pairs(exports.optimizers) do
@@ -454,9 +461,9 @@ function note_gone(old, name)
 end
 
 --- Converts parameters and floating-point buffers to a type, a device, or both. Tensors that need a change are
---- replaced. Make the optimizer after this call; an older one refuses to step.
+--- replaced. Create the optimizer after this call, since an older optimizer refuses to step.
 ---@param target string|{dtype?: string, device?: string} a type ("bf16"), a device ("cuda"), or a table of both
----@param ... any refused
+---@param ... any rejected
 ---@return ps.nn.Module self
 function Module:to(target, ...)
   if ... ~= nil then error("module:to takes a type, a device, or { dtype = , device = }, and no further argument") end
@@ -486,7 +493,7 @@ function Module:to(target, ...)
       end
       copy:keep()
       moved[at] = copy
-      moved[-at] = tensor -- holds the old tensor, so that its address is not reused meanwhile
+      moved[-at] = tensor -- holds the old tensor, so that its address is not reused in the meantime
     end
     owner._fields[key] = moved[at]
   end)
@@ -497,13 +504,13 @@ end
 
 require "ps.nn.state"(Module, check_owned)
 
--- init and forward are excluded: their arguments are checked at calls of the class and of the module.
+-- init and forward are excluded, since their arguments are checked when the class and the module are called.
 local init, no_forward = Module.init, Module.forward
 exact.all(Module, "module:", true)
 Module.init, Module.forward = init, no_forward
---- Notes the modes of a module and of all modules in it.
+--- Records the modes of a module and of all modules in it.
 ---@param module ps.nn.Module
----@return fun() restore sets the modes again
+---@return fun() restore sets the recorded modes again
 local function modes(module)
   local list = {}
   module:apply(function(m) list[#list + 1] = { m, m.training } end)
@@ -513,7 +520,7 @@ end
 -- -- dropout that is off ----------------------------------------------------------------------------------------------
 local off, told = setmetatable({}, { __mode = "v" }), false
 
---- Notes that a layer drops nothing because it is in evaluation mode, for a message at the next backward.
+--- Records that a layer drops nothing because it is in evaluation mode, for a message at the next backward.
 ---@param module ps.nn.Module
 local function dropout_is_off(module)
   if not told and scope.grad_enabled() then off[1] = module end

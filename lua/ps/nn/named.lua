@@ -12,10 +12,10 @@ local error = caller.error
 local Identity = nn_module.class("Identity")
 Identity.unscoped = true
 
---- Returns its input. Arguments are ignored, as in PyTorch.
+--- Creates a module that returns its input. Arguments are ignored, as in PyTorch.
 ---@param ... any
 function Identity:init(...) end -- luacheck: no unused
---- x itself.
+--- Returns x itself.
 ---@param x any
 ---@return any x
 function Identity:forward(x) return x end -- luacheck: no self
@@ -24,8 +24,8 @@ local function shown(value) return value == nil and "nil" or scope.is_tensor(val
   or "a " .. type(value) end
 
 -- -- by name --------------------------------------------------------------------------------------------------------
--- Returns the entries of a constructor's table as a list of { name, value }. { a = x } gives them in alphabetical order
--- (a Lua table has no order); { { "a", x }, { "b", y } } keeps its order.
+-- Returns the entries of a constructor's table as a list of { name, value }. The entries of { a = x } are sorted by
+-- name, since a Lua table has no order. The entries of { { "a", x }, { "b", y } } keep their order.
 local function entries_of(call, given)
   if given == nil then return {} end
   if type(given) ~= "table" or nn_module.is_module(given) then
@@ -46,7 +46,8 @@ local function entries_of(call, given)
   return list
 end
 
--- Checks a name: a string without a dot that is not the name of a method of the class, which it would hide.
+-- Checks a name. It must be a string without a dot, and must not be the name of a method of the class, which it would
+-- hide.
 local function check_name(self, name, call)
   if type(name) ~= "string" or name == "" or name:find(".", 1, true) then
     error(("%s: a name is %s; it must be a string without a dot"):format(call,
@@ -58,7 +59,7 @@ local function check_name(self, name, call)
   end
 end
 
--- Makes the class of a dictionary of modules or parameters. kind: "module" or "param".
+-- Creates the class of a dictionary of modules or parameters. `kind` is "module" or "param".
 local function dictionary(name, kind, what, check)
   local class = nn_module.class(name)
 
@@ -69,10 +70,10 @@ local function dictionary(name, kind, what, check)
     nn_module.register(self, key, kind, value)
   end
 
-  --- Returns the values by name.
+  --- Creates a dictionary.
   ---@param entries? table { name = value } in alphabetical order, or { { name, value }, ... } in the given order
   function class:init(entries) self:update(entries) end
-  --- Adds values; a value with an existing name replaces the old one.
+  --- Adds values. A value with an existing name replaces the old value.
   ---@param entries? table in the constructor's form
   ---@return ps.nn.Module self
   function class:update(entries)
@@ -92,7 +93,7 @@ local function dictionary(name, kind, what, check)
   ---@param key string
   ---@return any
   function class:get(key) return registry.kind(self, key) == kind and self[key] or nil end
-  --- Returns whether there is a value of that name.
+  --- Returns whether the dictionary contains a name.
   ---@param key string
   ---@return boolean
   function class:contains(key) return registry.kind(self, key) == kind end
@@ -110,7 +111,7 @@ local function dictionary(name, kind, what, check)
     for _, value, of in registry.members(self) do if of == kind then values[#values + 1] = value end end
     return values
   end
-  --- `for name, value in dict:items() do`, in order.
+  --- Returns an iterator over the entries in order, for `for name, value in dict:items() do`.
   ---@return fun(): string?, any
   function class:items()
     local keys, i = self:keys(), 0
@@ -168,9 +169,10 @@ nn_module.adapt(ParameterList, function(class)
     remove = function(self) error(("%s: a parameter cannot be removed from it"):format(self.class_name)) end }
 end)
 
---- A list of parameters, numbered from 0; list[-1] is the last. `for i, p in ipairs(list) do` iterates over them.
+--- Creates a list of parameters. Indices begin at 0, and list[-1] is the last parameter. `for i, p in ipairs(list) do`
+--- iterates over the parameters.
 ---@param tensors? ps.Tensor[] a plain Lua list of float tensors, which become parameters
----@param ... any refused
+---@param ... any rejected
 function ParameterList:init(tensors, ...)
   if select("#", ...) > 0 or scope.is_tensor(tensors) then
     error("nn.ParameterList takes one list of tensors: nn.ParameterList { a, b }")
@@ -204,7 +206,8 @@ function ParameterList:size() return self.length end
 --- Returns the number of parameters.
 ---@return integer
 function ParameterList:len() return self.length end
---- `for i, p in list:each() do` iterates over the parameters with i from 0, as `ipairs(list)` does.
+--- Returns an iterator over the parameters with i from 0, for `for i, p in list:each() do`. It does the same as
+--- `ipairs(list)`.
 ---@return fun(): integer?, ps.Tensor?
 function ParameterList:each()
   local i = -1

@@ -12,12 +12,12 @@ local error = caller.error
 local norms = {}
 
 --- Releases gradients that were read at once instead of at the next collection, so that zero_grad frees their bytes.
----@param grads ps.Tensor[] must not be used afterwards
+---@param grads ps.Tensor[] the gradients, which must not be used afterwards
 function norms.give_back(grads)
   for _, grad in ipairs(grads) do native.give_back(grad) end
 end
 
--- Calls fn for runs of the list that an op can take, and returns the results.
+-- Calls fn for slices of the list that are short enough for one op, and returns all results.
 local function by_most(list, fn)
   local out = {}
   for first = 1, #list, 64 do
@@ -28,8 +28,8 @@ local function by_most(list, fn)
   return out
 end
 
---- Returns the sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a dry run of a
---- script, which has no values, all sums are 0.
+--- Returns the sum of squares of each tensor. The host waits for the device once per 4096 tensors. In a script's dry
+--- run, which has no values, all sums are 0.
 ---@param grads ps.Tensor[]
 ---@return number[]
 function norms.squares(grads)
@@ -44,9 +44,9 @@ function norms.squares(grads)
 end
 
 --- Returns the square root of the sum of all squares. Squares are summed per tensor and then in list order, so the bits
---- do not depend on how tensors are stored. The norm is NaN or infinite if a gradient is. The host waits for the device
---- once per 4096 gradients. In a dry run of a script, which has no values, the norm is 0, so a step neither clips nor
---- overflows.
+--- do not depend on how tensors are stored. The norm is NaN or infinite if a gradient contains NaN or infinity. The
+--- host waits for the device once per 4096 gradients. In a script's dry run, which has no values, the norm is 0, so
+--- that a step neither clips nor overflows.
 ---@param grads ps.Tensor[]
 ---@return number
 function norms.global_norm(grads)
@@ -64,14 +64,14 @@ function norms.global_norm(grads)
   return math.sqrt(total)
 end
 
---- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before scaling.
---- With math.huge it only measures the norm. The option `max_norm` of an optimizer does the same without a second pass
---- over the gradients.
+--- Scales the gradients of `params` so that their joint norm is at most max_norm. Returns the norm before scaling. With
+--- math.huge it only measures the norm. The option `max_norm` of an optimizer does the same without a second pass over
+--- the gradients.
 ---
---- For a model that ps.initialize made, the norm is that of the step's mean gradient: over all micro-batches and ranks,
---- without the loss scale. The next update multiplies the gradients of `params`, which may be some of the model's
---- parameters. Call it on all ranks, between the last backward and optimizer:step(). If backward updates the parameters
---- itself (overlap_optimizer, the default on the CPU), it is an error; use gradient_clipping.
+--- For a model of ps.initialize, the norm is that of the step's mean gradient over all micro-batches and ranks, without
+--- the loss scale. The next update multiplies the gradients of `params`, which can be some of the model's parameters.
+--- Call it on all ranks, between the last backward and optimizer:step(). It raises an error if backward itself updates
+--- the parameters (overlap_optimizer, the default on the CPU); use gradient_clipping in that case.
 ---@param params ps.Tensor[]|ps.nn.Module|ps.Engine
 ---@param max_norm number
 ---@return number norm

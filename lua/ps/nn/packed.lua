@@ -12,9 +12,9 @@ local packed = {}
 
 ---@class ps.nn.PackedType
 ---@field name string
----@field number integer of the ops' attribute `type`: ggml's number, 256: NF4
----@field block integer numbers in a block
----@field nbytes integer of a block
+---@field number integer value of the ops' attribute `type`: ggml's type number, or 256 for NF4
+---@field block integer number of values in a block
+---@field nbytes integer bytes of a block
 
 local BY_NAME, BY_NUMBER = {}, {}
 for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6, 32, 22 }, { "Q5_1", 7, 32, 24 },
@@ -25,7 +25,7 @@ for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
---- Returns the type of packed numbers with a name or number, or nil if there is none.
+--- Returns the packed type with a name or number, or nil if there is none.
 ---@param which string|integer
 ---@return ps.nn.PackedType?
 function packed.type(which) return BY_NAME[which] or BY_NUMBER[which] end
@@ -38,7 +38,7 @@ function packed.of(layer)
   return state and state.type
 end
 
---- Refuses a call on a layer whose weight is packed.
+--- Raises an error about a call on a layer whose weight is packed.
 ---@param layer ps.nn.Module
 ---@param call string
 ---@param remedy string
@@ -66,7 +66,7 @@ local function head_loss(self, x, targets, options)
   return functional.cross_entropy(self(x:reshape(-1, width)), targets:reshape(-1), options)
 end
 
--- Returns the weight unpacked, in the layout of the layer's class.
+-- Returns the unpacked weight, in the layout of the layer's class.
 local function weight_now(self)
   local state = rawget(self, "packed_")
   local weight = native.ops.unpack(state.owner.weight, state.type.number, native.dtype_code(state.dtype))
@@ -82,7 +82,8 @@ end
 
 local KINDS = { Linear = true, Conv1D = true, LMHead = true, Embedding = true }
 
---- Returns whether a module's weight can be packed: a linear layer, a head or a table, without adapters.
+--- Returns whether a module's weight can be packed. The module must be a linear layer, a head or an embedding, without
+--- adapters.
 ---@param module ps.nn.Module
 ---@return boolean
 function packed.can(module)
@@ -93,7 +94,7 @@ end
 --- Returns the shape of the packed weight of a layer.
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
----@return integer[]? shape nil: blocks do not divide its rows
+---@return integer[]? shape nil if blocks do not divide its rows
 function packed.shape(layer, kind)
   local rows, width = layer.outputs or layer.rows, layer.inputs or layer.width
   if width % kind.block ~= 0 then return nil end
@@ -101,7 +102,7 @@ function packed.shape(layer, kind)
 end
 
 --- Replaces a layer's weight by a packed one.
----@param model ps.nn.Module in which a head may be tied to the layer
+---@param model ps.nn.Module the model, in which a head may be tied to the layer
 ---@param layer ps.nn.Module
 ---@param kind ps.nn.PackedType
 ---@param weight ps.Tensor uint8, of packed.shape

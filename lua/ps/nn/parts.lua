@@ -20,16 +20,17 @@ local nn_module = require "ps.nn.module"
 local scope = require "ps.core.scope"
 
 ---@class ps.nn.Part
----@field name string for a part of one module, the prefix of its parameters' names, e.g. "h.0"
----@field modules? ps.nn.Module[] a tied table belongs to every part that uses it
+---@field name string name of the part; for a part of one module, the prefix of the module's parameter names, such as
+---  "h.0"
+---@field modules? ps.nn.Module[] modules of the part; a tied embedding belongs to every part that uses it
 ---@field parameters? string[] names of the model's own parameters and buffers that the part uses, such as "class"
 ---@field forward fun(carry: table<string, ps.Tensor>, batch: table<string, any>): table<string, ps.Tensor>
 
 ---@class ps.nn.PartTensor a tensor that a part uses
 ---@field owner ps.nn.Module
----@field key any its field
+---@field key any the field of `owner` that holds it
 ---@field tensor ps.Tensor
----@field kind string? "param" or "buffer"; nil: a plain field
+---@field kind string? "param" or "buffer", or nil for a plain field
 
 local parts = {}
 
@@ -54,7 +55,7 @@ local function names_of(model)
   return names
 end
 
--- Refuses a part that cannot be read. `i` is its number from 1.
+-- Raises an error if a part is invalid. `i` is its index from 1.
 local function check(model, i, part, seen)
   local function refuse(text, ...)
     local name = type(part) == "table" and type(part.name) == "string" and (" (%s)"):format(part.name) or ""
@@ -94,7 +95,7 @@ local function check(model, i, part, seen)
   end
 end
 
---- Returns the parts of a model, checked: an error names the part that cannot be used.
+--- Returns the parts of a model after checking them. An error names the invalid part.
 ---@param model ps.nn.Module
 ---@return ps.nn.Part[]
 function parts.of(model)
@@ -109,7 +110,7 @@ end
 
 --- Makes the batch that the parts read from a call's arguments.
 ---@param model ps.nn.Module
----@param args any[] and n
+---@param args any[] arguments, with their number in `n`
 ---@return table<string, any>
 function parts.batch(model, args)
   local n = args.n or #args
@@ -119,12 +120,12 @@ function parts.batch(model, args)
   return args
 end
 
---- Calls fn for each tensor that a part uses by its declaration: those of its modules, including plain fields, and
---- those that it names.
+--- Calls fn for each tensor that a part declares: the tensors of its modules, including plain fields, and the tensors
+--- that it names.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param fn fun(at: ps.nn.PartTensor)
----@param more? string[] further names of parameters of the model
+---@param more? string[] names of further parameters of the model
 function parts.each_tensor(model, part, fn, more)
   for _, module in ipairs(part.modules or {}) do
     for _, owner in module:named_modules() do
@@ -141,7 +142,7 @@ function parts.each_tensor(model, part, fn, more)
   end
 end
 
---- Runs parts first to last.
+--- Runs the parts from `first` to `last`.
 ---@param list ps.nn.Part[]
 ---@param first integer from 1
 ---@param last integer
@@ -153,21 +154,21 @@ function parts.run(list, first, last, carry, batch)
   return carry
 end
 
---- Runs all parts. All but the last run in one scope, which frees their tensors except the carry to the last part.
+--- Runs all parts. All parts except the last run in one scope, which frees their tensors, except the carry for the last
+--- part.
 ---@param list ps.nn.Part[]
 ---@param batch table<string, any>
----@return table<string, ps.Tensor> carry the last part's: { loss = }, { logits = }, ...
+---@return table<string, ps.Tensor> carry result of the last part: { loss = }, { logits = }, ...
 function parts.fold(list, batch)
   local n = #list
   return list[n].forward(scope.scope(parts.run, list, 1, n - 1, {}, batch), batch)
 end
 
--- -- weights that are read without calling their layers
--- -------------------------------------------------------------------------- For code that reads a layer's weight
--- instead of calling the layer, such as fused ops and tied heads. Adapters (ps.lora) give a layer a forward of its own
--- and a function weight_now.
+-- -- weights that are read without calling their layers ---------------------------------------------------------------
+-- These functions are for code that reads a layer's weight instead of calling the layer, such as fused ops and tied
+-- heads. Adapters (ps.lora) add a forward and a function weight_now to a layer.
 
---- Returns whether a layer is of a class and has no forward of its own.
+--- Returns whether a layer is an object of a class and has no forward of its own.
 ---@param layer ps.nn.Module
 ---@param class table
 ---@return boolean
@@ -175,7 +176,8 @@ function parts.is_plain(layer, class)
   return getmetatable(layer) == class.instance and rawget(layer, "forward") == nil
 end
 
---- Returns the weight that a layer computes with: with its active adapter, else its parameter.
+--- Returns the weight that a layer computes with. It is the result of the layer's function weight_now, which layers
+--- with adapters or packed weights have, else its parameter.
 ---@param layer ps.nn.Module
 ---@return ps.Tensor
 function parts.weight(layer)

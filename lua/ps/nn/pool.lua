@@ -22,13 +22,13 @@ local function text_of(self)
   return text
 end
 
--- A class whose call is fn(x, kernel_size, options).
+-- Creates a class whose objects call fn(x, kernel_size, options).
 local function windowed(name, fn, kinds)
   local class = core.class(name)
   class.unscoped, class.extra_repr = true, text_of
   --- Pools windows of the last dimensions, like the function of the same name in ps.F.
   ---@param kernel_size integer|integer[]
-  ---@param options? table of the function
+  ---@param options? table options of the function
   function class:init(kernel_size, options)
     caller.options(options, "nn." .. name, kinds)
     if type(kernel_size) ~= "table" then caller.whole(kernel_size, "nn." .. name .. ": kernel_size", 1) end
@@ -52,12 +52,12 @@ windowed("MaxPool2d", F.max_pool2d, MAX)
 windowed("AvgPool1d", F.avg_pool1d, AVG)
 windowed("AvgPool2d", F.avg_pool2d, AVG)
 
--- A class whose call is fn(x, output_size).
+-- Creates a class whose objects call fn(x, output_size).
 local function adaptive(name, fn)
   local class = core.class(name)
   class.unscoped = true
   --- Pools windows that cover the last dimensions, like the function of the same name in ps.F.
-  ---@param output_size integer|integer[] false in a list: the input's
+  ---@param output_size integer|integer[] size of the output; false in a list means the input's size
   function class:init(output_size)
     if type(output_size) ~= "table" then caller.whole(output_size, "nn." .. name .. ": output_size", 1) end
     self.output_size = output_size
@@ -81,14 +81,14 @@ Upsample.unscoped = true
 local UPSAMPLE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
   recompute_scale_factor = "boolean" }
 
---- A signal or image of another size, by F.interpolate with these options.
+--- Stores the options of F.interpolate, which forward uses to resize a signal or image.
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
 ---  recompute_scale_factor?: boolean}
 function Upsample:init(options)
   self.options = {}
   for key, value in pairs(caller.options(options, "nn.Upsample", UPSAMPLE)) do self.options[key] = value end
 end
---- Returns the input in another size.
+--- Returns the resized input.
 ---@param x ps.Tensor [N, C, L] or [N, C, H, W]
 ---@return ps.Tensor [N, C, ...]
 function Upsample:forward(x) return F.interpolate(x, self.options) end

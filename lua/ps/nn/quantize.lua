@@ -12,8 +12,8 @@ local error = caller.error
 
 local TYPES = { nf4 = "NF4", q8_0 = "Q8_0", q4_0 = "Q4_0", q4_1 = "Q4_1", q5_0 = "Q5_0", q5_1 = "Q5_1", q4_k = "Q4_K",
   q6_k = "Q6_K" }
-local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }           -- as llama-quantize, for rows that 256 does not divide
-local VALUES = 2 ^ 20                                      -- packed at a time
+local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }  -- types for rows that 256 does not divide, as in llama-quantize
+local VALUES = 2 ^ 20                                      -- values that are packed at a time
 
 local floats, bytes = array "float", array "uint8_t"
 
@@ -45,11 +45,11 @@ end
 
 local OPTIONS = { type = "string", skip = "table" }
 
---- Packs the weights of a model's linear layers, which are then frozen: blocks of 4 to 8 bits per weight. The head and
---- the tables keep their type. Adapters (ps.lora.wrap) train over packed weights.
----@param model ps.nn.Module without adapters and before ps.initialize
+--- Packs the weights of a model's linear layers into blocks of 4 to 8 bits per weight, and freezes them. The head and
+--- the embeddings keep their type. Adapters (ps.lora.wrap) train over packed weights.
+---@param model ps.nn.Module the model, which must have no adapters and no engine yet
 ---@param options? {type?: string, skip?: string[]} type: "nf4" (default), "q8_0", "q4_0", "q4_1", "q5_0", "q5_1",
----  "q4_k" or "q6_k"; skip: names, or last parts of names, of layers that stay as they are
+---  "q4_k" or "q6_k"; skip: names, or last components of names, of layers that are not packed
 ---@return ps.nn.Module model
 ---@return {name: string, type: string}[] layers the packed layers
 return function(model, options)

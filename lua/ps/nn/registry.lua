@@ -17,30 +17,31 @@ local registry = {}
 ---@field _names any[] registered names, in order
 ---@field _kind table<any, string> "module", "param" or "buffer"
 ---@field _fields table<any, any>
----@field _transient? table<any, true> names of buffers that are in no state
+---@field _transient? table<any, true> names of buffers that belong to no state
 ---@field _typed? table<any, true> names of buffers that keep their type
 
 local RANK = { param = 1, buffer = 2, module = 3 }
 
-local count = 0                                             -- modules and parameters made so far
-local numbers = setmetatable({}, { __mode = "k" })          -- module or parameter -> its number in the order of making
+local count = 0                                             -- number of modules and parameters made so far
+local numbers = setmetatable({}, { __mode = "k" })          -- index of a module or parameter in the order of creation
 local owned = setmetatable({}, { __mode = "k" })            -- modules and parameters that a module has registered
 
--- The statement of the last assignment: the module, the function, the function's line and its caller's, the number of
--- members made by then, and the assigned names.
+-- the statement of the last assignment: the module, the function, the lines of the function and of its caller, the
+-- number of members made by then, and the assigned names
 local statement = setmetatable({}, { __mode = "v" })
 local statement_names
 
---- Notes that a module or a parameter was made.
+--- Records that a module or a parameter was made.
 ---@param value ps.nn.Module|ps.Tensor
 function registry.made(value)
   count = count + 1
   if not numbers[value] then numbers[value] = count end
 end
 
-local DEPTH = 4                                             -- levels of nested tables that are searched
+local DEPTH = 4                                             -- number of levels of nested tables that are searched
 
--- Returns the first module or parameter in a plain table that no module has registered, and its place there, "[2].up".
+-- Returns the first module or parameter in a plain table that no module has registered, and its path in the table, such
+-- as "[2].up".
 local function find_unowned(list, depth, seen)
   seen[list] = true
   for key, value in next, list do
@@ -55,10 +56,10 @@ local function find_unowned(list, depth, seen)
 end
 
 --- Returns a module or parameter in a plain Lua table that is a field of this module, if no module has registered it.
---- It would not be trained, saved or moved.
+--- Such a module or parameter would not be trained, saved or moved.
 ---@param self ps.nn.Registered
----@return any field nil: there is none
----@return string? place in the table, "[2].up"
+---@return any field nil if there is none
+---@return string? place path in the table, such as "[2].up"
 ---@return any found
 function registry.unowned(self)
   for key, value in next, self._fields do
@@ -69,7 +70,8 @@ function registry.unowned(self)
   end
 end
 
--- Returns whether this assignment is part of the same statement as the last one. level: of the assigning function.
+-- Returns whether this assignment is part of the same statement as the previous one. `level` is the stack level of the
+-- assigning function.
 local function continues(self, level)
   local info, above = debug.getinfo(level + 1, "lf"), debug.getinfo(level + 2, "l")
   if not info or info.currentline <= 0 then return false end
@@ -94,12 +96,13 @@ function registry.remove(self, name)
   end
 end
 
---- Registers a value under a name. A name that is already registered as the same kind keeps its place.
+--- Registers a value under a name. A name that is already registered as the same kind keeps its position.
 ---@param self ps.nn.Registered
 ---@param name any
 ---@param kind "module"|"param"|"buffer"
 ---@param value ps.nn.Module|ps.Tensor
----@param level? integer of the assigning function, or nil if a method call registers, which is not part of a statement
+---@param level? integer stack level of the assigning function, or nil if a method call registers the value, which is
+---  not part of a statement
 function registry.add(self, name, kind, value, level)
   self._fields[name] = value
   owned[value] = true
@@ -120,7 +123,8 @@ function registry.add(self, name, kind, value, level)
   table.insert(names, at, name)
 end
 
---- `for key, value, kind in registry.members(module) do`: the module's own members, in order.
+--- Returns an iterator over the module's own members in order, for `for key, value, kind in registry.members(module)
+--- do`.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.nn.Module|ps.Tensor|nil, string?
 function registry.members(module)
@@ -150,8 +154,8 @@ function registry.walk(module, fn, prefix)
   end
 end
 
---- `for key, tensor, kind in registry.tensors(module) do`: the module's own tensors, in no order: parameters, buffers,
---- and those in plain fields, whose kind is nil.
+--- Returns an iterator over the module's own tensors, for `for key, tensor, kind in registry.tensors(module) do`. The
+--- tensors are parameters, buffers, and tensors in plain fields, whose kind is nil. Their order is undefined.
 ---@param module ps.nn.Registered
 ---@return fun(): any, ps.Tensor?, string?
 function registry.tensors(module)
@@ -172,7 +176,7 @@ local function mark(module, field, key, on)
   if list then list[key] = on or nil end
 end
 
---- Notes whether a buffer is part of the module's state.
+--- Sets whether a buffer is part of the module's state.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param is_part boolean
@@ -208,13 +212,13 @@ end
 ---@return string?
 function registry.kind(module, key) return module._kind[key] end
 
---- Replaces a tensor by another, which keeps the registration.
+--- Replaces a tensor by another tensor, which keeps the registration.
 ---@param module ps.nn.Registered
 ---@param key any
 ---@param tensor ps.Tensor
 function registry.put(module, key, tensor) module._fields[key] = tensor end
 
---- Returns a number that is equal for two references to the same tensor.
+--- Returns the address of a tensor, which is equal for two references to the same tensor.
 ---@param tensor ps.Tensor
 ---@return integer
 function registry.address(tensor) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", tensor))) end

@@ -12,11 +12,12 @@ local shard = require "ps.tensor.shard"
 local sharded = {}
 
 ---@class ps.nn.Sharded a sharded parameter
----@field shape integer[] of the whole tensor
----@field index integer the rank along tp that has these pieces
+---@field shape integer[] shape of the whole tensor
+---@field index integer index along tp of the rank that holds these pieces
 ---@field pieces ps.nn.Shard.Piece[] this rank's rectangles of the whole tensor
 
---- Returns the sharded parameters of a model, by name (for a tied one, the first), or nil if there are none.
+--- Returns the sharded parameters of a model by name (for a tied parameter, by its first name), or nil if there are
+--- none.
 ---@param model ps.nn.Module|ps.Engine
 ---@return table<string, ps.nn.Sharded>?
 function sharded.of(model)
@@ -31,7 +32,7 @@ function sharded.of(model)
   return found
 end
 
---- Returns the shape of a shard without its padding, or nil if it consists of padding.
+--- Returns the shape of a shard without its padding, or nil if the shard consists of padding.
 ---@param at ps.nn.Sharded
 ---@return integer[]?
 function sharded.own_shape(at)
@@ -42,7 +43,7 @@ function sharded.own_shape(at)
   return at.pieces[1] and shape or nil
 end
 
---- Returns a shard without its padding, as a view, or nil if it consists of padding.
+--- Returns a view of a shard without its padding, or nil if the shard consists of padding.
 ---@param tensor ps.Tensor of the shard's shape
 ---@param at ps.nn.Sharded
 ---@return ps.Tensor?
@@ -59,8 +60,8 @@ function sharded.shape(parameter)
   return desc and { unpack(desc.full_shape) } or parameter:shape()
 end
 
---- Returns the way in which a shape fits a parameter: "whole"; for a cut parameter also "own", the shard's shape, or
---- nil if it does not fit.
+--- Returns how a shape fits a parameter: "whole", or for a cut parameter "own" if it is the shard's shape, or nil if it
+--- does not fit.
 ---@param shape integer[]
 ---@param parameter ps.Tensor
 ---@return "whole"|"own"|nil
@@ -70,9 +71,9 @@ function sharded.fit(shape, parameter)
   return desc and rectangles.same(shape, shard.shape(desc)) and "own" or nil
 end
 
---- Refuses a tensor of a state that is another rank's shard of a parameter. Shards of all ranks have the same name and
---- usually the same shape, so only the description distinguishes them.
----@param given? ps.nn.Shard the shard that the tensor is, if known
+--- Raises an error if a tensor of a state is another rank's shard of a parameter. Shards of all ranks have the same
+--- name and usually the same shape, so only the description distinguishes them.
+---@param given? ps.nn.Shard description of the tensor's shard, if known
 ---@param parameter ps.Tensor
 ---@param name string
 function sharded.check_rank(given, parameter, name)
@@ -85,17 +86,17 @@ function sharded.check_rank(given, parameter, name)
     .. "{ merge_checkpoints = true }))"):format(name, given.index, given.count, desc.index, desc.count), 0)
 end
 
--- Copies the rectangle of a table's tensor at `offset` into a tensor.
+-- Copies the rectangle at `offset` of a tensor in memory into a tensor.
 local function copy_part(from, tensor, offset)
   scope.no_grad(scope.scope, function()
     tensor:copy_(rectangles.view(from:detach(), offset, tensor:shape()):to(tensor:device()))
   end)
 end
 
---- Reads a parameter's part of a source's tensor. Padding stays as it is.
+--- Reads a parameter's shard from a source's tensor. Does not change padding.
 ---@param source table an open file, or tensors by name
----@param name string of the tensor in the source
----@param tensor ps.Tensor to write into: the parameter, its master or an exponential average
+---@param name string name of the tensor in the source
+---@param tensor ps.Tensor the destination: the parameter, its master or an exponential average
 ---@param parameter ps.Tensor
 function sharded.read(source, name, tensor, parameter)
   local is_file, desc = source.read_into ~= nil, shard.of(parameter)
@@ -110,10 +111,10 @@ function sharded.read(source, name, tensor, parameter)
   end
 end
 
---- Reads a tensor of a source that no rank cuts.
+--- Reads a tensor that is not cut from a source.
 ---@param source table an open file, or tensors by name
 ---@param name string
----@param tensor ps.Tensor to write into
+---@param tensor ps.Tensor the destination
 function sharded.read_plain(source, name, tensor)
   if source.read_into ~= nil then return source:read_into(name, tensor) end
   return scope.no_grad(function() tensor:copy_(source[name]:to(tensor:device())) end)

@@ -15,9 +15,9 @@ local LOADING = { strict = "boolean", check_only = "boolean", elsewhere = "funct
 ---@param Module ps.nn.Module the class to which the methods are added
 ---@param check_owned fun(module: ps.nn.Module) refuses modules and parameters in plain tables
 return function(Module, check_owned)
-  --- Name -> tensor of all parameters and persistent buffers (references, not copies). As in PyTorch, a tied weight is
-  --- there under all of its names.
-  ---@param options? {tied?: boolean} tied = false: a tied weight only has its first name, as in named_parameters
+  --- Returns a table from name to tensor with all parameters and persistent buffers. The tensors are references, not
+  --- copies. As in PyTorch, a tied weight is listed under all of its names.
+  ---@param options? {tied?: boolean} tied = false lists a tied weight only under its first name, as in named_parameters
   ---@return table<string, ps.Tensor>
   function Module:state_dict(options)
     options = caller.options(options, "state_dict", STATE)
@@ -31,11 +31,12 @@ return function(Module, check_owned)
   end
 
   --- Copies values into the parameters and buffers by name, and converts types. Everything is checked before anything
-  --- is written. A tied weight may have any of its names; if it has several, their values must be equal.
+  --- is written. A tied weight may have any of its names. If the state contains several of them, their values must be
+  --- equal.
   ---@param state table<string, ps.Tensor>|ps.SafeTensors|ps.TorchFile a state dict, or an open file (ps.load with
   ---  lazy), which is read one tensor at a time
-  ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default
-  ---  true): missing and unexpected names are errors; check_only: nothing is written; elsewhere: whether another
+  ---@param options? {strict?: boolean, check_only?: boolean, elsewhere?: fun(name: string): any} strict (default true):
+  ---  missing and unexpected names are errors; check_only: nothing is written; elsewhere: returns whether another
   ---  process has a tensor, which then does not count as missing
   ---@return {missing: string[], unexpected: string[]}
   function Module:load_state_dict(state, options)

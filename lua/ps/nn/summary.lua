@@ -13,7 +13,8 @@ local SUMMARY = { prints_rows = true, __tostring = function(self)
 end }
 
 ---@param module ps.nn.Module
----@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first
+---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the modules,
+---  beginning with the model
 return function(module)
   local rows = {}
   for name, inner in module:named_modules() do

@@ -6,14 +6,14 @@ local registry = require "ps.nn.registry"
 
 local tied = {}
 
--- Adds the name of a head that reads a table's weight.
+-- Adds the name of a head that reads an embedding's weight.
 local function head_name(self, prefix, first_of, names)
   local head = rawget(self, "tied")
   local first = head and head.weight and first_of[registry.address(head.weight)]
   if first and first ~= prefix .. "weight" then names[prefix .. "weight"] = first end
 end
 
--- Adds the names that a pretrained model's settings tie.
+-- Adds the names of weights that a pretrained model's settings tie.
 local function declared(self, prefix, first_of, names)
   local config = rawget(self, "config") or rawget(self, "_fields") and self._fields.config
   if not (self.ties and type(config) == "table" and config.tie_word_embeddings) then return end
@@ -26,7 +26,7 @@ end
 --- Returns the further names of tied parameters and persistent buffers.
 ---@param module ps.nn.Module
 ---@param loads? boolean also names that are only accepted when values are loaded (default false)
----@return table<string, string> names further name -> first name, which is the one that named_parameters has
+---@return table<string, string> names first names by further name; named_parameters has the first names
 function tied.names(module, loads)
   local first_of, names, modules = {}, {}, { { module, "" } }
   registry.walk(module, function(name, value, kind, owner, key)

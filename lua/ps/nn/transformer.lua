@@ -13,14 +13,14 @@ local MultiheadSelfAttention = nn_module.class("MultiheadSelfAttention")
 local ATTENTION = { causal = "boolean", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 local FORWARD = { mask = "tensor", residual = "tensor" }
 
--- Returns the options that both halves pass to their products.
+-- Returns the options that both linear layers get.
 local function of_linear(options) return { bias = options.bias, dtype = options.dtype, device = options.device } end
 
---- Self-attention with one product for queries, keys and values, and one for the result.
+--- Creates self-attention with one product for queries, keys and values, and one product for the result.
 ---@param width integer C
----@param heads integer divides width
----@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string} causal default
----  false; dropout of the weights in training, default 0; bias default true
+---@param heads integer number of heads, which must divide width
+---@param options? {causal?: boolean, dropout?: number, bias?: boolean, dtype?: string, device?: string} causal (default
+---  false); dropout: probability of dropping a weight in training (default 0); bias (default true)
 function MultiheadSelfAttention:init(width, heads, options)
   options = caller.options(options, "nn.MultiheadSelfAttention", ATTENTION)
   caller.whole(width, "nn.MultiheadSelfAttention: the width")
@@ -33,7 +33,7 @@ function MultiheadSelfAttention:init(width, heads, options)
   self.proj = linear.Linear(width, width, of_linear(options))
 end
 
---- Each position attends to all positions, or with causal to itself and earlier ones.
+--- Applies self-attention. Each position attends to all positions, or with `causal` to itself and earlier positions.
 ---@param x ps.Tensor [B, T, C]
 ---@param options? {mask?: ps.Tensor, residual?: ps.Tensor} mask bool [B, T], false hides a key; residual [B, T, C] is
 ---  added
@@ -51,11 +51,11 @@ local MLP = nn_module.class("MLP")
 
 local OF_MLP = { activation = "callable", dropout = "number", bias = "boolean", dtype = "string", device = "string" }
 
---- down(activation(up(x))), then dropout.
+--- Creates a module that computes down(activation(up(x))), followed by dropout.
 ---@param width integer C
 ---@param hidden? integer default 4 * width
 ---@param options? {activation?: ps.nn.Module, dropout?: number, bias?: boolean, dtype?: string, device?: string}
----  activation default nn.GELU(); dropout default 0; bias default true
+---  activation (default nn.GELU()); dropout (default 0); bias (default true)
 function MLP:init(width, hidden, options)
   options = caller.options(options, "nn.MLP", OF_MLP)
   caller.whole(width, "nn.MLP: the width")
@@ -66,7 +66,7 @@ function MLP:init(width, hidden, options)
   self.drop = activation.Dropout(options.dropout or 0)
 end
 
---- Runs the two products, and adds a residual.
+--- Runs the two products and adds a residual, if one is given.
 ---@param x ps.Tensor [..., C]
 ---@param residual? ps.Tensor [..., C]
 ---@return ps.Tensor [..., C]

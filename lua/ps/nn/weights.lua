@@ -27,17 +27,17 @@ local function fans(tensor)
   return shape[2] * field, shape[1] * field
 end
 
---- Normally distributed numbers.
+--- Fills a tensor with normally distributed numbers.
 ---@param tensor ps.Tensor
----@param mean? number default 0
----@param std? number default 1
+---@param mean? number (default 0)
+---@param std? number (default 1)
 ---@return ps.Tensor tensor
 function init.normal_(tensor, mean, std) return fill(tensor, "normal_", mean or 0, std or 1) end
 
---- Uniform numbers in [low, high).
+--- Fills a tensor with uniform numbers in [low, high).
 ---@param tensor ps.Tensor
----@param low? number default 0
----@param high? number default 1
+---@param low? number (default 0)
+---@param high? number (default 1)
 ---@return ps.Tensor tensor
 function init.uniform_(tensor, low, high) return fill(tensor, "uniform_", low or 0, high or 1) end
 
@@ -55,26 +55,27 @@ function init.zeros_(tensor) return fill(tensor, "fill_", 0) end
 ---@return ps.Tensor tensor
 function init.ones_(tensor) return fill(tensor, "fill_", 1) end
 
---- Uniform in +-sqrt(6 / ((1 + a^2) fan_in)): the initialization of He et al. 2015 for leaky ReLUs of slope a.
+--- Fills a tensor with uniform numbers in +-sqrt(6 / ((1 + a^2) fan_in)), the initialization of He et al. 2015 for
+--- leaky ReLUs of slope a.
 ---@param tensor ps.Tensor [out, in, ...]
----@param a? number default 0
+---@param a? number (default 0)
 ---@return ps.Tensor tensor
 function init.kaiming_uniform_(tensor, a)
   local bound = math.sqrt(6 / ((1 + number(a, 0, "kaiming_uniform_: a") ^ 2) * fans(tensor)))
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Normal with variance 2 / ((1 + a^2) fan_in) (He et al. 2015).
+--- Fills a tensor with normally distributed numbers of variance 2 / ((1 + a^2) fan_in) (He et al. 2015).
 ---@param tensor ps.Tensor [out, in, ...]
----@param a? number default 0
+---@param a? number (default 0)
 ---@return ps.Tensor tensor
 function init.kaiming_normal_(tensor, a)
   return init.normal_(tensor, 0, math.sqrt(2 / ((1 + number(a, 0, "kaiming_normal_: a") ^ 2) * fans(tensor))))
 end
 
---- Uniform in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
+--- Fills a tensor with uniform numbers in +-gain sqrt(6 / (fan_in + fan_out)) (Glorot and Bengio 2010).
 ---@param tensor ps.Tensor [out, in, ...]
----@param gain? number default 1
+---@param gain? number (default 1)
 ---@return ps.Tensor tensor
 function init.xavier_uniform_(tensor, gain)
   local fan_in, fan_out = fans(tensor)
@@ -82,9 +83,9 @@ function init.xavier_uniform_(tensor, gain)
   return init.uniform_(tensor, -bound, bound)
 end
 
---- Normal with variance gain^2 2 / (fan_in + fan_out) (Glorot and Bengio 2010).
+--- Fills a tensor with normally distributed numbers of variance gain^2 2 / (fan_in + fan_out) (Glorot and Bengio 2010).
 ---@param tensor ps.Tensor [out, in, ...]
----@param gain? number default 1
+---@param gain? number (default 1)
 ---@return ps.Tensor tensor
 function init.xavier_normal_(tensor, gain)
   local fan_in, fan_out = fans(tensor)

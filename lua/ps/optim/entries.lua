@@ -96,8 +96,8 @@ function entries.saved_names(self, model, values)
   return names
 end
 
---- A tensor of a saved state, for a parameter: on the parameter's device, and this rank's part of it. A tensor of
---- another type or shape is an error.
+--- Returns a tensor of a saved state, for a parameter: on the parameter's device, and this rank's part of it. A tensor
+--- of another type or shape is an error.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param param ps.Tensor

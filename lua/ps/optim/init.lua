@@ -377,7 +377,7 @@ function Optimizer:state_dict(model)
   return { tensors = tensors, values = values }
 end
 
--- A view of the optimizer for optim/state.lua, which has PyTorch's form.
+-- Returns a view of the optimizer for optim/state.lua, which has PyTorch's form.
 local function for_torch(self)
   local view = { named = entries_of.own_names(self) ~= nil, kind = self.kind.name, steps = self.steps,
     groups = self.groups,

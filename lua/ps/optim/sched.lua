@@ -270,7 +270,7 @@ for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial"
   ASKS[name] = { "num_warmup_steps", "num_training_steps" }
 end
 
---- A schedule of Hugging Face by its name, like transformers' get_scheduler: "linear", "cosine",
+--- Returns a schedule of Hugging Face by its name, like transformers' get_scheduler: "linear", "cosine",
 --- "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
 --- "cosine_warmup_with_min_lr", "warmup_stable_decay" or "reduce_lr_on_plateau".
 ---@param name string|{name: string, optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps?: integer,

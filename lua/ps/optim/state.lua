@@ -167,7 +167,7 @@ local function members(opt)
   return lists
 end
 
--- A group in PyTorch's form. `names` are its parameters' names, which PyTorch writes for named parameters.
+-- Returns a group in PyTorch's form. `names` are its parameters' names, which PyTorch writes for named parameters.
 local function torch_group(group, params, names)
   local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
   for _, key in ipairs(made.settings) do

@@ -116,7 +116,7 @@ end
 ---@field taken {what: string, nbytes: number, source: string}[]
 ---@field notes string[]
 
---- A machine by name.
+--- Returns a machine by name.
 ---@param name string
 ---@param host_nbytes? number of its host memory, instead of the table's
 ---@return ps.planning.Hardware

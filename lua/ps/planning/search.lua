@@ -15,7 +15,7 @@ local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
 local GROWTH = 3               -- a run of twice the size takes at most this many times as long
 
--- A copy of a request with other fields; dry runs of a search are quiet.
+-- Returns a copy of a request with other fields; dry runs of a search are quiet.
 local function with(request, changes)
   local copy = { quiet = true }
   for key, value in pairs(request) do copy[key] = value end

@@ -79,7 +79,7 @@ local function apart(result, axis, here)
 end
 
 -- Returns the seconds of a rank's ops, with its messages to ranks that share its layers; operations; seconds of its
--- updates. run: its ops, axes and pieces. Returns nil if the table lacks a speed.
+-- updates. `run` is its ops, axes and pieces. Returns nil if the table lacks a speed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)

@@ -102,7 +102,7 @@ function trial.finish(running)
   return result
 end
 
--- A copy of a request with other fields.
+-- Returns a copy of a request with other fields.
 local function with(request, changes)
   local copy = {}
   for key, value in pairs(request) do copy[key] = value end
@@ -113,7 +113,7 @@ end
 local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
 -- -- which ranks stand for all ----------------------------------------------------------------------------------------
--- A text that is equal for two stages if they hold and compute the same.
+-- Returns a text that is equal for two stages if they hold and compute the same.
 local function likeness(cut, stage)
   local parts = {}
   for _, row in ipairs(cut.vstages) do

@@ -15,7 +15,8 @@ local clock = {}
 local TRIPS = 16               -- the first one waits for the ranks before this one; the shortest is used
 local SECOND = 1000000000LL
 
--- A time as a tensor [2] of whole seconds and nanoseconds, since fp64 does not hold all its nanoseconds exactly.
+-- Returns a time as a tensor [2] of whole seconds and nanoseconds, since fp64 does not hold all its nanoseconds
+-- exactly.
 local function told(ns)
   return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
@@ -56,7 +57,7 @@ local function least(group, ns)
   return first < math.huge and zero + first or nil
 end
 
---- Aligns this rank's clock with that of rank 0. All ranks call it.
+--- Aligns this rank's clock with that of rank 0. All ranks must call it.
 ---@param group ps.Group
 ---@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock, or nil if it has none
 ---@return ffi.cdata* offset int64_t, nanoseconds to add to this rank's clock

@@ -10,7 +10,8 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
--- A text for gnuplot's script. A name from an untrusted file must not end its line, since the rest would be a command.
+-- Returns a text for gnuplot's script. A name from an untrusted file must not end its line, since the rest would be a
+-- command.
 local function quote(text)
   if text:find "%c" then
     error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
@@ -48,7 +49,7 @@ local function gnuplot(path, lines, height)
   end
 end
 
--- A named block of data.
+-- Returns a named block of data.
 local function block(lines, name, rows)
   lines[#lines + 1] = ("$%s << EOD"):format(name)
   for _, row in ipairs(rows) do lines[#lines + 1] = row end

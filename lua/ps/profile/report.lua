@@ -47,7 +47,7 @@ local function check_fields(path, profile)
   end
 end
 
---- A profile's file as a table.
+--- Returns a profile's file as a table.
 ---@param path string
 ---@return table
 function report.read(path)

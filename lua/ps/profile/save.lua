@@ -94,7 +94,7 @@ local TELLS = {
 
 local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
 
--- A time of this rank's clock as microseconds of rank 0's.
+-- Returns a time of this rank's clock as microseconds of rank 0's.
 function Writer:at(ns) return micros(ns + self.offset - self.zero) end
 
 -- A counter of a tier's or device's bytes. A counter has only numbers as arguments.
@@ -146,7 +146,7 @@ end
 -- Returns an int64_t with all its decimal digits.
 local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
--- A list as JSON: [] if it is empty, which encode would write as an object.
+-- Returns a list as JSON: [] if it is empty, which encode would write as an object.
 local function json_list(list)
   local parts = {}
   for i, value in ipairs(list) do parts[i] = encode(value) end

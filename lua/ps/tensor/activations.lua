@@ -20,33 +20,33 @@ local function number(value, default, what)
   return caller.typed(value, "number", what)
 end
 
---- Returns log(1 + exp(beta x)) / beta; x itself where beta x is above the threshold.
+--- Returns log(1 + exp(beta x)) / beta, or x itself where beta x is above the threshold.
 ---@param x ps.Tensor floats
----@param beta? number default 1
----@param threshold? number default 20
+---@param beta? number (default 1)
+---@param threshold? number (default 20)
 ---@return ps.Tensor of x's shape
 function M.softplus(x, beta, threshold)
   return ops.softplus(floats(x, "F.softplus"), number(beta, 1, "F.softplus: beta"),
     number(threshold, 20, "F.softplus: threshold"))
 end
 
---- Returns x where it is above 0, else slope x.
+--- Returns x where x is above 0, else slope x.
 ---@param x ps.Tensor floats
----@param slope? number default 0.01
+---@param slope? number (default 0.01)
 ---@return ps.Tensor of x's shape
 function M.leaky_relu(x, slope)
   return ops.leaky_relu(floats(x, "F.leaky_relu"), number(slope, 0.01, "F.leaky_relu: the slope"))
 end
 
---- Returns x where it is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
+--- Returns x where x is above 0, else alpha (exp(x) - 1) (Clevert et al. 2016).
 ---@param x ps.Tensor floats
----@param alpha? number default 1
+---@param alpha? number (default 1)
 ---@return ps.Tensor of x's shape
 function M.elu(x, alpha) return ops.elu(floats(x, "F.elu"), number(alpha, 1, "F.elu: alpha")) end
 
 local SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
---- Returns 1.0507 elu(x, 1.6733), which keeps mean and variance (Klambauer et al. 2017).
+--- Returns 1.0507 elu(x, 1.6733), which preserves mean and variance (Klambauer et al. 2017).
 ---@param x ps.Tensor floats
 ---@return ps.Tensor of x's shape
 function M.selu(x) return ops.elu(floats(x, "F.selu"), SELU_ALPHA) * SELU_SCALE end
@@ -56,10 +56,10 @@ local function limited(x, low, high)
   return tensor.where(x:le(low), low, tensor.where(x:ge(high), high, x))
 end
 
---- Returns x limited to [low, high]; at and beyond the bounds the gradient is 0.
+--- Returns x limited to [low, high]. The gradient is 0 at the bounds and beyond them.
 ---@param x ps.Tensor
----@param low? number default -1
----@param high? number default 1
+---@param low? number (default -1)
+---@param high? number (default 1)
 ---@return ps.Tensor of x's shape
 function M.hardtanh(x, low, high)
   if caller.tensor(x, "F.hardtanh", "x") == nil then error("F.hardtanh: x is missing") end
@@ -68,7 +68,7 @@ function M.hardtanh(x, low, high)
   return limited(x, low, high)
 end
 
---- Returns x limited to [0, 6]; at and beyond the bounds the gradient is 0.
+--- Returns x limited to [0, 6]. The gradient is 0 at the bounds and beyond them.
 ---@param x ps.Tensor
 ---@return ps.Tensor of x's shape
 function M.relu6(x)
@@ -86,7 +86,7 @@ function M.mish(x) return x * ops.tanh(ops.softplus(floats(x, "F.mish"), 1, 20))
 ---@return ps.Tensor of x's shape
 function M.logsigmoid(x)
   floats(x, "F.logsigmoid")
-  -- min(x, 0) - log(1 + exp(-|x|)): neither exponent is above 0
+  -- min(x, 0) - log(1 + exp(-|x|)), in which no exponent is above 0
   return ops.clamp(x, -math.huge, 0) - ops.log1p(ops.exp(-ops.abs(x))):to(x:dtype())
 end
 
@@ -107,7 +107,7 @@ function M.softsign(x) return floats(x, "F.softsign") / (ops.abs(x) + 1) end
 
 --- Returns the first half along a dimension times the sigmoid of the second half (Dauphin et al. 2017).
 ---@param x ps.Tensor floats
----@param dim? integer default -1; its size is even
+---@param dim? integer (default -1); its size is even
 ---@return ps.Tensor half as large along dim
 function M.glu(x, dim)
   local n = floats(x, "F.glu"):size(dim or -1)
@@ -115,10 +115,10 @@ function M.glu(x, dim)
   return x:narrow(dim or -1, 0, n / 2) * ops.sigmoid(x:narrow(dim or -1, n / 2, n / 2))
 end
 
---- Returns x divided by its p-norm along dimensions; a norm below eps is replaced by eps.
+--- Returns x divided by its p-norm along dimensions. A norm below eps is replaced by eps.
 ---@param x ps.Tensor floats
----@param p? number default 2
----@param dim? integer|integer[] default 1
+---@param p? number (default 2)
+---@param dim? integer|integer[] (default 1)
 ---@param eps? number default 1e-12
 ---@return ps.Tensor of x's shape
 function M.normalize(x, p, dim, eps)
@@ -130,7 +130,7 @@ end
 --- Returns the cosine of the angle between vectors along a dimension. Norms below eps are replaced by eps.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of a shape that broadcasts with a's
----@param dim? integer default 1, of the shape that both broadcast to
+---@param dim? integer (default 1), of the shape that both broadcast to
 ---@param eps? number default 1e-8
 ---@return ps.Tensor without that dimension
 function M.cosine_similarity(a, b, dim, eps)

@@ -17,7 +17,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 
 local function list_of(value) return type(value) == "number" and { value } or value end
 
--- Returns fn of a tensor, computed in fp32 or fp64. The result has the tensor's own type.
+-- Returns the result of fn for a tensor, computed in fp32 or fp64 and converted to the tensor's own type.
 local function wide(t, what, fn, ...)
   if not FLOAT[t.dtype_] then error(("%s takes a float tensor; convert with :float()"):format(what)) end
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 then return fn(t, ...) end
@@ -25,7 +25,7 @@ local function wide(t, what, fn, ...)
 end
 
 -- -- order ----------------------------------------------------------------------------------------------------------
---- Returns the elements in reverse order along some dimensions; a copy.
+--- Returns a copy with the elements in reverse order along some dimensions.
 ---@param dims integer|integer[]
 ---@return ps.Tensor of this shape
 function T:flip(dims)
@@ -41,7 +41,7 @@ end
 
 --- Returns the elements shifted by `shifts` along dimensions. Elements shifted past the end reappear at the beginning.
 ---@param shifts integer|integer[]
----@param dims? integer|integer[] one for each shift; default: along the elements in row-major order
+---@param dims? integer|integer[] a dimension for each shift (default: shifts all elements in row-major order)
 ---@return ps.Tensor of this shape
 function T:roll(shifts, dims)
   if dims == nil then
@@ -59,9 +59,9 @@ function T:roll(shifts, dims)
   return rawequal(y, self) and self:clone() or y
 end
 
---- Returns the tensor repeated along each dimension; `...` has the numbers of repetitions, leading dimensions first.
---- This is PyTorch's repeat, a reserved word in Lua.
----@param ... integer one for each dimension; more add leading dimensions
+--- Returns the tensor repeated along each dimension. `...` are the numbers of repetitions, leading dimensions first.
+--- This is PyTorch's repeat, which is a reserved word in Lua.
+---@param ... integer a number for each dimension; additional numbers add leading dimensions
 ---@return ps.Tensor
 function T:tile(...)
   local times = type((...)) == "table" and (...) or { ... }
@@ -82,9 +82,10 @@ function T:tile(...)
   return self:reshape(spread):expand(full):reshape(result)
 end
 
---- Returns the elements sorted along a dimension, by topk: fast enough for thousands of elements, not for millions.
----@param d? integer default -1
----@param descending? boolean default false
+--- Returns the elements sorted along a dimension. It uses topk, which is fast enough for thousands of elements but not
+--- for millions.
+---@param d? integer (default -1)
+---@param descending? boolean (default false)
 ---@return ps.Tensor values of this shape
 ---@return ps.Tensor indices int64, of this shape
 function T:sort(d, descending)
@@ -101,7 +102,7 @@ function T:sort(d, descending)
 end
 
 -- -- triangles ------------------------------------------------------------------------------------------------------
--- Returns column - row of each element of the last two dimensions, int64 [R, C].
+-- Returns the column index minus the row index of each element of the last two dimensions, int64 [R, C].
 local function offsets(t, what)
   if t.ndim < 2 then error(("%s takes a tensor of 2 dimensions or more"):format(what)) end
   local where = { dtype = "int64", device = t:device() }
@@ -109,21 +110,21 @@ local function offsets(t, what)
 end
 
 --- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
----@param diagonal? integer 0: the main diagonal; a positive number: that many places above it
+---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
 end
 --- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
----@param diagonal? integer 0: the main diagonal; a positive number: that many places above it
+---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
   return self:masked_fill(offsets(self, "triu"):lt(caller.whole(diagonal or 0, "triu: the diagonal")), 0)
 end
 
 -- -- reductions -----------------------------------------------------------------------------------------------------
--- Returns the largest element, which is subtracted from all; 0 if it is infinite, since the difference of infinities is
--- NaN.
+-- Returns the largest element, which logsumexp subtracts from all elements. Returns 0 if the largest element is
+-- infinite, since the difference of infinities is NaN.
 local function shift_of(x, dims)
   return scope.no_grad(function()
     local top = x:amax(dims, true)
@@ -143,7 +144,7 @@ local function logsumexp(x, dims, keepdim)
   local shift = shift_of(x, dims)
   return without((x - shift):exp():sum(dims, true):log() + shift, dims, keepdim, x)
 end
---- Returns log(sum(exp(x))) over some dimensions, of floats, without overflow.
+--- Returns log(sum(exp(x))) over some dimensions, without overflow. The elements must be floats.
 ---@param dims integer|integer[]
 ---@param keepdim? boolean
 ---@return ps.Tensor
@@ -152,7 +153,7 @@ function T:logsumexp(dims, keepdim)
   return wide((autocast.full(self)), "logsumexp", logsumexp, dims, keepdim)
 end
 
--- Returns x to the power 1 / p. Where x is 0, the gradient is 0, a subgradient of the norm at its minimum.
+-- Returns x to the power 1 / p. Where x is 0, the gradient is 0, which is a subgradient of the norm at its minimum.
 local function root(x, p)
   if not (x:needs_grad() and scope.grad_enabled()) then return p == 2 and x:sqrt() or x ^ (1 / p) end
   local zero = x:eq(0)
@@ -169,10 +170,10 @@ local function norm(x, p, dims, keepdim)
   if p == 1 then return x:abs():sum(dims, keepdim) end
   return root((x:abs() ^ p):sum(dims, keepdim), p)
 end
---- Returns the p-norm over some dimensions, of floats. p is any number, infinities included; 0 counts the elements that
---- are not 0. Where the norm is 0, its gradient is 0.
----@param p? number default 2
----@param dims? integer|integer[] default: all
+--- Returns the p-norm over some dimensions. The elements must be floats. p can be any number, including infinities; p =
+--- 0 counts the elements that are not 0. Where the norm is 0, its gradient is 0.
+---@param p? number (default 2)
+---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:norm(p, dims, keepdim)
@@ -186,7 +187,7 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function with_gradient(t, yes) return yes and t:requires_grad(true) or t end
 
---- Ones on the main diagonal, zeros elsewhere.
+--- Returns a matrix with ones on the main diagonal and zeros elsewhere.
 ---@param n integer rows
 ---@param m? integer columns (default n)
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -208,7 +209,7 @@ end
 ---@param first number
 ---@param last number
 ---@param steps integer
----@param options? {dtype?: string, device?: string, requires_grad?: boolean} of floats
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean} the dtype must be a float type
 ---@return ps.Tensor [steps]
 function M.linspace(first, last, steps, options)
   options = caller.options(options, "ps.linspace", NEW)
@@ -223,9 +224,9 @@ function M.linspace(first, last, steps, options)
   return with_gradient(y:to(dtype), options.requires_grad)
 end
 
---- Returns one-hot vectors of classes: 1 at the index of each class, int64 [..., classes].
+--- Returns one-hot vectors of classes, int64 [..., classes], which are 1 at the index of the class and 0 elsewhere.
 ---@param index ps.Tensor integers from 0
----@param classes? integer default: the largest + 1
+---@param classes? integer (default: the largest + 1)
 ---@return ps.Tensor
 function M.one_hot(index, classes)
   if caller.tensor(index, "one_hot", "the classes") == nil then error("one_hot: no tensor was given") end
@@ -251,7 +252,7 @@ local function letters(text, what)
   return list, seen
 end
 
--- Permutes t, whose dimensions are `from`, to the dimensions `to`. `from` contains all of `to`.
+-- Permutes t from the dimensions `from` to the dimensions `to`. `from` must contain all of `to`.
 local function arranged(t, from, to)
   local place, axes = {}, {}
   for i, c in ipairs(from) do place[c] = i - 1 end
@@ -276,7 +277,7 @@ local function joined(...)
   return all
 end
 
--- Sums over the dimensions that no other operand and no result has.
+-- Sums over the dimensions that neither another operand nor the result has.
 local function drop(t, list, keep)
   local rest, gone = {}, {}
   for i, c in ipairs(list) do
@@ -286,7 +287,8 @@ local function drop(t, list, keep)
   return t:sum(gone), rest
 end
 
--- Returns the product of two tensors, summed over the dimensions that only they have, as one matrix product.
+-- Computes the product of two tensors as one matrix product, summed over the dimensions that only these two tensors
+-- have.
 local function contract(a, in_a, b, in_b, keep, sizes)
   a, in_a = drop(a, in_a, function(c) return keep(c) or has(in_b, c) end)
   b, in_b = drop(b, in_b, function(c) return keep(c) or has(in_a, c) end)
@@ -302,11 +304,11 @@ local function contract(a, in_a, b, in_b, keep, sizes)
   local y = arranged(b, in_b, joined(batch, summed, right)):reshape(B, K, R)
   local shape, list = {}, joined(batch, left, right)
   for i, c in ipairs(list) do shape[i] = sizes[c] end
-  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- without a sum: [B, L, 1] * [B, 1, R]
+  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- no sum: [B, L, 1] * [B, 1, R]
 end
 
---- Sums of products in Einstein's notation: "bij,bjk->bik". Without "->" the result has the letters that occur once, in
---- alphabetical order. Tensors are multiplied from left to right, two at a time.
+--- Computes sums of products in Einstein's notation, such as "bij,bjk->bik". Without "->" the result has the letters
+--- that occur once, in alphabetical order. Tensors are multiplied from left to right, two at a time.
 ---@param text string a letter for each dimension; "..." and a repeated letter in one tensor are not supported
 ---@param ... ps.Tensor floats
 ---@return ps.Tensor

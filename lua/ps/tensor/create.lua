@@ -21,7 +21,7 @@ local default_dtype, default_device = C.PS_F32, 0
 
 --- Sets the type of new float tensors.
 ---@param name string "fp32", "bf16", "fp16" or "fp64"
----@return string was the name before
+---@return string was the previous name
 function M.set_default_dtype(name)
   local was, code = native.dtype_name[default_dtype], native.dtype_code(name)
   if not FLOAT[code] then error(("ps.set_default_dtype: %s is not a floating-point type"):format(name)) end
@@ -30,7 +30,7 @@ function M.set_default_dtype(name)
 end
 --- Sets the device of new tensors.
 ---@param name string
----@return string was the name before
+---@return string was the previous name
 function M.set_default_device(name)
   local was = native.device_name[default_device]
   default_device = native.device_index(name)
@@ -39,7 +39,8 @@ end
 
 local MAKER = { dtype = "string", device = "string", requires_grad = "boolean" }
 
--- Refuses unknown options. `...`: further sizes, since PyTorch accepts a shape as separate arguments, ps.zeros(2, 3).
+-- Raises an error for unknown options. `...` are further sizes, since PyTorch accepts a shape as separate arguments, as
+-- in ps.zeros(2, 3).
 local function check_options(options, call, shape, ...)
   if options == nil and ... == nil then return end
   if type(options) == "number" and type(shape) == "number" then
@@ -51,7 +52,8 @@ local function check_options(options, call, shape, ...)
   if ... ~= nil then caller.more(call, "shape, options", (...)) end
 end
 
--- Returns the options of a tensor that is filled next. requires_grad is set only after that.
+-- Returns the options of a tensor that the next op fills. requires_grad is omitted, since it is set only after the
+-- fill.
 local function bare(options, dtype)
   if options == nil then return { dtype = dtype } end
   return { dtype = options.dtype or dtype, device = options.device }
@@ -76,7 +78,7 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
--- Like M.empty, with the name of the function, `call`, in errors; checks the options.
+-- Like M.empty, but checks the options and uses `call` as the function's name in errors.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end
@@ -94,17 +96,17 @@ local function empty(call, shape, options)
   return t
 end
 
--- The ranges of integer types. bool accepts any number: false for 0, else true.
+-- The ranges of integer types. bool accepts any number: 0 becomes false, any other number true.
 local RANGE = { [C.PS_U8] = { 0, 255 }, [C.PS_I32] = { -2 ^ 31, 2 ^ 31 - 1 }, [C.PS_I64] = { -2 ^ 63, 2 ^ 63 - 1 } }
 
---- Checks a number that becomes an element of a type. It is an error if an integer type cannot hold it. Fractions are
---- truncated later.
+--- Checks a number that becomes an element of a type. Raises an error if the type is an integer type that cannot hold
+--- the number. Fractions are truncated later.
 ---@param value number
 ---@param dtype integer the type's code
 ---@return number value
 function M.held(value, dtype)
   local range = RANGE[dtype]
-  -- 2^63 - 1 as a double is 2^63, which int64 does not hold.
+  -- 2^63 - 1 as a double is 2^63, which does not fit into int64.
   if range and not (value >= range[1] and value <= range[2] and value < 2 ^ 63) then
     local low, high = ("%.0f"):format(range[1]), dtype == C.PS_I64 and "2^63 - 1" or ("%.0f"):format(range[2])
     error(("%s does not fit %s (%s to %s)"):format(("%.17g"):format(value), native.dtype_name[dtype], low, high))
@@ -112,18 +114,18 @@ function M.held(value, dtype)
   return value
 end
 
---- Returns a tensor whose contents are not set.
----@param shape integer[] sizes, at most 8; a number n is { n }
+--- Returns a tensor with uninitialized contents.
+---@param shape integer[] sizes, at most 8; a number n means { n }
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
----@param ... any refused: a shape is one list
+---@param ... any rejected, since the shape must be one list
 ---@return ps.Tensor
 function M.empty(shape, options, ...)
   check_options(options, "ps.empty", shape, ...)
   return empty("ps.empty", shape, options)
 end
 
--- Returns t, which an op has filled in place. The op's result is a second reference, which is dropped: with it
--- release() would keep the bytes.
+-- Returns t, which an op has filled in place. The op's result is a second reference to t and is dropped, since
+-- release() would otherwise keep the bytes.
 local function alone(t, given)
   native.give_back(given)
   return t
@@ -131,9 +133,9 @@ end
 M.alone = alone
 
 local function filled(call, value)
-  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param shape integer[] sizes, at most 8; a number n means { n }
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
-  ---@param ... any refused: a shape is one list
+  ---@param ... any rejected, since the shape must be one list
   ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
@@ -144,9 +146,9 @@ local function filled(call, value)
   end
 end
 M.zeros, M.ones = filled("ps.zeros", 0), filled("ps.ones", 1)
---- Returns a tensor with one number as all its elements.
----@param shape integer[] sizes, at most 8; a number n is { n }
----@param value number an error if an integer type cannot hold it
+--- Returns a tensor whose elements all have one value.
+---@param shape integer[] sizes, at most 8; a number n means { n }
+---@param value number the value, which an integer type must be able to hold
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor
 function M.full(shape, value, options)
@@ -161,7 +163,7 @@ end
 --- step are whole, unless options set another.
 ---@param start number
 ---@param stop? number
----@param step? number default 1; not 0
+---@param step? number (default 1); not 0
 ---@param options? {dtype?: string, device?: string}
 ---@return ps.Tensor [ceil((stop - start) / step)]
 function M.arange(start, stop, step, options)
@@ -186,7 +188,7 @@ function M.arange(start, stop, step, options)
 end
 
 local rng = C.ps_rng_get(ctx)
---- Reserves the counters of `numel` random numbers.
+--- Reserves the counters of `numel` random numbers. Returns the first counter.
 local function draw(numel)
   local offset = rng.offset
   rng.offset = offset + ffi.cast("uint64_t", numel)
@@ -194,9 +196,9 @@ local function draw(numel)
 end
 
 local function random(call, fill)
-  ---@param shape integer[] sizes, at most 8; a number n is { n }
+  ---@param shape integer[] sizes, at most 8; a number n means { n }
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
-  ---@param ... any refused: a shape is one list
+  ---@param ... any rejected, since the shape must be one list
   ---@return ps.Tensor
   return function(shape, options, ...)
     check_options(options, call, shape, ...)
@@ -220,7 +222,7 @@ function M.randint(low, high, shape, options)
   return alone(t, ops.randint_(t, low, high, rng.seed, draw(t.numel_)))
 end
 
---- Returns t on a device, given by its number.
+--- Returns t on the device with the given index.
 ---@param t ps.Tensor
 ---@param device integer
 ---@return ps.Tensor
@@ -240,10 +242,10 @@ local function measure(value, shape, depth)
   for i = 1, n do measure(value[i], shape, depth + 1) end
 end
 
---- Returns a tensor from a number or a (nested) list of numbers or booleans. Next to numbers, true counts as 1.
---- Booleans alone give a tensor of type bool. A tensor is copied.
+--- Returns a tensor made from a number, from a boolean, or from a (nested) list of numbers or booleans. In a list with
+--- numbers, true counts as 1. A list of only booleans becomes a tensor of type bool. A tensor is copied.
 ---@param value number|boolean|table|ps.Tensor
----@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string a string is the dtype
+---@param options? {dtype?: string, device?: string, requires_grad?: boolean}|string options, or the dtype as a string
 ---@return ps.Tensor
 function M.tensor(value, options)
   if is_tensor(value) then return value:clone() end
@@ -284,8 +286,8 @@ function M.scalar(like, value, dtype)
   return ops.fill_(new_tensor(0, dtype, like.device_), M.held(value, dtype))
 end
 
---- Returns a 0-dimensional constant for an op with `like`. It does not widen like's type, unless that is an integer
---- type and the value is a fraction or not finite.
+--- Returns a 0-dimensional constant for an op with `like`. The constant does not widen like's type, unless that type is
+--- an integer type and the value is a fraction or not finite.
 function M.scalar_like(like, value)
   local dtype = like.dtype_
   if not FLOAT[dtype] and value % 1 ~= 0 then dtype = C.PS_F32 end

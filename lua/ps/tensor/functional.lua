@@ -50,7 +50,7 @@ function F.mlp(x, w1, b1, w2, b2, options)
   return ops.mlp(x, w1, b1, w2, b2, options.residual, options.out_in == false and 0 or 1)
 end
 
--- Returns the last `dims` dimensions as one, with the rows before them.
+-- Returns x with its last `dims` dimensions merged into one, preceded by the rows.
 local function over_last(x, dims, call)
   local shape = x:shape()
   if dims > #shape then
@@ -65,12 +65,12 @@ local function over_last(x, dims, call)
 end
 
 --- Returns (x - mean) / sqrt(variance + eps) * w + b over the last dimension (Ba, Kiros and Hinton 2016), or over the
---- last `dims` of them together.
+--- last `dims` dimensions together.
 ---@param x ps.Tensor [..., C]
----@param w? ps.Tensor [C], with dims that many dimensions
+---@param w? ps.Tensor [C], or with `dims` dimensions
 ---@param b? ps.Tensor of w's shape
 ---@param eps? number default 1e-5
----@param dims? integer default: as many as w has, else 1
+---@param dims? integer (default: as many as w has, or 1 without w)
 ---@return ps.Tensor [..., C]
 function F.layer_norm(x, w, b, eps, dims)
   local given = dims ~= nil
@@ -81,7 +81,7 @@ function F.layer_norm(x, w, b, eps, dims)
     local have, want = t:shape(), {}
     for i = x:dim() - dims + 1, x:dim() do want[#want + 1] = x:size(i - 1) end
     if table.concat(have, ", ") ~= table.concat(want, ", ") then
-      if not given then return ops.layer_norm(x, w, b, eps) end                -- an error, which names the shapes
+      if not given then return ops.layer_norm(x, w, b, eps) end                -- raises an error that names the shapes
       error(("F.layer_norm: %s is [%s]; over %d dimensions of [%s] it must be [%s]"):format(name,
         table.concat(have, ", "), dims, table.concat(x:shape(), ", "), table.concat(want, ", ")))
     end
@@ -96,8 +96,8 @@ end
 ---@return ps.Tensor [..., C]
 function F.rms_norm(x, w, eps) return ops.rms_norm(x, w, eps) end
 
---- Returns the number of this dropout in the forward. The context has the counter, so that recomputation can restore
---- it.
+--- Returns the index of this dropout in the forward. The counter is part of the context, so that recomputation can
+--- restore it.
 local function next_op()
   local op = rng.op
   rng.op = op + 1
@@ -106,17 +106,17 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and scales the others by 1 / (1 - p). The mask of an element depends on the
---- seed, the step, the number of the call and the element's place in the batch. Without `part` x's first dimension is
---- samples, numbered from ps.rng().sample on, so that ranks with different samples have different masks. If ranks hold
---- parts of one sample, such as rows along tp, `part` says which elements x has; without it all these ranks would draw
---- the same mask.
+--- Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p). The mask of an element depends on
+--- the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's first
+--- dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different masks.
+--- If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Without it, all
+--- these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
----@param training? boolean default true; false returns x unchanged
----@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: the row-major number of x's first
----  element in the micro-batch's whole tensor; or rows, int [R]: x is [R, ...], and these are the numbers of its rows
----  in the whole tensor; per_sample: elements per sample in the whole tensor, with rows a multiple of a row's elements
+---@param training? boolean (default true); false returns x unchanged
+---@param part? {first?: integer, rows?: ps.Tensor, per_sample: integer} first: row-major index of x's first element in
+---  the micro-batch's whole tensor. rows, instead of first: int [R], the indices in the whole tensor of the rows of x
+---  [R, ...]. per_sample: elements per sample in the whole tensor; with rows, a multiple of a row's elements
 ---@return ps.Tensor of x's shape
 function F.dropout(x, p, training, part)
   if training == false or p == 0 then return x end
@@ -130,7 +130,7 @@ local GELU = { none = 0, tanh = 1 }
 
 --- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
 ---@param x ps.Tensor
----@param approximate? "none"|"tanh" default "none"
+---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of x's shape
 function F.gelu(x, approximate)
   return ops.gelu(x, GELU[approximate or "none"] or caller.one_of(approximate, GELU, "F.gelu: approximate"))
@@ -147,7 +147,7 @@ function F.swiglu(gate, up) return ops.act_mul(gate, up, 0) end
 --- Returns gelu(gate) * up, in one kernel (GeGLU, Shazeer 2020).
 ---@param gate ps.Tensor
 ---@param up ps.Tensor of gate's shape and type
----@param approximate? "none"|"tanh" default "none"
+---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor of gate's shape
 function F.geglu(gate, up, approximate)
   return ops.act_mul(gate, up, ACTS[approximate or "none"] or caller.one_of(approximate, ACTS, "F.geglu: approximate"))
@@ -156,12 +156,12 @@ end
 F.relu, F.silu, F.tanh, F.sigmoid = tensor.T.relu, ops.silu, ops.tanh, ops.sigmoid
 --- Returns exp(x) divided by its sum along one dimension.
 ---@param x ps.Tensor
----@param dim? integer default -1
+---@param dim? integer (default -1)
 ---@return ps.Tensor of x's shape
 function F.softmax(x, dim) return tensor.along_last(ops.softmax, x, dim) end
 --- Returns the logarithm of softmax along one dimension.
 ---@param x ps.Tensor
----@param dim? integer default -1
+---@param dim? integer (default -1)
 ---@return ps.Tensor of x's shape
 function F.log_softmax(x, dim) return tensor.along_last(ops.log_softmax, x, dim) end
 
@@ -173,15 +173,15 @@ local function reduction_of(options, call)
   return reductions[name] or caller.one_of(name, reductions, call .. ": reduction")
 end
 
---- Returns the cross entropy of logits against target classes. A row whose target is ignore_index is left out. If no
---- target counts, the mean is 0 and has no gradient (PyTorch's is NaN), so a batch without targets adds nothing to the
---- gradients.
+--- Returns the cross entropy of logits against target classes. Rows whose target is ignore_index are left out. If no
+--- target counts, the mean is 0 and has no gradient (PyTorch's mean is NaN), so a batch without targets adds nothing to
+--- the gradients.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor, label_smoothing?:
----  number} ignore_index default -100, reduction "mean"; weight [V]: weight of each class, by which the mean is
----  weighted; label_smoothing: the share of a target that is spread evenly over all classes (default 0)
----@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+---  number} ignore_index (default -100); reduction (default "mean"); weight [V], the weight of each class, by which the
+---  mean is weighted; label_smoothing, the share of a target that is spread evenly over all classes (default 0)
+---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function F.cross_entropy(logits, target, options)
   options = caller.options(options, "F.cross_entropy", LOSS)
   if options.weight ~= nil or (options.label_smoothing or 0) ~= 0 then
@@ -196,13 +196,13 @@ local LM_LOSS = { ignore_index = "whole", reduction = "string", bias = "tensor",
   label_smoothing = "number" }
 
 --- Returns the cross entropy of the logits x times w transposed, plus bias. The logits are computed in panels of rows,
---- and are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and
---- label_smoothing are as in F.cross_entropy.
+--- so that they are never in memory as a whole, except with weight or label_smoothing. Ignored targets, weight and
+--- label_smoothing have the same meaning as in F.cross_entropy.
 ---@param x ps.Tensor [..., C]
 ---@param w ps.Tensor [V, C]
 ---@param target ps.Tensor integers [...]
 ---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", bias?: ps.Tensor, weight?: ps.Tensor,
----  label_smoothing?: number} ignore_index default -100, reduction "mean"; bias [V]
+---  label_smoothing?: number} ignore_index (default -100); reduction (default "mean"); bias [V]
 ---@return ps.Tensor of 0 dimensions
 function F.lm_loss(x, w, target, options)
   options = caller.options(options, "F.lm_loss", LM_LOSS)
@@ -221,7 +221,7 @@ end
 
 local EMBEDDING = { padding_idx = "whole" }
 
---- Returns the rows of a table at integer indices.
+--- Returns the rows of an embedding matrix at integer indices.
 ---@param index ps.Tensor integers [...]
 ---@param w ps.Tensor [V, C]
 ---@param options? {padding_idx?: integer} padding_idx: the row that gets no gradient
@@ -235,11 +235,11 @@ local function full_table(t)
   return (t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16) and ops.cast(t, C.PS_F32) or t
 end
 
---- Returns rotary position embedding (Su et al. 2021): rotates each pair of columns d and d + R / 2 by an angle.
+--- Applies rotary position embedding (Su et al. 2021), which rotates each pair of columns d and d + R / 2 by an angle.
 ---@param x ps.Tensor [B, H, T, D]
----@param cos ps.Tensor fp32 or a half type (fp64 for fp64) [B or 1, T, R / 2], of the angles; R is at most D, columns
----  from R on stay
----@param sin ps.Tensor of cos's shape and type
+---@param cos ps.Tensor fp32 or a half type (fp64 for fp64) [B or 1, T, R / 2], cosines of the angles; R is at most D,
+---  and columns from R on are unchanged
+---@param sin ps.Tensor sines of the angles, of cos's shape and type
 ---@return ps.Tensor [B, H, T, D]
 function F.rope(x, cos, sin)
   if caller.tensor(cos, "F.rope", "cos") ~= nil and caller.tensor(sin, "F.rope", "sin") ~= nil then
@@ -248,8 +248,8 @@ function F.rope(x, cos, sin)
   return ops.rope(x, cos, sin, 0)
 end
 
--- Returns the number of the first head, for the dropout mask: from the options, else from the module whose forward is
--- running, since ranks may share its heads.
+-- Returns the index of the first head for the dropout mask. It is in the options, or belongs to the module whose
+-- forward is running, since ranks may share its heads.
 local function first_head(options, p, heads)
   if options.first_head or p == 0 then return options.first_head or 0 end
   return hooks.ask("first_head", heads) or 0
@@ -259,20 +259,21 @@ local PACKED = { mask = "tensor", causal = "boolean", scale = "number", dropout 
 local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropout = "number", window = "whole",
   first_head = "whole" }
 
---- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If there are fewer heads of keys than of
---- queries, G must divide H, and H / G neighbouring heads of queries share each (grouped-query attention, Ainslie et
---- al. 2023).
+--- Returns softmax(scale q k^T + mask) v. A query that sees no key returns 0. If keys have fewer heads than queries, G
+--- must divide H, and H / G adjacent heads of queries share a head of keys (grouped-query attention, Ainslie et al.
+--- 2023).
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
 ---@param v ps.Tensor [B, G, S, D]
 ---@param options? {mask?: ps.Tensor, causal?: boolean, window?: integer, scale?: number, dropout?: number, first_head?:
----  integer} mask: bool [B, S], false hides a key; or int32 [B, T] if T = S: segments, that is neighbours with the same
----  number, see only each other, and 0 is padding, which sees nothing and is not seen; or [B or 1, H or 1, T or 1, S]
----  of bool, fp32 or q's type: floats are added to scores, and those of -1e30 and less hide a key; a float mask that
----  needs a gradient gets one through F.attention_weights. causal: query i sees keys up to i + S - T, with window only
----  the last `window` of them; scale: default 1 / sqrt(D); dropout: of the weights, default 0; first_head: the number
----  of q's first head if ranks share the heads, so that dropout masks equal those of one rank; default: from the module
----  that runs, if tensor_parallel divides its heads, else 0
+---  integer} mask has one of three forms. A bool mask [B, S] hides the keys where it is false. An int32 mask [B, T],
+---  for T = S, contains segments: adjacent positions with the same number see only each other, and 0 is padding, which
+---  neither sees nor is seen. A mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type; floats are added to the
+---  scores, and values of -1e30 and less hide a key. A float mask that requires a gradient gets it through
+---  F.attention_weights. causal: query i sees the keys up to i + S - T, or with window only the last `window` of these.
+---  scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index of q's first
+---  head if ranks share the heads, so that dropout masks equal those of one rank; the default is that of the running
+---  module if tensor_parallel divides its heads, else 0
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -287,7 +288,8 @@ function F.attention(q, k, v, options)
                        first_head(options, p, q:size(1)))
 end
 
--- Which pairs of positions are in one segment, bool [B, 1, T, T]. Segments are runs of equal numbers; 0 is padding.
+-- Returns a mask of the pairs of positions in one segment, bool [B, 1, T, T]. Segments are runs of equal numbers; 0 is
+-- padding.
 local function pairs_of(segments)
   local B, T = segments:size(0), segments:size(1)
   local first = tensor.zeros({ B, 1 }, { device = segments:device() })
@@ -295,8 +297,8 @@ local function pairs_of(segments)
   return run:reshape(B, 1, T, 1):eq(run:reshape(B, 1, 1, T)):logical_and(segments:ne(0):reshape(B, 1, 1, T))
 end
 
--- Returns which keys each query sees, bool [B or 1, H or 1, T, S] (nil: all), and a bias to add to the scores (nil:
--- none).
+-- Returns a mask of the keys that each query sees, bool [B or 1, H or 1, T, S], or nil if queries see all keys. Also
+-- returns a bias to add to the scores, or nil if there is none.
 local function seen_and_bias(mask, causal, window, T, S, device)
   local seen, bias
   if mask ~= nil then
@@ -320,7 +322,7 @@ local function seen_and_bias(mask, causal, window, T, S, device)
   return seen, bias
 end
 
---- Returns F.attention made of separate ops, which keep all weights in memory: a float mask gets a gradient, and the
+--- Computes F.attention with separate ops, which keep all weights in memory. A float mask gets a gradient, and the
 --- weights are returned.
 ---@param q ps.Tensor [B, H, T, D]
 ---@param k ps.Tensor [B, G, S, D]
@@ -365,11 +367,11 @@ function F.attention_weights(q, k, v, options)
   return weights:matmul(v), weights
 end
 
---- Returns self-attention over queries, keys and values in one tensor, next to each other.
+--- Computes self-attention over queries, keys and values that are adjacent in one tensor.
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
----  bool [B, T], or int32 [B, T] of segments; the rest as in F.attention
+---  bool [B, T], or int32 [B, T] with segments; the other options are those of F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)

@@ -29,14 +29,14 @@ end
 ---@param fn function
 ---@return ps.HookHandle
 function hooks.add(list, fn)
-  local own_fn = function(...) return fn(...) end           -- the list may have the same function twice
+  local own_fn = function(...) return fn(...) end           -- the list may contain the same function twice
   list[#list + 1] = own_fn
   return setmetatable({ list = list, fn = own_fn }, Handle)
 end
 
 local function text(t) return ("%s, shape [%s], on %s"):format(t:dtype(), table.concat(t:shape(), ", "), t:device()) end
 
---- Refuses a value that cannot replace a gradient.
+--- Raises an error if a value cannot replace a gradient.
 ---@param value any
 ---@param grad ps.Tensor
 ---@param whose string
@@ -51,7 +51,7 @@ local function check_like(value, grad, whose)
 end
 hooks.check_like = check_like
 
---- Calls fn(...). It is an error if fn changes a gradient in place, since other tensors may share it.
+--- Calls fn(...). Raises an error if fn changes a gradient in place, since other tensors may share the gradient.
 ---@param grads table<any, ps.Tensor>
 ---@param whose string
 ---@param fn function
@@ -103,10 +103,10 @@ local function resume(entry, _, factor)
   check(C.ps_hooks_done(ctx))
 end
 
---- Calls fn(gradient) in each backward when the gradient of the tensor is complete. fn returns nil, or a tensor like
---- the gradient that replaces it. Hooks of a tensor run in the order of their registration. In a model of
---- ps.initialize, fn gets the gradient of the micro-batch's own loss, before ranks sum theirs. In a recomputed function
---- the first run, without gradients, registers nothing.
+--- Calls fn(gradient) in each backward when the tensor's gradient is complete. fn returns nil, or a tensor of the same
+--- shape, type and device that replaces the gradient. Hooks of a tensor run in the order of their registration. In a
+--- model of ps.initialize, fn gets the gradient of the micro-batch's own loss, before it is summed over ranks. In a
+--- recomputed function, the first run registers nothing, since it runs without gradients.
 ---@param t ps.Tensor that requires a gradient
 ---@param fn fun(gradient: ps.Tensor): ps.Tensor?
 ---@return ps.HookHandle handle handle:remove() removes the hook
@@ -126,7 +126,7 @@ function hooks.register(t, fn)
   return hooks.add(entry.lists[place], fn)
 end
 
---- Moves the hooks of a leaf to the leaf that replaces it.
+--- Moves the hooks of a leaf to the tensor that replaces it.
 ---@param from ps.Tensor
 ---@param to ps.Tensor
 function hooks.move(from, to)

@@ -10,7 +10,7 @@ local F = {}
 
 local PLACES = { "height", "width" }
 
--- Returns {H, W} of a number or of a list of `n`; a signal has H = other.
+-- Returns {H, W}, made from a number or from a list of `n` numbers. For a signal, H is `other`.
 local function pair(value, n, what, least, other)
   if type(value) ~= "table" then
     caller.whole(value, what, least)
@@ -22,7 +22,7 @@ local function pair(value, n, what, least, other)
   return n == 1 and { other, value[1] } or { value[1], value[2] }
 end
 
--- Returns x [N, C, ...] of n dimensions of space, and whether its first dimension was missing.
+-- Returns x as [N, C, ...] with n spatial dimensions, and whether its first dimension was missing.
 local function batched(x, n, call)
   if caller.tensor(x, call, "the input") == nil then error(call .. ": no input was given") end
   local dims = x:dim()
@@ -34,7 +34,7 @@ local function batched(x, n, call)
   return x, false
 end
 
--- Reshapes a signal to an image with H = 1, and a result back to a signal.
+-- Reshapes a signal to an image with H = 1. The returned function reshapes a result back to a signal.
 local function image(x, n, call)
   local single
   x, single = batched(x, n, call)
@@ -48,7 +48,7 @@ end
 -- -- convolution ----------------------------------------------------------------------------------------------------
 local CONV = { stride = "whole|table", padding = "whole|table|string", dilation = "whole|table", groups = "whole" }
 
--- Returns {before H, before W, after H, after W}
+-- Returns {before H, before W, after H, after W}.
 local function padding_of(value, n, w, stride, dilation, call)
   if type(value) ~= "string" then
     local p = pair(value or 0, n, call .. ": padding", 0, 0)
@@ -87,8 +87,8 @@ end
 ---@param x ps.Tensor [N, C, L] or [C, L]
 ---@param w ps.Tensor [O, C / groups, K]
 ---@param b? ps.Tensor [O]
----@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} default 1,
----  0, 1, 1
+---@param options? {stride?: integer, padding?: integer|"same"|"valid", dilation?: integer, groups?: integer} defaults:
+---  1, 0, 1, 1
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d") end
 
@@ -97,7 +97,7 @@ function F.conv1d(x, w, b, options) return conv(x, w, b, options, 1, "F.conv1d")
 ---@param w ps.Tensor [O, C / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[]|"same"|"valid", dilation?:
----  integer|integer[], groups?: integer} default 1, 0, 1, 1
+---  integer|integer[], groups?: integer} defaults: 1, 0, 1, 1
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv2d(x, w, b, options) return conv(x, w, b, options, 2, "F.conv2d") end
 
@@ -125,7 +125,7 @@ local function conv_transpose(x, w, b, options, n, call)
     end
     size[i] = (x:size(i - 3) - 1) * stride[i] + (w:size(i - 3) - 1) * dilation[i] + 1 - 2 * padding[i] + more[i]
     if size[i] < 1 then
-      error(("%s: the output would have %d elements along the %s; padding is %d, and takes as much from both ends")
+      error(("%s: the output would have %d elements along the %s; padding is %d, which is removed from both ends")
         :format(call, size[i], PLACES[i], padding[i]))
     end
   end
@@ -138,7 +138,7 @@ end
 ---@param w ps.Tensor [C, O / groups, K]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer, padding?: integer, output_padding?: integer, dilation?: integer, groups?: integer}
----  default 1, 0, 0, 1, 1; output_padding: elements more at the end, less than the stride
+---  defaults: 1, 0, 0, 1, 1. output_padding: number of elements to add at the end, less than the stride
 ---@return ps.Tensor [N, O, length] or [O, length]
 function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, options, 1, "F.conv_transpose1d") end
 
@@ -147,13 +147,14 @@ function F.conv_transpose1d(x, w, b, options) return conv_transpose(x, w, b, opt
 ---@param w ps.Tensor [C, O / groups, KH, KW]
 ---@param b? ps.Tensor [O]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], output_padding?: integer|integer[],
----  dilation?: integer|integer[], groups?: integer} default 1, 0, 0, 1, 1; output_padding: elements more at the ends,
----  less than the stride
+---  dilation?: integer|integer[], groups?: integer} defaults: 1, 0, 0, 1, 1. output_padding: number of elements to add
+---  at the ends, less than the stride
 ---@return ps.Tensor [N, O, height, width] or [O, height, width]
 function F.conv_transpose2d(x, w, b, options) return conv_transpose(x, w, b, options, 2, "F.conv_transpose2d") end
 
 -- -- pooling --------------------------------------------------------------------------------------------------------
--- How many windows there are. With `ceil` the last one may reach beyond the padding, and begins before it.
+-- Returns the number of windows. With `ceil`, the last window may extend beyond the padding at the end, but begins
+-- before that padding.
 local function windows(in_size, kernel, stride, dilation, padding, ceil, call, place)
   local span = dilation * (kernel - 1) + 1
   local room = in_size + 2 * padding - span
@@ -173,7 +174,7 @@ end
 local MAX_POOL = { stride = "whole|table", padding = "whole|table", dilation = "whole|table", ceil_mode = "boolean",
   return_indices = "boolean" }
 
--- Returns kernel, stride, dilation, padding and the size of the result; of a signal H has one element.
+-- Returns kernel, stride, dilation, padding and the size of the result. For a signal, the entry of H is 1.
 local function pooling(x, kernel, options, n, call)
   local k = pair(kernel, n, call .. ": the kernel's size", 1, 1)
   local stride = pair(options.stride or kernel, n, call .. ": stride", 1, 1)
@@ -196,24 +197,24 @@ local function max_pool(x, kernel, options, n, call)
   return back(y)
 end
 
---- Returns the largest element of each window; NaN if the window contains one.
+--- Returns the largest element of each window, or NaN if the window contains a NaN.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, dilation?: integer, ceil_mode?: boolean, return_indices?:
----  boolean} stride default: the kernel's size; padding: at most half of that, default 0; dilation default 1;
----  ceil_mode: a last window may be incomplete
+---  boolean} stride (default: the kernel's size); padding, at most half of the kernel's size (default 0); dilation
+---  (default 1); ceil_mode: the last window may be incomplete
 ---@return ps.Tensor [N, C, length] or [C, length]
----@return ps.Tensor? indices int64, with return_indices: the place of each in [L]
+---@return ps.Tensor? indices int64, the index in [L] of each largest element; only with return_indices
 function F.max_pool1d(x, kernel_size, options) return max_pool(x, kernel_size, options, 1, "F.max_pool1d") end
 
---- Returns the largest element of each window; NaN if the window contains one.
+--- Returns the largest element of each window, or NaN if the window contains a NaN.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], dilation?: integer|integer[], ceil_mode?:
----  boolean, return_indices?: boolean} stride default: the kernel's size; padding: at most half of that, default 0;
----  dilation default 1; ceil_mode: a last window may be incomplete
+---  boolean, return_indices?: boolean} stride (default: the kernel's size); padding, at most half of the kernel's size
+---  (default 0); dilation (default 1); ceil_mode: the last window may be incomplete
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
----@return ps.Tensor? indices int64, with return_indices: the place of each in [H, W], row-major
+---@return ps.Tensor? indices int64, the row-major index in [H, W] of each largest element; only with return_indices
 function F.max_pool2d(x, kernel_size, options) return max_pool(x, kernel_size, options, 2, "F.max_pool2d") end
 
 local AVG_POOL = { stride = "whole|table", padding = "whole|table", ceil_mode = "boolean",
@@ -236,8 +237,8 @@ end
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param kernel_size integer
 ---@param options? {stride?: integer, padding?: integer, ceil_mode?: boolean, count_include_pad?: boolean} stride
----  default: the kernel's size; padding: at most half of that, default 0; ceil_mode: a last window may be incomplete;
----  count_include_pad = false: sums are divided by the number of elements outside the padding
+---  (default: the kernel's size); padding, at most half of the kernel's size (default 0); ceil_mode: the last window
+---  may be incomplete; count_include_pad = false: divides sums by the number of elements outside the padding
 ---@return ps.Tensor [N, C, length] or [C, length]
 function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 1, "F.avg_pool1d") end
 
@@ -245,13 +246,13 @@ function F.avg_pool1d(x, kernel_size, options) return avg_pool(x, kernel_size, o
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
 ---@param kernel_size integer|integer[]
 ---@param options? {stride?: integer|integer[], padding?: integer|integer[], ceil_mode?: boolean, count_include_pad?:
----  boolean, divisor_override?: integer} stride default: the kernel's size; padding: at most half of that, default 0;
----  ceil_mode: a last window may be incomplete; count_include_pad = false: sums are divided by the number of elements
----  outside the padding; divisor_override: by this number
+---  boolean, divisor_override?: integer} stride (default: the kernel's size); padding, at most half of the kernel's
+---  size (default 0); ceil_mode: the last window may be incomplete; count_include_pad = false: divides sums by the
+---  number of elements outside the padding; divisor_override: divides sums by this number
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.avg_pool2d(x, kernel_size, options) return avg_pool(x, kernel_size, options, 2, "F.avg_pool2d") end
 
--- nil and false in a list: the input's own size.
+-- Returns the size of the result. nil, or false in a list, means the input's own size.
 local function size_of(x, size, n, call)
   local list = type(size) == "table" and size or { size, n == 2 and size or nil }
   local out = { 1, 1 }
@@ -275,27 +276,27 @@ local function adaptive_max(x, size, n, call)
   return back((ops.max_pool(x, ONE, ONE, ONE, NONE, size_of(x, size, n, call), 1)))
 end
 
---- Returns the means of `size` windows of nearly equal length that cover all elements.
+--- Returns the means of `size` windows of nearly equal length, which together cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_avg_pool1d(x, size) return adaptive_avg(x, size, 1, "F.adaptive_avg_pool1d") end
 
---- Returns the means of windows of nearly equal size that cover all elements.
+--- Returns the means of windows of nearly equal size, which together cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
----@param size integer|integer[] height and width; false in a list: the input's
+---@param size integer|integer[] height and width; false in a list means the input's size
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_avg_pool2d(x, size) return adaptive_avg(x, size, 2, "F.adaptive_avg_pool2d") end
 
---- Returns the largest elements of `size` windows of nearly equal length that cover all elements.
+--- Returns the largest elements of `size` windows of nearly equal length, which together cover all elements.
 ---@param x ps.Tensor floats [N, C, L] or [C, L]
 ---@param size integer
 ---@return ps.Tensor [N, C, size] or [C, size]
 function F.adaptive_max_pool1d(x, size) return adaptive_max(x, size, 1, "F.adaptive_max_pool1d") end
 
---- Returns the largest elements of windows of nearly equal size that cover all elements.
+--- Returns the largest elements of windows of nearly equal size, which together cover all elements.
 ---@param x ps.Tensor floats [N, C, H, W] or [C, H, W]
----@param size integer|integer[] height and width; false in a list: the input's
+---@param size integer|integer[] height and width; false in a list means the input's size
 ---@return ps.Tensor [N, C, height, width] or [C, height, width]
 function F.adaptive_max_pool2d(x, size) return adaptive_max(x, size, 2, "F.adaptive_max_pool2d") end
 
@@ -309,7 +310,7 @@ local function pad_constant(x, pad, value)
   return ops.pad(x, before, after, value)
 end
 
--- Returns [A, B, H, W] of any tensor of one dimension or more; H is 1 for one dimension of space.
+-- Returns a tensor of one or more dimensions as [A, B, H, W]. H is 1 if there is one spatial dimension.
 local function as_image(x, n)
   local dims = x:dim()
   local H, W = n == 2 and x:size(-2) or 1, x:size(-1)
@@ -326,10 +327,11 @@ end
 
 --- Adds elements at the ends of the last dimensions.
 ---@param x ps.Tensor of any type with "constant", else floats
----@param pad integer[] before and after the last dimension, then those of the one before it, ...; negative numbers cut
----  off, with "constant" only
----@param mode? "constant"|"reflect"|"replicate"|"circular" default "constant"; the others pad one or two dimensions
----@param value? number of "constant" (default 0)
+---@param pad integer[] numbers of elements before and after the last dimension, then before and after the second to
+---  last one, and so on; negative numbers remove elements (only with "constant")
+---@param mode? "constant"|"reflect"|"replicate"|"circular" (default "constant"); the other modes pad one or two
+---  dimensions
+---@param value? number value of the elements added by "constant" (default 0)
 ---@return ps.Tensor
 function F.pad(x, pad, mode, value)
   if caller.tensor(x, "F.pad", "the input") == nil then error("F.pad: no input was given") end
@@ -358,16 +360,17 @@ end
 
 local INTERPOLATE = { size = "whole|table", scale_factor = "number|table", mode = "string", align_corners = "boolean",
   recompute_scale_factor = "boolean" }
--- By mode: the kind, its flag, and the dimensions of space that it takes (nil: both).
+-- For each mode: the kind, its flag, and the number of spatial dimensions that it supports (nil for both)
 local INTERPOLATIONS = { nearest = { KIND.nearest, 0 }, ["nearest-exact"] = { KIND.nearest, 1 },
   linear = { KIND.linear, 0, 1 }, bilinear = { KIND.linear, 0, 2 }, area = { KIND.adaptive, 0 } }
 
---- Returns an image or signal of another size.
+--- Returns an image or signal resized to another size.
 ---@param x ps.Tensor floats [N, C, L] or [N, C, H, W]
 ---@param options {size?: integer|integer[], scale_factor?: number|number[], mode?: string, align_corners?: boolean,
----  recompute_scale_factor?: boolean} size or scale_factor; mode: "nearest" (default), "nearest-exact", "linear" (of
----  signals), "bilinear" (of images), "area"; align_corners, of the two linear modes: the elements at the corners keep
----  their values, default false; recompute_scale_factor: distances by the sizes, not by scale_factor
+---  recompute_scale_factor?: boolean} either size or scale_factor is required. mode: "nearest" (default),
+---  "nearest-exact", "linear" (for signals), "bilinear" (for images) or "area". align_corners: in the two linear modes,
+---  the elements at the corners keep their values (default false). recompute_scale_factor: distances are computed from
+---  the sizes instead of scale_factor
 ---@return ps.Tensor [N, C, length] or [N, C, height, width]
 function F.interpolate(x, options)
   options = caller.options(options, "F.interpolate", INTERPOLATE)
@@ -411,7 +414,7 @@ function F.interpolate(x, options)
 end
 
 -- -- norms over channels --------------------------------------------------------------------------------------------
--- Returns whether the running statistics must be updated by the present forward: not if backward recomputes a segment.
+-- Returns whether the current forward must update the running statistics. It must not if backward recomputes a segment.
 local function counts()
   local at = scope.segment
   while at do
@@ -421,7 +424,8 @@ local function counts()
   return true
 end
 
--- Moves running [C] towards `value` times `scale` by a factor, which is a number or a tensor of 0 dimensions.
+-- Moves the running values [C] towards `value` times `scale` by a factor, which is a number or a tensor of 0
+-- dimensions.
 local function move(running, value, scale, factor)
   if type(factor) == "number" and type(scale) == "number" then
     ops.scale_(running, 1 - factor)
@@ -431,8 +435,8 @@ local function move(running, value, scale, factor)
   end
 end
 
--- Updates running statistics [C] by the mean [C] and the variance [C] (divided by the count) of `count` elements for
--- each channel. `momentum` is the weight of the new values.
+-- Updates the running statistics [C] with the mean [C] and the variance [C] (divided by the count) of `count` elements
+-- per channel. `momentum` is the weight of the new values.
 local function move_statistics(mean, var, count, running_mean, running_var, momentum)
   scope.no_grad(function()
     move(running_mean, mean, 1, momentum)
@@ -451,7 +455,7 @@ local function batch_statistics(x, weight, bias, eps)
       table.concat(x:shape(), ", ")))
   end
   local y, mean, var = ops.channel_norm(x, weight, bias, nil, nil, eps, 0)
-  return y:to(x:dtype()), mean, var, count                -- ps.autocast computes it in fp32
+  return y:to(x:dtype()), mean, var, count                -- autocast computed y in fp32
 end
 
 local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "number" }
@@ -463,9 +467,10 @@ local BATCH_NORM = { training = "boolean", momentum = "number|tensor", eps = "nu
 ---@param running_var? ps.Tensor [C]
 ---@param weight? ps.Tensor [C]
 ---@param bias? ps.Tensor [C]
----@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): normalises
----  by the batch's mean and variance, and moves the running ones, if any, towards them by momentum (default 0.1), once
----  per forward, however often backward recomputes it; else it normalises by the running ones. eps default 1e-5
+---@param options? {training?: boolean, momentum?: number|ps.Tensor, eps?: number} training (default false): if true,
+---  normalises by the batch's mean and variance, and moves the running statistics, if any, towards these by momentum
+---  (default 0.1), once per forward even if backward recomputes it. If false, normalises by the running statistics.
+---  eps: default 1e-5
 ---@return ps.Tensor of x's shape
 function F.batch_norm(x, running_mean, running_var, weight, bias, options)
   options = caller.options(options, "F.batch_norm", BATCH_NORM)

@@ -12,7 +12,7 @@ local is_tensor = scope.is_tensor
 
 local M = {}
 
---- As part of a key: a new dimension of size 1. (ps.newaxis)
+--- part of a key that inserts a new dimension of size 1 (ps.newaxis)
 M.newaxis = setmetatable({}, { __tostring = function() return "ps.newaxis" end })
 
 local INTEGER = { [C.PS_U8] = true, [C.PS_I32] = true, [C.PS_I64] = true }
@@ -61,10 +61,10 @@ local function joined(...)
   return all
 end
 
--- Returns the elements of t that index tensors select. picks: { d =, index = }, sorted by d.
---   index: one number for each element of the picked dimensions, which are numbered together in row-major order:
---   whether the picked dimensions are neighbours; t is then [outer, rows, inner]
---   axes: the picked dimensions, then the others; t permuted by them is [rows, inner]
+-- Describes the elements of t that index tensors select. `picks` is a list of { d =, index = }, sorted by d.
+--   index: an index for each selected element in the picked dimensions, which are numbered together in row-major order
+--   together: whether the picked dimensions are adjacent, in which case t is [outer, rows, inner]
+--   axes: the picked dimensions, then the others; t permuted by these axes is [rows, inner]
 --   shape: the shape of t[key]
 local function named(t, picks)
   local sizes, dims, picked, shape, indices = {}, {}, {}, t:shape(), {}
@@ -87,7 +87,7 @@ local function named(t, picks)
   return p
 end
 
--- Returns x as [outer, rows, inner] or [rows, inner], the index for its dimension 1 or 0, and that dimension.
+-- Returns x as [outer, rows, inner] or [rows, inner], the flat index, and the dimension (1 or 0) to which it applies.
 local function parts_of(p, x)
   local flat = p.index:reshape(-1)
   if p.outer == 1 then return x:reshape(p.rows, p.inner), flat, 0 end
@@ -102,7 +102,7 @@ local function pick_all(t, picks)
   return y:reshape(p.shape)
 end
 
--- Checks the number of dimensions that a key covers. More than the tensor has is an error.
+-- Raises an error if a key covers more dimensions than the tensor has.
 local function check_count(t, key)
   local taken = 0
   for i = 1, #key do
@@ -114,7 +114,7 @@ local function check_count(t, key)
 end
 
 -- Returns the view that numbers, ranges and new axes select, and the index tensors to apply to it. An index tensor
--- without dimensions acts as a number. writes: such a tensor is read on the host, so that the result stays a view.
+-- without dimensions acts as a number. With `writes`, such a tensor is read on the host, so that the result is a view.
 local function of_list(t, key, writes)
   local d, picks = 0, {}
   check_count(t, key)
@@ -149,14 +149,15 @@ end
 
 local row_key, row_size, FIRST = {}, {}, { 0 }
 
---- t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[{index tensor, index tensor}], t[bool tensor].
+--- Returns the elements that a key selects: t[i], t[{i, {start, stop, step}, {}}], t[index tensor], t[{index tensor,
+--- index tensor}] or t[bool tensor].
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@return ps.Tensor
 function M.get(t, key)
   if type(key) == "number" then return t:select(0, key) end
   if is_tensor(key) and key.dtype_ == C.PS_BOOL and key.ndim == t.ndim then return t:masked_select(key) end
-  -- rows: the same result by a shorter path
+  -- A faster way to the same result if the key selects rows.
   if is_tensor(key) and t.ndim == 2 and key.ndim > 0 and INTEGER[key.dtype_] then
     row_size[1] = tonumber(t.shape_[0])
     row_key[1] = key
@@ -169,8 +170,8 @@ function M.get(t, key)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
--- t[mask] = value. A number or a tensor of one element is written to all true elements; otherwise part n of `value` is
--- written to true element n.
+-- Performs t[mask] = value. A number or a tensor of one element is written to all elements where the mask is true.
+-- Otherwise slice n of `value` is written to the n-th of these elements.
 local function masked(t, mask, value)
   local whole = mask
   if mask.ndim > 0 and mask.ndim <= t.ndim then
@@ -203,7 +204,7 @@ local function spread(t, value, shape, call)
   end
   if caller.tensor(value, call, "the value") == nil then error(call .. ": the value is missing") end
   local have, extra = value:shape(), value.ndim - #shape
-  for i, n in ipairs(have) do                              -- leading sizes of 1 are dropped, as PyTorch does
+  for i, n in ipairs(have) do                              -- leading sizes of 1 are dropped, as in PyTorch
     if i <= extra and n == 1 then have[i] = 0
     elseif i <= extra or n ~= 1 and n ~= shape[i - extra] then
       error(("%s: the value has shape [%s], which does not broadcast to [%s], the shape of the key's "
@@ -216,7 +217,7 @@ local function spread(t, value, shape, call)
   return value:expand(shape)
 end
 
--- Writes a value into a view, at the elements that index tensors select.
+-- Writes a value into the elements of a view that index tensors select.
 local function put_all(t, picks, value, call)
   local p = named(t, picks)
   local src = spread(t, value, p.shape, call)
@@ -230,7 +231,8 @@ local function put_all(t, picks, value, call)
   else ops.copy_(v, ops.scatter(x, index, src, d):reshape(v:shape())) end
 end
 
--- Refuses a write in place that would need a gradient. It is not recorded, so gradients would belong to the old values.
+-- Raises an error if a write in place would need a gradient. Such a write is not recorded, so the gradients would
+-- belong to the old values.
 function M.check_gradients(t, value, call, instead)
   if not scope.grad_enabled() then return end
   local of = t:needs_grad() and "the tensor" or is_tensor(value) and value:needs_grad() and "the value"
@@ -240,7 +242,7 @@ function M.check_gradients(t, value, call, instead)
   end
 end
 
---- t[key] = value, in place. Tensors that need a gradient are refused.
+--- Performs t[key] = value, in place. Raises an error if t or the value requires a gradient.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
@@ -258,13 +260,12 @@ function M.set(t, key, value)
   else view:copy_(value) end
 end
 
---- Returns a copy of t with a value at the elements that t[key] reads. Both t and the value have gradients. accumulate:
---- the value is added to the elements. If index tensors select one element several times, the last value in row-major
---- order stays, or with accumulate all are added.
+--- Returns a copy of t with a value at the elements that t[key] reads. Gradients reach both t and the value. If index
+--- tensors select one element several times, the last value in row-major order is used.
 ---@param t ps.Tensor
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
----@param accumulate? boolean default false
+---@param accumulate? boolean (default false); if true, all values are added to the elements
 ---@return ps.Tensor of t's shape
 function M.put(t, key, value, accumulate)
   local call = "index_put"
@@ -279,7 +280,7 @@ function M.put(t, key, value, accumulate)
   local keys = list_of(key)
   local op = accumulate and ops.scatter_add or ops.scatter
   local view, picks = of_list(t, keys)
-  if #picks > 0 and #picks == #keys then                   -- only index tensors, from dimension 0 on
+  if #picks > 0 and #picks == #keys then                   -- the key consists of index tensors for the first dimensions
     local p = named(view, picks)
     if p.together and p.first == 0 then
       local src = spread(t, value, p.shape, call):reshape(-1, p.inner)

@@ -17,13 +17,13 @@ local foreign = require "ps.core.foreign"
 
 ---@class ps.Tensor
 local T = {}
-local M = { T = T }                -- T: for files that add methods
+local M = { T = T }                -- T is public for files that add methods
 
--- Loads files with further methods. `require "ps"` does not, since reading them takes time.
+-- loads the files that define further methods; `require "ps"` does not load them, since that takes time
 local load_more = function() end
 
---- Registers further methods, which are loaded when a script first uses a name that this file lacks.
----@param load fun() requires the files that add them to T
+--- Registers further methods, which are loaded when a script first uses a method that this file does not define.
+---@param load fun() requires the files that add these methods to T
 function M.later(load)
   load_more = function()
     load_more = function() end
@@ -67,34 +67,34 @@ function T:shape()
 end
 
 --- Returns the size of dimension d, or the whole shape as a table.
----@param d? integer from 0, or negative from the end; nil: the whole shape
+---@param d? integer index from 0, or a negative index from the end; nil for the whole shape
 ---@return integer|integer[]
 function T:size(d)
   if d == nil then return self:shape() end
   return tonumber(self.shape_[dim_index(self, d)])
 end
---- Returns the number of its dimensions.
+--- Returns the number of dimensions.
 ---@return integer
 function T:dim() return self.ndim end
---- Returns the number of its elements.
+--- Returns the number of elements.
 ---@return integer
 function T:numel() return tonumber(self.numel_) end
---- Returns the bytes of its elements.
+--- Returns the size of the elements in bytes.
 ---@return integer
 function T:nbytes() return tonumber(C.ps_tensor_nbytes(self)) end
---- Returns the name of its type: "fp32".
+--- Returns the name of the type, such as "fp32".
 ---@return string
 function T:dtype() return native.dtype_name[self.dtype_] end
---- Returns the name of its device: "cpu".
+--- Returns the name of the device, such as "cpu".
 ---@return string
 function T:device() return native.device_name[self.device_] end
---- Returns whether its type is a floating-point one.
+--- Returns whether the type is a floating-point type.
 ---@return boolean
 function T:is_float() return FLOAT[self.dtype_] == true end
---- Returns whether its elements are contiguous in memory, in row-major order.
+--- Returns whether the elements are contiguous in memory, in row-major order.
 ---@return boolean
 function T:is_contiguous() return C.ps_tensor_is_contiguous(self) ~= 0 end
---- Returns whether its bytes still exist; false once a scope has freed them.
+--- Returns whether the bytes still exist. Returns false after a scope has freed them.
 ---@return boolean
 function T:alive() return C.ps_tensor_alive(self) ~= 0 end
 --- Returns the stride of dimension d, or all strides, in elements.
@@ -108,8 +108,8 @@ function T:stride(d)
 end
 
 -- -- values ---------------------------------------------------------------------------------------------------------
--- Returns the first n elements as doubles. A device other than the host is read through a copy, which the tape does not
--- record.
+-- Returns the first n elements as doubles. If the tensor is not on the host, it is read through a copy that the tape
+-- does not record.
 local function read(t, n, buffer)
   local rc = C.ps_tensor_read_f64(t, 0, n, buffer)
   if rc == C.PS_EUNSUP then
@@ -135,7 +135,7 @@ function T:item()
   return one[0]
 end
 
---- Returns the values as nested lists; a number or boolean if the tensor has no dimension.
+--- Returns the values as nested lists, or as a number or boolean if the tensor has no dimensions.
 ---@return number|boolean|table
 function T:tolist()
   local n = self:numel()
@@ -156,7 +156,7 @@ function T:tolist()
 end
 
 -- -- gradients and lifetime -----------------------------------------------------------------------------------------
--- Checks the value of a switch. Only booleans are accepted, since 0 counts as true in Lua and as false in PyTorch.
+-- Checks that a value is a boolean. Other values are rejected, since 0 counts as true in Lua and as false in PyTorch.
 local function switch(on, name)
   if type(on) ~= "boolean" then caller.error(("%s takes true or false, not a %s"):format(name, type(on))) end
   return on
@@ -165,39 +165,39 @@ end
 --- Sets whether backward computes a gradient of this leaf. Without an argument, returns whether gradients reach the
 --- tensor, as PyTorch's attribute does.
 ---@param on? boolean
----@return ps.Tensor|boolean self, or without an argument the answer
+---@return ps.Tensor|boolean self; without an argument, whether gradients reach the tensor
 function T:requires_grad(on)
   if on == nil then return self:needs_grad() end
   check(C.ps_tensor_require_grad(self, switch(on, "requires_grad") and 1 or 0))
   return self
 end
 --- Sets whether backward computes a gradient of this leaf.
----@param on? boolean default true
+---@param on? boolean (default true)
 ---@return ps.Tensor self
 function T:requires_grad_(on) return self:requires_grad(on == nil or switch(on, "requires_grad_")) end
---- Returns whether gradients reach it.
+--- Returns whether gradients reach the tensor.
 ---@return boolean
 function T:needs_grad() return self.node ~= nil or bit.band(self.flags, C.PS_T_REQUIRES_GRAD) ~= 0 end
---- Sets whether this leaf's gradients are summed in fp32, whatever its type, for accumulation over micro-batches.
---- Without an argument, returns whether they are.
+--- Sets whether this leaf's gradients are summed in fp32, whatever the leaf's type, when micro-batches are accumulated.
+--- Without an argument, returns the current setting.
 ---@param on? boolean
----@return ps.Tensor|boolean self, or without an argument the answer
+---@return ps.Tensor|boolean self; without an argument, the current setting
 function T:grad_in_fp32(on)
   if on == nil then return bit.band(self.flags, C.PS_T_GRAD_F32) ~= 0 end
   self.flags = switch(on, "grad_in_fp32") and bit.bor(self.flags, C.PS_T_GRAD_F32)
     or bit.band(self.flags, bit.bnot(C.PS_T_GRAD_F32))
   return self
 end
---- Returns the gradient, or nil. In a model that ps.initialize made it is the sum over micro-batches and ranks, each
---- times its weight and the loss scale (docs/zero.md); if backward has already updated the parameters, reading it is an
---- error.
+--- Returns the gradient, or nil if there is none. In a model of ps.initialize the gradient is the sum over
+--- micro-batches and ranks, each multiplied by its weight and the loss scale (docs/zero.md). Raises an error if
+--- backward has already updated the parameters.
 ---@return ps.Tensor|nil
 function T:grad()
   local g = scope.grad_of(self)
   if g == nil and self.managed ~= nil then hooks.tell("gradient", self) end
   return g
 end
---- Replaces the gradient. The gradients of a model that ps.initialize made cannot be replaced.
+--- Replaces the gradient. The gradients of a model of ps.initialize cannot be replaced.
 ---@param g ps.Tensor? of this tensor's shape; nil drops the gradient
 ---@return ps.Tensor self
 function T:set_grad(g)
@@ -212,18 +212,18 @@ end
 T.backward = scope.backward
 T.detach = scope.detach
 T.register_hook = require("ps.tensor.hooks").register
---- Keeps the bytes when the scope that made them ends. They are freed when Lua collects the tensor.
+--- Keeps the bytes when the scope in which the tensor was made ends. The bytes are freed when Lua collects the tensor.
 ---@return ps.Tensor self
 function T:keep()
   check(C.ps_tensor_keep(self))
   return self
 end
 --- Frees the bytes now instead of when Lua collects the tensor, unless another tensor shares them. Using the tensor
---- afterwards is an error.
+--- afterwards raises an error.
 function T:release() C.ps_tensor_drop(self) end
 
 -- -- conversions and views ------------------------------------------------------------------------------------------
---- Returns the same values in row-major order: the tensor itself if it is contiguous, else a copy.
+--- Returns the same values in row-major order. The result is the tensor itself if it is contiguous, else a copy.
 ---@return ps.Tensor
 function T:contiguous()
   if C.ps_tensor_is_contiguous(self) ~= 0 then return self end
@@ -238,10 +238,10 @@ local function to_device(t, name) return create.to_device(t, native.device_index
 local TO = { dtype = "string", device = "string" }
 
 --- Returns the same values in another type, on another device, or both: t:to("bf16"), t:to("ref"), t:to { dtype = ,
---- device = }. If nothing changes, it is the tensor itself. Gradients return in the type and on the device of the
---- original.
----@param what string|{dtype?: string, device?: string} a type, a device, or a table of both
----@param ... any refused
+--- device = }. Returns the tensor itself if nothing changes. Gradients are converted back to the type and the device of
+--- the original.
+---@param what string|{dtype?: string, device?: string} a type, a device, or a table with both
+---@param ... any rejected
 ---@return ps.Tensor
 function T:to(what, ...)
   if what == nil or ... ~= nil then
@@ -274,8 +274,9 @@ local function shape_args(call, ...)
   return first
 end
 
---- Returns another shape over the same elements in row-major order; a copy if the strides require one.
----@param ... integer|integer[] the sizes; one of them may be -1, to be computed from the others
+--- Returns the same elements, in row-major order, in another shape. The result is a copy if the strides require it,
+--- else a view.
+---@param ... integer|integer[] the sizes; one of them may be -1, which is computed from the others
 ---@return ps.Tensor
 function T:reshape(...)
   local shape = shape_args("reshape", ...)
@@ -288,16 +289,16 @@ function T:reshape(...)
   end
   return ops.reshape(t, #shape, shape)
 end
---- Returns another shape over the same bytes. It is an error if reshape would copy.
+--- Returns a view of the same bytes in another shape. Raises an error if reshape would have to copy.
 ---@param ... integer|integer[] the sizes; one of them may be -1
 ---@return ps.Tensor
 function T:view(...)
   local shape = shape_args("view", ...)
   return ops.reshape(self, #shape, shape)
 end
---- Joins dimensions first to last into one.
----@param first? integer default 0
----@param last? integer default -1
+--- Merges the dimensions from `first` to `last` into one.
+---@param first? integer (default 0)
+---@param last? integer (default -1)
 ---@return ps.Tensor
 function T:flatten(first, last)
   if self.ndim == 0 then return self:reshape(1) end
@@ -316,7 +317,7 @@ function T:flatten(first, last)
   end
   return self:reshape(new)
 end
---- Reorders the dimensions: dimension i of the result is dimension axes[i] of this tensor. A view.
+--- Reorders the dimensions: dimension i of the result is dimension axes[i] of this tensor. The result is a view.
 ---@param ... integer|integer[] the axes, each dimension once
 ---@return ps.Tensor
 function T:permute(...)
@@ -324,9 +325,9 @@ function T:permute(...)
   if #axes ~= self.ndim then error(("permute: %d axes for %d dimensions"):format(#axes, self.ndim)) end
   return ops.permute(self, axes)
 end
---- Exchanges dimensions a and b. A view.
----@param a? integer default 0
----@param b? integer default 1
+--- Exchanges dimensions a and b. The result is a view.
+---@param a? integer (default 0)
+---@param b? integer (default 1)
 ---@return ps.Tensor
 function T:transpose(a, b)
   a, b = dim_index(self, a or 0), dim_index(self, b or 1)
@@ -335,10 +336,10 @@ function T:transpose(a, b)
   axes[a + 1], axes[b + 1] = b, a
   return ops.permute(self, axes)
 end
---- Returns the transposed matrix, a view. A tensor of fewer than 2 dimensions is returned itself.
+--- Returns the transposed matrix as a view. Returns the tensor itself if it has fewer than 2 dimensions.
 ---@return ps.Tensor
 function T:t() return self.ndim < 2 and self or self:transpose(0, 1) end
---- Inserts a dimension of size 1 before dimension d. A view.
+--- Inserts a dimension of size 1 before dimension d. The result is a view.
 ---@param d integer from 0 to the number of dimensions; -1 appends
 ---@return ps.Tensor
 function T:unsqueeze(d)
@@ -349,8 +350,9 @@ function T:unsqueeze(d)
   table.insert(shape, d + 1, 1)
   return ops.reshape(self, #shape, shape)
 end
---- Removes dimensions of size 1. A view.
----@param dims? integer|integer[] the dimensions; those of another size stay. Returns nil if all dimensions of size 1
+--- Removes dimensions of size 1. The result is a view.
+---@param dims? integer|integer[] the dimensions to remove, of which those with another size are kept; nil for all
+---  dimensions of size 1
 ---@return ps.Tensor
 function T:squeeze(dims)
   local new, named = {}, dims ~= nil and {}
@@ -362,18 +364,18 @@ function T:squeeze(dims)
   end
   return ops.reshape(self, #new, new)
 end
---- Repeats dimensions of size 1, and adds new leading ones, without copying. A view.
----@param ... integer|integer[] the sizes; -1 keeps the present size
+--- Repeats dimensions of size 1, and adds new leading ones, without copying. The result is a view.
+---@param ... integer|integer[] the sizes; -1 keeps the current size
 ---@return ps.Tensor
 function T:expand(...)
   local shape = shape_args("expand", ...)
   return ops.expand(self, #shape, shape)
 end
---- Returns every step-th element of [start, stop) along dimension d. A view.
+--- Returns every step-th element of [start, stop) along dimension d. The result is a view.
 ---@param d integer
----@param start? integer default 0; negative: from the end
----@param stop? integer default the size of d; negative: from the end
----@param step? integer default 1
+---@param start? integer (default 0); a negative index counts from the end
+---@param stop? integer (default: the size of d); a negative index counts from the end
+---@param step? integer (default 1)
 ---@return ps.Tensor
 function T:slice(d, start, stop, step)
   d = dim_index(self, d)
@@ -386,9 +388,9 @@ function T:slice(d, start, stop, step)
   start = math.max(0, math.min(n, start))
   return ops.slice(self, d, start, math.max(start, math.min(n, stop)), step or 1)
 end
---- Returns the elements start to start + length - 1 of dimension d. A view.
+--- Returns the elements start to start + length - 1 of dimension d. The result is a view.
 ---@param d integer
----@param start integer negative: from the end
+---@param start integer negative indices count from the end
 ---@param length integer
 ---@return ps.Tensor
 function T:narrow(d, start, length)
@@ -398,9 +400,9 @@ function T:narrow(d, start, length)
   if start < 0 then start = start + tonumber(self.shape_[d]) end
   return ops.slice(self, d, start, start + length, 1)
 end
---- Returns the part at index i of dimension d, without that dimension. A view.
+--- Returns the slice at index i of dimension d, without that dimension. The result is a view.
 ---@param d integer
----@param i integer negative: from the end
+---@param i integer negative indices count from the end
 ---@return ps.Tensor
 function T:select(d, i)
   d = dim_index(self, d)
@@ -412,9 +414,9 @@ function T:select(d, i)
   local part = ops.slice(self, d, at, at + 1, 1)
   return ops.reshape(part, #shape, shape)
 end
---- Parts along dimension d, as several results. Views.
----@param size integer|integer[] the size of each part (the last may be smaller), or a list of sizes
----@param d? integer default 0
+--- Returns consecutive slices along dimension d, as several results. The results are views.
+---@param size integer|integer[] the size of each slice (the last may be smaller), or a list of sizes
+---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:split(size, d)
   d = dim_index(self, d or 0)
@@ -434,9 +436,10 @@ function T:split(size, d)
   end
   return unpack(parts)
 end
---- Returns n parts along dimension d, as several results; the last may be smaller. Views.
+--- Returns n consecutive slices along dimension d, as several results. The last slice may be smaller. The results are
+--- views.
 ---@param n integer
----@param d? integer default 0
+---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:chunk(n, d)
   d = dim_index(self, d or 0)
@@ -446,7 +449,7 @@ function T:chunk(n, d)
 end
 
 -- -- indexing -------------------------------------------------------------------------------------------------------
---- Returns the parts at the given indices of dimension d, copied.
+--- Returns a copy of the slices at the given indices of dimension d.
 ---@param d integer
 ---@param idx ps.Tensor integers, of any shape
 ---@return ps.Tensor of this shape with dimension d replaced by idx's shape
@@ -478,7 +481,7 @@ function T:masked_select(mask)
   local at = own(tensor_out[0])
   return ops.embedding(self:contiguous():reshape(-1, 1), at:reshape(-1)):reshape(-1)
 end
---- Returns the indices of the elements other than 0.
+--- Returns the indices of the elements that are not 0.
 ---@return ps.Tensor int64 [count, number of dimensions]
 function T:nonzero()
   native.retry(C.ps_tensor_nonzero, self, tensor_out)
@@ -488,7 +491,7 @@ end
 -- -- several tensors ------------------------------------------------------------------------------------------------
 --- Joins tensors along dimension d. Their other sizes must be equal.
 ---@param list ps.Tensor[]
----@param d? integer default 0
+---@param d? integer (default 0)
 ---@return ps.Tensor
 function M.cat(list, d)
   caller.typed(list, "table", "ps.cat: the list of tensors")
@@ -504,7 +507,7 @@ function M.cat(list, d)
 end
 --- Joins tensors of one shape along a new dimension d.
 ---@param list ps.Tensor[]
----@param d? integer default 0
+---@param d? integer (default 0)
 ---@return ps.Tensor
 function M.stack(list, d)
   local rows = {}
@@ -515,7 +518,7 @@ function M.stack(list, d)
 end
 
 -- -- the metatype ---------------------------------------------------------------------------------------------------
--- Replacements for PyTorch's names that a tensor lacks, and for its fields that are methods here.
+-- Replacements for PyTorch's names that tensors lack, and for PyTorch's fields that are methods here.
 local INSTEAD = {
   cuda = "write t:to(\"cuda\")", cpu = "write t:to(\"cpu\")", numpy = "write t:tolist()",
   data = "write t:detach(), or ps.no_grad(function() t:copy_(value) end)",
@@ -564,7 +567,7 @@ ffi.metatype("ps_tensor", mt)
 
 local function given(t, call) return caller.tensor(t, call,
   "its argument") or error(call .. ": no tensor was given") end
---- Returns whether two Lua values refer to one tensor. Each call that returns a tensor creates its own Lua value.
+--- Returns whether two Lua values refer to one tensor. Each call that returns a tensor creates a new Lua value.
 ---@param a ps.Tensor
 ---@param b ps.Tensor
 ---@return boolean

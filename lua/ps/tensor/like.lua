@@ -16,14 +16,14 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Returns the type and device of a tensor like t: t's own, unless the options, which are checked, say otherwise.
+-- Returns the type and device of a tensor like t. They are t's own, unless the options set others. Checks the options.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
 end
 
 local function maker(name)
-  --- A new tensor of t's shape; of t's type and device unless the options say otherwise.
+  --- Returns a new tensor of t's shape. It has t's type and device, unless the options set others.
   ---@param t ps.Tensor
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -35,10 +35,10 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- Returns a tensor of t's shape with all elements equal to a number; of t's type and device unless the options say
---- otherwise.
+--- Returns a tensor of t's shape whose elements all have one value. It has t's type and device, unless the options set
+--- others.
 ---@param t ps.Tensor
----@param value number an error where an integer type cannot hold it
+---@param value number the value, which an integer type must be able to hold
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
 ---@return ps.Tensor
 function M.full_like(t, value, options)
@@ -47,8 +47,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Returns a tensor of t's shape with uniform whole numbers in [low, high); of t's type and device unless the options
---- say otherwise. ps.randint_like(t, high) begins at 0.
+--- Returns a tensor of t's shape with uniform integers in [low, high). It has t's type and device, unless the options
+--- set others. ps.randint_like(t, high) begins at 0.
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer
@@ -66,7 +66,7 @@ function M.randint_like(t, low, high, options)
   return where.requires_grad and y:requires_grad(true) or y
 end
 
--- Returns fp64 numbers in [0, 1) with 48 random bits: those of 24 bits are too few to order millions of them.
+-- Returns fp64 numbers in [0, 1) with 48 random bits, since 24 bits are too few to order millions of numbers.
 local function fine(shape, device)
   local where = { dtype = "fp64", device = device }
   return tensor.rand(shape, where) + tensor.rand(shape, where) * 2 ^ -24
@@ -85,7 +85,7 @@ function M.randperm(n, options)
   return options.dtype and order:to(options.dtype) or order
 end
 
--- Reads values that must be probabilities.
+-- Raises an error if values are not probabilities, which requires reading them.
 local function check_probabilities(p, call)
   if p:numel() == 0 then return end
   local low, high = p:amin():item(), p:amax():item()
@@ -94,8 +94,8 @@ local function check_probabilities(p, call)
   end
 end
 
---- Draws 1 or 0 for each element; the element is the probability of 1. A number p is the probability for all elements.
---- The values are read to check them.
+--- Draws 1 or 0 for each element. The element is the probability of 1, unless `p` sets one probability for all
+--- elements. The values are read on the host to check them.
 ---@param p? number in [0, 1]
 ---@return ps.Tensor of this shape and type, without a gradient
 function T:bernoulli(p)
@@ -114,7 +114,8 @@ function T:bernoulli(p)
 end
 
 --- Sets elements to 1 with a probability, else to 0, in place.
----@param p? number|ps.Tensor in [0, 1], default 0.5; a tensor of a shape that broadcasts to this one
+---@param p? number|ps.Tensor probability in [0, 1] (default 0.5); a tensor must have a shape that broadcasts to this
+---  one
 ---@return ps.Tensor self
 function T:bernoulli_(p)
   if is_tensor(p) then self:copy_(p:detach():expand(self:shape()):bernoulli())
@@ -122,11 +123,11 @@ function T:bernoulli_(p)
   return self
 end
 
--- Draws that are compared with all categories at once have at most this many elements.
+-- largest number of elements for which draws are compared with all categories at once
 local AT_ONCE = 2 ^ 22
 
--- Returns n draws of each row of p [rows, V], fp64, whose sums are positive: the first category whose running sum is
--- above a uniform number.
+-- Returns n draws for each row of p [rows, V], which is fp64 and has positive sums. A draw is the first category whose
+-- running sum exceeds a uniform number.
 local function with_replacement(p, n)
   local upto = p:cumsum(-1)
   local total, parts = upto:narrow(-1, p:size(1) - 1, 1), {}
@@ -136,16 +137,16 @@ local function with_replacement(p, n)
     local some = u:narrow(1, first, math.min(step, n - first))
     parts[#parts + 1] = upto:unsqueeze(1):le(some:unsqueeze(-1)):long():sum(-1)
   end
-  -- Rounding may make u equal to the sum; then the draw is the last category with a probability.
+  -- Due to rounding, u can equal the sum. The draw is then the last category with a positive probability.
   local last = p:gt(0):long() * tensor.arange(0, p:size(1), 1, { dtype = "int64", device = p:device() })
   return ops.minimum(tensor.cat(parts, 1), last:amax(-1, true))
 end
 
---- Draws categories; the elements of a row are their probabilities, which need not add up to 1. The values are
---- read to check them.
----@param n integer how many for each row
----@param replacement? boolean default false: no category twice
----@return ps.Tensor int64 [..., n], of a tensor [..., V] of one or two dimensions
+--- Draws categories. The elements of a row are the categories' probabilities, which need not add up to 1. The values
+--- are read on the host to check them.
+---@param n integer number of draws for each row
+---@param replacement? boolean (default false), in which case a row draws no category twice
+---@return ps.Tensor int64 [..., n], for a tensor [..., V] of one or two dimensions
 function T:multinomial(n, replacement)
   local call = "multinomial"
   caller.whole(n, "multinomial: the number of draws", 1)
@@ -171,8 +172,8 @@ function T:multinomial(n, replacement)
         error(("%s: %d draws without replacement, but a row has only %d categories with a probability; write "
           .. "multinomial(n, true) to draw a category more than once"):format(call, n, least))
       end
-      -- p divided by exponentially distributed numbers: the n largest are n draws without replacement (Efraimidis and
-      -- Spirakis 2006).
+      -- The n largest quotients of p and exponentially distributed numbers are n draws without replacement (Efraimidis
+      -- and Spirakis 2006).
       local wait = (fine(p:shape(), p:device()) * -1 + 1):log() * -1
       _, index = (p / wait:clamp(1e-300)):topk(n)
     end

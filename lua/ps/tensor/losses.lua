@@ -35,11 +35,11 @@ local function pair(x, target, call)
   return target
 end
 
---- Returns the mean of squared differences of x and target, of one shape.
+--- Returns the mean of the squared differences of x and target.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.mse_loss(x, target, options)
   options = caller.options(options, "F.mse_loss", REDUCE)
   x, target = autocast.full(x, target)
@@ -47,11 +47,11 @@ function losses.mse_loss(x, target, options)
   return reduced(d * d, options.reduction, "F.mse_loss")
 end
 
---- Returns the mean of absolute differences of x and target, of one shape.
+--- Returns the mean of the absolute differences of x and target.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.l1_loss(x, target, options)
   options = caller.options(options, "F.l1_loss", REDUCE)
   x, target = autocast.full(x, target)
@@ -60,18 +60,19 @@ end
 
 local SMOOTH = { reduction = "string", beta = "number" }
 
--- Returns |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step): the absolute value with a round tip.
+-- Returns |d| - step / 2 where |d| is at least `step`, else d^2 / (2 step). This is the absolute value with a rounded
+-- minimum.
 local function rounded(d, step)
   local size = d:abs()
   return tensor.where(size:lt(step), d * d * (0.5 / step), size - 0.5 * step)
 end
 
---- Returns the mean of absolute differences of x and target, of one shape, with squares near 0: 0.5 d^2 / beta where
---- |d| is below beta, else |d| - 0.5 beta. With beta 0 it is F.l1_loss.
+--- Returns the mean of the absolute differences d of x and target, replaced by squares near 0: 0.5 d^2 / beta where |d|
+--- is below beta, else |d| - 0.5 beta. With beta = 0 it equals F.l1_loss.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
----@param options? {reduction?: "mean"|"sum"|"none", beta?: number} default "mean" and 1
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@param options? {reduction?: "mean"|"sum"|"none", beta?: number} reduction (default "mean"); beta (default 1)
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.smooth_l1_loss(x, target, options)
   options = caller.options(options, "F.smooth_l1_loss", SMOOTH)
   local beta = options.beta or 1
@@ -83,11 +84,12 @@ end
 
 local HUBER = { reduction = "string", delta = "number" }
 
---- Returns Huber's loss of x and target, of one shape: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5 delta).
+--- Returns Huber's loss of the differences d of x and target: 0.5 d^2 where |d| is below delta, else delta (|d| - 0.5
+--- delta).
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
----@param options? {reduction?: "mean"|"sum"|"none", delta?: number} default "mean" and 1
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@param options? {reduction?: "mean"|"sum"|"none", delta?: number} reduction (default "mean"); delta (default 1)
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.huber_loss(x, target, options)
   options = caller.options(options, "F.huber_loss", HUBER)
   local delta = options.delta or 1
@@ -97,13 +99,12 @@ function losses.huber_loss(x, target, options)
   return reduced(rounded(d, delta) * delta, options.reduction, "F.huber_loss")
 end
 
---- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1], of one shape. As in
---- PyTorch, logarithms are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside
---- [0, 1] give NaN.
+--- Returns the binary cross entropy of probabilities p in [0, 1] against targets in [0, 1]. As in PyTorch, logarithms
+--- are at least -100, and the gradient's denominator p (1 - p) is at least 1e-12. Values outside [0, 1] result in NaN.
 ---@param p ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"} default "mean"
----@return ps.Tensor of 0 dimensions; as p with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of p's shape with reduction "none"
 function losses.binary_cross_entropy(p, target, options)
   options = caller.options(options, "F.binary_cross_entropy", REDUCE)
   pair(p, target, "F.binary_cross_entropy")
@@ -115,19 +116,19 @@ function losses.binary_cross_entropy(p, target, options)
     local yes, no = p:log():clamp(-100, math.huge), (1 - p):log():clamp(-100, math.huge)
     return -(target * yes + (1 - target) * no), (p - target) / (p * (1 - p)):clamp(1e-12, math.huge), no - yes
   end)
-  local loss = value + (p - p:detach()) * slope            -- has the value of the loss and PyTorch's gradient
+  local loss = value + (p - p:detach()) * slope            -- has the value of the loss, but PyTorch's gradient
   if target:is_float() and target:needs_grad() then loss = loss + (target - target:detach()) * slope_of_target end
   return reduced(loss, options.reduction, "F.binary_cross_entropy")
 end
 
 local WITH_LOGITS = { reduction = "string", pos_weight = "tensor" }
 
---- Returns the binary cross entropy of logits x against targets in [0, 1], of one shape. pos_weight, broadcast, is the
---- weight of targets of 1.
+--- Returns the binary cross entropy of logits x against targets in [0, 1]. pos_weight, which is broadcast, is the
+--- weight of targets with value 1.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none", pos_weight?: ps.Tensor} reduction default "mean"
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.binary_cross_entropy_with_logits(x, target, options)
   local call = "F.binary_cross_entropy_with_logits"
   options = caller.options(options, "F.binary_cross_entropy_with_logits", WITH_LOGITS)
@@ -143,13 +144,14 @@ end
 local KL_REDUCTIONS = { none = true, mean = true, sum = true, batchmean = true }
 local KL = { reduction = "string", log_target = "boolean" }
 
---- Returns the Kullback-Leibler divergence target (log target - x). x holds logarithms of probabilities; target holds
---- probabilities, or their logarithms with log_target. "batchmean" divides the sum by the size of the first dimension,
---- which is the divergence's definition; "mean", the default as in PyTorch, divides by the number of elements.
+--- Returns the Kullback-Leibler divergence target (log target - x). x contains logarithms of probabilities. target
+--- contains probabilities, or with log_target their logarithms. "batchmean" divides the sum by the size of the first
+--- dimension, as the definition of the divergence requires. "mean", the default in PyTorch and here, divides by the
+--- number of elements.
 ---@param x ps.Tensor floats of any shape
 ---@param target ps.Tensor of the same shape
 ---@param options? {reduction?: "mean"|"sum"|"none"|"batchmean", log_target?: boolean} reduction default "mean"
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.kl_div(x, target, options)
   options = caller.options(options, "F.kl_div", KL)
   x, target = autocast.full(x, target)
@@ -168,12 +170,12 @@ function losses.kl_div(x, target, options)
 end
 
 -- -- of distances ---------------------------------------------------------------------------------------------------
---- Returns the p-norms of the differences of vectors, whose elements are along the last dimension.
+--- Returns the p-norms of the differences of vectors. Vectors are along the last dimension.
 ---@param a ps.Tensor floats [..., D]
 ---@param b ps.Tensor of a shape that broadcasts with a's
----@param p? number default 2
+---@param p? number (default 2)
 ---@param eps? number added to each difference (default 1e-6)
----@param keepdim? boolean the last dimension stays, with size 1 (default false)
+---@param keepdim? boolean whether to keep the last dimension with size 1 (default false)
 ---@return ps.Tensor [...]
 function losses.pairwise_distance(a, b, p, eps, keepdim)
   if caller.tensor(a, "F.pairwise_distance", "a") == nil or caller.tensor(b, "F.pairwise_distance", "b") == nil then
@@ -184,14 +186,15 @@ end
 
 local TRIPLET = { margin = "number", p = "number", eps = "number", swap = "boolean", reduction = "string" }
 
---- Returns max(0, margin + the distance of anchor and positive - the distance of anchor and negative). Vectors are
---- along the last dimension.
+--- Returns max(0, margin + d(anchor, positive) - d(anchor, negative)), where d is the distance of two vectors. Vectors
+--- are along the last dimension.
 ---@param anchor ps.Tensor floats [..., D]
 ---@param positive ps.Tensor of the same shape
 ---@param negative ps.Tensor of the same shape
 ---@param options? {margin?: number, p?: number, eps?: number, swap?: boolean, reduction?: "mean"|"sum"|"none"} margin
----  default 1, p 2, eps 1e-6; swap: the negative's distance to the positive counts if it is smaller
----@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+---  (default 1); p (default 2); eps (default 1e-6); swap: uses d(positive, negative) instead of d(anchor, negative)
+---  where it is smaller
+---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.triplet_margin_loss(anchor, positive, negative, options)
   local call = "F.triplet_margin_loss"
   options = caller.options(options, "F.triplet_margin_loss", TRIPLET)
@@ -206,18 +209,19 @@ end
 
 local MARGIN = { margin = "number", reduction = "string" }
 
--- Returns the target of signs. At the bound of max(0, x) the gradient is 0, as in PyTorch: relu has it, clamp has 1.
+-- Returns the checked target of signs. The callers use relu for max(0, x), since its gradient at 0 is 0, as in PyTorch;
+-- clamp's gradient there is 1.
 local function signs(y, call)
   if caller.tensor(y, call, "the target") == nil then error(call .. ": the target is missing") end
   return y
 end
 
---- Returns max(0, margin - y (a - b)): y is 1 where a should be larger than b, -1 where b should be.
+--- Returns max(0, margin - y (a - b)). y is 1 where a should be larger than b, and -1 where b should be larger.
 ---@param a ps.Tensor floats
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, of a shape that broadcasts
----@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 0
----@return ps.Tensor of 0 dimensions; as a with reduction "none"
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin (default 0)
+---@return ps.Tensor of 0 dimensions, or of a's shape with reduction "none"
 function losses.margin_ranking_loss(a, b, y, options)
   local call = "F.margin_ranking_loss"
   options = caller.options(options, "F.margin_ranking_loss", MARGIN)
@@ -226,13 +230,13 @@ function losses.margin_ranking_loss(a, b, y, options)
   return reduced(ops.relu(-signs(y, call) * (a - b) + (options.margin or 0)), options.reduction, call)
 end
 
---- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, of vectors along the last
+--- Returns 1 - cos(a, b) where y is 1, and max(0, cos(a, b) - margin) where y is -1, for vectors along the last
 --- dimension.
 ---@param a ps.Tensor floats [N, D] or [D]
 ---@param b ps.Tensor of the same shape
 ---@param y ps.Tensor of 1 and -1, [N], or of 0 dimensions
----@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 0
----@return ps.Tensor of 0 dimensions; [N] with reduction "none"
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin (default 0)
+---@return ps.Tensor of 0 dimensions, or [N] with reduction "none"
 function losses.cosine_embedding_loss(a, b, y, options)
   local call = "F.cosine_embedding_loss"
   options = caller.options(options, "F.cosine_embedding_loss", MARGIN)
@@ -252,8 +256,8 @@ end
 --- Returns x where y is 1, and max(0, margin - x) where y is -1.
 ---@param x ps.Tensor floats, such as distances
 ---@param y ps.Tensor of 1 and -1, of the same shape
----@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin default 1
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@param options? {margin?: number, reduction?: "mean"|"sum"|"none"} margin (default 1)
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.hinge_embedding_loss(x, y, options)
   local call = "F.hinge_embedding_loss"
   options = caller.options(options, "F.hinge_embedding_loss", MARGIN)
@@ -265,20 +269,21 @@ end
 
 local GAUSS = { full = "boolean", eps = "number", reduction = "string" }
 
---- Returns half of log(var) + (x - target)^2 / var: minus the log-likelihood of normal distributions.
----@param x ps.Tensor floats: means
+--- Returns half of log(var) + (x - target)^2 / var, which is the negative log-likelihood of normal distributions up to
+--- a constant.
+---@param x ps.Tensor floats, the means
 ---@param target ps.Tensor of the same shape
----@param var ps.Tensor variances, of a shape that broadcasts; those below eps count as eps
----@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: with the constant log(2 pi) /
+---@param var ps.Tensor variances, of a shape that broadcasts; variances below eps are replaced by eps
+---@param options? {full?: boolean, eps?: number, reduction?: "mean"|"sum"|"none"} full: adds the constant log(2 pi) /
 ---  2; eps: default 1e-6
----@return ps.Tensor of 0 dimensions; as x with reduction "none"
+---@return ps.Tensor of 0 dimensions, or of x's shape with reduction "none"
 function losses.gaussian_nll_loss(x, target, var, options)
   local call = "F.gaussian_nll_loss"
   options = caller.options(options, "F.gaussian_nll_loss", GAUSS)
   pair(x, target, call)
   if caller.tensor(var, call, "the variance") == nil then error(call .. ": the variance is missing") end
   local eps = options.eps or 1e-6
-  var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes, as in PyTorch
+  var = var + scope.no_grad(function() return var:clamp(eps) - var end)    -- the gradient passes through, as in PyTorch
   local loss = 0.5 * (var:log() + (x - target):square() / var)
   if options.full then loss = loss + 0.5 * math.log(2 * math.pi) end
   return reduced(loss, options.reduction, call)
@@ -292,12 +297,12 @@ local function countable(target, ignore)
   return counts, tensor.where(counts, target, 0):to("int64"):unsqueeze(-1)
 end
 
--- Computes, from log-probabilities [..., V], the term of each target and its contribution to the mean's divisor.
--- smooth: label smoothing.
+-- Computes, from log-probabilities [..., V], the loss term of each target and its contribution to the mean's divisor.
+-- `smooth` is the label smoothing.
 local function class_terms(logp, target, weight, ignore, smooth)
   local V = logp:size(-1)
   local counts, at = countable(target, ignore)
-  local share = counts:to(logp:dtype())                    -- [...]: weight of the target's class, or 0
+  local share = counts:to(logp:dtype())  -- [...]: the weight of the target's class, or 0 if the target is ignored
   if weight ~= nil then
     share = share * ops.gather(weight:to(logp:dtype()), at:reshape(-1), 0):reshape(target:shape())
   end
@@ -310,9 +315,9 @@ local function class_terms(logp, target, weight, ignore, smooth)
   return terms, share:detach()
 end
 
--- Counts the targets that equal the class of the first largest score [..., V], and all targets that are not ignored:
--- int64 [2]; nil: not requested. `weight` is the weights of classes; a target of weight 0 is left out unless labels are
--- smoothed.
+-- Counts the targets that equal the class with the first largest score [..., V], and all targets that are not ignored:
+-- int64 [2]. Returns nil if no count was requested. `weight` is the weights of classes. A target of weight 0 is left
+-- out, unless labels are smoothed.
 local function hits_of(scores, target, weight, ignore, smooth)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -325,7 +330,7 @@ local function hits_of(scores, target, weight, ignore, smooth)
   end)
 end
 
--- scores [..., V]: the logits from which logp was computed.
+-- `scores` [..., V] are the logits from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")
@@ -347,20 +352,20 @@ end
 
 local NLL = { ignore_index = "whole", reduction = "string", weight = "tensor" }
 
---- Minus the log-probability of each target: logp [..., V], target int [...]. weight [V]: the weight of each class, by
---- which the mean is weighted. Targets of ignore_index (-100) are left out; if none remains, the mean is 0.
+--- Returns the negative log-probability of each target. weight is the weight of each class, by which the mean is
+--- weighted. Targets with the value ignore_index are left out. If none remains, the mean is 0.
 ---@param logp ps.Tensor [..., V]
 ---@param target ps.Tensor integers [...]
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index default
----  -100, reduction "mean"; weight [V]
----@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum"|"none", weight?: ps.Tensor} ignore_index (default
+---  -100); reduction (default "mean"); weight [V]
+---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function losses.nll_loss(logp, target, options)
   options = caller.options(options, "F.nll_loss", NLL)
   logp = autocast.full(logp)
   return class_loss(logp, logp, target, options, 0, "F.nll_loss")
 end
 
---- The part of F.cross_entropy and F.lm_loss with class weights or label smoothing; needs all log-probabilities.
+--- Computes F.cross_entropy or F.lm_loss with class weights or label smoothing, which needs all log-probabilities.
 ---@param logits ps.Tensor [..., V]
 ---@param target ps.Tensor
 ---@param chosen {ignore_index: integer?, reduction: string?, weight: ps.Tensor?, label_smoothing: number?}

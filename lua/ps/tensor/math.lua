@@ -17,7 +17,7 @@ local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_
 local T = {}
 local M = { methods = T }
 
--- The addend of affine when nothing is to be added: x + -0 is x for every x, also for +0 and -0.
+-- addend of affine if nothing is to be added: x + -0 is x for every x, including +0 and -0
 local NOTHING = -0.0
 
 local function affine(t, alpha, beta)
@@ -26,7 +26,8 @@ local function affine(t, alpha, beta)
   return ops.affine(t, alpha, beta)
 end
 
--- b times the alpha of add and sub, a number or { alpha = number }. The product is not rounded to a half type.
+-- Multiplies b by the alpha of add and sub, which is a number or { alpha = number }. The product is not rounded to a
+-- half type.
 local ALPHA = { alpha = "number" }
 local function scaled(a, b, alpha, call)
   if type(alpha) == "table" then alpha = caller.options(alpha, call, ALPHA).alpha or 1 end
@@ -45,7 +46,7 @@ local function with_alpha(op, a, b, alpha, call)
   return half and (not is_tensor(a) or a.dtype_ == b.dtype_) and ops.cast(y, b.dtype_) or y
 end
 
---- Returns a + alpha * b, elementwise; shapes broadcast.
+--- Returns a + alpha * b, elementwise. Shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param alpha? number|{alpha?: number} default 1
@@ -56,7 +57,7 @@ local function add(a, b, alpha)
   if type(a) == "number" then return affine(b, 1, a) end
   return ops.add(a, b)
 end
---- Returns a - alpha * b, elementwise; shapes broadcast.
+--- Returns a - alpha * b, elementwise. Shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@param alpha? number|{alpha?: number} default 1
@@ -67,7 +68,7 @@ local function sub(a, b, alpha)
   if type(a) == "number" then return affine(b, -1, a) end
   return ops.sub(a, b)
 end
---- Returns a * b, elementwise; shapes broadcast.
+--- Returns a * b, elementwise. Shapes broadcast.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
@@ -77,8 +78,8 @@ local function mul(a, b)
   return ops.mul(a, b)
 end
 
--- Returns op(a, b) of a number and a tensor. Integers are computed as fp32, and the number is not rounded to the few
--- bits of a half type.
+-- Returns op(a, b) for a number and a tensor. Integers are converted to fp32. The number is not rounded to the few bits
+-- of a half type.
 local function with_number(op, a, b)
   local t = type(a) == "number" and b or a
   local narrow = t.dtype_ == C.PS_BF16 or t.dtype_ == C.PS_F16
@@ -89,18 +90,18 @@ local function with_number(op, a, b)
   return narrow and ops.cast(y, t.dtype_) or y
 end
 
---- Returns a / b, elementwise; shapes broadcast. Integers are divided as fp32.
+--- Returns a / b, elementwise. Shapes broadcast. Integers are divided as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
----@param rounding? nil refused: PyTorch's rounding_mode
+---@param rounding? nil PyTorch's rounding_mode, which is rejected
 ---@return ps.Tensor
 local function div(a, b, rounding)
   if rounding ~= nil then
     error("div has no rounding_mode; write (a / b):floor(), of integers (a:double() / b):floor():long()")
   end
   if type(b) == "number" then
-    -- A product with 1 / b can replace the division if 1 / b is exact, or if the quotient is rounded to a half type
-    -- anyway.
+    -- A product with 1 / b can replace the division if 1 / b is exact, or if the quotient is rounded to a half type in
+    -- any case.
     local fraction, e = math.frexp(b)
     local narrow = a.dtype_ == C.PS_BF16 or a.dtype_ == C.PS_F16
     local exact = FLOAT[a.dtype_] and math.abs(fraction) == 0.5
@@ -110,7 +111,7 @@ local function div(a, b, rounding)
   if type(a) == "number" then return with_number(ops.div, a, (autocast.full(b))) end
   return ops.div(a, b)
 end
---- Returns a to the power b, elementwise; shapes broadcast. Integers are computed as fp32.
+--- Returns a to the power b, elementwise. Shapes broadcast. Integers are computed as fp32.
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
 ---@return ps.Tensor
@@ -134,20 +135,20 @@ for _, name in ipairs { "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum"
     local range = int_range[a.dtype_]
     if range and not (b >= range[1] and b <= range[2]) then a = a:to("int64") end
     if not FLOAT[a.dtype_] and (b >= INT64_END or b < -INT64_END) then
-      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- a number beyond int64 is beyond every element
+      a, b = a:to("fp64"), b < 0 and -math.huge or math.huge      -- b is outside int64's range
     end
     return ops[name](a, scalar_like(a, b))
   end
 end
---- Methods that are ops of the same name. They are added to the other methods when a script first uses one.
+--- Names of methods that are ops of the same name. They are added to the other methods when a script first uses one.
 M.plain = {}
 for _, name in ipairs { "exp", "log", "sqrt", "rsqrt", "reciprocal", "abs", "sign", "sin", "cos", "erf", "tanh",
                         "sigmoid", "silu", "isfinite", "logical_not", "log1p", "expm1" } do
   M.plain[name] = true
 end
--- Integers are whole already and are copied.
+-- Integers need no rounding and are copied.
 for _, name in ipairs { "floor", "ceil", "round" } do
-  ---@param decimals? nil refused: PyTorch's round(decimals)
+  ---@param decimals? nil PyTorch's `decimals`, which is rejected
   ---@return ps.Tensor
   T[name] = function(t, decimals)
     if decimals ~= nil then
@@ -157,7 +158,7 @@ for _, name in ipairs { "floor", "ceil", "round" } do
     return ops[name](t)
   end
 end
---- Returns max(x, 0); NaN stays NaN and passes the gradient.
+--- Returns max(x, 0). NaN stays NaN and passes the gradient.
 ---@param self ps.Tensor
 ---@return ps.Tensor
 function T:relu()
@@ -165,7 +166,7 @@ function T:relu()
   return ops.relu(self)
 end
 --- Returns x times the normal distribution's cumulative probability at x, or its approximation by tanh.
----@param approximate? "none"|"tanh" default "none"
+---@param approximate? "none"|"tanh" (default "none")
 ---@return ps.Tensor
 function T:gelu(approximate) return ops.gelu(self, approximate == "tanh" and 1 or 0) end
 local function counted(t) return t.dtype_ == C.PS_BOOL and t:to("int64") or t end
@@ -175,16 +176,16 @@ function T:square()
   local x = autocast.full(counted(self))
   return ops.mul(x, x)
 end
---- Returns x limited to [low, high]. The gradient passes at the bounds, too.
----@param low? number default: no bound
----@param high? number default: no bound
+--- Returns x limited to [low, high]. The gradient also passes at the bounds.
+---@param low? number (default: no bound)
+---@param high? number (default: no bound)
 ---@return ps.Tensor
 function T:clamp(low, high)
   if low == nil and high == nil then error("clamp: neither a lower nor an upper bound was given") end
   return ops.clamp(counted(self), low or -math.huge, high or math.huge)
 end
--- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if it is a
--- number.
+-- Returns a number as an operand of `where`, on the device of `on`. `like` is the other operand, or nil if that is a
+-- number, too.
 local function beside(like, value, on)
   if not like then return scalar(on, value, C.PS_F32) end
   if like.dtype_ == C.PS_BOOL and value % 1 == 0 then return scalar(on, value, C.PS_I64) end
@@ -196,7 +197,7 @@ local function condition(c, call)
     error(("%s: the condition is a tensor of %s; it must be of bool, such as c:ne(0)"):format(call, c:dtype()))
   end
 end
---- Returns a for elements whose condition is true, else b; shapes broadcast.
+--- Returns a where the condition is true, else b. Shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param a ps.Tensor|number
 ---@param b ps.Tensor|number
@@ -207,7 +208,7 @@ function M.where(c, a, b)
   if type(b) == "number" and is_tensor(a) then b = beside(a, b, c) end
   return ops.where(c, a, b)
 end
---- Returns this tensor's elements whose condition is true, else those of `other`; shapes broadcast.
+--- Returns this tensor's elements where the condition is true, else the elements of `other`. Shapes broadcast.
 ---@param c ps.Tensor bool
 ---@param other ps.Tensor|number
 ---@return ps.Tensor
@@ -221,8 +222,9 @@ function T:where(c, other)
   return ops.where(c, self, other)
 end
 
---- Returns the matrix product: [..., M, K] by [..., K, N] is [..., M, N]; leading dimensions broadcast. A tensor of 1
---- dimension is a row on the left and a column on the right. The result lacks that dimension, as in PyTorch.
+--- Returns the matrix product. [..., M, K] times [..., K, N] is [..., M, N], and leading dimensions broadcast. A tensor
+--- of 1 dimension acts as a row on the left and as a column on the right. The result lacks the added dimension, as in
+--- PyTorch.
 ---@param b ps.Tensor
 ---@return ps.Tensor
 function T:matmul(b)
@@ -254,7 +256,7 @@ local function dim_bits(t, dims)
   return set
 end
 
--- Checks a flag. Any number, also 0, would count as true in Lua.
+-- Checks that a flag is a boolean, since any number, including 0, counts as true in Lua.
 local function flag(value, name)
   if value ~= nil then caller.typed(value, "boolean", name) end
   return value
@@ -262,26 +264,26 @@ end
 local function kept(keepdim) return flag(keepdim, "keepdim") and 1 or 0 end
 
 --- Returns the sum over some dimensions. Floats are summed in fp32 or fp64, integers in int64.
----@param dims? integer|integer[] default: all
----@param keepdim? boolean keeps the dimensions, with size 1 (default false)
+---@param dims? integer|integer[] (default: all)
+---@param keepdim? boolean whether to keep the dimensions with size 1 (default false)
 ---@return ps.Tensor
 function T:sum(dims, keepdim) return ops.sum(self, dim_bits(self, dims), kept(keepdim), 0) end
---- Returns the mean over some dimensions, of floats.
----@param dims? integer|integer[] default: all
+--- Returns the mean over some dimensions. The elements must be floats.
+---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:mean(dims, keepdim) return ops.mean(self, dim_bits(self, dims), kept(keepdim)) end
---- Returns the largest element over some dimensions. Equal ones share the gradient.
----@param dims? integer|integer[] default: all
+--- Returns the largest element over some dimensions. Equal largest elements share the gradient.
+---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amax(dims, keepdim) return ops.amax(self, dim_bits(self, dims), kept(keepdim)) end
---- Returns the smallest element over some dimensions. Equal ones share the gradient.
----@param dims? integer|integer[] default: all
+--- Returns the smallest element over some dimensions. Equal smallest elements share the gradient.
+---@param dims? integer|integer[] (default: all)
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:amin(dims, keepdim) return ops.amin(self, dim_bits(self, dims), kept(keepdim)) end
---- Returns the largest element; with d, the largest along that dimension and their indices.
+--- Returns the largest element. With d, returns the largest elements along that dimension, and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -293,7 +295,7 @@ function T:max(d, keepdim)
   end
   return self:amax(d, keepdim), ops.argmax(self, d, kept(keepdim))
 end
---- Returns the smallest element; with d, the smallest along that dimension and their indices.
+--- Returns the smallest element. With d, returns the smallest elements along that dimension, and their indices.
 ---@param d? integer
 ---@param keepdim? boolean
 ---@return ps.Tensor values
@@ -312,7 +314,7 @@ local function all_kept(y, t, keepdim)
   return y:reshape(ones)
 end
 --- Returns the index of the first largest element along dimension d.
----@param d? integer default: over all elements, in row-major order
+---@param d? integer (default: over all elements, in row-major order)
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmax(d, keepdim)
@@ -320,14 +322,14 @@ function T:argmax(d, keepdim)
   return ops.argmax(self, d, kept(keepdim))
 end
 --- Returns the index of the first smallest element along dimension d.
----@param d? integer default: over all elements, in row-major order
+---@param d? integer (default: over all elements, in row-major order)
 ---@param keepdim? boolean
 ---@return ps.Tensor int64
 function T:argmin(d, keepdim)
   if d == nil then return all_kept(ops.argmin(self:reshape(-1), 0, 0), self, keepdim) end
   return ops.argmin(self, d, kept(keepdim))
 end
---- Returns the running sum along dimension d; integers are summed in int64.
+--- Returns the running sum along dimension d. Integers are summed in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumsum(d)
@@ -336,11 +338,11 @@ function T:cumsum(d)
 end
 local TOPK = { dim = "whole", largest = "boolean", sorted = "boolean" }
 
---- Returns the k largest along a dimension, in descending order, or the k smallest, in ascending order.
+--- Returns the k largest elements along a dimension in descending order, or the k smallest in ascending order.
 ---@param k integer
 ---@param d? integer|{dim?: integer, largest?: boolean, sorted?: boolean} default -1; or all further arguments by name
----@param largest? boolean default true
----@param sorted? boolean default true; the order is the same with false
+---@param largest? boolean (default true)
+---@param sorted? boolean (default true); false does not change the order
 ---@return ps.Tensor values of this shape, with k in dimension d
 ---@return ps.Tensor indices int64, of values' shape
 function T:topk(k, d, largest, sorted)
@@ -361,15 +363,15 @@ function T:topk(k, d, largest, sorted)
   values, indices = ops.topk(self:transpose(d, -1):contiguous(), k)
   return values:transpose(d, -1), indices:transpose(d, -1)
 end
--- Half types are summed in fp32, as in PyTorch, since squares of fp16 overflow from 256 on. Integers are summed in
--- fp32, too.
+-- Converts t for summation. Half types are summed in fp32, as in PyTorch, since squares of fp16 numbers overflow from
+-- 256 on. Integers are summed in fp32, too.
 local function widened(t)
   local wide = t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64
   return wide and t or t:to("fp32"), FLOAT[t.dtype_] and t.dtype_ or C.PS_F32
 end
 local function narrowed(t, dtype) return t.dtype_ == dtype and t or ops.cast(t, dtype) end
 
--- Returns the square root. If the root is 0, the gradient is 0, a subgradient of a norm at its minimum.
+-- Returns the square root. Where the root is 0, the gradient is 0, which is a subgradient of a norm at its minimum.
 local function root(t)
   local zero = t:eq(0)
   return t:masked_fill(zero, 1):sqrt():masked_fill(zero, 0)
@@ -382,21 +384,22 @@ local function variance(self, dims, unbiased, keepdim)
   local mean = x:mean(dims, true)
   for i = 1, dims == nil and self.ndim or 0 do ones[i] = 1 end
   if dims == nil then mean = mean:reshape(ones) end
-  -- The rounding error of the mean. If all elements are equal, it is the whole difference from the mean.
+  -- `rest` is the rounding error of the mean. If all elements are equal, it is their whole difference from the mean.
   local rest = scope.no_grad(function() return (x - mean):mean(dims, true) end)
   local total = (x - (mean + rest:reshape(mean:shape()))):square():sum(dims, keepdim)
   local n = self:numel() / math.max(1, total:numel())
   return div(total, flag(unbiased, "unbiased") == false and n or math.max(0, n - 1))
 end
---- Returns the variance over some dimensions, of floats.
----@param dims? integer|integer[] default: all
----@param unbiased? boolean divided by n - 1 (default true), else by n
+--- Returns the variance over some dimensions. The elements must be floats.
+---@param dims? integer|integer[] (default: all)
+---@param unbiased? boolean divides by n - 1 if true (the default), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:var(dims, unbiased, keepdim) return narrowed(variance(self, dims, unbiased, keepdim), self.dtype_) end
---- Returns the standard deviation over some dimensions, of floats. If all elements are equal, its gradient is 0.
----@param dims? integer|integer[] default: all
----@param unbiased? boolean divided by n - 1 (default true), else by n
+--- Returns the standard deviation over some dimensions. The elements must be floats. If all elements are equal, its
+--- gradient is 0.
+---@param dims? integer|integer[] (default: all)
+---@param unbiased? boolean divides by n - 1 if true (the default), else by n
 ---@param keepdim? boolean
 ---@return ps.Tensor
 function T:std(dims, unbiased, keepdim) return narrowed(root(variance(self, dims, unbiased, keepdim)), self.dtype_) end
@@ -407,11 +410,11 @@ function T:any() return self:ne(0):long():sum():gt(0) end
 ---@return ps.Tensor bool, of 0 dimensions
 function T:all() return self:eq(0):long():sum():eq(0) end
 --- Returns exp(x) divided by its sum along dimension d.
----@param d? integer default -1
+---@param d? integer (default -1)
 ---@return ps.Tensor of this shape
 function T:softmax(d) return M.along_last(ops.softmax, self, d) end
 --- Returns the logarithm of softmax along dimension d.
----@param d? integer default -1
+---@param d? integer (default -1)
 ---@return ps.Tensor of this shape
 function T:log_softmax(d) return M.along_last(ops.log_softmax, self, d) end
 --- Applies an op that works on the last dimension along dimension d.
@@ -423,7 +426,7 @@ end
 
 -- -- in place -------------------------------------------------------------------------------------------------------
 --- Sets every element, in place.
----@param v number an error if the tensor has an integer type that cannot hold it
+---@param v number the value, which an integer type must be able to hold
 ---@return ps.Tensor self
 function T:fill_(v)
   if v == nil then error("fill_ needs a number") end
@@ -435,7 +438,7 @@ end
 function T:zero_() ops.fill_(self, 0) return self end
 --- Overwrites the values, in place.
 ---@param src ps.Tensor of a shape that broadcasts to this one; its type and device may differ
----@param non_blocking? boolean accepted for PyTorch's scripts, without effect on values
+---@param non_blocking? boolean accepted for scripts written for PyTorch; it has no effect on the values
 ---@return ps.Tensor self
 function T:copy_(src, non_blocking)
   flag(non_blocking, "copy_: non_blocking")
@@ -443,7 +446,8 @@ function T:copy_(src, non_blocking)
   ops.copy_(self, src)
   return self
 end
--- A tensor that is written in place keeps its type, so integers accept no fractions and no quotients.
+-- Raises an error about a write that changes the type. A tensor keeps its type when it is written in place, so integer
+-- tensors accept no fractions and no quotients.
 local function refuse_in_place(t, what, call)
   error(("%s: %s with a tensor of %s, which cannot hold the result; write t = t:float(), or t = an expression of t")
     :format(call, what, t:dtype()))
@@ -453,9 +457,9 @@ local function keeps_type(t, x, call)
   refuse_in_place(t, is_tensor(x) and "a tensor of " .. x:dtype() or "a fraction", call)
 end
 
---- Adds alpha times x, in place. A tensor of integers accepts only whole numbers.
+--- Adds alpha times x, in place. An integer tensor accepts only whole numbers.
 ---@param x ps.Tensor|number
----@param alpha? number default 1
+---@param alpha? number (default 1)
 ---@return ps.Tensor self
 function T:add_(x, alpha)
   keeps_type(self, x, "add_")
@@ -466,16 +470,16 @@ function T:add_(x, alpha)
          self:is_contiguous() then
     ops.axpy_(self, x, alpha or 1)
   else
-    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- so that the product is not rounded
+    if alpha and alpha ~= 1 and x:is_float() and x.dtype_ ~= C.PS_F64 then       -- prevents rounding of the product
       x = x:to(self.dtype_ == C.PS_F64 and "fp64" or "fp32")
     end
     ops.copy_(self, self + x * (alpha or 1))
   end
   return self
 end
---- Subtracts alpha times x, in place. A tensor of integers accepts only whole numbers.
+--- Subtracts alpha times x, in place. An integer tensor accepts only whole numbers.
 ---@param x ps.Tensor|number
----@param alpha? number default 1
+---@param alpha? number (default 1)
 ---@return ps.Tensor self
 function T:sub_(x, alpha)
   if alpha ~= nil then return self:add_(x, -caller.typed(alpha, "number", "sub_: alpha")) end
@@ -485,7 +489,7 @@ function T:sub_(x, alpha)
   ops.copy_(self, self - x)
   return self
 end
---- Multiplies by x, in place. A tensor of integers accepts only whole numbers.
+--- Multiplies by x, in place. An integer tensor accepts only whole numbers.
 ---@param x ps.Tensor|number
 ---@return ps.Tensor self
 function T:mul_(x)
@@ -494,7 +498,7 @@ function T:mul_(x)
   else ops.copy_(self, self * x) end
   return self
 end
---- Divides by x, in place; an error for integers.
+--- Divides by x, in place. Raises an error for an integer tensor.
 ---@param x ps.Tensor|number
 ---@return ps.Tensor self
 function T:div_(x)
@@ -502,16 +506,16 @@ function T:div_(x)
   ops.copy_(self, self / x)
   return self
 end
---- Draws normally distributed numbers, in place: Box-Muller on Philox counters (ps.manual_seed).
----@param mean? number default 0
----@param std? number default 1
+--- Draws normally distributed numbers, in place, by the Box-Muller method from Philox counters (ps.manual_seed).
+---@param mean? number (default 0)
+---@param std? number (default 1)
 ---@return ps.Tensor self
 function T:normal_(mean, std)
   return alone(self, ops.normal_(self, mean or 0, std or 1, rng.seed, draw(self.numel_)))
 end
 --- Draws uniform numbers in [low, high), in place, from Philox counters (ps.manual_seed).
----@param low? number default 0
----@param high? number default 1
+---@param low? number (default 0)
+---@param high? number (default 1)
 ---@return ps.Tensor self
 function T:uniform_(low, high)
   return alone(self, ops.uniform_(self, low or 0, high or 1, rng.seed, draw(self.numel_)))

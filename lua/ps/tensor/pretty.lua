@@ -9,14 +9,14 @@ local C = ffi.C
 local pretty = {}
 
 ---@class ps.pretty.options
----@field width? integer columns to use (default 80)
----@field depth? integer nested tables shown (default 4)
----@field items? integer entries shown of one table (default 64)
----@field total? integer entries shown of all tables together (default 400)
----@field text? integer bytes shown of one string (default 2000)
+---@field width? integer number of columns to use (default 80)
+---@field depth? integer number of nesting levels shown (default 4)
+---@field items? integer number of entries shown per table (default 64)
+---@field total? integer number of entries shown in all tables together (default 400)
+---@field text? integer number of bytes shown per string (default 2000)
 
 local EDGE = 3           -- elements shown at each end of a long dimension
-local CORNER = 150       -- most values read for one tensor
+local CORNER = 150       -- largest number of values read for one tensor
 
 local escapes = { ["\n"] = "\\n", ["\t"] = "\\t", ["\r"] = "\\r", ["\""] = "\\\"", ["\\"] = "\\\\", ["\0"] = "\\0" }
 
@@ -30,7 +30,7 @@ local function quote(s, limit)
   return "\"" .. shown .. "\"" .. (cut and ("... (%d bytes)"):format(#s) or "")
 end
 
---- tostring without errors.
+--- Returns tostring(v), or a replacement if tostring raises an error.
 ---@param v any
 ---@return string
 local function safe_tostring(v)
@@ -48,14 +48,14 @@ local function is_tensor(v)
   if type(v) ~= "cdata" then return false end
   if not tensor_type then
     local ok, ct = pcall(ffi.typeof, "ps_tensor")
-    if not ok then return false end      -- the engine is not loaded, so there are no tensors
+    if not ok then return false end      -- without the engine there are no tensors
     tensor_type, pointer_type = ct, ffi.typeof("$ *", ct)
   end
   return ffi.istype(tensor_type, v) or (ffi.istype(pointer_type, v) and v ~= nil)
 end
 pretty.is_tensor = is_tensor
 
---- Returns "tensor [2, 3] fp32 cpu", and whether its values can be read.
+--- Returns a headline such as "tensor [2, 3] fp32 cpu", and whether the tensor's values can be read.
 ---@param t ps.Tensor
 ---@return string, boolean
 local function headline(t)
@@ -69,7 +69,7 @@ local function headline(t)
   return text, device ~= "meta"
 end
 
---- Returns the positions of a dimension to show; -1 replaces those left out.
+--- Returns the indices along a dimension to show. -1 stands for the omitted indices.
 ---@param n integer
 ---@param edge integer
 ---@return integer[]
@@ -83,8 +83,8 @@ local function positions(n, edge)
   return list
 end
 
---- Returns the numbers to show of a tensor in device memory, in order. Each run of a row is copied by itself, so that a
---- large tensor needs neither its bytes on the host nor room on the device.
+--- Returns the values to show of a tensor in device memory, in order. Each run of a row is copied separately, so that a
+--- large tensor needs neither its bytes on the host nor additional memory on the device.
 ---@param t ps.Tensor
 ---@param edge integer
 ---@return number[]
@@ -117,10 +117,10 @@ end
 
 local on_host = { cpu = true, ref = true }
 
---- Reads the elements to show: a nested list of numbers, with false in place of those left out.
+--- Reads the elements to show. Returns a nested list of numbers, in which false stands for omitted elements.
 ---@param t ps.Tensor
 ---@return table|nil values
----@return number[] flat every number that was read
+---@return number[] flat all numbers that were read
 local function read_corner(t)
   local ndim, strides, edge = t.ndim, {}, EDGE + 1
   repeat
@@ -196,7 +196,7 @@ local function write_values(values, write, indent)
   return "[" .. table.concat(parts, (deep and ",\n\n" or ",\n") .. (" "):rep(indent + 1)) .. "]"
 end
 
---- Returns shape, type, device and a corner of the values.
+--- Returns the shape, type and device of a tensor, and its first and last values.
 ---@param t ps.Tensor
 ---@return string
 function pretty.tensor(t)
@@ -254,7 +254,7 @@ end
 ---@param t table
 ---@param state table
 ---@param level integer
----@param column integer columns used before it
+---@param column integer number of columns used before the table
 ---@return string
 local function write_table(t, state, level, column)
   if state.path[t] then return "<cycle>" end

@@ -21,7 +21,7 @@ local function given(t, call, name)
 end
 
 -- Removes the dimensions after d from an index that is expanded along all of them. The shorter index selects whole
--- parts, which is faster.
+-- slices, which is faster.
 local function shortened(x, d, idx)
   if idx.ndim ~= x.ndim or d == idx.ndim - 1 then return idx end
   local expanded = false
@@ -36,7 +36,7 @@ local function shortened(x, d, idx)
   return idx
 end
 
--- Returns d counted from 0, and the index, both checked.
+-- Checks d and the index. Returns d, counted from 0, and the index.
 local function along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim ~= x.ndim then
@@ -46,7 +46,7 @@ local function along(x, d, idx, call)
   return d, shortened(x, d, idx)
 end
 
--- Returns the part of src that an index uses; src may be larger, as in PyTorch. A number becomes a tensor of the
+-- Returns the part of src that an index uses, since src may be larger, as in PyTorch. A number becomes a tensor of the
 -- index's shape.
 local function part_for(x, idx, src, call)
   if type(src) == "number" then
@@ -70,7 +70,8 @@ local function part_for(x, idx, src, call)
   return src
 end
 
---- Picks elements along dimension d: y[i][j].. = x at the same coordinates, but with coordinate d from idx[i][j]...
+--- Picks elements along dimension d. y[i][j].. is the element of x at the same coordinates, except that coordinate d is
+--- idx[i][j]...
 ---@param d integer
 ---@param idx ps.Tensor integers, with x's number of dimensions
 ---@return ps.Tensor of idx's shape
@@ -79,7 +80,7 @@ function T:gather(d, idx)
   return ops.gather(self, short, at)
 end
 
---- Returns a copy of x with src added at the elements that gather(d, idx) would read, in row-major order of src.
+--- Returns a copy of x in which src is added to the elements that gather(d, idx) would read, in row-major order of src.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -91,8 +92,8 @@ end
 
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
---- Returns a copy of x with src at the elements that gather(d, idx) would read. If src has several elements for one
---- place, the last in row-major order is written, and the others have gradient 0.
+--- Returns a copy of x in which src replaces the elements that gather(d, idx) would read. If several elements of src
+--- have the same target, the last one in row-major order is written, and the others have gradient 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
@@ -108,18 +109,18 @@ function T:scatter(d, idx, src, reduce)
   return ops.scatter(self, short, part_for(self, idx, src, "scatter"), at)
 end
 
--- The number of scatter_reduce's attribute, and the neutral element of the operation.
+-- code of scatter_reduce's attribute, and the neutral element of the operation
 local REDUCE = { sum = { nil, 0 }, mean = { nil, 0 }, amax = { 0, -math.huge }, amin = { 1, math.huge },
   prod = { 2, 1 } }
 
---- Returns a copy of x with elements of src combined with those that gather(d, idx) would read. For amax and amin,
---- equal elements share the gradient; prod has no gradient.
+--- Returns a copy of x in which elements of src are combined with the elements that gather(d, idx) would read. With
+--- amax and amin, equal elements share the gradient. prod has no gradient.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger
 ---@param reduce "sum"|"mean"|"amax"|"amin"|"prod"
----@param include_self? boolean default true; false: an element of x does not count if any element of src is combined
----  with it
+---@param include_self? boolean (default true); with false, an element of x does not count if any element of src is
+---  combined with it
 ---@return ps.Tensor of x's shape
 function T:scatter_reduce(d, idx, src, reduce, include_self)
   local call = "scatter_reduce"
@@ -151,7 +152,7 @@ function T:scatter_reduce(d, idx, src, reduce, include_self)
   return sum / count
 end
 
--- Returns x as [outer, size, inner] around dimension d, with the index and the shape that a source needs.
+-- Returns x as [outer, size, inner] around dimension d, the index, and the shape that a source must have.
 local function rows_along(x, d, idx, call)
   d = dim_index(x, d)
   if given(idx, call, "the index").ndim > 1 then
@@ -166,7 +167,7 @@ local function rows_along(x, d, idx, call)
   return x:reshape(outer, shape[d + 1], inner), flat:reshape(1, -1):expand(outer, n), 1, whole, d
 end
 
--- Returns src as the parts of x at n indices of dimension d, in the shape from rows_along.
+-- Returns src as slices of x at n indices of dimension d, in the shape from rows_along.
 local function part_along(x, d, n, src, shape, call)
   if type(src) == "number" then return create.full(shape, src, { dtype = x:dtype(), device = x:device() }) end
   local want = x:shape()
@@ -189,8 +190,8 @@ end
 
 local ALPHA = { alpha = "number" }
 
---- Returns a copy of x with alpha times part n of src added to the part at index idx[n] of dimension d, in the order of
---- n.
+--- Returns a copy of x in which alpha times slice n of src is added to the slice at index idx[n] of dimension d, in the
+--- order of n.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d
@@ -202,8 +203,8 @@ function T:index_add(d, idx, src, alpha)
   return put_along(ops.scatter_add, self, d, idx, given(src, "index_add", "the source"), "index_add")
 end
 
---- Returns a copy of x in which part n of src replaces the part at index idx[n] of dimension d. If indices are equal,
---- the last one counts.
+--- Returns a copy of x in which slice n of src replaces the slice at index idx[n] of dimension d. If indices are equal,
+--- the last slice is used.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param src ps.Tensor of x's shape, with N in dimension d
@@ -212,7 +213,7 @@ function T:index_copy(d, idx, src)
   return put_along(ops.scatter, self, d, idx, given(src, "index_copy", "the source"), "index_copy")
 end
 
---- Returns a copy of x with a number in the parts at the given indices of dimension d.
+--- Returns a copy of x in which a number replaces the slices at the given indices of dimension d.
 ---@param d integer
 ---@param idx ps.Tensor integers [N]
 ---@param value number|ps.Tensor a number, or a tensor without dimensions
@@ -227,11 +228,11 @@ function T:index_fill(d, idx, value)
   return put_along(ops.scatter, self, d, idx, value, "index_fill")
 end
 
---- Returns a copy of x with a value at the elements that x[key] reads. Both x and the value have gradients. If a key
---- selects one element several times, the last value in row-major order stays, or with accumulate all are added.
+--- Returns a copy of x with a value at the elements that x[key] reads. Gradients reach both x and the value. If a key
+--- selects one element several times, the last value in row-major order is used.
 ---@param key number|ps.Tensor|table as in x[key]
----@param value number|ps.Tensor of x's type, and of a shape that broadcasts to x[key]'s
----@param accumulate? boolean default false; true adds the value to the elements
+---@param value number|ps.Tensor of x's type, and of a shape that broadcasts to the shape of x[key]
+---@param accumulate? boolean (default false); true adds all values to the elements
 ---@return ps.Tensor of x's shape
 function T:index_put(key, value, accumulate) return indexing.put(self, key, value, accumulate) end
 
@@ -250,9 +251,9 @@ local function mask_of(x, mask, call)
   return mask
 end
 
---- Returns a copy with a number at all places where a mask is true.
----@param mask ps.Tensor bool, of this shape or one that broadcasts to it
----@param value number|ps.Tensor a number, or a tensor without dimensions, which has a gradient
+--- Returns a copy in which a number replaces the elements where a mask is true.
+---@param mask ps.Tensor bool, of this shape or a shape that broadcasts to it
+---@param value number|ps.Tensor a number, or a tensor without dimensions, which gets a gradient
 ---@return ps.Tensor
 function T:masked_fill(mask, value)
   mask_of(self, mask, "masked_fill")
@@ -265,9 +266,9 @@ function T:masked_fill(mask, value)
   return ops.where(mask, create.scalar_like(self, value), self)
 end
 
---- Returns a copy with the elements of src, in row-major order, at all places where a mask is true.
----@param mask ps.Tensor bool, of this shape or one that broadcasts to it
----@param src ps.Tensor of x's type, with at least as many elements as the mask has true ones
+--- Returns a copy in which the elements of src, in row-major order, replace the elements where a mask is true.
+---@param mask ps.Tensor bool, of this shape or a shape that broadcasts to it
+---@param src ps.Tensor of x's type, with at least as many elements as the mask has true elements
 ---@return ps.Tensor of x's shape
 function T:masked_scatter(mask, src)
   local call = "masked_scatter"
@@ -297,8 +298,8 @@ local SHOWN = { index_put = "index_put(key, value)", scatter = "scatter(d, index
   scatter_reduce = "scatter_reduce(d, index, src, reduce)" }
 
 for name, instead in pairs(SHOWN) do
-  --- The method without the _, with the same arguments, but written into the tensor. A tensor or a source that needs a
-  --- gradient is refused.
+  --- Performs the method without the trailing _, with the same arguments, but writes into the tensor. Raises an error
+  --- if the tensor or a source requires a gradient.
   ---@param a any
   ---@param b? any
   ---@param c? any
@@ -313,10 +314,10 @@ for name, instead in pairs(SHOWN) do
   end
 end
 
---- Writes a value to the elements that x[key] reads, as x[key] = value does.
+--- Writes a value to the elements that x[key] reads, like x[key] = value.
 ---@param key number|ps.Tensor|table
 ---@param value number|ps.Tensor
----@param accumulate? boolean default false; true adds the value to the elements
+---@param accumulate? boolean (default false); true adds the value to the elements
 ---@return ps.Tensor self
 function T:index_put_(key, value, accumulate)
   if not accumulate then
@@ -329,8 +330,8 @@ function T:index_put_(key, value, accumulate)
 end
 
 local scatter_in_place = T.scatter_
---- Writes src to the elements that gather(d, idx) would read. If src has several elements for one place, the last one
---- is written.
+--- Writes src to the elements that gather(d, idx) would read. If several elements of src have the same target, the last
+--- one is written.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

@@ -15,16 +15,16 @@ local shard = {}
 
 ---@class ps.nn.Shard
 ---@field dim integer the dimension that is cut, from 0
----@field blocks integer number of blocks of that dimension, each of which is cut
----@field index integer the rank that has this shard, from 0
----@field count integer ranks
----@field full_shape integer[] of the whole tensor, without padding
----@field padded? integer elements of padding at the end of the dimension, over all ranks
+---@field blocks integer number of blocks of the cut dimension, each of which is cut
+---@field index integer index of the rank that has this shard, from 0
+---@field count integer number of ranks
+---@field full_shape integer[] shape of the whole tensor, without padding
+---@field padded? integer number of elements of padding at the end of the dimension, over all ranks
 
 ---@class ps.nn.Shard.Piece a rectangle of the whole tensor
----@field offset integer[] its first element in the whole tensor
+---@field offset integer[] index of its first element in the whole tensor
 ---@field shape integer[]
----@field at integer[] its first element in this rank's shard
+---@field at integer[] index of its first element in this rank's shard
 
 local descriptions = setmetatable({}, { __mode = "k" })     -- by parameter
 local partial = setmetatable({}, { __mode = "k" })          -- parameters
@@ -32,15 +32,15 @@ local partial = setmetatable({}, { __mode = "k" })          -- parameters
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }
 
--- Returns the elements of the cut dimension per rank and block.
+-- Returns the number of elements of the cut dimension per rank and block.
 local function run_of(desc)
   return (desc.full_shape[desc.dim + 1] + (desc.padded or 0)) / desc.blocks / desc.count
 end
 
 --- Describes one rank's shard.
----@param given {dim: integer, blocks?: integer, index: integer, count: integer, full_shape: integer[],
----  padded?: integer} blocks: 1 when absent. A padded dimension has one block
----@param name? string of the parameter, for errors
+---@param given {dim: integer, blocks?: integer, index: integer, count: integer, full_shape: integer[], padded?:
+---  integer} blocks (default 1); a padded dimension has one block
+---@param name? string name of the parameter, for errors
 ---@return ps.nn.Shard
 function shard.new(given, name)
   caller.options(given, "shard.new", OPTIONS)
@@ -63,7 +63,7 @@ function shard.new(given, name)
   return desc
 end
 
---- Returns the shape of a rank's shard, with padding.
+--- Returns the shape of a rank's shard, including padding.
 ---@param desc ps.nn.Shard
 ---@return integer[]
 function shard.shape(desc)
@@ -72,7 +72,8 @@ function shard.shape(desc)
   return shape
 end
 
---- Returns the rectangles of the whole tensor that a rank has, in order. A shard of only padding has none.
+--- Returns the rectangles of the whole tensor that a rank holds, in order. A shard that consists of padding has no
+--- rectangles.
 ---@param desc ps.nn.Shard
 ---@return ps.nn.Shard.Piece[]
 function shard.pieces(desc)
@@ -107,7 +108,7 @@ function shard.of_whole(desc, whole)
   return t
 end
 
---- Joins all ranks' shards to the whole tensor.
+--- Joins the shards of all ranks into the whole tensor.
 ---@param desc ps.nn.Shard of any rank
 ---@param shards ps.Tensor[] by rank, from 1
 ---@return ps.Tensor
@@ -137,7 +138,7 @@ function shard.set(parameter, desc)
   return parameter
 end
 
---- Returns the description of a parameter's shard, or nil if it is the whole tensor.
+--- Returns the description of a parameter's shard, or nil if the parameter is whole.
 ---@param parameter ps.Tensor
 ---@return ps.nn.Shard?
 function shard.of(parameter) return descriptions[parameter] end
@@ -153,7 +154,7 @@ function shard.whole_numel(parameter)
   return n
 end
 
---- Marks a parameter that every rank has whole but uses with inputs of its own. The gradient is then the sum of the
+--- Marks a parameter that every rank holds as a whole but applies to different inputs. Its gradient is the sum of the
 --- gradients of all ranks.
 ---@param parameter ps.Tensor
 ---@return ps.Tensor parameter

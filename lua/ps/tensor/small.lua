@@ -14,7 +14,8 @@ local T = tensor.T
 
 local FLOAT = { [C.PS_F32] = true, [C.PS_BF16] = true, [C.PS_F16] = true, [C.PS_F64] = true }
 
--- Returns fn of a tensor in fp32, fp64 or int64, its result in the tensor's own type; integers give int64.
+-- Returns the result of fn for a tensor, computed in fp32, fp64 or int64 and converted to the tensor's own type. For
+-- integers the result is int64.
 local function wide(t, fn, ...)
   if t.dtype_ == C.PS_F32 or t.dtype_ == C.PS_F64 or t.dtype_ == C.PS_I64 then return fn(t, ...) end
   if FLOAT[t.dtype_] then return ops.cast(fn(ops.cast(t, C.PS_F32), ...), t.dtype_) end
@@ -22,8 +23,8 @@ local function wide(t, fn, ...)
 end
 
 -- -- products -------------------------------------------------------------------------------------------------------
--- Returns the product along dimension d, which stays with size 1: halves times halves, so that the gradient of an
--- element is the product of the others, at zeros as well.
+-- Returns the product along dimension d, which is kept with size 1. It multiplies one half by the other, so that the
+-- gradient of an element is the product of the other elements, even if some are 0.
 local function prod_along(x, d)
   local n, rest = x:size(d), nil
   if n == 0 then return x:sum(d, true) + 1 end
@@ -59,9 +60,9 @@ local function prod(x, dims, keepdim)
   return x:reshape(shape)
 end
 
---- Returns the product over some dimensions; of integers in int64.
----@param dims? integer|integer[] default: all
----@param keepdim? boolean the dimensions stay, with size 1 (default false)
+--- Returns the product over some dimensions. Integers are multiplied in int64.
+---@param dims? integer|integer[] (default: all)
+---@param keepdim? boolean whether to keep the dimensions with size 1 (default false)
 ---@return ps.Tensor
 function T:prod(dims, keepdim)
   if keepdim ~= nil then caller.typed(keepdim, "boolean", "prod: keepdim") end
@@ -70,8 +71,8 @@ function T:prod(dims, keepdim)
   return wide((autocast.full(self)), prod, dims, keepdim)
 end
 
--- In log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements that an element is the product
--- of.
+-- Returns running products in log2(n) passes (Hillis and Steele 1986). Each pass doubles the number of elements whose
+-- product an element is.
 local function cumprod(x, d)
   local n, shift = x:size(d), 1
   while shift < n do
@@ -80,7 +81,7 @@ local function cumprod(x, d)
   end
   return shift > 1 and x or ops.contiguous(x)
 end
---- Returns the running product along dimension d; of integers in int64.
+--- Returns the running product along dimension d. Integers are multiplied in int64.
 ---@param d integer
 ---@return ps.Tensor of this shape
 function T:cumprod(d)
@@ -90,7 +91,7 @@ function T:cumprod(d)
   return wide((autocast.full(self)), cumprod, dim_index(self, d))
 end
 
---- Returns the products of each element of this vector with each of another.
+--- Returns the products of each element of this vector with each element of another vector.
 ---@param other ps.Tensor [M]
 ---@return ps.Tensor [N, M], of a vector [N]
 function T:outer(other)
@@ -101,11 +102,11 @@ function T:outer(other)
   return self:unsqueeze(1) * other:unsqueeze(0)
 end
 
---- Returns the distances of each vector of this tensor to each vector of another. Where a distance is 0, its gradient
---- is 0.
+--- Returns the distance of each vector of this tensor to each vector of another tensor. Where a distance is 0, its
+--- gradient is 0.
 ---@param b ps.Tensor floats [..., M, D]
 ---@param p? number of the p-norm (default 2)
----@return ps.Tensor [..., N, M], of [..., N, D]
+---@return ps.Tensor [..., N, M], for this tensor [..., N, D]
 function T:cdist(b, p)
   if caller.tensor(b, "cdist", "the other") == nil then error "cdist: the other tensor is missing" end
   if self:dim() < 2 or b:dim() < 2 or self:size(-1) ~= b:size(-1) then
@@ -117,24 +118,25 @@ function T:cdist(b, p)
 end
 
 -- -- elements -------------------------------------------------------------------------------------------------------
---- Where an element is NaN.
+--- Returns true where an element is NaN.
 ---@return ps.Tensor bool
 function T:isnan() return ops.ne(self, self) end
---- Where an element is infinite.
+--- Returns true where an element is infinite.
 ---@return ps.Tensor bool
 function T:isinf()
   if not FLOAT[self.dtype_] then return tensor.zeros(self:shape(), { dtype = "bool", device = self:device() }) end
   return ops.eq(ops.abs(self), create.scalar_like(self, math.huge))
 end
 
---- Returns the whole part of each element: rounded towards 0. Integers are copied.
+--- Returns each element rounded towards 0. Integers are copied.
 ---@return ps.Tensor
 function T:trunc()
   if not FLOAT[self.dtype_] then return ops.contiguous(self) end
   return ops.where(self:lt(0), ops.ceil(self), ops.floor(self))
 end
 
--- Returns a minus b times the rounded quotient, in fp64, in which quotients and products of fp32 are exact enough.
+-- Returns a minus b times the rounded quotient. It is computed in fp64, which is exact enough for quotients and
+-- products of fp32 numbers.
 local function rest_of(a, b, round, call)
   if not is_tensor(b) and type(b) ~= "number" then
     error(("%s takes a tensor or a number, not %s"):format(call, b == nil and "nil" or "a " .. type(b)))
@@ -162,9 +164,9 @@ function T:remainder(b) return rest_of(self, b, ops.floor, "remainder") end
 ---@return ps.Tensor
 function T:fmod(b) return rest_of(self, b, T.trunc, "fmod") end
 
---- Returns this tensor plus weight times its difference to another one.
+--- Returns this tensor plus weight times its difference to another tensor.
 ---@param stop ps.Tensor of a shape that broadcasts with this one's
----@param weight number|ps.Tensor 0: this tensor; 1: the other
+---@param weight number|ps.Tensor 0 for this tensor, 1 for the other
 ---@return ps.Tensor
 function T:lerp(stop, weight)
   if caller.tensor(stop, "lerp", "the end") == nil then error("lerp: the end is missing") end
@@ -172,7 +174,7 @@ function T:lerp(stop, weight)
     error(("lerp takes floats of one type, not %s and %s"):format(self:dtype(), stop:dtype()))
   end
   local way = stop - self
-  -- Interpolate from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
+  -- Interpolates from the nearer end, as PyTorch does, so that weight 1 returns the other tensor exactly.
   if is_tensor(weight) then
     local far = weight:abs():ge(0.5)
     return tensor.where(far, stop - way * (1 - weight), self + way * weight)
@@ -183,8 +185,8 @@ function T:lerp(stop, weight)
 end
 
 --- Returns the indices that sort a tensor along a dimension.
----@param d? integer default -1
----@param descending? boolean default false
+---@param d? integer (default -1)
+---@param descending? boolean (default false)
 ---@return ps.Tensor int64, of this shape
 function T:argsort(d, descending)
   local _, order = self:sort(d, descending)
@@ -194,7 +196,7 @@ end
 -- -- whole tensors --------------------------------------------------------------------------------------------------
 local CLOSE = { rtol = "number", atol = "number", equal_nan = "boolean" }
 
--- Returns whether |a - b| <= atol + rtol |b|, element by element; infinities of one sign are close.
+-- Returns whether |a - b| <= atol + rtol |b|, element by element. Infinities of the same sign are close.
 local function close(a, b, rtol, atol, equal_nan, call)
   if type(rtol) == "table" then
     local options = caller.options(rtol, call, CLOSE)
@@ -213,25 +215,25 @@ local function close(a, b, rtol, atol, equal_nan, call)
   end)
 end
 
---- Where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are computed in fp64.
+--- Returns true where two tensors are nearly equal: |a - b| <= atol + rtol |b|. Differences are computed in fp64.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean two NaNs are equal (default false)
+---@param equal_nan? boolean whether two NaNs are equal (default false)
 ---@return ps.Tensor bool
 function T:isclose(other, rtol, atol, equal_nan) return close(self, other, rtol, atol, equal_nan, "isclose") end
 
---- Returns whether all elements of two tensors are nearly equal, by isclose's rule.
+--- Returns whether all elements of two tensors are nearly equal, by the rule of isclose.
 ---@param other ps.Tensor of a shape that broadcasts with this one's
 ---@param rtol? number|{rtol?: number, atol?: number, equal_nan?: boolean} default 1e-5
 ---@param atol? number default 1e-8
----@param equal_nan? boolean two NaNs are equal (default false)
+---@param equal_nan? boolean whether two NaNs are equal (default false)
 ---@return boolean
 function T:allclose(other, rtol, atol, equal_nan)
   return close(self, other, rtol, atol, equal_nan, "allclose"):all():item()
 end
 
---- Returns whether two tensors have one shape and equal elements.
+--- Returns whether two tensors have the same shape and equal elements.
 ---@param other ps.Tensor
 ---@return boolean
 function T:equal(other)
@@ -241,7 +243,7 @@ function T:equal(other)
 end
 
 -- -- shapes ---------------------------------------------------------------------------------------------------------
---- Returns a dimension as several ones.
+--- Splits a dimension into several dimensions.
 ---@param d integer
 ---@param sizes integer[] of the new dimensions; one may be -1, which is computed from the others
 ---@return ps.Tensor
@@ -264,7 +266,7 @@ function T:unflatten(d, sizes)
   return self:reshape(shape)
 end
 
---- Returns this tensor, expanded to another one's shape.
+--- Returns this tensor, expanded to the shape of another tensor.
 ---@param other ps.Tensor
 ---@return ps.Tensor a view
 function T:expand_as(other)
@@ -272,9 +274,9 @@ function T:expand_as(other)
   return self:expand(other:shape())
 end
 
---- Each element several times, next to itself; with a dimension, each slice along it.
----@param repeats integer|ps.Tensor how often; a vector of integers: one number for each slice
----@param d? integer default: the elements in row-major order
+--- Repeats each element several times. The copies are adjacent. With a dimension, repeats each slice along it.
+---@param repeats integer|ps.Tensor number of copies; a vector of integers has a number for each slice
+---@param d? integer (default: the elements in row-major order)
 ---@return ps.Tensor
 function T:repeat_interleave(repeats, d)
   local x = d == nil and self:reshape(-1) or self
@@ -292,8 +294,8 @@ function T:repeat_interleave(repeats, d)
 end
 
 -- -- parts ----------------------------------------------------------------------------------------------------------
---- Returns the parts along dimension d, without it, as several results. Views.
----@param d? integer default 0
+--- Returns the slices along dimension d, without that dimension, as several results. The results are views.
+---@param d? integer (default 0)
 ---@return ps.Tensor ...
 function T:unbind(d)
   d = dim_index(self, d or 0)
@@ -302,8 +304,9 @@ function T:unbind(d)
   return unpack(parts)
 end
 
---- Returns a matrix with a vector on a diagonal, or the diagonal of a matrix, a view where the matrix is contiguous.
----@param diagonal? integer 0: the main one; above it: larger
+--- Returns a matrix with a vector on a diagonal, or the diagonal of a matrix. The diagonal is a view if the matrix is
+--- contiguous.
+---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor
 function T:diag(diagonal)
   local k = caller.whole(diagonal or 0, "diag: the diagonal")

@@ -10,7 +10,7 @@ local unscaled = {}
 
 --- Returns the gradient of the micro-batch's own loss.
 ---@param grad ps.Tensor
----@param factor? number nil: the walk does not belong to an engine
+---@param factor? number the factor, or nil if the walk does not belong to an engine
 ---@return ps.Tensor
 function unscaled.of(grad, factor)
   if not factor then return grad end
@@ -19,7 +19,7 @@ function unscaled.of(grad, factor)
   return grad * (1 / factor)
 end
 
---- Converts a gradient of the script back to the walk's.
+--- Converts a gradient that the script returned back to the scale of the walk.
 ---@param grad ps.Tensor
 ---@param factor? number
 ---@return ps.Tensor
@@ -28,10 +28,10 @@ function unscaled.back(grad, factor)
   return grad * factor
 end
 
---- Runs a function of the script in backward, without gradients being recorded.
+--- Runs a function of the script in backward, without recording gradients.
 ---@param fn function
 ---@param ... any
----@return any ... its results
+---@return any ... results of fn
 function unscaled.run(fn, ...) return scope.no_grad(fn, ...) end
 
 return unscaled

@@ -175,7 +175,7 @@ end
 
 --- Simulates a step from the costs of its actions.
 ---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one for all virtual stages, or one for each; default: F, I and W take 1
----@param link? ps.pipe.Link default: transfers take no time
+---@param link? ps.pipe.Link (default: transfers take no time)
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)
   local times, ranks, lists, spans = ffi.new("ps_pipe_times"), times_array(self.stages), list_array(self.stages), {}

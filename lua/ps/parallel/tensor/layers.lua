@@ -307,8 +307,8 @@ function Head:forward(x)
   return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
--- A bias for this rank's columns that is very low where a column is not one of `total` words; nil: all columns are
--- words.
+-- Returns a bias for this rank's columns that is very low where a column is not one of `total` words; nil: all columns
+-- are words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -386,8 +386,8 @@ local function coefficients(share, counts, smooth, mass, words, reduction)
   return rows / tensors.where(sum:eq(0), 1, sum)                                            -- the mean of no rows is 0
 end
 
--- A power of two that scales gradients in fp16: those of a mean over many rows would underflow. The op lm_loss has the
--- same.
+-- Returns a power of two that scales gradients in fp16: those of a mean over many rows would underflow. The op lm_loss
+-- has the same.
 local function scale_of(dtype, reduction, N)
   local scale = 1
   while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
@@ -496,7 +496,7 @@ end
 --- Returns the loss, the same on all ranks. The logits get the gradient of this rank's words.
 ---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
 ---@param targets ps.Tensor integers [...], the same on all ranks
----@return ps.Tensor of 0 dimensions; [...] with reduction "none"
+---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function CrossEntropy:forward(logits, targets)
   caller.tensor(logits, "nn.ParallelCrossEntropy", "logits")
   caller.tensor(targets, "nn.ParallelCrossEntropy", "targets")

@@ -32,7 +32,7 @@ region.Region = Region
 ---@param group ps.Group the ranks that share the layers
 ---@param sequence? boolean share the rows between layers whenever t divides their number
 ---@param keep? boolean keep gathered rows for backward, which otherwise gathers them again
----@param pieces? integer default 1; 2 to 8: rows are exchanged in this many pieces while column and row layers
+---@param pieces? integer (default 1); 2 to 8: rows are exchanged in this many pieces while column and row layers
 ---  compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
@@ -91,8 +91,8 @@ end
 -- x [..., C] as [rows, C].
 function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
 
--- A rank's rows [B T / t, C] as they are, or with the number of dimensions that all rows have: [B / t, T, C] if t
--- divides B, else [1, B T / t, C].
+-- Returns a rank's rows [B T / t, C] as they are, or with the number of dimensions that all rows have: [B / t, T, C] if
+-- t divides B, else [1, B T / t, C].
 function region.own_dims(self, x)
   if not self.keeps_dims then return x end
   local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
@@ -161,8 +161,8 @@ function Region:part(x)
   return { first = self.rank * x:numel(), per_sample = self.rows / self.dims[1] * x:size(-1) }
 end
 
---- A parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of such
---- parameters are summed over the ranks; the gradient of this use counts once.
+--- Returns a parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of
+--- such parameters are summed over the ranks; the gradient of this use counts once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
