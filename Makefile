@@ -101,11 +101,20 @@ site: build
 	furo; make setup-cluster installs them"; exit 1; }
 	@tools/site.sh $(BUILD) out/site
 
+# The site in the build folder, from where packages and installations take it.
+define packed_site
+rm -rf $(BUILD)/site; \
+if command -v sphinx-build >/dev/null; then tools/site.sh $(BUILD) $(BUILD)/site; \
+else echo "Sphinx is not installed (make setup-cluster installs it): the guides come without their HTML"; fi
+endef
+
 # Debian packages in out/: psluajit, and the CUDA plug-in if it was built.
 deb: build
+	@$(packed_site)
 	@tools/deb.sh $(BUILD) out
 
 install: build
+	@$(packed_site)
 	@cmake --install $(BUILD)
 
 bench: build

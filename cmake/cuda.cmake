@@ -94,4 +94,3 @@ add_custom_command(OUTPUT ${CMAKE_BINARY_DIR}/libps_cuda.so
   DEPENDS ${CUDA_OBJECTS} COMMENT "Linking libps_cuda.so" VERBATIM)
 add_custom_target(psluajit_cuda ALL DEPENDS ${CMAKE_BINARY_DIR}/libps_cuda.so)
 add_dependencies(psluajit_cuda ps_generated)
-install(FILES ${CMAKE_BINARY_DIR}/libps_cuda.so DESTINATION lib/psluajit OPTIONAL)

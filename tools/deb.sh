@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Builds Debian packages from a build folder:
 #   tools/deb.sh BUILD OUT
-# psluajit_VERSION_ARCH.deb has the files that `cmake --install` installs: the program, the Lua tree, manual pages and
-# completions. If BUILD has the CUDA plug-in, it is in psluajit-cuda_VERSION_ARCH.deb. That package depends only on
-# packages that Debian has; the program itself names a missing CUDA library.
+# psluajit_VERSION_ARCH.deb has the files that `cmake --install` installs: the program, the Lua tree, manual pages,
+# completions, and the site if BUILD/site has it (`make deb` writes it there). If BUILD has the CUDA plug-in, it is in
+# psluajit-cuda_VERSION_ARCH.deb, which depends on psluajit alone: the program itself names a missing CUDA library.
 set -eu
 build=$1
 out=$2
@@ -46,16 +46,19 @@ DESTDIR=$work/psluajit cmake --install "$build" --prefix /usr --strip >"$work/in
   { cat "$work/install.log" >&2; exit 1; }
 chmod -R u+w,go-w,a+rX "$work/psluajit"
 gzip -9n "$work"/psluajit/usr/share/man/man1/*.1
+sed -i 's,^\(share/man/man1/.*\.1\)$,\1.gz,' "$work/psluajit/usr/share/psluajit/installed.txt"
 
 plugin=$(find "$work/psluajit" -name libps_cuda.so)
 if [ -n "$plugin" ]; then
   path=${plugin#"$work/psluajit/"}
   mkdir -p "$work/cuda/$(dirname "$path")"
   mv "$plugin" "$work/cuda/$path"
+  sed -i '/libps_cuda\.so$/d' "$work/psluajit/usr/share/psluajit/installed.txt"
   pack psluajit-cuda "$work/cuda" "Depends: psluajit (= $version)
 Description: NVIDIA GPUs for psluajit
- The plug-in by which psluajit computes on NVIDIA GPUs. It loads the driver and CUDA's libraries at run time, wherever
- they were installed from, and names what is missing."
+ The plug-in by which psluajit computes on NVIDIA GPUs. Debian has neither the driver nor the libraries that it needs:
+ they are loaded at run time, wherever they were installed from, and psluajit names what is missing."
+  rmdir -p --ignore-fail-on-non-empty "$work/psluajit/$(dirname "$path")"
 fi
 
 pack psluajit "$work/psluajit" "Depends: $(libraries "$work/psluajit/usr/bin/psluajit"), lua-argparse, lua-cjson, \

@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Tries a package of tools/deb.sh in a bare Debian root (as root; needs mmdebstrap and a Debian mirror):
-#   tools/deb_root.sh PACKAGE.deb [ROOT.tar]
-# ROOT.tar: a root that mmdebstrap made before. apt installs the package and only the packages that it depends on. Then
-# psluajit trains new projects, in one process and on two ranks. At the end the package is installed again and removed,
-# and its folder and program must be gone.
+# Tries packages of tools/deb.sh in a bare Debian root (as root; needs mmdebstrap and a Debian mirror):
+#   tools/deb_root.sh PACKAGE.deb... [ROOT.tar]
+# ROOT.tar: a root that mmdebstrap made before. apt installs the packages and only the packages that they depend on.
+# psluajit then trains new projects, in one process and on two ranks; manual pages, completions and the HTML are read.
+# psluajit-cuda has to name the first thing that this root lacks. At the end the packages are installed again and
+# removed, and their folders and the program must be gone.
 set -eu
-package=$(realpath "$1")
 work=$(mktemp -d)
 root=$work/root
 cleanup() {
@@ -15,27 +15,63 @@ cleanup() {
 }
 trap cleanup EXIT
 mkdir "$root"
-if [ $# -gt 1 ]; then tar -C "$root" -xf "$2" --exclude='./dev/*'
+packages=
+base=
+for file in "$@"; do
+  case $file in
+    *.deb) packages="$packages $(realpath "$file")" ;;
+    *) base=$file ;;
+  esac
+done
+if [ -n "$base" ]; then tar -C "$root" -xf "$base" --exclude='./dev/*'
 else mmdebstrap --variant=minbase bookworm "$root"
 fi
-cp "$package" "$root/tmp/psluajit.deb"
+mkdir "$root/tmp/packages"
+cp $packages "$root/tmp/packages/"
 cp /etc/resolv.conf "$root/etc/resolv.conf"
 for file in /etc/apt/apt.conf.d/*proxy*; do [ ! -e "$file" ] || cp "$file" "$root/etc/apt/apt.conf.d/"; done
 mount -t proc proc "$root/proc"
 mount --bind /dev "$root/dev"
 chroot "$root" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LC_ALL=C.UTF-8 OMP_NUM_THREADS=1 \
-  ${http_proxy:+http_proxy="$http_proxy"} ${https_proxy:+https_proxy="$https_proxy"} sh -eux <<'END'
+  DEBIAN_FRONTEND=noninteractive ${http_proxy:+http_proxy="$http_proxy"} ${https_proxy:+https_proxy="$https_proxy"} \
+  sh -eux <<'END'
 apt-get -q update
-DEBIAN_FRONTEND=noninteractive apt-get -qy --no-install-recommends install /tmp/psluajit.deb
+apt-get -qy --no-install-recommends install /tmp/packages/*.deb
 cd /root
 psluajit --version
+psluajit tools | grep -q '^chat  '
+psluajit examples | grep -q '^train_gpt2  '
 psluajit new text text
 (cd text && psluajit train.lua && psluajit sample.lua "A model")
+psluajit new classifier classifier
+(cd classifier && psluajit train.lua)
 psluajit new ranks ranks
 (cd ranks && psluajit launch --nproc-per-node 2 train.lua)
-dpkg -i /tmp/psluajit.deb
-dpkg --verify psluajit
+psluajit definitions definitions
+[ ! -d /usr/share/doc/psluajit/html ] || grep -q '<title>psluajit' /usr/share/doc/psluajit/html/index.html
+
+apt-get -qy --no-install-recommends install man-db bash-completion zsh
+man psluajit | grep -q 'psluajit \[options\]'
+for page in /usr/share/man/man1/psluajit-*.1.gz; do
+  man "$(basename "$page" .1.gz)" | grep -q 'SEE ALSO'
+done
+bash -c '. /usr/share/bash-completion/bash_completion; _completion_loader psluajit; COMP_WORDS=(psluajit gener)
+  COMP_CWORD=1; _psluajit; [ "${COMPREPLY[*]}" = generate ]'
+zsh -fc 'autoload -U compinit && compinit -u -d /tmp/zcompdump && [ "$_comps[psluajit]" = _psluajit ]'
+
+if [ -e /usr/lib/psluajit/libps_cuda.so ]; then
+  said=$(psluajit -e 'require("ps").device "cuda"' 2>&1) || true
+  echo "$said"
+  case $said in
+    *'no NVIDIA driver on this machine'* | *'shows no device'*) ;;
+    *) exit 1 ;;
+  esac
+fi
+
+dpkg -i /tmp/packages/*.deb
+dpkg --verify
 apt-get -qy remove psluajit
-[ ! -e /usr/share/psluajit ] && [ ! -e /usr/bin/psluajit ]
+[ ! -e /usr/share/psluajit ] && [ ! -e /usr/share/doc/psluajit ] && [ ! -e /usr/lib/psluajit ] && \
+  [ ! -e /usr/bin/psluajit ]
 END
-echo "the package works in a bare root"
+echo "the packages work in a bare root"

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Debian packages (tools/deb.sh): the tree runs where it is unpacked, each tool has a manual page and completions made
--- from its own options, and the package names what it depends on. tools/deb_root.sh tries it in a bare Debian root.
+-- from its own options, and the package names what it depends on. An installation (cmake/install.cmake) has the same
+-- files, and removes those of an older one. tools/deb_root.sh tries the package in a bare Debian root.
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
@@ -25,6 +26,30 @@ local function tools()
   return list
 end
 
+describe("the version", function()
+  it("is the newest release of CHANGELOG.md, whose sections it has, each with its date", function()
+    local text, releases = check.read(paths.root .. "/CHANGELOG.md"), {}
+    for title in text:gmatch "\n## ([^\n]+)" do
+      if title ~= "Unreleased" then
+        local version, date = title:match "^(%d+%.%d+%.%d+) %- (%d%d%d%d%-%d%d%-%d%d)$"
+        assert(version and (not releases[1] or date <= releases[#releases].date), title)
+        releases[#releases + 1] = { version = version, date = date }
+      end
+    end
+    assert.equal(paths.version, releases[1].version)
+    for section in text:gmatch "\n### ([^\n]+)" do assert.truthy(("Added Changed Fixed"):find(section, 1, true)) end
+  end)
+
+  it("is said with the commit, the compiler and the libraries", function()
+    local said = good("'" .. paths.exe .. "' --version")
+    assert.matches("^psluajit " .. paths.version:gsub("%p", "%%%0") .. " %-%- LuaJIT 2", said)
+    assert.matches("\ncommit [%x]+[^\n]*, compiled by %u%w+ %d+%.%d", said)
+    for _, library in ipairs { "libedit", "liburing", "libsodium", "PCRE2", "utf8proc", "OpenMP", "oneDNN" } do
+      assert.matches("\nlibraries: [^\n]*" .. library .. " %d", said)
+    end
+  end)
+end)
+
 describe("a Debian package", function()
   for _, program in ipairs { "dpkg-deb", "dpkg-shlibdeps", "cmake" } do
     if os.execute("command -v " .. program .. " >/dev/null 2>&1") ~= 0 then
@@ -44,6 +69,54 @@ describe("a Debian package", function()
     good(("dpkg-deb -x '%s' '%s'"):format(package, root))
   end)
   teardown(function() os.execute(("rm -rf '%s'"):format(folder)) end)
+
+  -- The set of files below a folder, without the compression of manual pages and what Debian adds.
+  local ADDED = { ["share/doc/psluajit/changelog.gz"] = true, ["share/doc/psluajit/copyright"] = true }
+  local function files(below)
+    local set = {}
+    for path in good(("cd '%s' && find . -type f -printf '%%P\\n'"):format(below)):gmatch "[^\n]+" do
+      path = path:gsub("^(share/man/.*)%.gz$", "%1")
+      if not ADDED[path] then set[path] = true end
+    end
+    return set
+  end
+  -- The paths that one set has and the other lacks.
+  local function differences(a, b)
+    local list = {}
+    for path in pairs(a) do if not b[path] then list[#list + 1] = path end end
+    for path in pairs(b) do if not a[path] then list[#list + 1] = path end end
+    table.sort(list)
+    return list
+  end
+
+  it("has the files of an installation, which replaces an older one", function()
+    local prefix = folder .. "/prefix"
+    local install = ("cmake --install '%s' --prefix '%s'"):format(build, prefix)
+    good(install)
+    local first, listed = files(prefix), { ["share/psluajit/installed.txt"] = true }
+    assert.same({}, differences(files(root .. "/usr"), first))
+    for path in check.read(prefix .. "/share/psluajit/installed.txt"):gmatch "[^\n]+" do listed[path] = true end
+    assert.same({}, differences(listed, first))
+    -- An older installation had two files more. A file of the user's stays.
+    good(("cd '%s' && mkdir share/psluajit/lua/gone && touch share/psluajit/lua/gone/old.lua bin/old bin/mine "
+      .. "&& printf 'share/psluajit/lua/gone/old.lua\\nbin/old\\n' >>share/psluajit/installed.txt"):format(prefix))
+    good(install)
+    assert.is_nil(lfs.attributes(prefix .. "/share/psluajit/lua/gone"))
+    assert.same({ "bin/mine" }, differences(first, files(prefix)))
+    -- One from before the list of files had other Lua files.
+    good(("cd '%s/share/psluajit' && touch lua/older.lua && rm installed.txt"):format(prefix))
+    good(install)
+    assert.is_nil(lfs.attributes(prefix .. "/share/psluajit/lua/older.lua"))
+  end)
+
+  it("has the program's version, and so have its manual pages", function()
+    assert.equal(paths.version .. "\n", good("dpkg-deb -f '" .. package .. "' Version"))
+    assert.matches("/psluajit_" .. paths.version:gsub("%p", "%%%0") .. "_", package)
+    for _, page in ipairs { "psluajit", "psluajit-launch" } do
+      local title = good(("zcat '%s/usr/share/man/man1/%s.1.gz' | head -1"):format(root, page))
+      assert.matches('"psluajit ' .. paths.version .. '"', title, 1, true)
+    end
+  end)
 
   it("runs in the folder where it is unpacked", function()
     local program = ("cd / && env -u LUA_PATH '%s/usr/bin/psluajit' "):format(root)
