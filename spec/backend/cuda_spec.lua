@@ -61,7 +61,18 @@ describe("the device cuda names the missing part:", function()
     says({ PS_CUDA_PLUGIN = broken }, "no library: ", broken)
     os.remove(broken)
     if lfs.attributes(BUILD .. "/libps_cuda.so", "mode") then return end
-    says({ PS_CUDA_PLUGIN = false }, "no library: libps_cuda.so is not in " .. BUILD, "-DPS_CUDA=ON")
+    says({ PS_CUDA_PLUGIN = false }, "no library: libps_cuda.so is not in " .. BUILD, "package psluajit-cuda",
+         "-DPS_CUDA=ON")
+  end)
+  it("a library that the plug-in needs", function()
+    if needs_emulated() then return end
+    local bytes, n = check.read(PLUGIN):gsub("%zlibc%.so%.6%z", "\0libQ.so.6\0")
+    assert.equal(1, n)
+    local other = os.tmpname()
+    check.write(other, bytes)
+    says({ PS_CUDA_PLUGIN = other }, "no library: libQ.so.6: cannot open shared object file", "the plug-in " .. other
+         .. " needs it: install it, and name its folder in LD_LIBRARY_PATH")
+    os.remove(other)
   end)
   it("a library of the same build", function()
     if needs_emulated() then return end

@@ -85,8 +85,8 @@ static int plugin_path(char *path, size_t size)
     for (size_t i = 0; i < sizeof places / sizeof *places; i++)
         if (snprintf(path, size, "%s%s%s", exe, places[i], plugin_name) < (int)size && access(path, R_OK) == 0)
             return 0;
-    return ps_fail(PS_EUNSUP, "no device cuda: no library: %s is not in %s; build it with nvcc there (cmake "
-                   "-DPS_CUDA=ON, or `make cuda`)", plugin_name, exe);
+    return ps_fail(PS_EUNSUP, "no device cuda: no library: %s is not in %s; install the package psluajit-cuda, or "
+                   "build the plug-in with nvcc (cmake -DPS_CUDA=ON, or `make cuda`)", plugin_name, exe);
 }
 
 /* -- the plug-in -------------------------------------------------------------------------------------------------- */
@@ -100,13 +100,21 @@ static const ps_cuda_program program = {
     .host_region_watch = ps_host_region_watch, .clock = ps_record_clock,
 };
 
+/* The loader's message begins with the file that it cannot load: the plug-in itself, or a library that it needs. */
+static int cannot_load(const char *path, const char *why)
+{
+    if (strncmp(why, path, strlen(path)) == 0) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", why);
+    return ps_fail(PS_EUNSUP, "no device cuda: no library: %s; the plug-in %s needs it: install it, and name its "
+                   "folder in LD_LIBRARY_PATH (docs/cuda.md)", why, path);
+}
+
 int ps_backend_cuda_open(int local_rank, ps_backend **out)
 {
     char path[PATH_MAX], layout[128];
     PS_TRY(check_driver());
     PS_TRY(plugin_path(path, sizeof path));
     void *lib = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!lib) return ps_fail(PS_EUNSUP, "no device cuda: no library: %s", dlerror());
+    if (!lib) return cannot_load(path, dlerror());
     ps_cuda_plugin_open_fn open_plugin;
     *(void **)&open_plugin = dlsym(lib, "ps_cuda_plugin_open");
     if (!open_plugin)
