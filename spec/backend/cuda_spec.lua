@@ -4,6 +4,7 @@
 -- PS_FULL=1 runs all types; fp16 differs from bf16 only in its conversions. PS_CUDA_REAL=1 tests the real plug-in on
 -- this machine's GPU instead of the emulated one.
 -- Each test runs in its own processes: a process opens the device once, and finds the driver by its environment.
+local check = require "spec.check_lib"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local cuda = require "spec.cuda_lib"
