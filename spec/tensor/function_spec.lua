@@ -296,7 +296,7 @@ describe("a wrong function", function()
     fails(with(function() return 1 end), "backward of F returned a number as gradient 1")
     local F = Function { name = "F", forward = function(_, a, n) return a * n end,
       backward = function(_, dy) return dy, dy end }
-    fails(function() F(x, 2):sum():backward() end, "returned gradient 2, whose input is no tensor")
+    fails(function() F(x, 2):sum():backward() end, "returned gradient 2, but input 2 is not a tensor")
     fails(with(function(_, dy)
       dy:fill_(0)
       return dy

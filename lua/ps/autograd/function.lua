@@ -36,16 +36,16 @@ local function pack(...) return { n = select("#", ...), ... } end
 
 -- -- the context ------------------------------------------------------------------------------------------------------
 ---@class ps.autograd.Context the values that forward passes to backward; any other field belongs to the script
----@field needs_input_grad boolean[] by argument of forward
----@field private _saved any[]? with n: the tensors that forward saved
+---@field needs_input_grad boolean[] whether an argument of forward needs a gradient, by argument
+---@field private _saved any[]? the tensors that forward saved, with their number in `n`
 ---@field private _n_saved integer
----@field private _open boolean backward runs
+---@field private _open boolean whether backward is running
 ---@field private _plain table<integer, true> outputs without a gradient, by address
 ---@field private _materialize boolean
 local Context = {}
 
---- Keeps tensors for backward. It is called once, in forward. If they have been changed in place by then, backward
---- raises an error.
+--- Keeps tensors for backward. It may be called once, in forward. Backward raises an error if the tensors have been
+--- changed in place by then.
 ---@param ... ps.Tensor|nil
 function Context:save_for_backward(...)
   if not rawget(self, "_forward") then error "ctx:save_for_backward: call it in forward" end
@@ -59,7 +59,7 @@ function Context:save_for_backward(...)
   rawset(self, "_saved", list)
 end
 
---- Returns the tensors that forward saved. It is called in backward.
+--- Returns the tensors that forward saved. It may only be called in backward.
 ---@return ps.Tensor ...
 function Context:saved_tensors()
   if not rawget(self, "_open") then
@@ -78,7 +78,7 @@ end
 
 local function address(t) return tonumber(ffi.cast("uintptr_t", ffi.cast("ps_tensor *", t))) end
 
---- Marks outputs of forward that get no gradient; backward gets zeros for them. It is called in forward.
+--- Marks outputs of forward that get no gradient. Backward gets zeros for them. It may only be called in forward.
 ---@param ... ps.Tensor
 function Context:mark_non_differentiable(...)
   if not rawget(self, "_forward") then error "ctx:mark_non_differentiable: call it in forward" end
@@ -97,14 +97,14 @@ function Context:set_materialize_grads(on)
   rawset(self, "_materialize", caller.typed(on, "boolean", "ctx:set_materialize_grads: its argument"))
 end
 
---- Always raises an error: a forward must not change its inputs in place.
+--- Raises an error, since a forward must not change its inputs in place.
 function Context.mark_dirty()
   error "ctx:mark_dirty: forward cannot change an input in place here; compute a new tensor"
 end
 
 local context_mt = {
   __index = Context,
-  -- A tensor in a field lives as long as the field: scopes do not free it.
+  -- Tensors in fields live as long as the field, so scopes do not free them.
   __newindex = function(self, key, value)
     if Context[key] then error(("ctx.%s is a method; use another name"):format(tostring(key))) end
     if is_tensor(value) then value:keep() end
@@ -120,7 +120,7 @@ local function context(args, records)
 end
 
 -- -- backward ---------------------------------------------------------------------------------------------------------
--- Returns the gradients of the outputs, for the script.
+-- Returns the gradients of the outputs in the form that the script gets.
 local function gradients_in(call, factor)
   local list = {}
   for i, out in ipairs(call.outs) do
@@ -153,7 +153,8 @@ local function gradients_out(call, given, factor)
     if grad ~= nil and not is_tensor(grad) then
       error(("backward of %s returned a %s as gradient %d; return tensors or nil"):format(name, type(grad), i), 0)
     elseif grad ~= nil and not call.ins[i] then
-      error(("backward of %s returned gradient %d, whose input is no tensor: it is nil"):format(name, i), 0)
+      error(("backward of %s returned gradient %d, but input %d is not a tensor: return nil for it"):format(
+        name, i, i), 0)
     elseif grad ~= nil and call.ctx.needs_input_grad[i] then
       given[i] = unscaled.back(grad, factor)
       out[i - 1] = given[i]
@@ -176,7 +177,7 @@ local function run_backward(call, id, factor)
   scope.passed(id)
 end
 
--- Backward draws the same random numbers as forward, whatever the order of backwards.
+-- Runs the backward of a call. Backward draws the same random numbers as forward, whatever the order of backwards.
 local function resume(call, id, factor)
   local rng, was = C.ps_rng_get(ctx), {}
   for _, key in ipairs(RANDOM) do was[key], rng[key] = rng[key], call.rng[key] end
@@ -190,7 +191,7 @@ local function resume(call, id, factor)
 end
 
 -- -- forward ----------------------------------------------------------------------------------------------------------
--- Returns a new header for an output that is an input or already has a history.
+-- Replaces each output that is an input, or already has a history, by a new header.
 local function fresh(results, args)
   local seen = {}
   for i = 1, args.n do if is_tensor(args[i]) then seen[address(args[i])] = true end end
@@ -220,12 +221,12 @@ local function run_forward(class, context_, args)
   return results
 end
 
--- Makes the node of a call. Outputs become functions of the inputs.
+-- Creates the node of a call, which makes the outputs functions of the inputs.
 local function record(class, context_, args, results, rng)
   local plain = {}
   for i = 1, results.n do plain[i] = context_._plain[address(results[i])] or not results[i]:is_float() end
   local saved_list = rawget(context_, "_saved") or { n = 0 }
-  -- an output that forward saved is the tensor that the caller gets
+  -- an output that forward saved must be the tensor that the caller gets
   local before = pack(unpack(results, 1, results.n))
   fresh(results, args)
   local call = { resume = resume, class = class, ctx = context_, n = args.n, ins = {}, outs = {}, rng = rng,
@@ -301,11 +302,11 @@ local KINDS = { name = "string", forward = "function", backward = "function" }
 ---@class ps.autograd.Function
 ---@field name string
 ---@field forward fun(ctx: ps.autograd.Context, ...): ps.Tensor ...
----@field backward fun(ctx: ps.autograd.Context, ...): ps.Tensor|nil ... a gradient for each argument of forward
+---@field backward fun(ctx: ps.autograd.Context, ...): ps.Tensor|nil ... returns a gradient for each argument of forward
 ---@field apply fun(...): ps.Tensor ... runs forward, and records the call for backward
 
 --- Defines a function by its forward and its backward. `forward(ctx, ...)` and `backward(ctx, ...)` are fields of the
---- result, without self; `Name.apply(...)` and `Name(...)` call it.
+--- result and are called without self. `Name.apply(...)` and `Name(...)` call the function.
 ---@param name string|{name: string, forward: function, backward: function} the name for errors, or a table with the
 ---  name and both functions
 ---@return ps.autograd.Function

@@ -7,7 +7,7 @@ local is_tensor, error = scope.is_tensor, caller.error
 
 local grads = {}
 
--- Returns a tensor, or a list of them, as a list.
+-- Returns a tensor, or a list of tensors, as a list.
 local function list_of(value, call, what)
   if is_tensor(value) then return { value } end
   caller.typed(value, "table", ("%s: the %s"):format(call, what))
@@ -16,7 +16,7 @@ local function list_of(value, call, what)
   return value
 end
 
--- Returns the gradients of the outputs, by number.
+-- Returns the gradients of the outputs, by index.
 local function seeds_of(value, outputs, call)
   if value == nil then return {} end
   local list = is_tensor(value) and { value } or caller.typed(value, "table", call .. ": grad_outputs")
@@ -32,11 +32,12 @@ end
 local KINDS = { grad_outputs = "any", retain_graph = "boolean", create_graph = "boolean", allow_unused = "boolean" }
 
 --- Returns the gradients of the outputs with respect to the inputs, as several results. No parameter's own gradient
---- changes. The graph is freed, as by backward, unless retain_graph = true.
----@param outputs ps.Tensor|ps.Tensor[] of one element each, unless grad_outputs has their gradients
+--- changes. The graph is freed, as in backward, unless retain_graph = true.
+---@param outputs ps.Tensor|ps.Tensor[] outputs, which must have one element each unless grad_outputs contains their
+---  gradients
 ---@param inputs ps.Tensor|ps.Tensor[] leaves, or tensors computed on the way to the outputs
 ---@param options? {grad_outputs?: ps.Tensor|table<integer, ps.Tensor>, retain_graph?: boolean, allow_unused?: boolean}
----  allow_unused: the gradient of an input that no output depends on is nil, not an error
+---  allow_unused: the gradient of an input on which no output depends is nil instead of an error
 ---@return ps.Tensor ... a gradient for each input
 function grads.grad(outputs, inputs, options)
   local call = "ps.autograd.grad"

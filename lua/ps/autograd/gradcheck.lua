@@ -26,14 +26,14 @@ local function outputs_of(fn, inputs)
   return list
 end
 
--- sum of outputs times weights
+-- Returns the sum of the outputs times weights.
 local function weighed(outputs, weights)
   local sum = 0
   for i, out in ipairs(outputs) do sum = sum + (out:detach() * weights[i]):sum():item() end
   return sum
 end
 
--- (f(x + eps e) - f(x - eps e)) / 2 eps for each element of an input.
+-- Returns (f(x + eps e) - f(x - eps e)) / 2 eps for each element of an input.
 local function differences(fn, inputs, which, weights, eps)
   local x, list = inputs[which], {}
   local flat = x:detach():clone():reshape(-1)
@@ -52,13 +52,13 @@ local function differences(fn, inputs, which, weights, eps)
 end
 
 --- Returns whether the gradients of fn agree with finite differences, for each input that requires a gradient. The
---- check uses the sum of all outputs times random weights. It calls fn twice per element of an input, so use small
---- tensors of fp64.
+--- check uses the sum of all outputs times random weights. It calls fn twice per element of an input, so use small fp64
+--- tensors.
 ---@param fn fun(...): ps.Tensor ...
 ---@param inputs ps.Tensor|ps.Tensor[] arguments of fn
----@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the difference of
----  two points, default 1e-6; an element agrees within atol (1e-5) + rtol (1e-3) times the difference quotient;
----  raise_exception: default true, a disagreement is an error
+---@param options? {eps?: number, atol?: number, rtol?: number, raise_exception?: boolean} eps: half the distance of the
+---  two points (default 1e-6). An element agrees if it differs by at most atol (default 1e-5) + rtol (default 1e-3)
+---  times the difference quotient. raise_exception: whether a disagreement raises an error (default true)
 ---@return boolean
 function checks.gradcheck(fn, inputs, options)
   local call = "ps.autograd.gradcheck"
@@ -96,7 +96,7 @@ function checks.gradcheck(fn, inputs, options)
     local got = found[k] ~= nil and found[k]:reshape(-1):tolist() or nil
     for e = 1, #want do
       local value = got and got[e] or 0
-      -- false for a NaN, which never agrees
+      -- false for NaN, which never agrees
       local agrees = math.abs(value - want[e]) <= atol + rtol * math.abs(want[e])
       if not agrees then
         if options.raise_exception == false then return false end

@@ -5,10 +5,10 @@
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 
-local MOST = 2 ^ 31 - 1                                    -- bytes; larger data is processed in pieces
+local MOST = 2 ^ 31 - 1                                    -- bytes; callers process larger data in pieces
 
---- Returns a function that makes arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
---- the garbage collector frees them. An array of more than 2 GiB is an error.
+--- Returns a function that creates arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
+--- the garbage collector frees them. The function raises an error for an array of more than 2 GiB.
 ---@param element string
 ---@return fun(n: integer, values?: number[]): ffi.cdata*
 local function array(element)

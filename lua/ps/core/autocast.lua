@@ -10,29 +10,29 @@ local error = caller.error
 
 local autocast = {}
 
--- Ops that run in the half type, and ops that run in fp32. Every other op runs in the types of its inputs, and ops of
--- several inputs in the wider type.
+-- The ops that run in the half type (HALF) and the ops that run in fp32. Every other op runs in the types of its
+-- inputs; if it has several inputs, it runs in the wider type.
 local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column_linear", "row_linear", "attention",
   "attention_packed", "conv", "conv_transpose" }
 local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
   "log_softmax", "cross_entropy", "layer_norm", "rms_norm", "channel_norm", "softplus" }
-local runs_in_half = {}                                     -- by number of an op: true, or false for fp32
+local runs_in_half = {}                                     -- by op code: true for the half type, false for fp32
 for _, name in ipairs(HALF) do runs_in_half[C["PS_OP_" .. name]] = true end
 for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
 
 ---@class ps.Autocast a region
----@field dtype integer|false of products, or false if nothing is cast
+---@field dtype integer|false dtype of products, or false if nothing is cast
 ---@field casts table<boolean, table<integer, {version: integer, dtype: integer, tensor: ffi.cdata*, of: ffi.cdata*}>>
----  the half copies of parameters by address, made with gradients on (true) and off (false)
+---  half copies of parameters by address, for gradients enabled (true) and disabled (false)
 ---@field closed? boolean
----@field again? boolean of a function that recomputes
+---@field again? boolean whether it belongs to a recomputed function
 
 ---@type ps.Autocast?
 local region
 
 local function new_region(dtype) return { dtype = dtype, casts = { [true] = {}, [false] = {} } } end
 
--- Releases the copies of parameters. The tape holds those that it needs.
+-- Releases the copies of parameters. The tape keeps the copies that it still needs.
 local function forget(self, with_gradient)
   for _, copy in pairs(self.casts[with_gradient]) do
     C.ps_tensor_release(copy.tensor)
@@ -48,7 +48,8 @@ local function close(self)
   forget(self, false)
 end
 
--- A walk frees the nodes that it passes, also those of the copies. Another forward in the same region needs new ones.
+-- A walk frees the nodes that it passes, including the nodes of the copies. Another forward in the same region needs
+-- new copies.
 hooks.on("walked", function() if region and region.dtype then forget(region, true) end end)
 
 local attrs = ffi.new "ps_attrs_cast"
@@ -57,8 +58,8 @@ local from, to = ffi.new "ps_tensor *[1]", ffi.new "ps_tensor *[PS_MAX_OUT]"
 local TO_NBYTES = ffi.sizeof(to)
 local CAST = C.PS_OP_cast
 
--- Converts a tensor. Returns a pointer to a tensor that the caller owns. The collector does not run in between, unless
--- memory is short: nobody else may refer to the inputs of the op under way.
+-- Converts a tensor. Returns a pointer to a tensor that the caller owns. The collector does not run during the
+-- conversion unless memory is short, since the inputs of the current op may have no other reference.
 local function converted(t, dtype)
   from[0], attrs.dtype = t, dtype
   ffi.fill(to, TO_NBYTES)
@@ -71,13 +72,13 @@ local function converted(t, dtype)
   return rc, to[0]
 end
 
--- Returns whether the copy of a tensor is made once per region: of a parameter that trains, unless an engine moves its
--- bytes.
+-- Returns whether a tensor is copied only once per region. This is so for a parameter that trains, unless an engine
+-- moves its bytes.
 local function is_kept(t)
   return t.node == nil and t.managed == nil and t.flags % 2 == C.PS_T_REQUIRES_GRAD
 end
 
--- Returns a copy of a parameter, owned by the region.
+-- Returns a copy of a parameter. The region owns the copy.
 local function copy_of(t, dtype)
   local casts = region.casts[C.ps_grad_enabled(ctx) ~= 0]
   local at = tonumber(ffi.cast("uintptr_t", t))
@@ -95,7 +96,7 @@ local function copy_of(t, dtype)
   return 0, made
 end
 
--- Returns the type that an input has to be converted to, or nil if it stays.
+-- Returns the type to which an input must be converted, or nil if it needs no conversion.
 local function wanted(t, half)
   local dtype = t.dtype_
   if half then
@@ -107,7 +108,8 @@ local function wanted(t, half)
   end
 end
 
--- Replaces the inputs of an op. Returns the tensors that the caller releases after the op, or nil.
+-- Replaces the inputs of an op by converted tensors. Returns the tensors that the caller must release after the op, or
+-- nil.
 local function cast(op, n, ins)
   local half = runs_in_half[op]
   if half == nil then return nil end
@@ -140,9 +142,9 @@ local function cast(op, n, ins)
   return list
 end
 
--- linear and mlp with a residual: the residual keeps its type, and is added to the product afterwards.
+-- Wraps linear and mlp for calls with a residual: the residual keeps its type and is added to the product afterwards.
 local ops = native.ops
-local fused                                                 -- the two functions outside regions; nil before the first
+local fused  -- the two functions for use outside regions; nil before the first region
 local apart = {}
 function apart.linear(x, w, b, residual, out_in)
   local y = fused.linear(x, w, b, nil, out_in)
@@ -177,11 +179,11 @@ local TYPES = { bf16 = true, fp16 = true, fp32 = true }
 
 --- Runs fn(...) with mixed precision, as PyTorch's autocast does on CUDA, on every device: products (F.linear, matmul,
 --- convolutions, attention) convert their inputs to `dtype`, and softmax, norms, losses, sums, exp, log and pow convert
---- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type, a parameter is
---- converted once per region, and gradients have the type of their parameter. Call backward after the region.
----@param dtype "bf16"|"fp16"|"fp32" of products; "fp32": nothing is converted, also within an outer region
+--- half types to fp32. Other ops run in the type of their inputs. Parameters keep their type, a parameter is converted
+--- once per region, and gradients have the type of their parameter. Call backward after the region.
+---@param dtype "bf16"|"fp16"|"fp32" dtype of products; with "fp32" nothing is converted, even within an outer region
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function autocast.run(dtype, fn, ...)
   local name = type(dtype) == "string" and native.dtype_name[(select(2, pcall(native.dtype_code, dtype)))]
@@ -195,12 +197,12 @@ function autocast.run(dtype, fn, ...)
   return restored(own, enter(own), xpcall(fn, scope.trace, ...))
 end
 
---- Returns the type of products in the region of ps.autocast that runs, or nil if there is none.
+--- Returns the dtype of products in the current region of ps.autocast, or nil if there is none.
 ---@return "bf16"|"fp16"|nil
 function autocast.dtype() return region and region.dtype and native.dtype_name[region.dtype] or nil end
 
---- Returns the tensors, converted to fp32 if they have a half type and a region runs; else as they are. For functions
---- that are composed of several ops and that PyTorch runs in fp32.
+--- Returns the tensors, converted to fp32 if they have a half type and a region is active, else unchanged. It is for
+--- functions that consist of several ops and that PyTorch runs in fp32.
 ---@param ... ps.Tensor|any
 ---@return any ...
 function autocast.full(...)
@@ -215,9 +217,9 @@ function autocast.full(...)
   return unpack(list, 1, n)
 end
 
--- A recomputed function runs in a region like that of its first run, with copies of its own: the walk may already have
--- passed the nodes of others. last: the state that was asked for last. That of the caller of a second run is asked for
--- just before the state of the first run is restored.
+-- A recomputed function runs in a region with the settings of its first run, but with its own copies, since the walk
+-- may already have passed the nodes of other copies. `last` is the state that was requested last. The state of a second
+-- run's caller is requested just before the state of the first run is restored.
 local segments, last = {}, nil
 autocast.segments = segments                                -- scope.carry_state refers to it weakly
 function segments:state()

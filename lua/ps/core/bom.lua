@@ -3,7 +3,7 @@
 
 local MARK = "\239\187\191"
 
---- Returns a text without the byte order mark at its beginning, if it has one.
+--- Returns a text without a byte order mark at its beginning.
 ---@param text string
 ---@return string
 return function(text)

@@ -12,14 +12,14 @@ local paths = require "ps.paths"
 
 local caller = {}
 
--- Folders of psluajit's own files, in the form in which chunk names begin.
+-- folders of psluajit's own files, in the form in which chunk names begin
 local own = {}
 for _, folder in ipairs { paths.root and paths.root .. "/lua/", paths.root and paths.root .. "/models/",
   paths.gen and paths.gen .. "/" } do
   own[#own + 1] = "@" .. folder
 end
 
---- Returns whether a chunk's name, in the form of debug.getinfo, is that of one of psluajit's own files.
+--- Returns whether a chunk's name, in the form of debug.getinfo, is the name of one of psluajit's own files.
 ---@param source string
 ---@return boolean
 local function is_own(source)
@@ -30,10 +30,10 @@ local function is_own(source)
   return false
 end
 
-local pause                                                -- the C function between a paused script and its prompt
+local pause  -- C function on the stack between a paused script and its prompt
 
---- Returns the place "script.lua:12: " of the innermost Lua function that is not psluajit's; "" if there is none.
---- Statements that are typed at the prompt of a pause have no place in the paused script.
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12: ", or "" if there is
+--- none. Statements typed at the prompt of a pause have no position in the paused script.
 ---@return string
 local function position()
   local level = 2
@@ -47,19 +47,20 @@ end
 
 caller.position, caller.is_own = position, is_own
 
---- Registers the C function that pauses a script. On the stack, the script's frames come after this function's frame.
+--- Registers the C function that pauses a script. The stack contains the script's frames after this function's frame.
 ---@param func function
 function caller.pauses(func) pause = func end
 
---- "script.lua:12" of the innermost Lua function that is not psluajit's; "" if there is none.
+--- Returns the position of the innermost Lua function that is not psluajit's, as "script.lua:12", or "" if there is
+--- none.
 ---@return string
 function caller.where() return (position():gsub(": $", "")) end
 
--- The last error that psluajit caught before it reached the script: its value, its text, and the traceback of the place
--- that raised it. passing: whether it has been raised again since then.
+-- The last error that psluajit caught before it reached the script: its value, its text, and the traceback of the
+-- position where it was raised. `passing` tells whether it has been raised again since then.
 local noted
 
---- Raises an error at the script's line. With level 0, or if the message is a table, it is raised unchanged.
+--- Raises an error that names the script's line. With level 0, or if the message is a table, the message is unchanged.
 ---@param message any
 ---@param level? integer only 0 has an effect
 function caller.error(message, level)
@@ -69,16 +70,16 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Returns whether a source is one of psluajit's files. The source has the form that messages show, which may be cut at
--- its beginning.
+-- Returns whether a source is one of psluajit's files. The source has the form that messages show, in which its
+-- beginning may be cut off.
 local function is_own_shown(file)
-  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua cuts long names
+  local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua shortens long names
   local gen = paths.gen and file:match("^%.%.%.") and file:match("/gen/ops%.lua$")
   return is_own("@" .. file) or gen or tail and is_own("@" .. paths.root .. "/" .. tail)
 end
 
---- Replaces a place in psluajit's files at the beginning of a message by the script's place. Other values are returned
---- unchanged. Only handlers may call this, because the frames of the error must still exist.
+--- Replaces a position in psluajit's files at the beginning of a message by the script's position. Other values are
+--- returned unchanged. Only handlers may call this, because the frames of the error must still exist.
 ---@param message any
 ---@return any
 function caller.at(message)
@@ -88,11 +89,12 @@ function caller.at(message)
   return is_own_shown(file) and position() .. text or message
 end
 
---- Shows a value as text. ps.pretty sets it; the program's handler loads ps.pretty before it calls `described`.
+--- function that shows a value as text; ps.pretty sets it, and the program's handler loads ps.pretty before it calls
+--- `described`
 ---@type (fun(value: any): string)?
 caller.shown = nil
 
---- Returns the text of an error that is not a string: its type and value. The program's handler prints it.
+--- Returns a text for an error that is not a string, with its type and value. The program's handler prints it.
 ---@param e any
 ---@return string
 function caller.described(e)
@@ -100,18 +102,19 @@ function caller.described(e)
   return ("the error is a %s, not a string: %s"):format(type(e), ok and text or tostring(e))
 end
 
--- Returns whether the function at a level (counted from this function's caller) raises, for the second time, an error
--- that psluajit had caught.
+-- Returns whether the function at a stack level (counted from this function's caller) raises, for the second time, an
+-- error that psluajit had caught.
 local function raised_again(message, level)
   if not (noted and noted.passing and rawequal(message, noted.value)) then return false end
   local raiser, above = debug.getinfo(level + 1, "S"), debug.getinfo(level + 2, "S")
   return raiser ~= nil and raiser.what == "C" and above ~= nil and is_own(above.source)
 end
 
---- Notes an error where it is first caught, while the frames that raised it still exist. The traceback of a failing
---- script ends with them. Only the handler of an xpcall may call this. Returns the error with the script's place added.
+--- Records an error where it is first caught, while the frames that raised it still exist. The traceback of a failing
+--- script ends with these frames. Only the handler of an xpcall may call this. Returns the error with the script's
+--- position added.
 ---@param e any
----@param told? fun() is called when the error is noted
+---@param told? fun() called if the error is recorded
 ---@return any
 function caller.note(e, told)
   if raised_again(e, 3) then return e end
@@ -122,17 +125,17 @@ function caller.note(e, told)
   return e
 end
 
---- Returns whether psluajit had caught an error before it ended the script. Only a function that the program's handler
---- calls may call this.
+--- Returns whether psluajit had caught an error before the error ended the script. Only a function that the program's
+--- handler calls may call this.
 ---@param e any
 ---@return boolean
 function caller.was_noted(e)
-  local again = raised_again(e, 4)                         -- no tail call: levels are counted
+  local again = raised_again(e, 4)                         -- not a tail call, since levels are counted
   return again
 end
 
---- Returns a message with a traceback, without the frames of psluajit's own functions and of the C functions that they
---- call: the user has to find the mistake in the script. With PS_TRACEBACK=all the traceback stays whole.
+--- Returns a message with a traceback. The traceback omits the frames of psluajit's own functions, and of the C
+--- functions that they call, since the mistake is in the script. With PS_TRACEBACK=all no frame is omitted.
 ---@param text string
 ---@return string
 function caller.trace(text)
@@ -142,12 +145,12 @@ function caller.trace(text)
   local again = frames:match "^\n\t%[C%]: in function 'error'\n\t(.-):%d+: "
   if noted and again and is_own_shown(again) and before:sub(-#noted.text) == noted.text then frames = noted.frames end
   if environment.get "PS_TRACEBACK" == "all" then return before .. title .. frames end
-  local kept, in_c = {}, {}                                -- in_c: C functions whose caller is not known yet
+  local kept, in_c = {}, {}                                -- in_c: C functions whose caller is not yet known
   for frame in frames:gmatch("[^\n]+") do
     local file = frame:match("^\t(.-):%d+: ") or frame:match("^\t(.-): in ")
     if file == "[C]" then in_c[#in_c + 1] = frame
     else
-      if frame ~= "\t..." and not (file and is_own_shown(file)) then       -- "...": frames that Lua left out
+      if frame ~= "\t..." and not (file and is_own_shown(file)) then       -- Lua writes "..." for omitted frames
         for _, c in ipairs(in_c) do kept[#kept + 1] = c end
         kept[#kept + 1] = frame
       end
@@ -161,7 +164,7 @@ end
 -- -- arguments -------------------------------------------------------------------------------------------------------
 local function kind(value) return value == nil and "nil" or "a " .. type(value) end
 
--- Kinds of options in addition to Lua's types. Each has the kind's name in errors, and a function that checks a value.
+-- kinds of options in addition to Lua's types, each with its name in errors and a function that checks a value
 local KINDS = {
   whole = { "a whole number", function(value)
     return type(value) == "number" and value % 1 == 0 or type(value) == "cdata" and tonumber(value) ~= nil
@@ -189,7 +192,7 @@ local function sorted_names(keys)
 end
 caller.sorted_names = sorted_names
 
--- Returns text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
+-- Returns a text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)
   if type(key) ~= "string" then return "options are named, { name = value }, and one has no name" end
   local names = sorted_names(keys)
@@ -207,12 +210,12 @@ local function of_kind(value, kinds)
   return ("is %s, not %s"):format(is, table.concat(words, " or "))
 end
 
---- Checks options by name. An unknown option is an error that names the nearest known one. A value of the wrong type is
---- also an error. nil becomes an empty table.
+--- Checks options by name. An unknown option raises an error that names the nearest known option. A value of the wrong
+--- type also raises an error. nil becomes an empty table.
 ---@param options any
 ---@param call string the called function, for the message
----@param keys table<string, string> the kind of each: a Lua type, "whole" (number), "callable", "tensor" or "any";
----  several are separated by "|"
+---@param keys table<string, string> the kind of each option: a Lua type, "whole" (number), "callable", "tensor" or
+---  "any"; several kinds are separated by "|"
 ---@return table
 function caller.options(options, call, keys)
   if options == nil then return {} end
@@ -227,10 +230,10 @@ function caller.options(options, call, keys)
   return options
 end
 
---- Looks a word up in a table and returns its value. An unknown word is an error that names the nearest one.
+--- Returns the value of a word in a table. An unknown word raises an error that names the nearest known word.
 ---@param value any
 ---@param words table<string, any>
----@param what string "F.gelu: approximate"
+---@param what string what the word is for, such as "F.gelu: approximate"
 ---@return any
 function caller.one_of(value, words, what)
   local found = type(value) == "string" and words[value]
@@ -244,14 +247,14 @@ end
 --- Checks that a value has a Lua type: "string", "table", "number", ...
 ---@param value any
 ---@param want string
----@param what string "ps.data.tokens: the path"
+---@param what string name of the value in errors, such as "ps.data.tokens: the path"
 ---@return any value
 function caller.typed(value, want, what)
   if type(value) ~= want then raise(("%s is %s; it must be a %s"):format(what, kind(value), want)) end
   return value
 end
 
---- Refuses a value that cannot be called. Functions and tables with __call can be.
+--- Raises an error if a value cannot be called. Functions and tables with __call can be called.
 function caller.callable(value, what)
   local mt = type(value) == "table" and getmetatable(value)
   if type(value) ~= "function" and not (mt and mt.__call) then
@@ -260,10 +263,10 @@ function caller.callable(value, what)
   return value
 end
 
---- Checks for a whole number of at most 2^53 (all smaller ones are exact in a double), and of at least `least` if
---- given.
+--- Checks that a value is a whole number with an absolute value of at most 2^53, up to which a double is exact, and
+--- that it is at least `least` if `least` is given.
 ---@param value any
----@param what string "ps.train.run: steps"
+---@param what string name of the value in errors, such as "ps.train.run: steps"
 ---@param least? integer
 ---@return integer value
 function caller.whole(value, what, least)
@@ -273,10 +276,10 @@ function caller.whole(value, what, least)
     or kind(value), least and (" from %d on"):format(least) or ""))
 end
 
---- Checks a seed. A number that would wrap or lose digits in 64 bits is refused, because two such seeds could select
---- the same stream.
+--- Checks a seed. Raises an error for a number that would wrap or lose digits in 64 bits, because two such seeds could
+--- select the same stream.
 ---@param value any
----@param what string "ps.manual_seed"
+---@param what string name of the value in errors, such as "ps.manual_seed"
 ---@return integer value
 function caller.seed(value, what)
   local t = type(value)
@@ -289,11 +292,11 @@ end
 
 local ORDINALS = { "first", "second", "third" }
 
---- Raises the error of an argument after the last one that a function takes.
----@param call string "t:sum"
----@param params string its parameters, separated by ", "
+--- Raises the error about an argument after the last parameter of a function.
+---@param call string the call, such as "t:sum"
+---@param params string the function's parameters, separated by ", "
 ---@param value any the argument
----@param at? integer its position, default: after the last one
+---@param at? integer the argument's position (default: after the last parameter)
 ---@param hint? string what to write instead
 function caller.more(call, params, value, at, hint)
   at = at or select(2, params:gsub("[^, ]+", "")) + 1
@@ -304,9 +307,10 @@ function caller.more(call, params, value, at, hint)
     .. "keep only the first.)" or ""))
 end
 
---- Checks a list, whose values have the keys 1, 2, ... Any other key would be ignored, so it is an error.
+--- Checks a list, whose values must have the keys 1, 2, ... Raises an error for any other key, since it would be
+--- ignored.
 ---@param value table
----@param what string "ps.zeros: the shape"
+---@param what string name of the list in errors, such as "ps.zeros: the shape"
 ---@return table value
 function caller.list(value, what)
   local n = #value
@@ -320,14 +324,14 @@ function caller.list(value, what)
   return value
 end
 
---- Defines the checks of ops' arguments. ps.ffi calls this with ps_tensor once that type is declared.
+--- Defines the checks of ops' arguments. ps.ffi calls this with ps_tensor after that type was declared.
 ---@param tensor_type ffi.ctype*
 function caller.for_tensors(tensor_type)
   local istype = ffi.istype
   KINDS.tensor[2] = function(value) return istype(tensor_type, value) end
 
-  --- Checks an input of an op: a tensor, or nil, which the op may refuse. `name` is the input's name, or its place in a
-  --- list.
+  --- Checks an input of an op. The input must be a tensor or nil, which the op may refuse. `name` is the input's name,
+  --- or its index in a list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
     if type(value) == "cdata" and value == nil then return nil end                -- a NULL
@@ -335,9 +339,9 @@ function caller.for_tensors(tensor_type)
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end
 
-  --- A number that an op takes; nil is the default. The wrappers of ops call this function and caller.tensor if their
-  --- quick check fails. `ctype` is the integer type, if the quick check failed because the number does not fit that
-  --- type.
+  --- Checks a number argument of an op, for which nil selects the default. The wrappers of ops call this function and
+  --- caller.tensor if their quick check fails. `ctype` is the integer type, if the quick check failed because the
+  --- number does not fit that type.
   function caller.number(value, op, name, ctype)
     local t = type(value)
     if t == "number" and ctype and ctype ~= "double" then

@@ -10,30 +10,31 @@ local C = native.C
 
 local collector = {}
 
--- The number of forwards between two collections in the first step of a planned script. It is approximately the number
--- at the collector's own pace. Within an engine's dry run the number is PS_UNCOLLECTED.
+-- number of forwards between two collections in the first step of a planned script, approximately as often as the
+-- collector would run by itself; an engine's dry run uses PS_UNCOLLECTED
 local UNCOLLECTED = 32
 
---- Collects after a model, its layout or a block of it has been made, and drops the temporary tensors of its making.
+--- Collects after a model, its layout or one of its blocks was created, and frees temporary tensors of the creation.
 function collector.after_making() native.collect() end
 
---- Collects after a call has failed, and frees the ops that the call recorded and its tensors.
+--- Collects after a call has failed. Frees the tensors of the call and the ops that it recorded.
 function collector.after_failure() native.collect() end
 
---- Collects twice: the finalizers of the first collection drop references to tensors, which the second one frees.
+--- Collects twice. The finalizers of the first collection drop references to tensors, which the second collection
+--- frees.
 function collector.thoroughly()
   native.collect()
   native.collect()
 end
 
---- Collects before a backward walks. In a planned script the collector then stays off until the next such moment.
+--- Collects before a backward walk. In a planned script the collector is then stopped until the next such point.
 function collector.before_walk()
   native.collect()
   if not devices.computes then collectgarbage "stop" end
 end
 
---- Collects before some of the forwards of an engine's dry run, and leaves the collector off.
----@param number integer of the forward, from 1
+--- Collects before some of the forwards of an engine's dry run, and leaves the collector stopped.
+---@param number integer index of the forward, from 1
 ---@return boolean collected
 function collector.in_dry_run(number)
   if number % C.PS_UNCOLLECTED ~= 0 then return false end
@@ -42,16 +43,16 @@ function collector.in_dry_run(number)
   return true
 end
 
---- Collects between two dry runs of an engine that follow each other, and leaves the collector off.
+--- Collects between two consecutive dry runs of an engine, and leaves the collector stopped.
 function collector.between_dry_runs()
   scope.collect()
   collectgarbage "stop"
 end
 
---- Collects everything, and calls fn(...) with the collector off.
+--- Collects everything, and calls fn(...) with the collector stopped.
 ---@param fn function
----@param ... any
----@return boolean ok as pcall's
+---@param ... any arguments of fn
+---@return boolean ok false if fn raised an error
 ---@return any ... results of fn, or its error
 function collector.without(fn, ...)
   scope.collect_all()
@@ -66,8 +67,8 @@ end
 
 local forwards = 0                  -- number of forwards that the step of the planned script has performed so far
 
---- Paces the collector in a planned script, at the begin and the end of each action of a step: it runs after a fixed
---- number of forwards, so that the peak of a plan is the same in each run.
+--- Paces the collector in a planned script, at the begin and the end of each action of a step. The collector runs after
+--- a fixed number of forwards, so that the peak of a plan is the same in each run.
 ---@param action ffi.cdata* ps_action
 ---@param begins boolean
 function collector.pace_script(action, begins)

@@ -6,9 +6,9 @@ local environment = require "ps.core.environment"
 
 local command_line = {}
 
-local MOST = 2 ^ 53                -- all whole numbers up to this one are exact
+local MOST = 2 ^ 53                -- a double holds all whole numbers up to this one exactly
 
--- Decimal numbers such as 480, 2.5, 5e3, -1.
+-- Parses decimal numbers such as 480, 2.5, 5e3 and -1. Returns nil for any other text.
 local function decimal(text)
   return (text:match "^%-?%d+%.?%d*$" or text:match "^%-?%d+%.?%d*[eE][+-]?%d+$") and tonumber(text) or nil
 end
@@ -25,7 +25,7 @@ end
 --- Makes an option accept only whole numbers from `least` to `most`.
 ---@param option table an option of argparse
 ---@param least integer
----@param most? integer 2^53 when absent
+---@param most? integer largest accepted number (default 2^53)
 ---@return table option
 function command_line.whole(option, least, most)
   most = most or MOST
@@ -36,7 +36,7 @@ end
 --- Makes an option accept only numbers from `least` to `most`.
 ---@param option table an option of argparse
 ---@param least number
----@param most? number any finite one when absent
+---@param most? number largest accepted number (default: any finite number)
 ---@return table option
 function command_line.number(option, least, most)
   return convert(option, ("a number from %.14g %s"):format(least, most and ("to %.14g"):format(most) or "on"),
@@ -44,19 +44,19 @@ function command_line.number(option, least, most)
 end
 
 --- Calls fn(...) and returns its results. An error of fn is treated as a mistake of the program's user, who needs no
---- traceback: the program prints the message alone, sends it to the other ranks, and exits with code 1. With
---- PS_TRACEBACK=all errors pass unchanged.
----@param program string the name that begins the printed line: "train.lua"
+--- traceback: the program prints only the message, sends it to the other ranks, and exits with code 1. With
+--- PS_TRACEBACK=all, errors are not caught.
+---@param program string name at the beginning of the printed line, such as "train.lua"
 ---@param fn function
----@param ... any its arguments
+---@param ... any arguments of fn
 ---@return any ...
 function command_line.try(program, fn, ...)
   if environment.get "PS_TRACEBACK" == "all" then return fn(...) end
   local function finish(ok, ...)
     if ok then return ... end
     local text = tostring((...))
-    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- the place that caller.error adds: the program's own line
-    local tail = script and script:match "^%.%.%.(.+)$"    -- Lua cuts long names
+    local script, rest = text:match("^(%S-):%d+: (.*)$")   -- position added by caller.error
+    local tail = script and script:match "^%.%.%.(.+)$"    -- Lua shortens long names
     if script and arg and (script == arg[0] or tail and arg[0]:sub(-#tail) == tail) then text = rest end
     if text:sub(1, #program + 2) == program .. ": " then text = text:sub(#program + 3) end
     io.stderr:write(program, ": ", text, "\n")
@@ -66,8 +66,9 @@ function command_line.try(program, fn, ...)
   return finish(pcall(fn, ...))
 end
 
---- Ends the process with a code with which all ranks end, such as that of Ctrl-C. The other ranks treat it as a normal
---- end: they may still be in a call in which this rank took part. os.exit with such a code is a failure of this rank.
+--- Ends the process with an exit code that all ranks use, such as the exit code after Ctrl-C. The other ranks treat it
+--- as a normal end, even if they are still in a call in which this rank took part. By contrast, os.exit with such a
+--- code counts as a failure of this rank.
 ---@param code integer
 function command_line.leave(code)
   require("ps.core.ffi").C.ps_groups_end(nil)

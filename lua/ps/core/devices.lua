@@ -5,17 +5,17 @@ local native = require "ps.core.ffi"
 
 local devices = {}
 
---- Whether ops compute values: false in a dry run of a script (tools/plan.lua).
+--- whether ops compute values; false in a script's dry run (tools/plan.lua)
 devices.computes = native.C.ps_machine_pretended() == 0
 
 ---@class ps.Device
 ---@field name string
----@field description string instruction set, threads and libraries in use
+---@field description string the instruction set, threads and libraries in use
 
 --- Calls fn(...), which reads values of tensors.
 ---@param fn function
 ---@param ... any
----@return any value the result of fn; nil in a dry run of a step or of a script, where values are unknown
+---@return any value the result of fn, or nil in a dry run of a step or script, in which values are unknown
 function devices.known(fn, ...)
   local ok, value = pcall(fn, ...)
   if ok then return value end
@@ -24,7 +24,7 @@ function devices.known(fn, ...)
 end
 
 --- Looks a device up by name and opens it: ps.device("cpu").
----@param name string an error lists the devices that exist
+---@param name string name of the device; the error about an unknown name lists the devices that exist
 ---@return ps.Device
 function devices.open(name)
   local i = native.device_index(name)
@@ -39,12 +39,12 @@ function devices.fast_dtype(device)
   return native.device_info(native.device_index(device or "cpu")).fast_bf16 ~= 0 and "bf16" or "fp32"
 end
 
---- Returns whether fused ops (ops.mlp) are faster on a device than their separate ops, as on a GPU.
+--- Returns whether fused ops (ops.mlp) are faster on a device than separate ops, as on a GPU.
 ---@param device string
 ---@return boolean
 function devices.prefers_fused(device) return native.device_info(native.device_index(device)).fuses ~= 0 end
 
---- Returns all devices that are open. cuda is opened by the first call that names it.
+--- Returns all open devices. The first call that names cuda opens it.
 ---@return ps.Device[]
 function devices.all()
   local list = {}
@@ -52,21 +52,21 @@ function devices.all()
   return list
 end
 
---- Limits the bytes that tensors may use on a device. An allocation above the limit is an error.
----@param nbytes integer 0: no limit
----@param device? string default the first device, "cpu"
+--- Limits the bytes that tensors may use on a device. An allocation above the limit raises an error.
+---@param nbytes integer the limit, or 0 for no limit
+---@param device? string (default: the first device, "cpu")
 function devices.set_limit(nbytes, device)
   caller.whole(nbytes, "ps.set_memory_limit: the limit in bytes")
   native.check(native.C.ps_memory_set_limit(native.ctx, device and native.device_index(device) or 0, nbytes))
 end
 --- Resets the peak that ps.memory reports to the bytes in use now.
----@param device? string default the first device, "cpu"
+---@param device? string (default: the first device, "cpu")
 function devices.reset_peak(device)
   native.C.ps_memory_reset_peak(native.ctx, device and native.device_index(device) or 0)
 end
 
 --- Returns the bytes of a device's memory that can still be allocated.
----@param device? string default the first device, "cpu"
+---@param device? string (default: the first device, "cpu")
 ---@return integer bytes
 function devices.available(device)
   return tonumber(native.C.ps_memory_available(native.ctx, device and native.device_index(device) or 0))

@@ -6,7 +6,7 @@
 local json = require("cjson").new()
 local utf8 = require "ps.core.utf8"
 
-local MAX_DEPTH = 200                                      -- the most tables inside each other; cjson reads 1,000
+local MAX_DEPTH = 200                                      -- largest number of nested tables; cjson reads 1,000
 
 local function refuse(place, what) error(("%s is %s"):format(place, what), 0) end
 
@@ -15,7 +15,8 @@ local function number(x)
   return tonumber(text) == x and text or ("%.17g"):format(x)
 end
 
--- Returns n for a table with the keys 1 .. n, and 0 for a table whose keys are all strings. Other tables are refused.
+-- Returns n for a table with the keys 1 .. n, and 0 for a table whose keys are all strings. Raises an error for other
+-- tables.
 local function length(value, place)
   local n, names, odd = #value, false, nil
   for key in pairs(value) do
@@ -27,7 +28,7 @@ local function length(value, place)
   elseif odd ~= nil then
     refuse(place, ("a table with the key %s; keys must be strings, or 1 .. n without a gap"):format(tostring(odd)))
   end
-  for i = 1, n do                                          -- #value may be n although there are gaps
+  for i = 1, n do                                          -- #value may return n even if there are gaps
     if value[i] == nil then refuse(place, ("a list whose place %d is empty"):format(i)) end
   end
   return n
@@ -74,7 +75,7 @@ function encode(value, place, depth, open)
 end
 
 --- Returns a value as JSON.
----@param value any numbers, strings, booleans and tables of these
+---@param value any a number, string or boolean, or a table of such values
 ---@param place? string the value's name in errors
 ---@return string
 return function(value, place) return encode(value, place or "it", 1, {}) end

@@ -6,18 +6,18 @@ local environment = {}
 local NAMES = {}
 for name in ("PS_DISK_THREADS PS_DRY_RUN PS_RUN_ID PS_STRESS PS_TRACEBACK"):gmatch "%S+" do NAMES[name] = true end
 
---- Returns the value of a variable.
+--- Returns the value of an environment variable.
 ---@param name string one of NAMES; any other name is a bug in the calling code
----@return string? value nil: it is not set
+---@return string? value nil if it is not set
 function environment.get(name)
   assert(NAMES[name], name)
   return os.getenv(name)
 end
 
---- Returns the value of a variable as a number. Any other text is an error.
+--- Returns the value of an environment variable as a number. Raises an error for any other text.
 ---@param name string
 ---@param least integer
----@return integer? value nil: it is not set, or empty
+---@return integer? value nil if it is not set, or empty
 function environment.whole(name, least)
   local text = environment.get(name)
   if not text or text == "" then return nil end

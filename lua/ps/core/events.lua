@@ -7,7 +7,7 @@ local event_array = array "ps_record_event"
 
 local events = {}
 
---- Names by number, for the constants of ps.h.
+--- names of event kinds, by the constants of ps.h
 events.kinds = { [C.PS_REC_OP] = "op", [C.PS_REC_MODULE] = "module", [C.PS_REC_STEP] = "step",
   [C.PS_REC_ACTION] = "action", [C.PS_REC_COPY] = "copy", [C.PS_REC_DISK] = "disk",
   [C.PS_REC_COLLECTIVE] = "collective", [C.PS_REC_WAIT] = "wait", [C.PS_REC_CHUNK] = "chunk",
@@ -18,7 +18,8 @@ events.waits = { [C.PS_WAIT_COPY] = "copy", [C.PS_WAIT_COLLECTIVE] = "collective
 events.chunks = { [C.PS_CHUNK_ALLOCATE] = "allocate", [C.PS_CHUNK_MOVE] = "move", [C.PS_CHUNK_RELEASE] = "release",
   [C.PS_CHUNK_THERE] = "there" }
 
---- Returns a copy of the recorded events in the order of their begins. If two begin together, the longer comes first.
+--- Returns a copy of the recorded events, in the order in which they begin. Of two events that begin together, the
+--- longer one comes first.
 ---@return ffi.cdata* list ps_record_event[n]
 ---@return integer n
 ---@return integer[] order indices into the list, from 0

@@ -5,7 +5,7 @@ local caller = require "ps.core.caller"
 
 local exact = {}
 
--- table from a wrapper to the function that it wraps
+-- wrapped function, by its wrapper
 local inner = setmetatable({}, { __mode = "k" })
 
 --- Returns the function that a wrapper calls. Any other function is returned unchanged.
@@ -13,7 +13,7 @@ local inner = setmetatable({}, { __mode = "k" })
 ---@return function
 function exact.inner(fn) return inner[fn] or fn end
 
--- Returns the names of a function's parameters; a method's self is left out.
+-- Returns the names of a function's parameters, without the self of a method.
 local function parameters(fn, first)
   local names = {}
   for i = first, debug.getinfo(fn, "u").nparams do names[#names + 1] = debug.getlocal(fn, i) end
@@ -23,8 +23,8 @@ end
 local NONE = { set_to_none = "boolean" }
 local EXTRA = 3                                            -- number of surplus arguments for which there is a check
 
--- The code of a wrapper for n parameters. The parameters are named because `...` would add a trace. Each wrapper has
--- its own code, so that LuaJIT compiles a trace for each function.
+-- Returns the code of a wrapper for n parameters. The parameters are named because `...` would add a trace. Each
+-- wrapper has its own code, so that LuaJIT compiles a trace for each function.
 local codes = {}
 local function code(n)
   if codes[n] then return codes[n] end
@@ -39,11 +39,11 @@ local function code(n)
   return codes[n]
 end
 
---- Wraps fn so that an argument after its last parameter is an error. Functions with `...` and C functions stay as they
---- are.
+--- Wraps fn so that an argument after its last parameter raises an error. Functions with `...` and C functions are
+--- returned unchanged.
 ---@param fn function
----@param call string how it is called, "F.gelu" or "t:sum"
----@param method? boolean its first parameter is self
+---@param call string how fn is called, such as "F.gelu" or "t:sum"
+---@param method? boolean whether fn's first parameter is self
 ---@return function
 function exact.of(fn, call, method)
   local info = debug.getinfo(fn, "uS")
@@ -61,7 +61,7 @@ function exact.of(fn, call, method)
   return wrapper
 end
 
--- The number of arguments that a function accepts; unlimited for a function with `...`.
+-- number of arguments that a function accepts; unlimited for a function with `...`
 local most = setmetatable({}, { __mode = "k", __index = function(self, fn)
   local info = debug.getinfo(exact.inner(fn), "uS")
   self[fn] = (info.isvararg or info.what == "C") and math.huge or info.nparams
@@ -77,10 +77,11 @@ function exact.like(wrapper, fn)
   return wrapper
 end
 
---- Refuses arguments `...` after the last parameter of a method; self is not among them.
+--- Raises an error if there are arguments `...` after the last parameter of a method. self is not among these
+--- arguments.
 ---@param fn function the method
----@param describe fun(object: any): string, string? texts for an error: the call, and what to write instead
----@param object any for describe
+---@param describe fun(object: any): string, string? returns texts for an error: the call, and what to write instead
+---@param object any argument of describe
 ---@param ... any
 function exact.arguments(fn, describe, object, ...)
   local n = select("#", ...)
@@ -95,8 +96,9 @@ function exact.arguments(fn, describe, object, ...)
   end
 end
 
---- PyTorch's zero_grad(set_to_none). Gradients are always dropped here, as PyTorch does with true, its default.
----@param value any true, { set_to_none = true } or nil; any other value is an error
+--- Checks the argument of PyTorch's zero_grad(set_to_none). Gradients are always dropped here, as PyTorch does with
+--- true, its default.
+---@param value any true, { set_to_none = true } or nil; any other value raises an error
 ---@param call string
 function exact.set_to_none(value, call)
   if type(value) == "table" then value = caller.options(value, call, NONE).set_to_none end
@@ -104,7 +106,7 @@ function exact.set_to_none(value, call)
   if value == false then caller.error(call .. ": set_to_none is false; gradients are always dropped, not set to 0") end
 end
 
---- Returns a table with the functions of another table, made exact. Each is wrapped at its first use.
+--- Returns a table with the functions of another table, each wrapped by exact.of at its first use.
 ---@param t table<any, any>
 ---@param prefix string "t:"
 ---@param method? boolean
@@ -118,7 +120,7 @@ function exact.view(t, prefix, method)
   end })
 end
 
---- Makes the functions of a table exact, in place.
+--- Wraps the functions of a table by exact.of, in place.
 ---@param t table<any, any>
 ---@param prefix string "F."
 ---@param method? boolean

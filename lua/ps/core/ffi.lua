@@ -19,10 +19,10 @@ end
 ---@class ps.Error
 ---@field code integer PS_E* code, negative
 ---@field name string "EINVAL", "ENOMEM", ...
----@field msg string states the fault, the place, the amount and the remedy
----@field op string|nil op that was running
----@field where string file:line in the engine
----@field sub string|nil the specific error of its code, for programs ("OP_CHUNKS", ...: src/base/errors.def)
+---@field msg string says what failed, where, the wrong amount and the remedy
+---@field op string|nil name of the op that was running
+---@field where string file and line in the engine's C code
+---@field sub string|nil name of the specific error, for programs ("OP_CHUNKS", ...: src/base/errors.def)
 ---@field tier string|nil tier without room: "device", "host" or "disk"
 ---@field wanted integer|nil bytes that were needed at once
 ---@field left integer|nil bytes that were available for them; below 0 if other memory alone exceeds the tier
@@ -35,7 +35,7 @@ end
 local Error = {}
 Error.__index = Error
 function Error:__tostring() return self.msg end
--- "..prefix .. err" works, so that callers can add to a message.
+-- Supports "prefix .. err", so that callers can extend a message.
 function Error.__concat(a, b) return tostring(a) .. tostring(b) end
 
 local M = { ffi = ffi, C = C, Error = Error, caller = caller }
@@ -62,7 +62,7 @@ function M.raise(rc)
     err.wanted, err.left = tonumber(d.wanted), tonumber(d.left)
     err.lacking = math.max(0, err.wanted - err.left)
   end
-  local tier = d.tier                      -- read first: the next call may fail and overwrite the detail
+  local tier = d.tier                      -- read first, since the next call may fail and overwrite the detail
   if tier >= 0 and C.ps_engine_tier_get(M.ctx, tier, tier_info) == 0 then err.tier = ffi.string(tier_info.name) end
   if err.sub == "ANOMALY" then err.msg = hooks.ask "anomaly" or err.msg end
   local holders = err.wanted and rc == M.C.PS_ENOMEM and hooks.ask "memory_short"
@@ -70,7 +70,7 @@ function M.raise(rc)
   error(err, 0)
 end
 
---- Returns a result that is not negative; raises an error otherwise.
+--- Returns a result that is not negative. Raises the engine's last error if it is negative.
 ---@param rc integer
 ---@return integer
 function M.check(rc)
@@ -78,7 +78,7 @@ function M.check(rc)
   return rc
 end
 
---- Refuses a call that belongs to a script's step while the script is paused at a prompt.
+--- Raises an error if a call that belongs to a script's step is made while the script is paused at a prompt.
 ---@param what string
 function M.check_running(what)
   if C.ps_is_suspended(M.ctx) == 0 then return end
@@ -95,28 +95,29 @@ local release = C.ps_tensor_release
 
 --- Attaches the finalizer to a tensor header that Lua owns. Scripts hold a reference instead of a pointer, because
 --- LuaJIT would do pointer arithmetic before it looks for __add.
----@param t ffi.cdata* ps_tensor*, a reference of ours
+---@param t ffi.cdata* ps_tensor*, whose reference Lua owns
 ---@return ps.Tensor
 function M.own(t) return ffi.gc(t[0], release) end
 local own = M.own
 
---- Releases our reference at once. Only for tensors that no other code refers to: the cdata dangles afterwards.
+--- Releases Lua's reference to a tensor at once. Use it only for tensors to which no other code refers, since the cdata
+--- dangles afterwards.
 ---@param t ps.Tensor
 function M.give_back(t)
   ffi.gc(t, nil)
   C.ps_tensor_release(t)
 end
 
---- Asks listeners to release memory, after memory ran out and collecting did not help.
----@return boolean released whether one released some
+--- Asks listeners to release memory. It is called after memory ran out and collecting did not help.
+---@return boolean released whether a listener released some memory
 function M.give_room() return hooks.ask "memory" or false end
 
--- A collection takes about half a millisecond per MiB of Lua's own memory, in which an op writes many times as much.
--- Scripts with large tables therefore collect later, but not after more than MOST bytes.
+-- A collection takes about half a millisecond per MiB of Lua's own memory. In this time, an op writes many times as
+-- much. Scripts with large tables therefore collect later, but at the latest after MOST bytes.
 local LEAST, MOST, PER_BYTE = 2 ^ 24, 2 ^ 28, 8
 
---- Runs Lua's collector. All full collections of the library call this function. If the collector is stopped, it stays
---- stopped.
+--- Runs Lua's collector. All full collections of the library call this function. If the collector is stopped, it
+--- remains stopped.
 function M.collect()
   local running = collectgarbage "isrunning"
   collectgarbage()
@@ -126,7 +127,7 @@ end
 local collect = M.collect
 
 --- Calls fn(...). If memory runs out, collects Lua's garbage and tries again. If memory runs out again, asks listeners
---- to release memory, and tries once more if one did.
+--- to release memory, and tries once more if a listener did.
 ---@param fn fun(...): integer
 ---@return integer
 function M.retry(fn, ...)
@@ -146,8 +147,8 @@ function M.collect_if_due()
   if C.ps_collect_due(ctx) ~= 0 then collect() end
 end
 
---- Collects at the end of a turn of a script's loop, or of a step, if the turn left at least a few MiB of tensors. The
---- next turn then has as much memory as this one.
+--- Collects at the end of a step, or of an iteration of a script's loop, if it left at least a few MiB of tensors. The
+--- next iteration then has as much memory as this one.
 function M.collect_turn()
   local least = math.max(2 ^ 22, collectgarbage "count" * 1024 * 2)
   if tonumber(C.ps_collect_waiting(ctx)) >= least then collect() end
@@ -156,13 +157,13 @@ end
 local outs = ffi.new "ps_tensor *[PS_MAX_OUT]"
 local OUTS_NBYTES = ffi.sizeof(outs)
 
--- Releases the tensors that M.cast holds for an op.
+-- Releases the tensors that M.cast keeps for an op.
 local function let_go(held)
   for i = 1, held and #held or 0 do release(held[i]) end
 end
 
---- Collects garbage, and runs an op again that ran out of memory. The wrappers end in tail calls, so Lua may no longer
---- hold the inputs: they get references of their own while the collector runs.
+--- Collects garbage and repeats an op that ran out of memory. The wrappers end in tail calls, so Lua may no longer hold
+--- the inputs. They get additional references while the collector runs.
 local function apply_again(op, n_in, ins, attrs, nbytes, held)
   for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end
   collect()
@@ -177,7 +178,7 @@ local function apply_again(op, n_in, ins, attrs, nbytes, held)
   end
 end
 
--- Raises the error of an op. A listener may add facts about its inputs that C does not have.
+-- Raises the error of an op. A listener may add facts about the op's inputs that C does not know.
 local function refuse(rc, n_in, ins, held)
   local _, err = pcall(M.raise, rc)
   local more = hooks.ask("op_failed", n_in, ins)
@@ -186,14 +187,14 @@ local function refuse(rc, n_in, ins, held)
   error(err, 0)
 end
 
--- Lines of scripts by number, for reports of what holds memory (ps/memory/holders.lua). Only tensors that a script
--- makes itself are noted, since a module's name identifies the others. Small tensors have no line, since reading Lua's
--- stack takes microseconds.
+-- Lines of scripts by index, for reports about the tensors that hold memory (ps/memory/holders.lua). Only tensors that
+-- a script itself creates have a line, since the name of a module identifies the others. Small tensors have no line,
+-- since reading Lua's stack takes microseconds.
 local LINED_NUMEL = 2 ^ 16
 local line_numbers = {}
 M.lines = {}
 
---- Notes the script's line for a large tensor that was made outside of modules.
+--- Records the script's line for a large tensor that was created outside of modules.
 ---@param t ps.Tensor
 function M.note_line(t)
   if t.numel_ < LINED_NUMEL or C.ps_module_now() ~= 0 then return end
@@ -207,11 +208,11 @@ function M.note_line(t)
 end
 local note_line = M.note_line
 
--- M.placer: called before each op in anomaly mode (ps/inspect/anomaly.lua). M.recorder: while a model is made without
--- data, records how tensors get their values (ps/nn/deferred.lua). M.cast: in a region of ps.autocast, converts the
--- inputs of an op (ps/core/autocast.lua).
+-- Functions that other files set. M.placer is called before each op in anomaly mode (ps/inspect/anomaly.lua).
+-- M.recorder records how tensors get their values while a model is created without data (ps/nn/deferred.lua). M.cast
+-- converts the inputs of an op in a region of ps.autocast (ps/core/autocast.lua).
 
--- Returns output i and all later ones, of n outputs.
+-- Returns the outputs from i to n.
 local function owned_from(i, n)
   if i == n then return end
   local t = outs[i] ~= nil and own(outs[i]) or nil
@@ -249,7 +250,7 @@ local list_ins = ffi.new("ps_tensor *[64]")     -- PS_MAX_IN
 ---@param op integer
 ---@param list ps.Tensor[] at most PS_MAX_IN
 ---@param attrs ffi.cdata*
----@param nbytes integer of attrs
+---@param nbytes integer size of attrs in bytes
 function M.run(op, list, attrs, nbytes)
   for i, t in ipairs(list) do list_ins[i - 1] = t end
   return apply(op, #list, list_ins, attrs, nbytes, 1)
@@ -257,7 +258,8 @@ end
 
 local ops, info = require "ps.core.ops"(ffi, C, apply, caller)
 M.ops = ops
--- M.op_info, what ops are by number: { name, ins, outs, n_out, flags, grad, doc }. Made when it is first read.
+-- M.op_info describes ops by op code: { name, ins, outs, n_out, flags, grad, doc }. It is created when it is first
+-- read.
 setmetatable(M, { __index = function(self, key)
   if key ~= "op_info" then return nil end
   self.op_info = info()
@@ -276,7 +278,7 @@ for alias, name in pairs { float32 = "fp32", float = "fp32", bfloat16 = "bf16", 
 end
 M.dtype_name = name_of
 
---- Code of a type's name ("fp32", "bf16", ...; PyTorch's names too).
+--- Returns the code of a type ("fp32", "bf16", ...; PyTorch's names are accepted, too).
 ---@param name string
 ---@return integer
 function M.dtype_code(name)
@@ -293,7 +295,7 @@ for i = 0, C.ps_device_count(ctx) - 1 do device_name[i] = ffi.string(C.ps_device
 M.device_name = device_name
 local int_out = ffi.new("int[1]")
 
---- Number of a device's name ("cpu", "ref", "meta", "sim", "cuda"). The first call that names cuda opens it.
+--- Returns the index of a device ("cpu", "ref", "meta", "sim", "cuda"). The first call that names cuda opens it.
 ---@param name string
 ---@return integer
 function M.device_index(name)

@@ -9,13 +9,13 @@ local nearest = require "ps.core.nearest"
 
 local foreign = {}
 
-local NAMES                                                -- of foreign_names.lua, once it is loaded
+local NAMES                                                -- result of foreign_names.lua, after it was loaded
 local function names_of(place)
   NAMES = NAMES or require "ps.core.foreign_names"
   return NAMES[place]
 end
 
--- How the error writes the name.
+-- how errors write a name, by place
 local WHOLE = { F = "ps.F.%s",
   ps = "ps.%s", nn = "nn.%s", optim = "ps.optim.%s", sched = "ps.sched.%s", optimizer = "optimizer:%s",
   scaler = "scaler:%s", module = "module:%s", model = "model:%s", loader = "loader:%s" }
@@ -29,7 +29,7 @@ local function stand_in(place, name, text)
     __tostring = function() return ("%s (does not exist here: %s)"):format(whole, text) end })
 end
 
---- Returns the stand-in for a name that other libraries have; nil for an unknown name.
+--- Returns the stand-in for a name that other libraries have, or nil for an unknown name.
 ---@param place string a key of foreign_names.lua
 ---@param name any
 ---@return table?
@@ -41,17 +41,17 @@ function foreign.find(place, name)
   return made[key]
 end
 
--- Tables of names that errors may point to: how a name of each is written, what has(name) says, and names().
+-- Tables to whose names errors can refer: how a name of each table is written, and the functions has(name) and names().
 local HOMES = { ps = "ps.%s", F = "ps.F.%s", nn = "ps.nn.%s", t = "t:%s" }
 local homes = {}
 
---- Tells of a table of names, so that an error about a missing name can point to its names.
+--- Registers a table of names, so that an error about a missing name can refer to its names.
 ---@param place "ps"|"F"|"nn"|"t"
 ---@param has fun(name: string): boolean
 ---@param names fun(): string[]
 function foreign.home(place, has, names) homes[place] = { has = has, names = names } end
 
---- Returns the end of an error about a missing name: "; write t:view(...)", or the nearest name, or nothing.
+--- Returns the end of an error about a missing name: "; write t:view(...)", or the nearest name, or an empty text.
 ---@param place "ps"|"F"|"nn"|"t" the table that lacks the name
 ---@param name string
 ---@return string
@@ -64,8 +64,8 @@ function foreign.instead(place, name)
   return near and ("; did you mean %s?"):format(HOMES[place]:format(near)) or ""
 end
 
---- Returns the stand-in for a name that other libraries have. Another unknown name is an error that names the nearest
---- one.
+--- Returns the stand-in for a name that other libraries have. Raises an error for any other unknown name; the error
+--- names the nearest known name.
 ---@param place "ps"|"F"|"nn"
 ---@param name any
 ---@return table?
@@ -83,9 +83,9 @@ function foreign.stand(t, place)
   return setmetatable(t, { __index = function(_, name) return foreign.find(place, name) end })
 end
 
---- Returns the names of a place, for a spec.
+--- Returns the names of a place. A spec uses it.
 ---@param place string
----@return table<string, string> name -> what to write
+---@return table<string, string> names what to write instead, by name
 function foreign.names(place) return names_of(place) end
 
 return foreign

@@ -24,7 +24,7 @@ local SOLVERS = "decompositions and solvers are left out: compute them outside a
 local SPARSE = "all tensors are dense: keep indices and values, and use t:index_add, t:scatter_add or nn.Embedding"
 local WORLD = "write ps.init_distributed(), ps.rank(), ps.world_size(), ps.synchronize(), ps.mesh.group \"world\""
 
--- By the owner of the name, then by name: what to write instead.
+-- Replacements for names: texts that say what to write instead, by the owner of the name and by the name.
 return {
   ps = {
     inference_mode = "write ps.no_grad(function() ... end)", set_grad_enabled = "write ps.no_grad(function() ... end)",
@@ -103,7 +103,7 @@ return {
     set_submodule = "assign the field: model.fc = nn.Linear(4, 4)",
     tie_weights = "assign one parameter to both fields when the module is made",
   },
-  -- The model that ps.initialize returns.
+  -- the model that ps.initialize returns
   model = {
     step = "write optimizer:step()", set_lr = "write optimizer:set_lr(lr)",
     get_lr = "write optimizer.lr, or schedule:get_last_lr()", save_checkpoint = SAVE, load_checkpoint = LOAD,

@@ -3,8 +3,8 @@
 -- (ps.ffi, ps.scope, ps.nn) reaches a higher file that it does not know. A listener stays until it is removed.
 local hooks = {}
 
--- The events: the arguments of a listener, the situation, and for `ask` the expected answer. `ask` returns the first
--- answer that is not nil or false.
+-- The events. Each text names the arguments of a listener, the situation, and for `ask` the expected answer. `ask`
+-- returns the first answer that is not nil or false.
 local EVENTS = {
   memory = "nothing: memory ran out, and collecting did not help. Answer: true if the listener freed some",
   memory_short = "nothing: an error says that memory ran out. Answer: the largest holders, a list with a text",
@@ -47,15 +47,15 @@ local EVENTS = {
   ranks_wanted = "ranks: the mesh of a script needs this number of ranks, or a multiple, and the run has another "
     .. "number. Answer: how to start that number",
 }
-local listeners = {}                                -- by event: a list, which is replaced as a whole and never changed
+local listeners = {}  -- list of listeners by event; a list is never changed, only replaced as a whole
 for event in pairs(EVENTS) do listeners[event] = {} end
 
---- Subscribes fn: it is called at each later event of this name.
+--- Subscribes fn to an event. fn is called whenever the event occurs.
 ---@param event string one of EVENTS
 ---@param fn function
 ---@return fun() off unsubscribes; a second call does nothing
 function hooks.on(event, fn)
-  local own = function(...) return fn(...) end      -- the same fn may listen twice
+  local own = function(...) return fn(...) end      -- the same fn may be subscribed twice
   local list = { own }
   for i, other in ipairs(listeners[event]) do list[i], list[i + 1] = other, own end
   listeners[event] = list
@@ -66,7 +66,7 @@ function hooks.on(event, fn)
   end
 end
 
---- Calls all listeners of an event. An error of a listener is raised here.
+--- Calls all listeners of an event. Passes on an error of a listener.
 ---@param event string
 ---@param ... any
 function hooks.tell(event, ...)

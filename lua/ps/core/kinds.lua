@@ -7,26 +7,26 @@ local ffi, C = native.ffi, native.C
 local kinds = {}
 
 local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
-local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk the offset would waste memory
+local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk, the offset would waste memory
 local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
---- Names by number, and numbers by name.
+--- names by kind number, and kind numbers by name
 kinds.name, kinds.number = {}, {}
 for i = 0, C.PS_KIND_STATE - 1 do
   local name = ffi.string(C.ps_kind_name(i))
   kinds.name[i], kinds.number[name] = name, i
 end
 
--- The offset of a kind, as a multiple of PS_KIND_SHIFT. States that never exist together may share one.
+-- offset of a kind, as a multiple of PS_KIND_SHIFT; states that never exist together may share an offset
 local PLACE = { param = 0, param_fp32 = 1, grad = 4 }
 local PLACE_OF_STATE = { 2, 3, 5, 6, 7, 8 }
-local ALIKE = 3                                   -- the size of chunks with fp32 states allows for this place
+local ALIKE = 3  -- largest offset for which the size of chunks with fp32 states has room
 local LAST = PLACE_OF_STATE[#PLACE_OF_STATE]
 
---- Adds a kind of chunks for a state of optimizers, if it is new.
+--- Adds a kind of chunks for a state of optimizers, if the kind is new.
 ---@param name string
----@param place integer its number among the states of its optimizer, from 1
----@param instead? string a kind that it replaces, whose offset it gets
+---@param place integer index among the states of its optimizer, from 1
+---@param instead? string the kind that it replaces, whose offset it gets
 function kinds.add_state(name, place, instead)
   if kinds.number[name] then return end
   local number = C.ps_kind_state(name)
@@ -35,7 +35,7 @@ function kinds.add_state(name, place, instead)
   PLACE[name] = instead and PLACE[instead] or PLACE_OF_STATE[place]
 end
 
---- Returns the most bytes by which a chunk of `numel` fp32 elements, of any kind, is larger than its elements.
+--- Returns the largest number of bytes by which a chunk with `numel` fp32 elements, of any kind, exceeds its elements.
 ---@param numel integer
 ---@return integer
 function kinds.most_extra(numel)
@@ -47,15 +47,15 @@ local function start_at(place, numel, dtype)
   return numel * size_of(dtype) >= SHIFTED_FROM and place * C.PS_KIND_SHIFT or 0
 end
 
---- Returns the bytes before the first tensor of a chunk of a kind that holds `numel` elements of a type.
+--- Returns the byte offset of the first tensor in a chunk of a kind that holds `numel` elements of a type.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string
 ---@return integer
 function kinds.start(kind, numel, dtype) return start_at(PLACE[kind], numel, dtype) end
 
---- Returns the bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the first two
---- fp32 states have one size, since each may reuse the memory of another.
+--- Returns the size in bytes of a chunk of a kind that holds `numel` elements of a type. Chunks of masters and of the
+--- first two fp32 states have the same size, since each can reuse the memory of another.
 ---@param kind string
 ---@param numel integer
 ---@param dtype string

@@ -13,8 +13,8 @@ local getmetatable, type, select = getmetatable, type, select
 
 local lists = {}
 
--- Returns the functions of a list of modules, and the list; nil for all other values. If ps.initialize got a list as
--- its module, the model that it returned counts as that list (ps_module_of).
+-- Returns the functions of a list of modules, and the list. Returns nil for all other values. If ps.initialize got a
+-- list as its module, the model that it returned counts as this list (ps_module_of).
 local function list_of(value)
   if type(value) ~= "table" then return nil end
   local meta = getmetatable(value)
@@ -23,12 +23,12 @@ local function list_of(value)
   return meta.ps_list, value
 end
 
--- Iterators for cdata in ipairs and pairs: { type, function }.
+-- iterators for cdata in ipairs and pairs: { type, function }
 local cdata = {}
 
 --- Makes ipairs and pairs iterate over values of a C type.
 ---@param ctype ffi.ctype*
----@param each fun(value: ffi.cdata*): function, any, integer as ipairs returns it
+---@param each fun(value: ffi.cdata*): function, any, integer returns an iterator as ipairs does
 function lists.of_cdata(ctype, each) cdata[#cdata + 1] = { ctype, each } end
 
 local function each_of(value)

@@ -21,29 +21,29 @@ local number_array, found_array = array "int64_t", array "int8_t"
 
 local loss_weight = {}
 
-local MOST = 256                    -- the most notes that are kept, since some losses never reach a backward
+local MOST = 256                    -- largest number of notes that are kept, since some losses never reach a backward
 
 ---@class ps.LossNote
----@field op integer the number of the op that made the loss; -1: no recorded op
----@field loss? ps.Tensor of a loss without history
----@field inside boolean the loss was made within a function that ps.recompute ran
----@field places number number of its targets, ignored ones included
+---@field op integer index of the op that made the loss, or -1 if the op was not recorded
+---@field loss? ps.Tensor the loss, if it has no history
+---@field inside boolean whether the loss was made within a function that ps.recompute ran
+---@field places number number of its targets, including ignored ones
 ---@field count? number|ps.Tensor weight of the targets; a tensor of one element is on a device
----@field labels? ps.Tensor the targets on the host, as the script passed them; `count` is not known yet
+---@field labels? ps.Tensor targets on the host, as the script passed them, if `count` is not yet known
 ---@field ignore? integer the target that does not count
 ---@field weight? ps.Tensor [V] weight of each class
----@field hits? ps.Tensor[] int64 [2] each: number of hits, and of targets that count
+---@field hits? ps.Tensor[] tensors int64 [2] with the number of hits and the number of targets that count
 
 ---@type ps.LossNote[]
 local notes = {}
-local watching, muted = 0, 0        -- number of users of weights; nesting depth of code whose losses are not noted
-local scoring = 0                   -- how many users need hits
+local watching, muted = 0, 0        -- number of users of weights, and nesting depth of code whose losses are not noted
+local scoring = 0                   -- number of users that need hits
 ---@type ps.Tensor[]|false
-local inner = false                 -- hits of the losses made within loss_weight.as
-local pairs_of_batch = {}           -- {on the device, on the host}: the integer tensors of the current batch
+local inner = false                 -- hits of the losses that were made within loss_weight.as
+local pairs_of_batch = {}           -- the integer tensors of the current batch, as {on the device, on the host}
 
---- Notes losses from now on, for an engine, ps.train.run or ps.train.evaluate, which may read weights.
----@param hits? boolean the user also reads hits
+--- Begins to note losses for an engine, ps.train.run or ps.train.evaluate, which may read weights.
+---@param hits? boolean whether the user also reads hits
 ---@return fun() off ends it; a second call does nothing
 function loss_weight.watch(hits)
   local on, more = true, hits and 1 or 0
@@ -67,7 +67,7 @@ end
 --- Begins a batch. Targets that the model gets are counted on the host, where the script has them, so that the host
 --- need not wait for a device.
 ---@param given any[] the model's arguments as the script passed them, and their number n
----@param args any[] the same on the device
+---@param args any[] the model's arguments on the device
 function loss_weight.begin(given, args)
   pairs_of_batch = {}
   for i = #notes, 1, -1 do
@@ -76,10 +76,11 @@ function loss_weight.begin(given, args)
   for i = 1, watching > 0 and args.n or 0 do add_pairs(pairs_of_batch, args[i], given[i], 6) end
 end
 
---- Forgets the batch and all notes.
+--- Drops the batch and all notes.
 function loss_weight.forget() notes, pairs_of_batch = {}, {} end
 
--- Returns the script's own tensor of targets; nil if ops made them, or if the script did not pass them to the model.
+-- Returns the script's own tensor of targets. Returns nil if ops made the targets, or if the script did not pass them
+-- to the model.
 local function given_as(target)
   for _, pair in ipairs(pairs_of_batch) do
     local there = pair[1]
@@ -90,8 +91,9 @@ local function given_as(target)
   end
 end
 
---- Notes that a tensor has the targets of another one that count, in any order and with any number of -100, since a
---- model packs its labels. They are then counted on the host, too, if the script has the other one there.
+--- Records that a tensor contains the counting targets of another tensor, in any order and with any number of -100,
+--- which happens when a model packs its labels. If the script has the other tensor on the host, the targets are counted
+--- there, too.
 ---@param packed ps.Tensor
 ---@param target ps.Tensor
 function loss_weight.stands_for(packed, target)
@@ -100,7 +102,7 @@ function loss_weight.stands_for(packed, target)
 end
 
 -- -- notes ------------------------------------------------------------------------------------------------------------
--- Returns the weight of targets, a tensor of one element.
+-- Returns the weight of targets as a tensor of one element.
 local function sum_of(target, ignore, weight)
   local counts = target:ne(ignore)
   if weight == nil then return counts:sum() end
@@ -108,9 +110,9 @@ local function sum_of(target, ignore, weight)
   return (weight:to("fp64"):gather(0, classes) * counts:reshape(-1):to("fp64")):sum()
 end
 
-local on_host = setmetatable({}, { __mode = "k" })       -- by tensor of class weights: {version, copy}
+local on_host = setmetatable({}, { __mode = "k" })       -- {version, copy} by tensor of class weights
 
--- Class weights on the host. The host waits once for each version of their values.
+-- Returns class weights on the host. The host waits once for each version of their values.
 local function host_copy(weight)
   if native.device_info(weight.device_).is_host ~= 0 then return weight end
   local version, known = C.ps_tensor_version(weight), on_host[weight]
@@ -135,7 +137,7 @@ local function notes_it(loss)
     and not (scope.segment and scope.segment.again)
 end
 
---- Returns the attribute want_hits of the ops of losses: 1 while a user reads hits.
+--- Returns the attribute want_hits of the ops of losses, which is 1 while a user reads hits.
 ---@return 0|1
 function loss_weight.wants_hits() return scoring > 0 and 1 or 0 end
 
@@ -147,8 +149,8 @@ local function kept(hits)
   return { hits }
 end
 
---- Notes a loss. A mean has the weight of its targets; a sum has the weight 1. With reduction "none" there is no single
---- loss, and nothing is noted.
+--- Notes a loss. A mean has the weight of its targets, and a sum has the weight 1. With reduction "none" there is no
+--- single loss, so nothing is noted.
 ---@param loss ps.Tensor
 ---@param reduction string|nil "mean" (default), "sum" or "none"
 ---@param target ps.Tensor integers
@@ -186,7 +188,7 @@ function loss_weight.without(fn, ...)
   return done(pcall(fn, ...))
 end
 
---- Calls fn, which makes one loss of several, and notes that loss with the given weight.
+--- Calls fn, which combines several losses into one, and notes the result with the given weight.
 ---@param fn fun(): ps.Tensor
 ---@param weight number
 ---@return ps.Tensor loss
@@ -234,10 +236,10 @@ local function notes_in(loss)
   return list
 end
 
---- Returns the weight of a loss, by the ops that made it. A loss without history has the weight of all losses since
---- loss_weight.begin. The host waits for targets that ops made on a device.
+--- Returns the weight of a loss, derived from the ops that made it. A loss without history has the weight of all losses
+--- since loss_weight.begin. The host waits for targets that ops made on a device.
 ---@param loss ps.Tensor
----@return ps.Targets? weight nil: it was made from no noted loss
+---@return ps.Targets? weight nil if it was made from no noted loss
 function loss_weight.of(loss)
   local found
   for _, note in ipairs(notes_in(loss)) do
@@ -253,10 +255,10 @@ function loss_weight.of(loss)
   return found
 end
 
---- Returns the hits of a loss, by the ops that made it: the number of targets whose logit is the largest of its row (of
---- several equal ones, the first). The host waits for the device that counted them.
+--- Returns the hits of a loss, as counted by the ops that made it. A hit is a target whose logit is the largest of its
+--- row (if several are equal, the first of them). The host waits for the device that counted them.
 ---@param loss ps.Tensor
----@return number? hits nil: no op of the loss counted them
+---@return number? hits nil if no op of the loss counted them
 ---@return number? targets number of targets that count
 function loss_weight.score(loss)
   local hits, targets
@@ -269,7 +271,7 @@ function loss_weight.score(loss)
   return hits, targets
 end
 
---- Forgets the notes from which a loss was made, since its backward begins.
+--- Drops the notes of the losses from which a loss was made, since its backward begins.
 ---@param loss ps.Tensor
 function loss_weight.used(loss)
   local gone = {}

@@ -2,7 +2,8 @@
 -- Finds the known word that a misspelt one was meant to be, by edit distance.
 local nearest = {}
 
---- Edits between two words: insert, delete, replace, swap two neighbours. Case is ignored.
+--- Returns the number of edits between two words: insertions, deletions, replacements and swaps of adjacent letters.
+--- Case is ignored.
 ---@param a string
 ---@param b string
 ---@return integer
@@ -24,7 +25,7 @@ function nearest.distance(a, b)
   return row[#b]
 end
 
---- Returns the word closest to `word`, if it is close enough to be a typing mistake.
+--- Returns the word closest to `word` if it is close enough to be a typing mistake, else nil.
 ---@param word string
 ---@param words string[]
 ---@return string?

@@ -4,23 +4,23 @@
 -- first used. A function has the file's name and lines, as if the file had been loaded as a whole.
 local path = require "ps.ops_generated"
 
--- The names that the file's lines use, on one line: they precede the first line of the file.
+-- the names that the file's lines use; they are on one line, before the first line of the file
 local NAMES = "local ops, ffi, C, apply, error, tensor, number, more, ins = ... local type_of = type "
 local BEGIN, END = "\ndo -- op ", "\nend end\n"
 
---- Reads the file.
+--- Reads the generated file of ops.
 ---@param ffi table
 ---@param C ffi.namespace*
 ---@param apply function calls an op
 ---@param caller ps.caller
 ---@return table<string, function> ops by name
----@return fun(): table<integer, table> info makes the table of what ops are, by number
+---@return fun(): table<integer, table> info creates the descriptions of ops, by op code
 return function(ffi, C, apply, caller)
   local file = assert(io.open(path, "rb"))
   local text = file:read "*a"
   file:close()
 
-  local starts, at = {}, text:find(BEGIN, 1, true)         -- by an op's name: the position of its lines
+  local starts, at = {}, text:find(BEGIN, 1, true)         -- position of an op's lines in the file, by its name
   while at do
     starts[text:match("^[%w_]+", at + #BEGIN)] = at + 1
     at = text:find(BEGIN, at + #BEGIN, true)

@@ -6,8 +6,8 @@ local error = caller.error
 
 local process = {}
 
---- Sets the number of threads that compute.
----@param n integer at least 1; more than this machine's limit is an error
+--- Sets the number of compute threads.
+---@param n integer at least 1; more than this machine's limit raises an error
 function process.set_threads(n)
   if caller.whole(n, "ps.set_threads: the number of threads") < 1 then
     error("ps.set_threads takes a number of at least 1, not " .. n)
@@ -17,16 +17,16 @@ function process.set_threads(n)
   end
   native.C.ps_set_threads(n)
 end
---- Returns the number of threads that compute.
+--- Returns the number of compute threads.
 ---@return integer
 function process.threads() return native.C.ps_threads() end
---- Returns the seconds of a monotonic clock.
+--- Returns the time of a monotonic clock in seconds.
 ---@return number
 function process.now() return native.C.ps_now() end
 
---- From now on the first Ctrl-C, SIGTERM or SIGHUP is counted instead of ending the process, so that a loop can check
+--- Makes the first Ctrl-C, SIGTERM or SIGHUP increase a counter instead of ending the process, so that a loop can check
 --- ps.interrupts(), save a checkpoint and exit. The next Ctrl-C or SIGTERM ends the process at once. A signal that was
---- ignored when the process began (nohup, a job in the background) stays ignored.
+--- ignored when the process began (nohup, a background job) is still ignored.
 function process.catch_interrupts() native.check(native.C.ps_interrupts_install()) end
 --- Returns the number of signals counted since ps.catch_interrupts().
 ---@return integer

@@ -10,7 +10,7 @@ local random = {}
 ---@return ffi.cdata* ps_rng
 function random.state() return native.C.ps_rng_get(native.ctx) end
 
---- Restarts every stream of random numbers from a seed.
+--- Restarts all streams of random numbers from a seed.
 ---@param seed integer from 0 to 2^53, or a 64-bit integer (1ULL)
 function random.seed(seed)
   local rng = random.state()

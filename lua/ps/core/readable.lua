@@ -2,7 +2,7 @@
 -- Tables as text, with columns as wide as their cells, and byte counts with units.
 local readable = {}
 
---- Returns a byte count with a unit: "24.0 MiB", "1.05 GiB".
+--- Returns a byte count with a unit, such as "24.0 MiB" or "1.05 GiB".
 ---@param n number
 ---@return string
 function readable.bytes(n)
@@ -13,9 +13,9 @@ function readable.bytes(n)
   return (i < 3 and "%.1f %s" or "%.2f %s"):format(n, units[i])
 end
 
---- Returns the lines of a table: a row of headings and rows of text, two blanks between columns.
+--- Returns the lines of a table with a row of headings. Columns are separated by two blanks.
 ---@param columns {title: string, left?: boolean}[]
----@param rows string[][] a row that is a string is printed as it is
+---@param rows string[][] rows of texts; a row that is a string is printed unchanged
 ---@return string[]
 function readable.lines(columns, rows)
   local widths, lines = {}, {}

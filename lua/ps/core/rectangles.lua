@@ -16,7 +16,7 @@ function rectangles.numel(shape)
   return n
 end
 
---- Returns the offset of a whole tensor.
+--- Returns the offset of a whole tensor, which is all zeros.
 ---@param shape integer[]
 ---@return integer[]
 function rectangles.zeros(shape)
@@ -35,15 +35,15 @@ function rectangles.same(a, b)
   return true
 end
 
---- "2, 3" for the shape [2, 3].
+--- Returns the sizes of a shape as text: "2, 3" for the shape [2, 3].
 ---@param list integer[]
 ---@return string
 function rectangles.text(list) return table.concat(list, ", ") end
 
---- Returns the elements that two rectangles of one tensor have in common.
+--- Returns the intersection of two rectangles of one tensor.
 ---@param a ps.Rectangle
 ---@param b ps.Rectangle
----@return ps.Rectangle? common nil: none
+---@return ps.Rectangle? common nil if it is empty
 function rectangles.common(a, b)
   local offset, shape = {}, {}
   for d, size in ipairs(a.shape) do
@@ -54,11 +54,11 @@ function rectangles.common(a, b)
   return { offset = offset, shape = shape }
 end
 
---- Returns the place of `offset` in a tensor that stores a rectangle. The rectangle begins at `from`, and its first
---- element is at `at` in that tensor.
+--- Returns the index of the element at `offset` in a tensor that stores a rectangle. The rectangle begins at `from`,
+--- and its first element is at `at` in this tensor.
 ---@param offset integer[]
 ---@param from integer[]
----@param at? integer[] (default zeros)
+---@param at? integer[] (default: zeros)
 ---@return integer[]
 function rectangles.moved(offset, from, at)
   local to = {}
@@ -66,7 +66,7 @@ function rectangles.moved(offset, from, at)
   return to
 end
 
---- Returns the elements of a tensor in a rectangle, as a view.
+--- Returns a view of the elements of a tensor in a rectangle.
 ---@param tensor ps.Tensor
 ---@param offset integer[]
 ---@param shape integer[]
@@ -94,8 +94,8 @@ function rectangles.inside(whole, offset, shape)
   return true
 end
 
--- Calls fn for runs of at most `most` elements that together form a rectangle. The dimensions before d are already
--- divided.
+-- Calls fn for runs of at most `most` elements that together form a rectangle. The dimensions before d have already
+-- been divided.
 local function cut_up(offset, shape, d, most, fn)
   local row = 1
   for k = d + 1, #shape do row = row * shape[k] end
@@ -116,11 +116,12 @@ function rectangles.each(shape, most, fn)
   if rectangles.numel(shape) > 0 then cut_up(rectangles.zeros(shape), { unpack(shape) }, 1, most, fn) end
 end
 
---- Checks that pieces cover a whole tensor, each element once. Errors name the tensor, and the pieces by `named`.
+--- Checks that pieces cover a whole tensor, each element once. An error contains the tensor's name and the pieces'
+--- locations.
 ---@param name string
----@param shape integer[] of the whole
+---@param shape integer[] shape of the whole tensor
 ---@param pieces ps.Rectangle[]
----@param named fun(piece: ps.Rectangle): string the place of a piece
+---@param named fun(piece: ps.Rectangle): string returns the location of a piece
 function rectangles.check(name, shape, pieces, named)
   local sum, text = 0, rectangles.text
   for i, piece in ipairs(pieces) do

@@ -3,8 +3,8 @@
 local native = require "ps.core.ffi"
 local error = native.caller.error
 
---- Raises a ps.Error "WHO: refused: WHY" with the script's line, whose field `refused` is WHY.
----@param who string the file, or the family that says so
+--- Raises a ps.Error "WHO: refused: WHY" that names the script's line. Its field `refused` is WHY.
+---@param who string the file or the family that is the reason
 ---@param why string
 local function refuse(who, why)
   local _, text = pcall(error, ("%s: refused: %s"):format(who, why))

@@ -17,7 +17,7 @@ local pointer_array = array "ps_tensor *"
 local function is_tensor(x) return type(x) == "cdata" and ffi.istype(tensor_t, x) end
 M.is_tensor = is_tensor
 
---- Collects the tensors in values and nested tables, at most 6 levels deep. Tables may have any keys, as outputs of
+--- Collects the tensors in values and nested tables, up to 6 levels deep. Tables may have any keys, since outputs of
 --- modules do.
 local function gather(list, x, depth)
   if is_tensor(x) then
@@ -27,11 +27,11 @@ local function gather(list, x, depth)
   end
 end
 
--- Entries at which C stops a backward walk, by C's number for them: a recompute segment (below), a function of the
--- script (autograd/function.lua), or hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the
--- entry. args: the arguments of a segment. Tensors among them are bare references that this file releases: each holds
--- the segment before it, so the collector would free only one segment of a chain per cycle.
--- leaf: the tensor that the hooks belong to (not a reference; C reports when it is freed).
+-- Entries at which C stops a backward walk, by C's id: a recompute segment (below), a function of the script
+-- (autograd/function.lua), or hooks of a tensor (tensor/hooks.lua). resume(entry, number, factor) runs the entry.
+-- `args` are the arguments of a segment. Tensors among them are bare references that this file releases: each holds the
+-- previous segment, so the collector would free only one segment of a chain per cycle. `leaf` is the tensor to which
+-- the hooks belong. It is not a reference; C reports when the tensor is freed.
 ---@type table<integer, {resume: fun(entry: table, number: integer, factor?: number), args?: any[],
 ---  reads_engine?: boolean, leaf?: ffi.cdata*}>
 local waiting = {}
@@ -68,7 +68,7 @@ local function forget(id)
   end
 end
 
--- Forgets the functions whose backward is done. Returns true if there were any.
+-- Drops the functions whose backward has finished. Returns whether there were any.
 local function forget_reaped()
   local any = false
   while true do
@@ -79,9 +79,9 @@ local function forget_reaped()
   end
 end
 
---- Forgets the functions that read parameters of an engine that is about to be closed, and hooks of its parameters. A
---- function may hold the model, which may hold one of its own outputs, and so the segment itself: a cycle through C
---- that no collector sees.
+--- Drops the functions that read parameters of an engine that is about to be closed, and the hooks of these parameters.
+--- A function may hold the model, which may hold one of its own outputs and thus the segment itself. No collector sees
+--- such a cycle through C.
 function M.engine_closes()
   forget_reaped()
   for id, entry in pairs(waiting) do
@@ -89,26 +89,27 @@ function M.engine_closes()
   end
 end
 
-M.segments_end = newproxy(true)                -- forgets the remaining entries when the program ends
+M.segments_end = newproxy(true)                -- drops the remaining entries when the program ends
 getmetatable(M.segments_end).__gc = function() for id in pairs(waiting) do forget(id) end end
 
 --- Runs Lua's collector. It frees tensors that are no longer referenced, and the arguments that recompute keeps for
---- functions whose backward is done.
+--- functions whose backward has finished.
 function M.collect()
   native.collect()
   forget_reaped()
   native.collect()
 end
 
---- Runs Lua's collector once, and again only if the arguments of a function became free. Otherwise a second run would
---- free more only if a script's finalizers drop tensors.
+--- Runs Lua's collector once, and a second time only if the arguments of a function became free. Otherwise a second run
+--- would free more only if a script's finalizers drop tensors.
 function M.collect_tensors()
   native.collect()
   if forget_reaped() then native.collect() end
 end
 
---- Like M.collect, but also frees what compiled code holds: LuaJIT's traces keep the closures and tables that they
---- used, and so a whole model that nothing else refers to. The traces are compiled again, which takes milliseconds.
+--- Like M.collect, but also frees objects that compiled code holds. LuaJIT's traces keep the closures and tables that
+--- they used, and thus a whole model to which nothing else refers. The traces are compiled again, which takes
+--- milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
@@ -116,7 +117,7 @@ end
 
 --- Returns the tensors in values and nested tables, as an array for C.
 ---@param ... any
----@return ffi.cdata*? pointers nil: there are none
+---@return ffi.cdata*? pointers nil if there are none
 ---@return integer n
 function M.tensors(...)
   local list = {}
@@ -135,9 +136,9 @@ function M.begin()
   return tonumber(id_out[0])
 end
 
---- Ends a scope (and inner ones that are still open).
+--- Ends a scope, together with inner scopes that are still open.
 ---@param id integer
----@param ... any tensors, or tables of them, that survive into the enclosing scope
+---@param ... any tensors, or tables of tensors, that survive into the enclosing scope
 function M.finish(id, ...)
   caller.typed(id, "number", "ps.scope_end: the scope, which ps.scope_begin returned,")
   local keep, n = M.tensors(...)
@@ -153,8 +154,8 @@ local function finish_scope(id, ok, ...)
   return ...
 end
 
---- Returns a handler for xpcall: notes the frames of an error, and adds a traceback to an error table of C. M.caught,
---- if set, is called when an error is noted.
+--- Handles an error for xpcall: records its frames, and adds a traceback to an error table of C. M.caught, if set, is
+--- called when an error is recorded.
 local function trace(e)
   if getmetatable(e) == native.Error and not e.traceback then e.traceback = debug.traceback("", 2) end
   e = caller.note(e, M.caught)
@@ -162,10 +163,10 @@ local function trace(e)
 end
 M.trace = trace
 
---- Runs fn(...) in a scope. At its end the bytes of the tensors made inside are freed, except of those that fn returns
---- (also nested in tables), kept ones and small ones.
+--- Runs fn(...) in a scope. At its end, the bytes of the tensors that were made inside are freed, except the tensors
+--- that fn returns (also nested in tables), kept tensors and small ones.
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function M.scope(fn, ...)
   caller.callable(fn, "ps.scope")
@@ -181,16 +182,16 @@ end
 
 --- Runs fn(...) without recording gradients.
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function M.no_grad(fn, ...)
   caller.callable(fn, "ps.no_grad")
   return restore_grad(C.ps_set_grad_enabled(ctx, 0), xpcall(fn, trace, ...))
 end
 
---- Runs fn(...) with gradients recorded, even inside no_grad.
+--- Runs fn(...) and records gradients, even inside no_grad.
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function M.enable_grad(fn, ...)
   caller.callable(fn, "ps.enable_grad")
@@ -199,10 +200,10 @@ function M.enable_grad(fn, ...)
 end
 
 --- Sets whether the outputs of norms, GELU and SwiGLU are kept for backward (true), or whether backward recomputes
---- those of 1 MiB and more (false, the default). Both give the same bits. Keeping them takes more memory and saves 1 to
---- 2 % of the time on a GPU. The setting applies to ops that run from now on.
+--- outputs of 1 MiB and more (false, the default). Both settings result in the same bits. Keeping the outputs takes
+--- more memory and saves 1 to 2 % of the time on a GPU. The setting applies to ops that run from now on.
 ---@param on boolean
----@return boolean was the setting before
+---@return boolean was the previous setting
 function M.keep_cheap_outputs(on)
   if type(on) ~= "boolean" then error("ps.keep_cheap_outputs takes true or false, not " .. tostring(on)) end
   return C.ps_set_keep_cheap(ctx, on and 1 or 0) ~= 0
@@ -219,11 +220,12 @@ local function restore_offload(was, ok, ...)
 end
 
 --- Runs fn(...) and keeps the activations that its backward needs in host memory. The inputs of a function that
---- ps.recompute runs are evicted once it has run. Other tensors that the tape holds are evicted when the scope that
---- made them ends (a module call, for example). All of them return before backward needs them, and copies run while ops
---- compute. Gradients are the same. Tensors under 64 KiB are not moved, and on the cpu nothing changes.
+--- ps.recompute runs are evicted after it has run. Other tensors that the tape holds are evicted when the scope that
+--- made them ends (a module call, for example). All of them are fetched before backward needs them, and copies run
+--- while ops compute. Gradients are the same. Tensors under 64 KiB are not moved, and on the cpu the call has no
+--- effect.
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function M.offload_activations(fn, ...)
   caller.callable(fn, "ps.offload_activations")
@@ -232,7 +234,7 @@ function M.offload_activations(fn, ...)
   return restore_offload(was, xpcall(fn, trace, ...))
 end
 
---- Ends a step: calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
+--- Ends a step. Calls the hook "step", and collects if the step left tensors that only Lua's collector frees.
 --- optimizer:step() calls it last.
 function M.end_step()
   forget_reaped()
@@ -244,14 +246,15 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
--- M.segment: the segment whose function runs now, {segment, again: whether backward runs it again, outer}; or nil.
+-- M.segment describes the segment whose function is running: {segment, again, outer}, where `again` tells whether
+-- backward runs it again. It is nil if there is none.
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
 local carried = setmetatable({}, { __mode = "k" })   -- objects whose state is restored for a segment's second run
 
---- Registers an object whose state affects recomputed functions. Each segment stores state() in its first run, and
---- calls restore(state) before it runs again.
+--- Registers an object whose state affects recomputed functions. Each segment stores the result of state() in its first
+--- run, and calls restore(state) before it runs again.
 ---@param object {state: fun(self: table): table, restore: fun(self: table, state: table)}
 function M.carry_state(object) carried[object] = true end
 
@@ -266,13 +269,14 @@ local function set_states(all)
   for object, state in pairs(all or {}) do object:restore(state) end
 end
 
---- Runs fn(...) without keeping what its backward needs; backward runs fn again (Chen et al. 2016, "Training Deep Nets
---- with Sublinear Memory Cost"). Gradients are bit for bit those of the plain call. fn must be pure: the same inputs
---- give the same outputs. Dropout draws the same numbers again. fn, and all that it refers to, is kept until backward
---- has passed it or failed, or until its outputs are freed. If fn refers to an object that holds such an output
---- (self.last, for example), only backward ends this, or model:close() of ps.initialize's model.
----@param fn function returns tensors only
----@param ... any tensors and other values for fn
+--- Runs fn(...) without keeping the activations that its backward needs. Backward runs fn again (Chen et al. 2016,
+--- "Training Deep Nets with Sublinear Memory Cost"). Gradients are bit for bit equal to those of the plain call. fn
+--- must be pure: the same inputs must result in the same outputs. Dropout draws the same numbers again. fn and
+--- everything that it refers to are kept until backward has passed it or failed, or until its outputs are freed. If fn
+--- refers to an object that holds such an output (self.last, for example), fn is kept until backward, or until
+--- model:close() of a model of ps.initialize.
+---@param fn function must return only tensors
+---@param ... any arguments of fn: tensors and other values
 ---@return ps.Tensor ... the results of fn
 function M.recompute(fn, ...)
   caller.callable(fn, "ps.recompute")
@@ -295,7 +299,8 @@ function M.recompute(fn, ...)
     if is_tensor(value) then ins[n_in], n_in = value, n_in + 1
     elseif type(value) == "table" and getmetatable(value) == nil then gather(inner, value, 3) end
   end
-  -- Tensors in plain tables, such as a batch's, outlive the scope that made them, as tensors among the arguments do.
+  -- Tensors in plain tables, such as the tensors of a batch, outlive the scope that made them, as tensors among the
+  -- arguments do.
   for _, t in ipairs(inner) do ins[n_in], n_in = t, n_in + 1 end
   local c_in, c_out = pointer_array(n_in + 1), pointer_array(results.n + 1)
   for i = 0, n_in - 1 do c_in[i] = ins[i] end
@@ -328,7 +333,7 @@ function M.run_again(s, id)
   local was = states()
   set_states(s.states)
   local args = lend_args(s)
-  if s.module > 0 then C.ps_module_enter(s.module) end                 -- left at the scope's end
+  if s.module > 0 then C.ps_module_enter(s.module) end                 -- the end of the scope leaves the module
   enter(s, true)
   local results = pack(xpcall(M.enable_grad, trace, s.fn, unpack(args, 1, args.n)))
   leave()
@@ -355,18 +360,18 @@ end
 local root_in, gradient_in = pointer_array(1), pointer_array(1)
 local keeps = false                            -- whether the current walk keeps the graph for another one
 
---- Forgets an entry that a backward walk has passed, unless the walk keeps the graph.
+--- Drops an entry that a backward walk has passed, unless the walk keeps the graph.
 ---@param id integer
 function M.passed(id) if not keeps then forget(id) end end
 
 --- Runs the entry at which a walk stopped.
 ---@param id integer
----@param factor? number factor of an engine on the walk's gradients (they are the loss's gradients times the factor);
----  nil: no engine
+---@param factor? number factor of an engine on the walk's gradients, which are the loss's gradients times the factor;
+---  nil if the walk belongs to no engine
 function M.resume(id, factor)
   local entry = waiting[id]
   if entry then return entry.resume(entry, id, factor) end
-  if C.ps_hooks_done(ctx) == 0 then return end               -- hooks of a parameter whose engine was closed
+  if C.ps_hooks_done(ctx) == 0 then return end  -- the entry has the hooks of a parameter whose engine was closed
   error("a recompute segment, or a function of ps.autograd, read parameters of a model that was closed since: call "
     .. "backward before model:close()", 0)
 end
@@ -385,7 +390,7 @@ end
 
 -- Completes a walk. `rc` is the result of the C call that began it.
 local function walk_on(rc, factor)
-  if rc ~= 0 then                                           -- 0: complete, as usual, without a stop
+  if rc ~= 0 then  -- 0 means that the walk is complete without a stop, which is the usual case
     local ok, err = xpcall(walk, trace, rc, factor)
     C.ps_backward_end(ctx)
     keeps = false
@@ -398,7 +403,7 @@ local function walk_on(rc, factor)
   hooks.tell "walked"
 end
 
---- M.backward without the hooks.
+--- Performs M.backward without the hooks.
 ---@param t ps.Tensor
 ---@param gradient? ps.Tensor
 ---@param factor? number as in M.resume
@@ -407,12 +412,12 @@ function M.walk_back(t, gradient, factor)
   walk_on(C.ps_backward_begin_n(ctx, 1, root_in, gradient_in, id_out), factor)
 end
 
---- A walk for chosen tensors, which may keep the graph (ps_backward_for).
+--- Walks backward for chosen tensors, and keeps the graph if requested (ps_backward_for).
 ---@param roots ps.Tensor[]
----@param gradients table<integer, ps.Tensor> by root
----@param keep boolean keep the graph for another walk
----@param to ps.Tensor[] tensors to compute gradients for; empty: leaves get gradients, as in backward
----@return table<integer, ps.Tensor> gradients by number in `to`
+---@param gradients table<integer, ps.Tensor> gradients of roots, by index
+---@param keep boolean whether to keep the graph for another walk
+---@param to ps.Tensor[] tensors whose gradients are computed; if it is empty, leaves get gradients, as in backward
+---@return table<integer, ps.Tensor> gradients by index in `to`
 function M.walk_for(roots, gradients, keep, to)
   local n, c_roots, c_gradients, c_to = #roots, pointer_array(#roots), pointer_array(#roots), pointer_array(#to + 1)
   for i = 1, n do c_roots[i - 1], c_gradients[i - 1] = roots[i], gradients[i] end
@@ -445,10 +450,10 @@ function M.backward_options(options, call, more)
   return options
 end
 
---- Computes the gradients of the leaves that t was made from, and adds them to their present gradients. The loss of a
---- micro-batch of ps.initialize's model gets the same weight as in model:backward.
+--- Computes the gradients of the leaves from which t was computed, and adds them to the leaves' existing gradients. The
+--- loss of a micro-batch of ps.initialize's model has the same weight as in model:backward.
 ---@param t ps.Tensor of one element, unless gradient is passed
----@param gradient? ps.Tensor|{retain_graph?: boolean} of t's shape; or the options
+---@param gradient? ps.Tensor|{retain_graph?: boolean} gradient of t's shape, or the options
 ---@param options? {retain_graph?: boolean} retain_graph: keep the graph for another backward
 function M.backward(t, gradient, options)
   if type(gradient) == "table" and options == nil then gradient, options = nil, gradient end
@@ -461,7 +466,7 @@ function M.backward(t, gradient, options)
   else M.walk_back(t, gradient) end
 end
 
---- Returns whether a tensor is one of several others, or was made from one of them by recorded ops.
+--- Returns whether a tensor is one of several given tensors, or was computed from one of them by recorded ops.
 ---@param t ps.Tensor
 ---@param from ps.Tensor[]
 ---@return boolean
@@ -483,7 +488,7 @@ function M.grad_of(t)
   return own(g)
 end
 
---- Returns a view of the same bytes without history: gradients do not pass through it.
+--- Returns a view of the same bytes without history, so that gradients do not pass through it.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function M.detach(t)

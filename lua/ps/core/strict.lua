@@ -5,13 +5,13 @@ local strict = {}
 
 local declared = {}
 
---- Allows these globals.
+--- Allows global variables with these names.
 ---@param ... string
 function strict.declare(...)
   for i = 1, select("#", ...) do declared[(select(i, ...))] = true end
 end
 
---- Returns whether C code (the REPL, C modules) makes the access; it is not checked.
+--- Returns whether the access is made by C code (the REPL, C modules), which is not checked.
 ---@return boolean
 local function from_c()
   local info = debug.getinfo(3, "S")

@@ -5,8 +5,8 @@ local types = {}
 
 ---@class ps.config.Type
 ---@field text string the expected values, as in "expected <text>"
----@field auto? boolean "auto" is one of its own values, not a word for the default
----@field least? number of whole numbers: the smallest (-math.huge: none)
+---@field auto? boolean whether "auto" is one of the type's own values instead of a word for the default
+---@field least? number the smallest value of a whole number (-math.huge if there is none)
 ---@field take fun(value: any): boolean, any
 
 ---@return ps.config.Type
@@ -52,13 +52,14 @@ function types.integer(min, max)
   return made
 end
 
---- The largest whole number up to which a double, the number type of JSON and Lua, holds every whole number.
+--- The largest whole number up to which a double, the number type of JSON and Lua, represents every whole number.
 types.MOST = 2 ^ 53 - 1
 
---- The most micro-batches of an optimizer step. A step is planned as a whole, so each of them adds to its plan.
+--- The largest number of micro-batches in an optimizer step. A step is planned as a whole, so each micro-batch adds to
+--- its plan.
 types.MICRO_BATCHES = 4096
 
---- A finite number.
+--- Accepts a finite number.
 ---@param min? number
 ---@param max? number
 ---@return ps.config.Type
@@ -72,7 +73,7 @@ types.above_zero = new("a number above 0", function(value) return finite(value) 
 types.fp32 = new("a number of at least 0 that fp32 holds", function(value)
   return finite(value) and value >= 0 and value < 2 ^ 127, value
 end)
---- A norm to which gradients are clipped. With an infinite norm they are only measured.
+--- Accepts a norm to which gradients are clipped. With an infinite norm, gradients are only measured.
 types.norm = new("a number of at least 0", function(value) return type(value) == "number" and value >= 0, value end)
 types.scale = new("a number above 0, up to 2^127", function(value)
   return finite(value) and value > 0 and value <= 2 ^ 127, value
@@ -89,12 +90,12 @@ types.betas = new("a list of two numbers, each at least 0 and below 1", function
   return true, { value[1], value[2] }
 end)
 
---- The ranges of an optimizer's settings, in a configuration, in a script and for a group of parameters. Outside these
---- ranges an update would increase the loss, or make NaN.
+--- The ranges of an optimizer's settings, in a configuration, in a script and in a group of parameters. Outside these
+--- ranges an update would increase the loss or result in NaN.
 types.OPTIMIZER = { lr = types.fp32, betas = types.betas, eps = types.fp32, weight_decay = types.fp32,
   momentum = types.fp32, dampening = types.fp32, max_norm = types.norm }
 
---- One of some words.
+--- Accepts one of several words.
 ---@param words string "none|cpu|nvme"
 ---@return ps.config.Type
 function types.enum(words)
@@ -107,7 +108,7 @@ function types.enum(words)
   return new(text, function(value) return known[value] == true, value end, known.auto)
 end
 
---- A value of one of two types.
+--- Accepts a value of one of two types.
 ---@param a ps.config.Type
 ---@param b ps.config.Type
 ---@return ps.config.Type
@@ -133,21 +134,21 @@ for power, letter in ipairs { "k", "m", "g", "t" } do
   UNITS[letter .. "ib"] = 1024 ^ power
 end
 
--- Returns the bytes of "8GiB", or nil.
+-- Returns the number of bytes of a text such as "8GiB", or nil for any other text.
 local function bytes_of(text)
   local digits, unit = text:match("^%s*([%d%.]+)%s*(%a*)%s*$")
   local factor, number = digits and UNITS[unit:lower()], digits and tonumber(digits)
   return factor and number and math.floor(number * factor)
 end
 
---- Memory: bytes above 0, as a number or with a unit.
+--- Accepts bytes above 0, as a number or as a text with a unit.
 types.bytes = new('bytes above 0: a number, or text such as "8GiB" or "500MB" (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)',
   function(value)
     if type(value) == "string" then value = bytes_of(value) end
     return finite(value) and value >= 1 and value <= types.MOST and value == math.floor(value), value
   end)
 
---- Bytes, or "80%" of the available memory, which becomes { share = 0.8 }.
+--- Accepts bytes, or a share such as "80%" of the available memory, which becomes { share = 0.8 }.
 types.budget = new(types.bytes.text .. ', or a share such as "80%"', function(value)
   local percent = type(value) == "string" and tonumber(value:match("^%s*([%d%.]+)%s*%%%s*$") or "")
   if percent then return percent > 0 and percent <= 100, { share = percent / 100 } end

@@ -1,15 +1,15 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Wraps texts to a width, for help at the prompt and for documents that tools write.
 
--- Words that Markdown reads as a list, a heading or a table at the beginning of a line.
+-- Returns whether Markdown reads a word at the beginning of a line as a list, a heading or a table.
 local function is_sign(word) return word:find "^[-+*#>=|]+$" or word:find "^%d+[.)]$" end
 
---- Adds a text to a list of lines. Lines break at blanks; a word longer than a line is not split.
+--- Adds a text to a list of lines. Lines are broken at blanks. A word that is longer than a line is not split.
 ---@param lines string[]
 ---@param text string
----@param width integer columns
+---@param width integer number of columns
 ---@param indent string prefix of each line
----@param first? string prefix of the first line instead
+---@param first? string prefix of the first line, instead of `indent`
 return function(lines, text, width, indent, first)
   local units = {}
   for word in text:gmatch "%S+" do

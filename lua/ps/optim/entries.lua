@@ -11,7 +11,7 @@ local error = caller.error
 local entries = {}
 local address = nn_module.address
 
---- Returns the type of a parameter's state and master. A parameter of this type is its own master.
+--- Returns the dtype of a parameter's states and master. A parameter of this dtype is its own master.
 ---@param param ps.Tensor
 ---@return string
 function entries.state_dtype(param) return param:dtype() == "fp64" and "fp64" or "fp32" end
@@ -27,7 +27,7 @@ function entries.states_of(entry)
   return optimizers.states_for(states, entry.param:shape())
 end
 
---- Makes a parameter's state, when it first has a gradient. Returns the states that the parameter needs.
+--- Creates a parameter's state when the parameter first has a gradient. Returns the states that the parameter needs.
 ---@param entry table
 ---@return table[]
 function entries.prepare(entry)
@@ -47,7 +47,7 @@ function entries.prepare(entry)
   return states
 end
 
---- Returns the names of the parameters in a saved state: those in the model; without a model, "0", "1", ...
+--- Returns the names of the parameters in a saved state: the names in the model, or "0", "1", ... without a model.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@return string[]
@@ -62,7 +62,7 @@ function entries.names_for(self, model)
   return names
 end
 
---- Returns the parameters' names, noted when the optimizer was made, or nil if some parameters have no name.
+--- Returns the parameters' names at the time when the optimizer was created, or nil if some parameters had no name.
 ---@param self ps.Optimizer
 ---@return string[]?
 function entries.own_names(self)
@@ -74,8 +74,8 @@ function entries.own_names(self)
   return names
 end
 
---- Returns the names of the parameters in a saved state. In a state saved without a model they are numbers. If both
---- sides know names, a parameter gets the number that its name had.
+--- Returns the names of the parameters in a saved state. In a state that was saved without a model, the names are
+--- indices. If both the state and this optimizer know names, a parameter gets the index that its name had in the state.
 ---@param self ps.Optimizer
 ---@param model? ps.nn.Module
 ---@param values table the values of the saved state
@@ -96,12 +96,12 @@ function entries.saved_names(self, model, values)
   return names
 end
 
---- Returns a tensor of a saved state, for a parameter: on the parameter's device, and this rank's part of it. A tensor
---- of another type or shape is an error.
+--- Returns a tensor of a saved state for a parameter. The result is on the parameter's device and contains only this
+--- rank's shard. Raises an error if the tensor has another type or shape than required.
 ---@param name string
 ---@param tensor ps.Tensor
 ---@param param ps.Tensor
----@param state? table its description; nil: the master
+---@param state? table description of the state, or nil for the master
 ---@return ps.Tensor
 function entries.same_or_fail(name, tensor, param, state)
   local needed = state and state.shape and state.shape(param:shape())

@@ -14,13 +14,13 @@ local error = caller.error
 
 local groups = {}
 
--- Names of matrices that are not inside a model: tables of embeddings, and heads.
+-- name components of matrices that are not inside a model: embeddings and heads
 local OUTSIDE = { "emb", "wte", "wpe", "head", "classifier", "score", "pooler" }
 
---- Returns the default groups of an optimizer that updates only matrices: matrices inside the model, and the rest with
---- another optimizer.
+--- Returns the default groups of an optimizer that updates only matrices: a group of the matrices inside the model, and
+--- a group of all other parameters with another optimizer.
 ---@param kind string
----@return table[]? nil: one group has all parameters
+---@return table[]? nil if one group has all parameters
 function groups.split(kind)
   local made = optimizers.of(kind)
   if not made.matrices then return nil end
@@ -32,11 +32,11 @@ function groups.split(kind)
   return { { match = inside, optimizer = kind }, { optimizer = made.rest } }
 end
 
---- Refuses parameters that their group's optimizer cannot update.
+--- Raises an error if a group's optimizer cannot update a parameter.
 ---@param group table
 ---@param name string
 ---@param param ps.Tensor
----@param cut boolean each tensor-parallel rank has only a part of the parameter
+---@param cut boolean whether each tensor-parallel rank has only a part of the parameter
 function groups.check_parameter(group, name, param, cut)
   local made, shape = optimizers.of_group(group), table.concat(param:shape(), ", ")
   if made.matrices and param:dim() ~= 2 then
@@ -55,7 +55,8 @@ end
 ---@return string[]
 function groups.settings(group) return optimizers.of_group(group).settings end
 
---- Returns the settings of a group that are saved: those of its optimizer, and its fields that cannot be set.
+--- Returns the settings of a group that are saved: the settings of its optimizer, and the group's fields that cannot be
+--- set.
 ---@param group table
 ---@return string[]
 function groups.saved_keys(group)
@@ -74,12 +75,12 @@ function groups.problem(group)
     or made.problem and made.problem(group) or nil
 end
 
---- Refuses values that cannot get a gradient. An optimizer needs float tensors that are not an op's output. A frozen
---- parameter is accepted, since it may be trained later.
+--- Raises an error for a value that cannot get a gradient. An optimizer needs float tensors that are not the output of
+--- an op. A frozen parameter is accepted, since it may be trained later.
 ---@param p any
 ---@param name? string
----@param i integer its place in the list, from 1
----@param what string "AdamW, group 0"
+---@param i integer index in the list, from 1
+---@param what string the optimizer and the group, such as "AdamW, group 0"
 function groups.check_trainable(p, name, i, what)
   local which = ("%s, %s"):format(what, name or "parameter " .. (i - 1))
   if not is_tensor(p) then error(("%s is a %s, not a tensor"):format(which, type(p))) end
@@ -94,9 +95,9 @@ function groups.check_trainable(p, name, i, what)
   end
 end
 
---- Refuses groups with a setting out of its range.
+--- Raises an error if a group has a setting that is out of range.
 ---@param list table[]
----@param kind string "AdamW"
+---@param kind string name of the optimizer, such as "AdamW"
 function groups.check(list, kind)
   for number, group in ipairs(list) do
     local problem = groups.problem(group)
@@ -105,8 +106,9 @@ function groups.check(list, kind)
 end
 
 -- -- rates -----------------------------------------------------------------------------------------------------------
--- A group has an initial rate (initial_lr), on which schedules and set_lr are based. The optimizer's own rate (base_lr)
--- is the one with which it was made; else the rate that all groups share; else it has none (false).
+-- Returns the optimizer's own rate (base_lr). It is the rate with which the optimizer was created, or the rate that all
+-- groups share, or false if there is neither. Each group also has an initial rate (initial_lr), on which schedules and
+-- set_lr are based.
 local function base_of(list, given)
   local alike = true
   for _, group in ipairs(list) do alike = alike and group.initial_lr == list[1].initial_lr end
@@ -115,9 +117,9 @@ local function base_of(list, given)
   return given
 end
 
-local told_zero = setmetatable({}, { __mode = "k" })        -- by the list of groups
+local told_zero = setmetatable({}, { __mode = "k" })        -- whether the note was printed, by list of groups
 
---- Prints, at the first step, that all rates are 0, were so when the optimizer was made, and have no schedule.
+--- Prints a note at the first step if all rates are 0, were 0 when the optimizer was created, and have no schedule.
 ---@param optimizer {groups: table[]}
 ---@param quiet? boolean
 function groups.tell_zero(optimizer, quiet)
@@ -130,25 +132,25 @@ function groups.tell_zero(optimizer, quiet)
     .. "schedule sets another\n"):format(optimizer.groups[1].kind, #optimizer.groups > 1 and " in all groups" or ""))
 end
 
---- Notes that the rates have a schedule, which may begin at 0.
+--- Records that the rates have a schedule, which may begin at 0.
 ---@param optimizer {groups: table[]}
 function groups.scheduled(optimizer) told_zero[optimizer.groups] = true end
 
--- Notes the rates that psluajit itself set, to detect a script's assignments.
+-- Records the rates that psluajit itself set, to detect assignments by a script.
 local function note_rates(list)
   for _, group in ipairs(list) do group.known_lr = group.lr end
 end
 
---- Makes the groups' present rates their initial ones.
+--- Makes the groups' current rates their initial rates.
 ---@param optimizer {groups: table[]}
----@param given? number the optimizer's own rate, or nil if it was made without one
+---@param given? number the optimizer's own rate, or nil if it was created without a rate
 function groups.begin_rates(optimizer, given)
   for _, group in ipairs(optimizer.groups) do group.initial_lr = group.lr end
   note_rates(optimizer.groups)
   optimizer.given_lr, optimizer.base_lr = given, base_of(optimizer.groups, given)
 end
 
---- Makes rates that the script has assigned to groups their initial ones, because a schedule begins.
+--- Makes the rates that the script has assigned to groups their initial rates, because a schedule begins.
 ---@param optimizer {groups: table[]}
 function groups.renew_rates(optimizer)
   groups.scheduled(optimizer)
@@ -162,7 +164,7 @@ end
 ---@param list table[]
 ---@param key? string "lr" (default) or "initial_lr"
 ---@return string text
----@return boolean alike
+---@return boolean alike whether all rates are equal
 function groups.rates(list, key)
   local texts, alike = {}, true
   for i, group in ipairs(list) do
@@ -177,7 +179,7 @@ local function check_lr(lr, call)
   if problem then error(call .. ": the rate " .. problem) end
 end
 
---- Sets the rate of each group from rate_of(group).
+--- Sets the rate of each group to rate_of(group).
 ---@param optimizer {groups: table[]}
 ---@param rate_of fun(group: table): number
 function groups.each_rate(optimizer, rate_of)
@@ -185,12 +187,12 @@ function groups.each_rate(optimizer, rate_of)
   note_rates(optimizer.groups)
 end
 
---- Sets the optimizer's rate from the next step on. A group whose initial rate differs keeps its ratio to the
---- optimizer's own rate. If the groups have different rates and the optimizer was made without one, the call is
---- refused.
+--- Sets the optimizer's rate from the next step on. A group whose initial rate differs from the optimizer's own rate
+--- keeps its ratio to it. Raises an error if the groups have different rates and the optimizer was created without a
+--- rate.
 ---@param optimizer {groups: table[], base_lr: number|false}
 ---@param lr number
----@param call? string of messages (default "optimizer:set_lr")
+---@param call? string name of the call in messages (default "optimizer:set_lr")
 function groups.set_lr(optimizer, lr, call)
   call = call or "optimizer:set_lr"
   check_lr(lr, call)
@@ -203,7 +205,7 @@ function groups.set_lr(optimizer, lr, call)
   groups.each_rate(optimizer, function(group) return base == 0 and lr or lr * (group.initial_lr / base) end)
 end
 
--- optimizer.lr = lr
+-- Performs optimizer.lr = lr.
 local function assign_lr(optimizer, lr)
   check_lr(lr, "optimizer.lr")
   local text, alike = groups.rates(optimizer.groups)
@@ -223,7 +225,8 @@ local function read_lr(optimizer)
   error(("optimizer.lr: the groups have the rates %s; read optimizer.groups[i].lr"):format(text))
 end
 
---- Sets __index and __newindex of optimizers: param_groups is PyTorch's name of groups, and lr the rate of all groups.
+--- Sets __index and __newindex of optimizers. param_groups is PyTorch's name for groups, and lr is the rate of all
+--- groups.
 ---@param methods table
 ---@param instance table the metatable to change
 ---@return table instance
@@ -247,8 +250,8 @@ function groups.fields(methods, instance)
 end
 
 -- -- saved -----------------------------------------------------------------------------------------------------------
---- Settings in a form that JSON holds bit for bit: a number is a text, and a list of numbers (betas) is one text with
---- blanks between them.
+--- Returns settings in a form that JSON stores bit for bit: a number becomes a text, and a list of numbers (betas)
+--- becomes one text with blanks between the numbers.
 ---@param group table
 ---@param keys string[]
 ---@return table<string, string|boolean>
@@ -266,7 +269,7 @@ function groups.to_text(group, keys)
   return kept
 end
 
---- Returns the reason why saved groups do not match a list; nil if they do.
+--- Returns the reason why saved groups do not match a list of groups, or nil if they match.
 ---@param list table[]
 ---@param saved table[]
 ---@return string?
@@ -277,7 +280,7 @@ end
 
 --- Loads settings in the form of to_text.
 ---@param list table[]
----@param saved table[] one for each group
+---@param saved table[] saved settings of each group
 function groups.from_text(list, saved)
   for number, group in ipairs(list) do
     for key, value in pairs(saved[number]) do
@@ -292,14 +295,15 @@ function groups.from_text(list, saved)
   note_rates(list)
 end
 
---- Notes rates that were loaded, so that they do not count as assigned by the script.
+--- Records rates that were loaded, so that they do not count as assignments by the script.
 ---@param list table[]
 function groups.loaded(list) note_rates(list) end
 
 -- -- of engines ------------------------------------------------------------------------------------------------------
---- Returns the groups of a configuration: its optimizer's settings, changed by the script's param_groups.
----@param optimizer {type: string, params: table} block "optimizer" of the configuration
----@param param_groups? table[] nil: one group
+--- Returns the groups of a configuration, which have the settings of its optimizer with the changes of the script's
+--- param_groups.
+---@param optimizer {type: string, params: table} the configuration's section "optimizer"
+---@param param_groups? table[] nil for one group
 ---@return table[] groups
 function groups.configured(optimizer, param_groups)
   local params, list = optimizer.params, {}
@@ -320,7 +324,8 @@ function groups.configured(optimizer, param_groups)
   return list
 end
 
---- By group, from 1: the states that an engine keeps for a parameter in addition to its fp32 value.
+--- Returns the states that an engine keeps for a parameter of each group, in addition to its fp32 value, by group from
+--- 1.
 ---@param list table[] groups, from groups.configured
 ---@return ps.optimizers.State[][]
 function groups.states(list)
@@ -329,7 +334,8 @@ function groups.states(list)
   return states
 end
 
--- Returns the groups whose match returns true for a parameter; a last group without a match gets it if there is none.
+-- Returns the groups whose match returns true for a parameter. If there is none, returns the last group if it has no
+-- match function.
 local function matches(param_groups, name, param)
   local list = {}
   for number, given in ipairs(param_groups) do
@@ -340,8 +346,8 @@ local function matches(param_groups, name, param)
   return list
 end
 
---- Refuses trained parameters that no group has. Prints the parameters that several groups match, and the groups that
---- have none.
+--- Raises an error if a trained parameter belongs to no group. Prints the parameters that several groups match, and the
+--- groups that match no parameter.
 ---@param param_groups? table[]
 ---@param rows {name: string, param: ps.Tensor}[] all trained parameters
 ---@param note fun(text: string)
@@ -373,7 +379,7 @@ function groups.check_members(param_groups, rows, note)
   end
 end
 
---- Returns the number, from 1, of a parameter's group: the first whose match returns true, else the last.
+--- Returns the index, from 1, of a parameter's group: the first group whose match returns true, else the last group.
 ---@param param_groups? table[]
 ---@param name string
 ---@param param ps.Tensor

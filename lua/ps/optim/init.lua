@@ -29,7 +29,8 @@ local optim = { give_back = norms.give_back, squares = norms.squares, global_nor
 
 local address = nn_module.address
 
---- Returns two parameter groups: tensors of two or more dimensions decay, biases and norms do not.
+--- Returns two parameter groups. Tensors of two or more dimensions are in the group with weight decay, biases and norms
+--- in the group without.
 ---@param model ps.nn.Module
 ---@param weight_decay number
 ---@return table[] groups
@@ -47,15 +48,16 @@ function optim.groups(model, weight_decay)
 end
 
 ---@class ps.Optimizer
----@field groups table[] each with params and settings (lr, weight_decay, ...), which may be changed between steps
+---@field groups table[] groups with params and settings (lr, weight_decay, ...), which may be changed between steps
 ---@field defaults table
 ---@field max_norm? number
----@field steps integer steps taken, skipped ones not counted
+---@field steps integer number of steps, excluding skipped ones
 ---@field trained table<number, true> addresses of its parameters
 ---@field lost? string name of a parameter that module:to has replaced by another tensor
----@field gone? {tensor: ps.Tensor, name: string}[] parameters in members of modules that a script has replaced
----@field taken? {name: string, engine: table} ps.initialize took over a parameter of that name, but not this optimizer
----@field per_rank? boolean in a group of several ranks, each rank updates from its own gradients
+---@field gone? {tensor: ps.Tensor, name: string}[] parameters in members that a script has replaced in their modules
+---@field taken? {name: string, engine: table} set if ps.initialize took over a parameter of this name, but not this
+---  optimizer
+---@field per_rank? boolean whether, in a group of several ranks, each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
 
@@ -78,7 +80,7 @@ end
 local OF_OPTIMIZER = { max_norm = "number", per_rank = "boolean" }
 local OF_GROUP = { params = "any", param_names = "table", optimizer = "string", kind = "string" }
 
--- Checks the settings of an optimizer or of a group; `also` has the keys that are not settings.
+-- Checks the settings of an optimizer or of a group. `also` contains the keys that are not settings.
 local function checked_options(kind, options, call, also)
   local keys = {}
   for key, type_of in pairs(also) do keys[key] = type_of end
@@ -96,7 +98,7 @@ local function defaults_of(made, lr)
   return defaults
 end
 
--- Returns the optimizer of a group: its own, if it names one.
+-- Returns the optimizer of a group, which is the group's own optimizer if it names one.
 local function kind_of_group(kind, given, what)
   local name = type(given) == "table" and (given.optimizer or given.kind)
   if not name then return kind end
@@ -155,7 +157,7 @@ local function build(kind, params, options)
   return self
 end
 
--- Entries with a gradient, and their gradients.
+-- Returns the entries that have a gradient, and their gradients.
 local function with_gradient(self)
   local entries, grads = {}, {}
   for _, entry in ipairs(self.entries) do
@@ -168,14 +170,14 @@ local function with_gradient(self)
 end
 
 -- Appends the tensors of a parameter's update to the op's inputs. If the parameter lacks a state, the master is passed
--- in its place.
+-- instead.
 local function fill(list, kind, entry, grad, states)
   local n = #list
   list[n + 1], list[n + 2], list[n + 3] = entry.param, entry.master, grad
   for k = 1, optimizers.takes(kind) do list[n + 3 + k] = states[k] and entry[states[k].name] or entry.master end
 end
 
--- Updates entries. done: called with each entry after its update, or nil.
+-- Updates entries. `done` is called with each entry after its update, unless it is nil.
 local function update(entries, grads, scale, done)
   local first, states = 1, {}
   -- All memory is allocated before the first update.
@@ -211,7 +213,7 @@ function optim.norm_of(optimizer)
 end
 
 --- Updates the parameters that have a gradient, for code that runs an optimizer's steps without step(). If it fails,
---- `done` was called with the entries that were updated.
+--- `done` has been called with the entries that were updated.
 ---@param optimizer ps.Optimizer
 ---@param scale number a factor on the gradients
 ---@param done fun(entry: table)
@@ -231,7 +233,8 @@ local function end_step()
   scope.end_step()
 end
 
--- Refuses several ranks: each would update from its own gradients, and their parameters would drift apart.
+-- Raises an error if there are several ranks, since each rank would update from its own gradients and their parameters
+-- would diverge.
 local function check_ranks(self)
   local group = not self.per_rank and mesh.group "dp"
   if not group then return end
@@ -241,7 +244,8 @@ local function check_ranks(self)
     self.kind.name, group:size()))
 end
 
--- Refuses parameters of a model that ps.initialize took over, since its optimizer updates them.
+-- Raises an error if ps.initialize took over a model with parameters of this optimizer, since the model's own optimizer
+-- updates them.
 local function check_taken(self)
   local taken = self.taken and not self.taken.engine.closed and self.taken.name
   for _, entry in ipairs(self.entries) do
@@ -259,8 +263,8 @@ local function check_taken(self)
     taken))
 end
 
--- Prints the parameters that a script has replaced in their module and that have no gradient: these are no longer
--- trained. If another layer wraps the old one, its parameters still get gradients.
+-- Prints the parameters that a script has replaced in their module and that have no gradient, since they are no longer
+-- trained. If another layer wraps the old one, the old layer's parameters still get gradients and are not printed.
 local function tell_gone(self)
   local names = {}
   for _, entry in ipairs(self.gone) do
@@ -276,12 +280,12 @@ end
 
 local STEP = { max_norm = "number", scaler = "table", grad_scale = "number" }
 
---- Updates the parameters from their gradients. A parameter without a gradient stays; if none has one, the step is
---- skipped. The call ends the implicit step scope.
----@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor
----  on all gradients, for example 1 / (number of accumulated batches)
----@return {grad_norm?: number, skipped: boolean} info grad_norm: before clipping; nil if neither max_norm nor scaler is
----  used
+--- Updates the parameters from their gradients. A parameter without a gradient is not changed. If no parameter has a
+--- gradient, the step is skipped. The call ends the implicit step scope.
+---@param options? {max_norm?: number, scaler?: ps.LossScaler, grad_scale?: number} grad_scale: a factor on all
+---  gradients, for example 1 / (number of accumulated batches)
+---@return {grad_norm?: number, skipped: boolean} info grad_norm is the norm before clipping, or nil if neither max_norm
+---  nor scaler is used
 function Optimizer:step(options)
   native.check_running "optimizer:step()"
   options = in_range(caller.options(options, "optimizer:step", STEP), "optimizer:step", types.OPTIMIZER)
@@ -325,7 +329,7 @@ function Optimizer:step(options)
   return info
 end
 
---- Ends a step without an update: the next step has new dropout masks, and the step's scope ends.
+--- Ends a step without an update. The next step has new dropout masks, and the step's scope ends.
 ---@return {skipped: boolean} info
 function Optimizer:skip()
   end_step()
@@ -333,7 +337,7 @@ function Optimizer:skip()
 end
 
 --- Drops the gradients of all parameters.
----@param set_to_none? boolean PyTorch's; true, the default, is the only value
+---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
 function Optimizer:zero_grad(set_to_none)
   exact.set_to_none(set_to_none, "optimizer:zero_grad")
   called(self, "zero_grad")
@@ -341,18 +345,18 @@ function Optimizer:zero_grad(set_to_none)
   for _, entry in ipairs(self.entries) do entry.param:set_grad(nil) end
 end
 
---- Sets the learning rate from the next step on. A group that was made with another rate than the optimizer keeps its
---- ratio to the optimizer's. If the groups have different rates and the optimizer was made without one, the call is
---- refused; set optimizer.groups[i].lr.
+--- Sets the learning rate from the next step on. A group that was created with another rate than the optimizer keeps
+--- its ratio to the optimizer's rate. Raises an error if the groups have different rates and the optimizer was created
+--- without a rate; set optimizer.groups[i].lr in that case.
 ---@param lr number
 function Optimizer:set_lr(lr)
   called(self, "set_lr")
   groups.set_lr(self, lr)
 end
 
---- Returns the state: `tensors` by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer, master), and `values`,
---- which JSON can hold. Without a model, parameters have the names "0", "1", ...; `values` then has their real names,
---- if the optimizer was made from a module or from optim.groups.
+--- Returns the state. `tensors` contains the states by "<parameter>.<state>" (exp_avg, exp_avg_sq, momentum_buffer,
+--- master). `values` contains values that JSON can store. Without a model, parameters have the names "0", "1", ...;
+--- `values` then contains their real names if the optimizer was created from a module or from optim.groups.
 ---@param model? ps.nn.Module
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function Optimizer:state_dict(model)
@@ -377,7 +381,7 @@ function Optimizer:state_dict(model)
   return { tensors = tensors, values = values }
 end
 
--- Returns a view of the optimizer for optim/state.lua, which has PyTorch's form.
+-- Returns a view of the optimizer for optim/state.lua, which implements PyTorch's form.
 local function for_torch(self)
   local view = { named = entries_of.own_names(self) ~= nil, kind = self.kind.name, steps = self.steps,
     groups = self.groups,
@@ -406,20 +410,21 @@ local function for_torch(self)
 end
 
 --- Returns the state in PyTorch's form, like optimizer:state_dict() of an engine: {state = {[n] = {step, exp_avg,
---- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this one accept it. Tensors are not copied.
+--- ...}}, param_groups}. load_state_dict of PyTorch's optimizer and of this optimizer accept it. Tensors are not
+--- copied.
 ---@return {state: table<integer, table>, param_groups: table[]}
 function Optimizer:torch_state_dict()
   called(self, "torch_state_dict")
   return optimizer_state.torch(for_torch(self), entries_of.own_names(self) ~= nil)
 end
 
--- Returns whether a state, or an open file with one, is in PyTorch's form.
+-- Returns whether a state, or an open file that contains a state, is in PyTorch's form.
 local function is_torch(state)
   if type(state.holds) == "function" then return state:holds "param_groups" end
   return state.values == nil and state.param_groups ~= nil
 end
 
--- Loads a state in PyTorch's form. It has no masters, so they start from the parameters.
+-- Loads a state in PyTorch's form. The state has no masters, so masters start from the parameters.
 local function load_torch(self, state)
   local view = for_torch(self)
   optimizer_state.load(view, state)
@@ -427,8 +432,8 @@ local function load_torch(self, state)
   for _, entry in ipairs(self.entries) do entry.master = nil end
 end
 
---- Loads a state of state_dict; tensors on their parameter's device are adopted, not copied. Or loads PyTorch's form
---- (torch_state_dict), from tables or an open file, which is copied.
+--- Loads a result of state_dict, whose tensors are adopted without a copy if they are on their parameter's device. Also
+--- loads PyTorch's form (torch_state_dict) from tables or an open file, which is copied.
 ---@param state table|ps.TorchFile
 ---@param model? ps.nn.Module as in state_dict
 function Optimizer:load_state_dict(state, model)
@@ -466,7 +471,7 @@ function Optimizer:load_state_dict(state, model)
   end
   for i, entry in ipairs(self.entries) do
     entry.master = nil
-    -- Tensors that the state lacks start from zero.
+    -- States that are missing start from zero.
     for _, of in ipairs(optimizers.of_group(entry.group).states) do entry[of.name] = nil end
     for key, value in pairs(planned[i]) do
       if nn_module.is_tensor(value) then value:keep() end
@@ -477,45 +482,44 @@ function Optimizer:load_state_dict(state, model)
   self.steps = values.steps
 end
 
---- Adam; weight_decay is added to the gradient. params: a module, a list of parameters, or of groups {params=, ...}.
---- per_rank: allow step() in a group of several ranks, where it is otherwise refused. Each rank then updates from its
---- own gradients, which the script may have summed.
----@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
----  per_rank?: boolean}
+--- Creates an Adam optimizer, which adds weight_decay to the gradient. With per_rank, step() is allowed in a group of
+--- several ranks, where it otherwise raises an error. Each rank then updates from its own gradients, which the script
+--- may have summed.
+---@param params ps.nn.Module|ps.Tensor[]|table[] a module, a list of parameters, or a list of groups {params=, ...}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
+---  boolean}
 ---@return ps.Optimizer
 function optim.Adam(params, options) return build(optimizers.of "Adam", params, options) end
 
---- Adam with decoupled weight decay (default 0.01).
+--- Creates an AdamW optimizer, which is Adam with decoupled weight decay (default 0.01).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
----  per_rank?: boolean}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
+---  boolean}
 ---@return ps.Optimizer
 function optim.AdamW(params, options) return build(optimizers.of "AdamW", params, options) end
 
---- Stochastic gradient descent with PyTorch's momentum.
+--- Creates an optimizer that performs stochastic gradient descent with PyTorch's momentum.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, momentum?: number, dampening?: number, nesterov?: boolean, weight_decay?: number,
 ---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.SGD(params, options) return build(optimizers.of "SGD", params, options) end
 
---- RMSprop (Tieleman and Hinton 2012), as PyTorch has it, not centered.
+--- Creates an RMSprop optimizer (Tieleman and Hinton 2012), which is PyTorch's without `centered`.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, momentum?: number, alpha?: number, eps?: number, weight_decay?: number,
----  max_norm?: number, per_rank?: boolean}
+---@param options? {lr?: number, momentum?: number, alpha?: number, eps?: number, weight_decay?: number, max_norm?:
+---  number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
 
---- Lion (Chen et al. 2023), as lion-pytorch has it.
+--- Creates a Lion optimizer (Chen et al. 2023), which is that of lion-pytorch.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number,
----  per_rank?: boolean}
+---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Lion(params, options) return build(optimizers.of "Lion", params, options) end
 
---- Muon (Jordan et al. 2024), as PyTorch has it, for matrices. Give other parameters in groups with another optimizer:
---- { params = list, optimizer = "AdamW" }.
+--- Creates a Muon optimizer for matrices (Jordan et al. 2024), which is PyTorch's. Pass other parameters in groups with
+--- another optimizer: { params = list, optimizer = "AdamW" }.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, weight_decay?: number, momentum?: number, nesterov?: boolean, ns_coefficients?:
 ---  number[], eps?: number, ns_steps?: integer, adjust_lr_fn?: "original"|"match_rms_adamw"|"spectral_unclamped",
@@ -523,42 +527,43 @@ function optim.Lion(params, options) return build(optimizers.of "Lion", params, 
 ---@return ps.Optimizer
 function optim.Muon(params, options) return build(optimizers.of "Muon", params, options) end
 
---- Adafactor (Shazeer and Stern 2018), as PyTorch has it; its eps are eps1 and eps2.
+--- Creates an Adafactor optimizer (Shazeer and Stern 2018), which is PyTorch's. eps1 and eps2 are PyTorch's pair eps.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, beta2_decay?: number, eps1?: number, eps2?: number, d?: number, weight_decay?:
----  number, max_norm?: number, per_rank?: boolean}
+---@param options? {lr?: number, beta2_decay?: number, eps1?: number, eps2?: number, d?: number, weight_decay?: number,
+---  max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.Adafactor(params, options) return build(optimizers.of "Adafactor", params, options) end
 
---- Adafactor as transformers has it, with the defaults of its Trainer; its eps are eps1 and eps2.
+--- Creates the Adafactor optimizer of transformers, with the defaults of its Trainer. eps1 and eps2 are the pair eps of
+--- transformers.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, decay_rate?: number, eps1?: number, eps2?: number, clip_threshold?: number,
----  weight_decay?: number, scale_parameter?: boolean, relative_step?: boolean, warmup_init?: boolean,
----  max_norm?: number, per_rank?: boolean}
+---  weight_decay?: number, scale_parameter?: boolean, relative_step?: boolean, warmup_init?: boolean, max_norm?:
+---  number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.HuggingFaceAdafactor(params, options)
   return build(optimizers.of "HuggingFaceAdafactor", params, options)
 end
 
---- LAMB (You et al. 2020), as timm has it, without its clipping (max_norm).
+--- Creates a LAMB optimizer (You et al. 2020), which is that of timm without its clipping (max_norm).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number,
----  grad_averaging?: boolean, always_adapt?: boolean, trust_clip?: boolean, max_norm?: number,
----  per_rank?: boolean}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, grad_averaging?: boolean,
+---  always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
 function optim.LAMB(params, options) return build(optimizers.of "LAMB", params, options) end
 
---- AdamW with averages of 8 bits, in blocks of 256 elements with a scale each (Dettmers et al. 2022).
+--- Creates an AdamW optimizer whose averages have 8 bits, in blocks of 256 elements with one scale per block (Dettmers
+--- et al. 2022).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
----  per_rank?: boolean}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
+---  boolean}
 ---@return ps.Optimizer
 function optim.AdamW8bit(params, options) return build(optimizers.of "AdamW8bit", params, options) end
 
---- AdamW with averages in bf16, which are rounded stochastically.
+--- Creates an AdamW optimizer whose averages are stored in bf16 with stochastic rounding.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
----@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number,
----  per_rank?: boolean}
+---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, max_norm?: number, per_rank?:
+---  boolean}
 ---@return ps.Optimizer
 function optim.AdamWBF16(params, options) return build(optimizers.of "AdamWBF16", params, options) end
 

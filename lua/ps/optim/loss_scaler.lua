@@ -23,14 +23,15 @@ local types = require "ps.core.types"
 local M = {}
 
 ---@class ps.LossScaler
----@field scale number present factor of losses
+---@field scale number current factor on losses
 ---@field dynamic boolean
----@field steps integer steps seen, good or not
----@field last_overflow integer the step of the last overflow (PyTorch's rule: or of the last raise), from 0; -1: none
----@field growth number factor of a raise
----@field backoff number factor of an overflow
----@field restarts boolean a raise begins a new window, as in PyTorch
----@field hysteresis_left integer overflows until the scale falls, the last one included
+---@field steps integer number of steps, including overflows
+---@field last_overflow integer index, from 0, of the step with the last overflow (with PyTorch's rule, also of the last
+---  raise), or -1 if there is none
+---@field growth number factor by which the scale is raised
+---@field backoff number factor on the scale after an overflow
+---@field restarts boolean whether a raise begins a new window, as in PyTorch
+---@field hysteresis_left integer number of overflows until the scale is lowered, including the last one
 local LossScaler = require("ps.core.foreign").stand({}, "scaler")
 LossScaler.__index = LossScaler
 
@@ -55,12 +56,13 @@ local function check(key, value)
   end
 end
 
---- loss_scale: 0 for a dynamic scale, else a fixed scale (a step that overflows is skipped, and the scale stays). The
---- other options apply only to a dynamic scale. It starts at 2 ^ initial_scale_power, or at initial_scale if given, and
---- halves down to min_loss_scale. consecutive_hysteresis: every good step restores the hysteresis, not only a window of
---- them. raise_error_at_min_scale: an overflow at the smallest scale is an error.
----@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number,
----  loss_scale_window?: integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
+--- Creates a loss scaler. loss_scale is 0 for a dynamic scale, else a fixed scale, with which a step that overflows is
+--- skipped and the scale is not changed. The other options apply only to a dynamic scale. It starts at 2 ^
+--- initial_scale_power, or at initial_scale if given, and is halved down to min_loss_scale. consecutive_hysteresis:
+--- every good step restores the hysteresis, instead of only a window of good steps. raise_error_at_min_scale: an
+--- overflow at the smallest scale raises an error.
+---@param options? {loss_scale?: number, initial_scale_power?: number, initial_scale?: number, loss_scale_window?:
+---  integer, hysteresis?: integer, consecutive_hysteresis?: boolean, min_loss_scale?: number,
 ---  raise_error_at_min_scale?: boolean}
 ---@return ps.LossScaler
 function M.new(options)
@@ -82,11 +84,11 @@ end
 local PYTORCH = { scale = "number", interval = "whole", growth = "number", backoff = "number" }
 local RANGES = { scale = types.scale, interval = types.integer(1), growth = types.number(1), backoff = types.share }
 
---- A dynamic loss scale for fp16. It halves when a gradient overflows (that step is skipped), and doubles after
---- `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
----@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: the first one, default
----  65536; interval: good steps, default 2000; growth: the factor after them, default 2; backoff: the factor of an
----  overflow (default 0.5)
+--- Creates a dynamic loss scale for fp16. The scale is halved when a gradient overflows, in which case the step is
+--- skipped, and doubled after `interval` good steps.  scaler:scale_loss(loss):backward(); opt:step { scaler = scaler }
+---@param options? {scale?: number, interval?: integer, growth?: number, backoff?: number} scale: initial scale (default
+---  65536); interval: number of good steps (default 2000); growth: factor after these steps (default 2); backoff:
+---  factor after an overflow (default 0.5)
 ---@return ps.LossScaler
 function M.pytorch(options)
   options = caller.options(options, "optim.GradScaler", PYTORCH)
@@ -121,14 +123,14 @@ end
 
 -- Returns whether a good step ends a window.
 local function window_ends(self)
-  local good = self.steps - self.last_overflow                       -- good steps, including this one
+  local good = self.steps - self.last_overflow                       -- number of good steps, including this one
   if self.restarts then return good >= self.loss_scale_window end
   return good > 1 and (good - 1) % self.loss_scale_window == 0
 end
 
-local MANY = 5                                                        -- skipped steps in a row
+local MANY = 5                                                        -- number of consecutive skipped steps
 
--- Prints once that no step has updated the model for a while, if the scale cannot fall any more.
+-- Prints a note, once, if no step has updated the model for a while and the scale cannot be lowered further.
 local function count_skipped(self, overflowed)
   self.skipped = overflowed and (self.skipped or 0) + 1 or 0
   if self.skipped < MANY or self.told then return end
@@ -160,7 +162,7 @@ end
 
 local KEPT = { "scale", "steps", "last_overflow", "hysteresis_left" }
 
---- Returns the state that a resumed run needs, as text that keeps every bit.
+--- Returns the state that a resumed run needs, as texts that preserve every bit.
 ---@return table<string, string>
 function LossScaler:state_dict()
   local state = {}
@@ -168,7 +170,7 @@ function LossScaler:state_dict()
   return state
 end
 
---- Continues from a state of state_dict. A fixed scale keeps the value of its options.
+--- Continues from a result of state_dict. A fixed scale keeps the value of its options.
 ---@param state table<string, string|number>
 function LossScaler:load_state_dict(state)
   if state.good then                               -- the form of optim.GradScaler in older versions

@@ -31,7 +31,7 @@ end
 
 local WARMUP_TO = { optimizer = "table", max_lr = "number", min_lr = "number", warmup = "number", total = "number" }
 
--- Returns the progress from the end of warm-up (0) to the last step (1).
+-- Returns the progress from the end of the warm-up (0) to the last step (1).
 local function way(options, count)
   local warmup = options.warmup or 0
   return math.min(1, (count - warmup) / math.max(1, options.total - warmup))
@@ -42,11 +42,11 @@ local function warming(options, count)
   if count < warmup then return options.max_lr * (count + 1) / warmup end
 end
 
---- The rate reaches max_lr in `warmup` steps, then falls along half a cosine to min_lr at step `total` (Loshchilov and
---- Hutter 2017).
+--- Returns a schedule in which the rate rises to max_lr in `warmup` steps, then falls along half a cosine to min_lr at
+--- step `total` (Loshchilov and Hutter 2017).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
 ---  integer}
----@param ... any after an optimizer: a table with the other options
+---@param ... any a table with the other options, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.warmup_cosine(options, ...)
   options = checked("warmup_cosine", WARMUP_TO, "max_lr total", options, ...)
@@ -58,10 +58,11 @@ function sched.warmup_cosine(options, ...)
   end, nil, { total = options.total })
 end
 
---- The rate reaches max_lr in `warmup` steps, then falls linearly to min_lr at step `total`.
+--- Returns a schedule in which the rate rises to max_lr in `warmup` steps, then falls linearly to min_lr at step
+--- `total`.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, min_lr?: number, warmup?: integer, total:
 ---  integer}
----@param ... any after an optimizer: a table with the other options
+---@param ... any a table with the other options, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.warmup_linear(options, ...)
   options = checked("warmup_linear", WARMUP_TO, "max_lr total", options, ...)
@@ -74,9 +75,9 @@ end
 
 local CONSTANT = { optimizer = "table", max_lr = "number", warmup = "number" }
 
---- The rate rises to max_lr in `warmup` steps (default 0) and stays there.
+--- Returns a schedule in which the rate rises to max_lr in `warmup` steps (default 0) and then stays constant.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number, warmup?: integer}
----@param ... any after an optimizer: a table with the other options
+---@param ... any a table with the other options, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.constant(options, ...)
   options = checked("constant", CONSTANT, "max_lr", options, ...)
@@ -93,10 +94,10 @@ order.OneCycle = "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size 
 order.LRRangeTest = "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase "
   .. "last_batch_iteration"
 
--- DeepSpeed's schedules. Their count lags by one step: the first step runs at the starting rate, and the second at
+-- DeepSpeed's schedules. Their count lags by one step: the first step has the starting rate, and the second step has
 -- the rate for 0 warm-up steps, which is the same. Options have DeepSpeed's names; docs/config.md lists all of them.
 
--- The completed share of the warm-up, as a function of the step (from 0), and its number of steps.
+-- Returns the completed share of the warm-up as a function of the step (from 0), and the number of warm-up steps.
 local WARMUPS = { log = true, linear = true }
 local WARMUP_STEPS = 1000                                  -- DeepSpeed's default
 
@@ -109,8 +110,8 @@ local function warmup_share(name, options)
   return function(step) return scale * math.log(step + 1) end, steps
 end
 
--- The rate rises from warmup_min_lr to warmup_max_lr. After the warm-up it lies between them, at the fraction that
--- after(step, warmup steps) returns.
+-- Returns a schedule in which the rate rises from warmup_min_lr to warmup_max_lr. After the warm-up the rate is between
+-- these two, at the fraction that after(step, warmup steps) returns.
 local function warmup_then(name, options, high, after, total)
   local low, share, steps = options.warmup_min_lr or 0, warmup_share(name, options)
   return build(name, options, function(count)
@@ -123,12 +124,12 @@ end
 local WARMUP = { optimizer = "table", warmup_min_lr = "number", warmup_max_lr = "number", warmup_num_steps = "number",
   warmup_type = "string", last_batch_iteration = "number" }
 
---- The rate rises to warmup_max_lr (default: the optimizer's rate) in warmup_num_steps and stays there, for all groups
---- alike. last_batch_iteration = n: the schedule begins at the rate of iteration n (default -1: at its start).
+--- Returns a schedule in which the rate of all groups rises to warmup_max_lr (default: the optimizer's rate) in
+--- warmup_num_steps and then stays constant. With last_batch_iteration = n the schedule begins at the rate of iteration
+--- n (default -1, its start).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, warmup_min_lr?: number, warmup_max_lr?: number,
----  warmup_num_steps?: integer,
----  warmup_type?: "log"|"linear", last_batch_iteration?: integer}
----@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
+---  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.WarmupLR(options, ...)
   options = checked("WarmupLR", WARMUP, "", options, ...)
@@ -139,12 +140,11 @@ end
 local DECAY = { optimizer = "table", total_num_steps = "number", warmup_min_lr = "number", warmup_max_lr = "number",
   warmup_num_steps = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- The rate rises to warmup_max_lr in warmup_num_steps, then falls linearly to warmup_min_lr at total_num_steps. All
---- groups get this rate.
+--- Returns a schedule in which the rate of all groups rises to warmup_max_lr in warmup_num_steps, then falls linearly
+--- to warmup_min_lr at step total_num_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, warmup_min_lr?: number,
----  warmup_max_lr?: number,
----  warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
----@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
+---  warmup_max_lr?: number, warmup_num_steps?: integer, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
+---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.WarmupDecayLR(options, ...)
   options = checked("WarmupDecayLR", DECAY, "total_num_steps", options, ...)
@@ -158,12 +158,13 @@ end
 local COSINE = { optimizer = "table", total_num_steps = "number", lr = "number", warmup_min_ratio = "number",
   warmup_num_steps = "number", cos_min_ratio = "number", warmup_type = "string", last_batch_iteration = "number" }
 
---- Factors on each group's own rate: from warmup_min_ratio to 1, then half a cosine to cos_min_ratio. With `lr` they
---- are factors on lr, and the schedule calls optimizer:set_lr.
+--- Returns a schedule that multiplies each group's own rate by a factor, which rises from warmup_min_ratio to 1 and
+--- then falls along half a cosine to cos_min_ratio. With `lr` the schedule multiplies lr by the factor and calls
+--- optimizer:set_lr.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_num_steps: integer, lr?: number, warmup_min_ratio?:
----  number,
----  warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?: integer}
----@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
+---  number, warmup_num_steps?: integer, cos_min_ratio?: number, warmup_type?: "log"|"linear", last_batch_iteration?:
+---  integer}
+---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.WarmupCosineLR(options, ...)
   options = checked("WarmupCosineLR", COSINE, "total_num_steps", options, ...)
@@ -185,7 +186,8 @@ function sched.WarmupCosineLR(options, ...)
   return build("WarmupCosineLR", options, function(count) return rate * factor(count) end, nil, { total = total })
 end
 
--- Returns the height of step `count` in the cycle, from 0 at its ends to 1 in the middle.
+-- Returns a function that computes the height of step `count` in the cycle (0 at both ends, 1 in the middle), and the
+-- number of steps of the cycle.
 local function cycle_height(options)
   local up = options.cycle_first_step_size or 2000
   local down = options.cycle_second_step_size or up
@@ -196,7 +198,8 @@ local function cycle_height(options)
     local stairs = at <= up and up_stairs or down_stairs
     local height = at <= up and at / up or (total - at) / down
     if stairs == 0 then return height end
-    -- The position on the stairs is a product of whole numbers and one division, so it reaches each stair exactly.
+    -- The position on the stairs is a product of whole numbers followed by one division, so it reaches each stair
+    -- exactly.
     return math.floor(at <= up and at * stairs / up or (total - at) * stairs / down) / stairs
   end, total
 end
@@ -206,15 +209,15 @@ local CYCLE = { optimizer = "table", cycle_min_lr = "number", cycle_max_lr = "nu
   cycle_second_stair_count = "number", decay_step_size = "number", cycle_momentum = "boolean", cycle_min_mom = "number",
   cycle_max_mom = "number", decay_mom_rate = "number", last_batch_iteration = "number" }
 
---- One cycle of the rate from cycle_min_lr to cycle_max_lr and back, then decay. With cycle_momentum (the default)
---- beta1 cycles in the opposite direction and beta2 becomes 0.99; the very first step has the smallest beta1, as in
---- DeepSpeed. The schedule is Smith's (2018, "A disciplined approach to neural network hyper-parameters").
+--- Returns a schedule with one cycle of the rate from cycle_min_lr to cycle_max_lr and back, followed by a decay. With
+--- cycle_momentum (the default), beta1 cycles in the opposite direction and beta2 becomes 0.99. The very first step has
+--- the smallest beta1, as in DeepSpeed. The schedule is Smith's (2018, "A disciplined approach to neural network
+--- hyper-parameters").
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, cycle_min_lr: number, cycle_max_lr: number, decay_lr_rate?:
----  number,
----  cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
+---  number, cycle_first_step_size?: integer, cycle_second_step_size?: integer, cycle_first_stair_count?: integer,
 ---  cycle_second_stair_count?: integer, decay_step_size?: integer, cycle_momentum?: boolean, cycle_min_mom?: number,
 ---  cycle_max_mom?: number, decay_mom_rate?: number, last_batch_iteration?: integer}
----@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
+---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.OneCycle(options, ...)
   options = checked("OneCycle", CYCLE, "cycle_min_lr cycle_max_lr", options, ...)
@@ -238,11 +241,11 @@ end
 local RANGE = { optimizer = "table", lr_range_test_min_lr = "number", lr_range_test_step_size = "number",
   lr_range_test_step_rate = "number", lr_range_test_staircase = "boolean", last_batch_iteration = "number" }
 
---- A rate that only grows, to find where training diverges (Smith 2017): min x (1 + step_rate x steps / step_size).
+--- Returns a schedule whose rate only grows, to find the rate at which training diverges (Smith 2017). The rate is min
+--- x (1 + step_rate x steps / step_size).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_range_test_min_lr?: number, lr_range_test_step_size?:
----  integer,
----  lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
----@param ... any after an optimizer: the other options in the order of DeepSpeed, or in a table
+---  integer, lr_range_test_step_rate?: number, lr_range_test_staircase?: boolean, last_batch_iteration?: integer}
+---@param ... any the other options in DeepSpeed's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function sched.LRRangeTest(options, ...)
   options = checked("LRRangeTest", RANGE, "", options, ...)
@@ -257,12 +260,12 @@ end
 local NAMED = {}
 for _, name in ipairs(require "ps.config.schedules") do NAMED[name] = sched[name] end
 
--- Schedules whose max_lr is by default the optimizer's rate.
+-- schedules for which the default of max_lr is the optimizer's rate
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local SPECIFIC = { name = "string", optimizer = "table", num_warmup_steps = "whole", num_training_steps = "whole",
   scheduler_specific_kwargs = "table" }
--- By name: which numbers of steps get_scheduler passes.
+-- the numbers of steps that get_scheduler passes to a schedule, by its name
 local ASKS = { constant = {}, reduce_lr_on_plateau = {}, constant_with_warmup = { "num_warmup_steps" },
   inverse_sqrt = { "num_warmup_steps" } }
 for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial", "cosine_with_min_lr",
@@ -270,7 +273,7 @@ for _, name in ipairs { "linear", "cosine", "cosine_with_restarts", "polynomial"
   ASKS[name] = { "num_warmup_steps", "num_training_steps" }
 end
 
---- Returns a schedule of Hugging Face by its name, like transformers' get_scheduler: "linear", "cosine",
+--- Returns a schedule of Hugging Face by name, like transformers' get_scheduler: "linear", "cosine",
 --- "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr",
 --- "cosine_warmup_with_min_lr", "warmup_stable_decay" or "reduce_lr_on_plateau".
 ---@param name string|{name: string, optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps?: integer,

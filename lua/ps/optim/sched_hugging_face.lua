@@ -28,7 +28,7 @@ local function keys_of(more)
 end
 local TO_END = keys_of { num_training_steps = "whole" }
 
--- Returns the options of a call with checked numbers of steps.
+-- Checks the options of a call. Returns them, the number of warm-up steps, and the number of all steps.
 local function steps_of(name, keys, required, options, ...)
   options = checked(name, keys, required, options, ...)
   local what = "sched." .. name .. ": "
@@ -44,7 +44,7 @@ end
 -- Returns the factor during the warm-up, or nil if it is over.
 local function warming(count, warmup) if count < warmup then return count / warmup end end
 
--- Returns the progress after the warm-up: 0 at its end, 1 at the last step, more after it.
+-- Returns the progress after the warm-up: 0 at its end, 1 at the last step, and more than 1 after the last step.
 local function progress(count, warmup, total) return (count - warmup) / math.max(1, total - warmup) end
 
 local function cosine(cycles, done) return 0.5 * (1 + math.cos(math.pi * cycles * 2 * done)) end
@@ -53,9 +53,10 @@ local function by_factor(name, options, factor, total)
   return per_group(name, options, function(count, base) return base * factor(count) end, { total = total })
 end
 
---- The rate rises from 0 to each group's initial rate in num_warmup_steps, and stays there.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, and then stays
+--- constant.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.constant_with_warmup(options, ...)
   local warmup
@@ -63,11 +64,11 @@ function hugging_face.constant_with_warmup(options, ...)
   return by_factor("constant_with_warmup", options, function(count) return warming(count, warmup) or 1 end)
 end
 
---- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls linearly to 0 at step
---- num_training_steps.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls
+--- linearly to 0 at step num_training_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.linear(options, ...)
   local warmup, total
@@ -79,11 +80,11 @@ end
 
 local CYCLES = keys_of { num_training_steps = "whole", num_cycles = "number" }
 
---- The rate rises from 0 to each group's initial rate in num_warmup_steps, then follows num_cycles waves of a cosine
---- (default 0.5: from the top to 0) until step num_training_steps.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then follows
+--- num_cycles waves of a cosine (default 0.5, from the maximum to 0) until step num_training_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  num_cycles?: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine(options, ...)
   local warmup, total
@@ -94,11 +95,11 @@ function hugging_face.cosine(options, ...)
   end, total)
 end
 
---- Like cosine, but each of num_cycles (default 1) falls from each group's initial rate to 0, and the next begins
---- there again.
+--- Returns a schedule like `cosine`, except that the rate falls from each group's initial rate to 0 in each of
+--- num_cycles cycles (default 1), and each cycle begins at the initial rate again.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  num_cycles?: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_with_restarts(options, ...)
   local warmup, total
@@ -113,12 +114,12 @@ end
 
 local POLYNOMIAL = keys_of { num_training_steps = "whole", lr_end = "number", power = "number" }
 
---- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as a power (default 1) of the
---- remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end is the optimizer's; a group with another
---- rate keeps its ratio.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as a
+--- power (default 1) of the remaining steps to lr_end (default 1e-7) at step num_training_steps. lr_end applies to the
+--- optimizer's own rate. A group with another rate keeps its ratio to it.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  lr_end?: number, power?: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.polynomial(options, ...)
   local warmup, total
@@ -137,11 +138,12 @@ end
 
 local INVERSE = keys_of { timescale = "whole" }
 
---- The rate rises from 0 to each group's initial rate in num_warmup_steps, then falls as 1 / sqrt of the step. At step
---- num_warmup_steps + 3 x timescale it is half. timescale: default num_warmup_steps, or 10,000 if that is 0.
+--- Returns a schedule in which the rate rises from 0 to each group's initial rate in num_warmup_steps, then falls in
+--- proportion to 1 / sqrt of the step. At step num_warmup_steps + 3 x timescale it has fallen to half. The default of
+--- timescale is num_warmup_steps, or 10,000 if num_warmup_steps is 0.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, timescale?: integer, last_epoch?:
 ---  integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.inverse_sqrt(options, ...)
   local warmup
@@ -152,7 +154,7 @@ function hugging_face.inverse_sqrt(options, ...)
   end)
 end
 
--- Returns the least factor, from min_lr or min_lr_rate.
+-- Returns the smallest factor, which min_lr or min_lr_rate sets.
 local function least_of(name, options)
   if (options.min_lr ~= nil) == (options.min_lr_rate ~= nil) then
     error(("sched.%s needs min_lr or min_lr_rate, and not both"):format(name))
@@ -163,10 +165,11 @@ end
 
 local LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number", min_lr_rate = "number" }
 
---- Like cosine, but down to min_lr, or to the share min_lr_rate of each group's initial rate.
+--- Returns a schedule like `cosine`, except that the rate falls to min_lr, or to the share min_lr_rate of each group's
+--- initial rate.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  num_cycles?: number, min_lr?: number, min_lr_rate?: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_with_min_lr(options, ...)
   local warmup, total
@@ -181,11 +184,11 @@ end
 local WARM_LEAST = keys_of { num_training_steps = "whole", num_cycles = "number", min_lr = "number",
   min_lr_rate = "number", warmup_lr_rate = "number" }
 
---- Like cosine_with_min_lr, but each step has the rate of the next one, so that the first is not 0. The warm-up begins
---- at the share warmup_lr_rate of the initial rate; default 1 / num_warmup_steps.
+--- Returns a schedule like `cosine_with_min_lr`, except that each step has the rate of the next step, so that the first
+--- rate is not 0. The warm-up begins at the share warmup_lr_rate of the initial rate (default 1 / num_warmup_steps).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_training_steps: integer,
 ---  num_cycles?: number, min_lr?: number, min_lr_rate?: number, warmup_lr_rate?: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.cosine_warmup_with_min_lr(options, ...)
   local warmup, total
@@ -201,20 +204,20 @@ end
 
 local STABLE = keys_of { num_training_steps = "whole", num_decay_steps = "whole", num_stable_steps = "whole",
   warmup_type = "string", decay_type = "string", min_lr_ratio = "number", num_cycles = "number" }
--- By warmup_type and decay_type: the factor after a share of the phase.
+-- Functions by warmup_type and decay_type. Each returns the factor after a share of the phase.
 local RISE = { linear = function(done) return done end, cosine = function(done) return 1 - cosine(0.5, done) end,
   ["1-sqrt"] = function(done) return 1 - math.sqrt(1 - done) end }
 local FALL = { linear = function(done) return 1 - done end, cosine = function(done, cycles) return cosine(cycles, done)
   end, ["1-sqrt"] = function(done) return 1 - math.sqrt(done) end }
 
---- Three phases: the rate rises from the share min_lr_ratio (default 0) of each group's initial rate to all of it in
---- num_warmup_steps, stays there for num_stable_steps, and falls back in num_decay_steps. num_training_steps, the sum,
---- may stand for num_stable_steps.
+--- Returns a schedule with three phases. The rate rises from the share min_lr_ratio (default 0) of each group's initial
+--- rate to the initial rate in num_warmup_steps, stays constant for num_stable_steps, and falls back in
+--- num_decay_steps. num_training_steps, the sum of the three, can be passed instead of num_stable_steps.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, num_warmup_steps?: integer, num_decay_steps: integer,
 ---  num_training_steps?: integer, num_stable_steps?: integer, warmup_type?: "linear"|"cosine"|"1-sqrt", decay_type?:
----  "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults linear,
----  cosine, 0, 0.5
----@param ... any after an optimizer: the other options in the order of transformers, or in a table
+---  "linear"|"cosine"|"1-sqrt", min_lr_ratio?: number, num_cycles?: number, last_epoch?: integer} defaults of the last
+---  options: linear, cosine, 0, 0.5
+---@param ... any the other options in the order of transformers, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.warmup_stable_decay(options, ...)
   local warmup, total
@@ -241,10 +244,10 @@ function hugging_face.warmup_stable_decay(options, ...)
   end, warmup + stable + decay)
 end
 
---- PyTorch's ReduceLROnPlateau, by its name in the Trainer.
+--- Returns PyTorch's ReduceLROnPlateau under its name in the Trainer.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
 ---  threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function hugging_face.reduce_lr_on_plateau(options, ...)
   return schedule.plateau("reduce_lr_on_plateau", options, ...)

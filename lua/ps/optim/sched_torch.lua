@@ -26,11 +26,10 @@ order.ReduceLROnPlateau = "mode factor patience threshold threshold_mode cooldow
 
 local LAMBDA = { optimizer = "table", lr_lambda = "callable|table", last_epoch = "number" }
 
---- Each group's initial rate times a function of the step (from 0): PyTorch's LambdaLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list
----  has one
----  function for each group
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+--- Returns PyTorch's LambdaLR, which multiplies each group's initial rate by a function of the step (from 0).
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, lr_lambda: function|function[], last_epoch?: integer} a list of
+---  functions has one function for each group
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.LambdaLR(options, ...)
   options = checked("LambdaLR", LAMBDA, "lr_lambda", options, ...)
@@ -49,10 +48,10 @@ end
 
 local STEP = { optimizer = "table", step_size = "whole", gamma = "number", last_epoch = "number" }
 
---- Each group's initial rate, multiplied by gamma after every step_size steps: PyTorch's StepLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer}
----  gamma default 0.1
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+--- Returns PyTorch's StepLR, which multiplies each group's rate by gamma after every step_size steps.
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, step_size: integer, gamma?: number, last_epoch?: integer} gamma
+---  (default 0.1)
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.StepLR(options, ...)
   options = checked("StepLR", STEP, "step_size", options, ...)
@@ -65,10 +64,10 @@ end
 
 local MULTI = { optimizer = "table", milestones = "table", gamma = "number", last_epoch = "number" }
 
---- Each group's initial rate, multiplied by gamma at each milestone (a step): PyTorch's MultiStepLR.
+--- Returns PyTorch's MultiStepLR, which multiplies each group's rate by gamma at each milestone (a step).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, milestones: integer[], gamma?: number, last_epoch?: integer}
----  gamma default 0.1; a milestone that is listed twice counts twice
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---  gamma (default 0.1); a milestone that is listed twice counts twice
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.MultiStepLR(options, ...)
   options = checked("MultiStepLR", MULTI, "milestones", options, ...)
@@ -85,9 +84,9 @@ end
 
 local EXPONENTIAL = { optimizer = "table", gamma = "number", last_epoch = "number" }
 
---- Each group's initial rate, multiplied by gamma after every step: PyTorch's ExponentialLR.
+--- Returns PyTorch's ExponentialLR, which multiplies each group's rate by gamma after every step.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, gamma: number, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.ExponentialLR(options, ...)
   options = checked("ExponentialLR", EXPONENTIAL, "gamma", options, ...)
@@ -96,11 +95,11 @@ end
 
 local ANNEALING = { optimizer = "table", T_max = "whole", eta_min = "number", last_epoch = "number" }
 
---- From each group's initial rate along half a cosine to eta_min at step T_max, and back (Loshchilov and Hutter 2017):
---- PyTorch's CosineAnnealingLR.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer}
----  eta_min default 0
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+--- Returns PyTorch's CosineAnnealingLR. The rate falls from each group's initial rate along half a cosine to eta_min at
+--- step T_max, and rises back (Loshchilov and Hutter 2017).
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_max: integer, eta_min?: number, last_epoch?: integer} eta_min
+---  (default 0)
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.CosineAnnealingLR(options, ...)
   options = checked("CosineAnnealingLR", ANNEALING, "T_max", options, ...)
@@ -113,11 +112,12 @@ end
 
 local RESTARTS = { optimizer = "table", T_0 = "whole", T_mult = "whole", eta_min = "number", last_epoch = "number" }
 
---- Half a cosine from each group's initial rate to eta_min in T_0 steps, then again from the initial rate, each time in
---- T_mult times as many steps (Loshchilov and Hutter 2017): PyTorch's CosineAnnealingWarmRestarts.
----@param options ps.Optimizer|{optimizer: ps.Optimizer, T_0: integer, T_mult?: integer, eta_min?: number,
----  last_epoch?: integer} T_mult default 1, eta_min default 0
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+--- Returns PyTorch's CosineAnnealingWarmRestarts. The rate falls along half a cosine from each group's initial rate to
+--- eta_min in T_0 steps. It then begins at the initial rate again, each time with T_mult times as many steps
+--- (Loshchilov and Hutter 2017).
+---@param options ps.Optimizer|{optimizer: ps.Optimizer, T_0: integer, T_mult?: integer, eta_min?: number, last_epoch?:
+---  integer} T_mult (default 1); eta_min (default 0)
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.CosineAnnealingWarmRestarts(options, ...)
   local call = "CosineAnnealingWarmRestarts"
@@ -135,16 +135,16 @@ end
 
 local FACTOR = { optimizer = "table", factor = "number", total_iters = "whole", last_epoch = "number" }
 
--- Checks a factor of a rate.
+-- Checks that a factor on a rate is between 0 and 1.
 local function check_share(value, what)
   if value < 0 or value > 1 then error(("%s is %.14g; it must be from 0 to 1"):format(what, value)) end
   return value
 end
 
---- Each group's initial rate times factor (default 1/3) for total_iters steps (default 5), then the initial rate:
---- PyTorch's ConstantLR.
+--- Returns PyTorch's ConstantLR. The rate is each group's initial rate times factor (default 1/3) for total_iters steps
+--- (default 5), and then the initial rate.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, factor?: number, total_iters?: integer, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.ConstantLR(options, ...)
   options = checked("ConstantLR", FACTOR, "", options, ...)
@@ -156,11 +156,11 @@ end
 local LINEAR = { optimizer = "table", start_factor = "number", end_factor = "number", total_iters = "whole",
   last_epoch = "number" }
 
---- Each group's initial rate times a factor that goes linearly from start_factor (default 1/3) to end_factor (default
---- 1) in total_iters steps (default 5): PyTorch's LinearLR.
+--- Returns PyTorch's LinearLR. The rate is each group's initial rate times a factor that changes linearly from
+--- start_factor (default 1/3) to end_factor (default 1) in total_iters steps (default 5).
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, start_factor?: number, end_factor?: number, total_iters?:
 ---  integer, last_epoch?: integer}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.LinearLR(options, ...)
   options = checked("LinearLR", LINEAR, "", options, ...)
@@ -175,11 +175,11 @@ end
 
 local POLYNOMIAL = { optimizer = "table", total_iters = "whole", power = "number", last_epoch = "number" }
 
---- Each group's initial rate times (1 - step / total_iters) ^ power, 0 from step total_iters on: PyTorch's
---- PolynomialLR.
+--- Returns PyTorch's PolynomialLR. The rate is each group's initial rate times (1 - step / total_iters) ^ power, and 0
+--- from step total_iters on.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, total_iters?: integer, power?: number, last_epoch?: integer}
----  total_iters default 5, power default 1
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---  total_iters (default 5); power (default 1)
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.PolynomialLR(options, ...)
   options = checked("PolynomialLR", POLYNOMIAL, "", options, ...)
@@ -192,12 +192,12 @@ end
 
 local SEQUENCE = { optimizer = "table", schedulers = "table", milestones = "table", last_epoch = "number" }
 
---- Several schedules, one after another: the first until step milestones[1], the second, which begins there, until
---- step milestones[2], and so on: PyTorch's SequentialLR. They must be schedules of PyTorch or Hugging Face, for the
---- same optimizer.
+--- Returns PyTorch's SequentialLR, which runs several schedules one after another. The first schedule runs until step
+--- milestones[1], the second begins there and runs until step milestones[2], and so on. They must be schedules of
+--- PyTorch or Hugging Face for the same optimizer.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, schedulers: ps.Schedule[], milestones: integer[], last_epoch?:
 ---  integer}
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.SequentialLR(options, ...)
   options = checked("SequentialLR", SEQUENCE, "schedulers milestones", options, ...)
@@ -232,7 +232,7 @@ local ANNEAL = {
   linear = function(from, to, done) return (to - from) * done + from end,
 }
 
--- The steps of a cycle, from total_steps or epochs.
+-- Returns the number of steps of a cycle, which total_steps or epochs sets.
 local function cycle_steps(options)
   local total = options.total_steps
   if not total and options.epochs and options.steps_per_epoch then total = options.epochs * options.steps_per_epoch end
@@ -240,7 +240,7 @@ local function cycle_steps(options)
   return caller.whole(total, "sched.OneCycleLR: total_steps", 1)
 end
 
--- Returns the phases of a cycle: last step, and the names of the values at its ends.
+-- Returns the phases of a cycle. Each has its last step and the names of the values at both ends.
 local function cycle_phases(options, total)
   local up, down = (options.pct_start or 0.3) * total - 1, { last = total - 1, "max", "least", "base", "max" }
   if not options.three_phase then return { { last = up, "first", "max", "max", "base" }, down } end
@@ -249,15 +249,15 @@ local function cycle_phases(options, total)
     { last = total - 1, "first", "least", "max", "max" } }
 end
 
---- One cycle of the rate (Smith and Topin 2018): from max_lr / div_factor up to max_lr in the share pct_start of the
---- steps, then down to the first rate / final_div_factor; with three_phase first down to the first rate, in as many
---- steps as up. With cycle_momentum beta1 of Adam, or SGD's momentum, goes the other way. PyTorch's OneCycleLR, but the
---- rate stays at its last value after total_steps.
+--- Returns PyTorch's OneCycleLR, except that the rate keeps its last value after total_steps. The rate performs one
+--- cycle (Smith and Topin 2018). It rises from max_lr / div_factor to max_lr in the share pct_start of the steps, then
+--- falls to the first rate / final_div_factor. With three_phase it first falls to the first rate, in as many steps as
+--- it rose. With cycle_momentum, Adam's beta1 or SGD's momentum moves in the opposite direction.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, max_lr: number|number[], total_steps?: integer, epochs?:
----  integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?:
----  boolean, base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number,
----  three_phase?: boolean, last_epoch?: integer} a list max_lr has one rate for each group
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---  integer, steps_per_epoch?: integer, pct_start?: number, anneal_strategy?: "cos"|"linear", cycle_momentum?: boolean,
+---  base_momentum?: number, max_momentum?: number, div_factor?: number, final_div_factor?: number, three_phase?:
+---  boolean, last_epoch?: integer} if max_lr is a list, it has one rate for each group
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.OneCycleLR(options, ...)
   options = checked("OneCycleLR", ONE_CYCLE, "max_lr", options, ...)
@@ -297,14 +297,14 @@ local PLATEAU = { optimizer = "table", mode = "string", factor = "number", patie
 local MODES = { min = true, max = true }
 local THRESHOLDS = { rel = true, abs = true }
 
--- Returns whether a value is better than the best so far, by more than the threshold.
+-- Returns whether a value is better than the best value so far by more than the threshold.
 local function is_better(self, value)
   local best, by = self.best, self.threshold
   if self.larger then return value > (self.relative and best * (by + 1) or best + by) end
   return value < (self.relative and best * (1 - by) or best - by)
 end
 
--- Multiplies the rates of all groups, except those that would change by eps or less.
+-- Multiplies the rates of all groups by the factor, except rates that would change by eps or less.
 local function reduce(self)
   local number = 0
   optim_groups.each_rate(self.optimizer, function(group)
@@ -324,7 +324,7 @@ local function judge(self, value)
   self.cooldown_counter, self.num_bad_epochs = self.cooldown, 0
 end
 
---- Returns the schedule of torch.ReduceLROnPlateau, by the name of PyTorch or Hugging Face.
+--- Returns the schedule of torch.ReduceLROnPlateau, under its name in PyTorch or Hugging Face.
 ---@param name string
 ---@param options any
 ---@param ... any
@@ -342,7 +342,7 @@ function schedule.plateau(name, options, ...)
     error(("%s: min_lr has %d rates for %d groups"):format(call, #least, #(options.optimizer.groups or {})))
   end
   local self = schedule.build(name, options, nil, schedule.HELD)
-  self.larger = options.mode == "max"                       -- larger values are better
+  self.larger = options.mode == "max"                       -- whether larger values are better
   self.relative, self.threshold = options.threshold_mode ~= "abs", options.threshold or 1e-4
   self.factor, self.min_lr, self.eps = factor, least, options.eps or 1e-8
   self.patience = caller.whole(options.patience or 10, call .. ": patience", 0)
@@ -352,12 +352,13 @@ function schedule.plateau(name, options, ...)
   return self
 end
 
---- Multiplies the rates by factor if a value has not become better for more than `patience` evaluations: PyTorch's
---- ReduceLROnPlateau. schedule:step(value) passes the value of an evaluation; ps.train.run passes the held-out loss.
+--- Returns PyTorch's ReduceLROnPlateau, which multiplies the rates by factor if a value has not improved for more than
+--- `patience` evaluations. schedule:step(value) passes the value of an evaluation. ps.train.run passes the held-out
+--- loss.
 ---@param options ps.Optimizer|{optimizer: ps.Optimizer, mode?: "min"|"max", factor?: number, patience?: integer,
 ---  threshold?: number, threshold_mode?: "rel"|"abs", cooldown?: integer, min_lr?: number|number[], eps?: number}
----  defaults min, 0.1, 10, 1e-4, rel, 0, 0, 1e-8
----@param ... any after an optimizer: the other options in the order of PyTorch, or in a table
+---  defaults: min, 0.1, 10, 1e-4, rel, 0, 0, 1e-8
+---@param ... any the other options in PyTorch's order, or in a table, if the first argument is an optimizer
 ---@return ps.Schedule
 function torch.ReduceLROnPlateau(options, ...) return schedule.plateau("ReduceLROnPlateau", options, ...) end
 

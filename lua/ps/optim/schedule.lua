@@ -11,22 +11,21 @@ local error = caller.error
 local schedule = {}
 
 ---@class ps.Schedule
----@field count integer optimizer steps so far
----@field total? integer the steps after which the rate stays as it is, or nil if it never does, or there is no such
----  step
----@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (ReduceLROnPlateau)
+---@field count integer number of optimizer steps so far
+---@field total? integer number of steps after which the rate is constant, or nil if it is never constant
+---@field judge? fun(self: ps.Schedule, value: number) changes the rate after an evaluation (only in ReduceLROnPlateau)
 local Schedule = {}
 Schedule.__index = Schedule
 
 function Schedule:__tostring() return ("%s, %d steps, lr %g"):format(self.name, self.count, self:lr()) end
 
--- How a schedule sets several groups: all get its rate (ALIKE); it is a factor on each group's rate (SHARE); or it is a
--- function of each group's rate and number (OWN). With none of these it sets the optimizer's rate.
--- HELD: it changes the groups' rates itself.
+-- How a schedule sets several groups. ALIKE: all groups get its rate. SHARE: its rate is a factor on each group's rate.
+-- OWN: its rate is a function of each group's rate and index. HELD: it changes the groups' rates itself. If none of
+-- these is given, it sets the optimizer's rate.
 local ALIKE, SHARE, OWN, HELD = "alike", "share", "own", "held"
 schedule.ALIKE, schedule.SHARE, schedule.OWN, schedule.HELD = ALIKE, SHARE, OWN, HELD
 
--- Returns whether an optimizer's groups have initial rates. Other tables only need set_lr.
+-- Returns whether an optimizer's groups have initial rates. Other optimizer objects need only set_lr.
 local function has_rates(optimizer)
   local group = (optimizer.groups or {})[1]
   return group ~= nil and group.initial_lr ~= nil
@@ -38,7 +37,7 @@ local function set_momentum(group, value, beta2)
   if group.betas then group.betas = { value, beta2 or group.betas[2] } else group.momentum = value end
 end
 
--- Sets rate and momentum of the optimizer's next step.
+-- Sets the rate and the momentum of the optimizer's next step.
 local function apply(self)
   local optimizer = self.optimizer
   if self.how == HELD then return end
@@ -71,7 +70,8 @@ local function tell_groups(name, optimizer, how)
   io.stderr:write("psluajit: sched.", name, " ", what:format(#optimizer.groups, text), "\n")
 end
 
--- The options of a schedule as text, to compare them with those of a saved one. The first step is not among them.
+-- Returns the options of a schedule as text, to compare them with the options of a saved schedule. The first step is
+-- not among them.
 local FIRST = { optimizer = true, last_batch_iteration = true, last_epoch = true }
 
 local function text_of(value)
@@ -92,11 +92,11 @@ local function options_text(options)
   return out
 end
 
---- Makes a schedule.
+--- Creates a schedule.
 ---@param name string
----@param options table of the call
----@param rate fun(count: integer, base?: number, group?: integer): number the rate of step `count`, or the factor on
----  each group's
+---@param options table options of the call
+---@param rate fun(count: integer, base?: number, group?: integer): number returns the rate of step `count`, or the
+---  factor on each group's rate
 ---@param how? string ALIKE, SHARE, OWN or HELD
 ---@param more? {beta1?: fun(count: integer): number, beta2?: number, total?: integer} beta1 and beta2 are Adam's; beta1
 ---  is SGD's momentum
@@ -126,8 +126,8 @@ function schedule.build(name, options, rate, how, more)
   return self
 end
 
---- Returns the rate of optimizer step `count` (from 0; default: the next one). For WarmupCosineLR and the schedules of
---- PyTorch and Hugging Face it is the first group's.
+--- Returns the rate of optimizer step `count` (from 0; default: the next step). For WarmupCosineLR and the schedules of
+--- PyTorch and Hugging Face it is the first group's rate.
 ---@param count? integer
 ---@return number
 function Schedule:lr(count)
@@ -140,7 +140,7 @@ function Schedule:lr(count)
   return self.how == SHARE and self.optimizer.groups[1].initial_lr * value or value
 end
 
---- Returns the rates of the optimizer's groups for its next step, like PyTorch's get_last_lr: a list with one number
+--- Returns the rates of the optimizer's groups for its next step, like PyTorch's get_last_lr, as a list with one number
 --- per group.
 ---@return number[]
 function Schedule:get_last_lr()
@@ -149,9 +149,9 @@ function Schedule:get_last_lr()
   return list
 end
 
---- Counts an optimizer step, and sets the optimizer's rate for the next one. ReduceLROnPlateau's takes the value of an
---- evaluation instead.
----@param metric? number|ps.Tensor of ReduceLROnPlateau
+--- Counts an optimizer step and sets the optimizer's rate for the next step. For ReduceLROnPlateau, the argument is the
+--- value of an evaluation.
+---@param metric? number|ps.Tensor value of an evaluation, for ReduceLROnPlateau
 function Schedule:step(metric)
   if scope.is_tensor(metric) then metric = metric:item() end
   if self.judge then
@@ -161,7 +161,7 @@ function Schedule:step(metric)
     return
   end
   if metric ~= nil then
-    error(("schedule:step() takes a value only of ReduceLROnPlateau, but this is %s"):format(self.name))
+    error(("schedule:step(value) is only for ReduceLROnPlateau, but this schedule is %s"):format(self.name))
   end
   self.count = self.count + 1
   apply(self)
@@ -190,7 +190,7 @@ local function described(name, options)
   return name .. (parts[1] and " { " .. table.concat(parts, ", ") .. " }" or "")
 end
 
--- Prints that a run continues with another schedule than the saved one.
+-- Prints a note if a run continues with a schedule that differs from the saved one.
 local function tell_change(self, state)
   local same = state.name == self.name
   for key, value in pairs(same and state.options or {}) do same = same and self.options[key] == value end
@@ -202,8 +202,8 @@ local function tell_change(self, state)
     self:lr()))
 end
 
---- Continues at the step of a saved schedule. The saved one may be of another kind or have other options, which is
---- printed.
+--- Continues at the step of a saved schedule. If the saved schedule is of another kind or has other options, prints a
+--- note.
 ---@param state {name: string, count: integer, options?: table<string, string>}
 function Schedule:load_state_dict(state)
   caller.typed(state, "table", "schedule:load_state_dict: the state")
@@ -216,10 +216,10 @@ function Schedule:load_state_dict(state)
   tell_change(self, state)
 end
 
---- Returns the text that names a schedule that ends before or after a run does, or nil if it ends with it, or has no
---- end.
+--- Returns a text that names a schedule that ends before or after a run does. Returns nil if it ends with the run, or
+--- has no end.
 ---@param self ps.Schedule
----@param steps integer steps that the run has left
+---@param steps integer number of remaining steps of the run
 ---@return string?
 function schedule.mismatch(self, steps)
   local total = self.total
@@ -233,20 +233,20 @@ function schedule.mismatch(self, steps)
     self.name, total, last, self:lr(last - 1), self:lr(total))
 end
 
--- The parameters after the optimizer, in the order of PyTorch and DeepSpeed. Our own schedules have no such order.
--- Each file of schedules adds its own.
+-- the parameters after the optimizer, in the order of PyTorch and DeepSpeed; psluajit's own schedules have no such
+-- order, and each file of schedules adds its entries
 local ORDER = {}
 schedule.order = ORDER
 
--- Returns whether a value is a table of options, as opposed to a list or an object.
+-- Returns whether a value is a table of options instead of a list or an object.
 local function is_options(value, kinds)
   if type(value) ~= "table" or getmetatable(value) then return false end
   local key = next(value)
   return type(key) == "string" or key == nil and not kinds:find "table"
 end
 
--- Returns the options of a call in PyTorch's form, StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }) or
--- both.
+-- Returns the options of a call in PyTorch's form: StepLR(optimizer, 10, 0.5), StepLR(optimizer, { step_size = 10 }),
+-- or a mixture of both.
 local function in_order(name, keys, optimizer, ...)
   local call, options, names, n = "sched." .. name, {}, {}, select("#", ...)
   for key in (ORDER[name] or ""):gmatch "%S+" do names[#names + 1] = key end
@@ -269,12 +269,12 @@ local function in_order(name, keys, optimizer, ...)
   return options
 end
 
---- Checks the options of a schedule, a table or PyTorch's arguments.
+--- Checks the options of a schedule, which are a table or PyTorch's arguments.
 ---@param name string
 ---@param keys table<string, string> the kind of each option
----@param required string keys, separated by spaces
+---@param required string required keys, separated by spaces
 ---@param options any
----@param ... any after an optimizer
+---@param ... any further arguments after an optimizer
 ---@return table options
 function schedule.checked(name, keys, required, options, ...)
   if type(options) == "table" and type(options.set_lr) == "function" then options = in_order(name, keys, options, ...)
@@ -289,9 +289,9 @@ function schedule.checked(name, keys, required, options, ...)
   return options
 end
 
---- Returns the rate with which the optimizer was made. A schedule or a loaded state changes only the current one.
+--- Returns the rate with which the optimizer was created. Schedules and loaded states change only the current rate.
 ---@param name string
----@param options table of the call
+---@param options table options of the call
 ---@param key string the option to pass if there is no such rate
 ---@return number
 function schedule.own_rate(name, options, key)
@@ -307,11 +307,11 @@ function schedule.own_rate(name, options, key)
     optim_groups.rates(optimizer.groups, "initial_lr"), key))
 end
 
---- Makes a schedule that computes the rate of a group from the group's initial rate.
+--- Creates a schedule that computes the rate of a group from the group's initial rate.
 ---@param name string
----@param options table of the call
+---@param options table options of the call
 ---@param rate fun(count: integer, base: number, group: integer): number
----@param more? table as of schedule.build
+---@param more? table the argument `more` of schedule.build
 ---@return ps.Schedule
 function schedule.per_group(name, options, rate, more)
   if not has_rates(options.optimizer) then

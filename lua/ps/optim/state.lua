@@ -32,7 +32,7 @@ local function has(source, key)
   return scope.is_tensor(source[key])
 end
 
--- state: nil for a master, which has the parameter's shape.
+-- Checks a tensor of a source. `state_of` is nil for a master, which has the parameter's shape.
 local function check_tensor(source, key, slot, state_of)
   if not has(source, key) then error("the saved optimizer has no " .. key .. " for parameter " .. slot.name, 0) end
   local shape = is_file(source) and source:shape(key) or source[key]:shape()
@@ -53,8 +53,8 @@ local function check_averages(source, prefix, slot)
   for _, of in ipairs(slot.states) do check_tensor(source, prefix .. of.name, slot, of) end
 end
 
--- Sets a parameter's averages from a source, in which they are `prefix`exp_avg and so on. Without a source they become
--- zeros, as if the parameter had never been updated.
+-- Sets a parameter's averages from a source, in which their names are `prefix`exp_avg and so on. Without a source they
+-- become zeros, as if the parameter had never been updated.
 local function set_averages(slot, source, prefix)
   for k, average in ipairs(slot.averages or {}) do
     local of = slot.states[k]
@@ -69,7 +69,7 @@ local function number_of(value)
   return tonumber(value)
 end
 
--- Refuses a saved group whose settings need states that this optimizer was made without.
+-- Raises an error if the settings of a saved group need states that this optimizer was created without.
 local function check_needs(saved, number, opt)
   local group, made = {}, optimizers.of_group(opt.groups[number])
   if not made.needed then return end
@@ -82,7 +82,8 @@ local function check_needs(saved, number, opt)
     .. "in the configuration"):format(number - 1, made.lacking(group)), 0)
 end
 
--- Refuses saved groups of other optimizers than the groups here. Files of earlier versions have one optimizer for all.
+-- Raises an error if saved groups have other optimizers than the groups here. Files of earlier versions have one
+-- optimizer for all groups.
 local function check_kinds(saved, opt, kind)
   for number, group in ipairs(opt.groups) do
     local theirs = saved[number].kind or kind
@@ -99,8 +100,9 @@ local function check_groups(saved, opt)
 end
 
 -- -- by name ---------------------------------------------------------------------------------------------------------
---- Returns the state by name, {tensors, values}: tensors by "<parameter>.exp_avg" and so on; values in a form that JSON
---- holds. Masters are not among the tensors, since the model's state_dict has them.
+--- Returns the state by name, {tensors, values}. `tensors` contains tensors by "<parameter>.exp_avg" and so on.
+--- `values` has a form that JSON can store. Masters are not among the tensors, since the model's state_dict contains
+--- them.
 ---@param opt ps.EngineOptimizer
 ---@return {tensors: table<string, ps.Tensor>, values: table}
 function state.named(opt)
@@ -108,7 +110,7 @@ function state.named(opt)
   local values = { kind = opt.kind, steps = opt.steps, calls = opt.engine.steps, t = {}, groups = {} }
   for i = 1, opt:count() do
     local t, slot = opt:updates(i), opt:slot(i)
-    if slot.averages then                           -- nil: another rank has this state
+    if slot.averages then                           -- nil if another rank holds this state
       values.t[slot.name] = t
       for k, of in ipairs(t > 0 and slot.states or {}) do tensors[slot.name .. "." .. of.name] = slot.averages[k] end
     end
@@ -152,7 +154,8 @@ local function load_named(opt, source, values)
 end
 
 -- -- PyTorch's form ---------------------------------------------------------------------------------------------------
--- Each group's parameters, in the order of the whole model: {name, i = slot's, or nil if another stage has it}.
+-- Returns each group's parameters in the order of the whole model, as {name, i}. `i` is the index of the slot, or nil
+-- if another stage has the parameter.
 local function members(opt)
   local all, lists = {}, {}
   for i = 1, opt:count() do
@@ -167,7 +170,8 @@ local function members(opt)
   return lists
 end
 
--- Returns a group in PyTorch's form. `names` are its parameters' names, which PyTorch writes for named parameters.
+-- Returns a group in PyTorch's form. `names` are the names of its parameters, which PyTorch writes for named
+-- parameters.
 local function torch_group(group, params, names)
   local out, made = { maximize = false, params = params, param_names = names }, optimizers.of_group(group)
   for _, key in ipairs(made.settings) do
@@ -179,10 +183,10 @@ local function torch_group(group, params, names)
 end
 
 --- Returns the state in PyTorch's form, {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, which
---- load_state_dict of torch.optim.AdamW accepts. SGD's has momentum_buffer; PyTorch ignores its `step`. Groups have
---- param_names, which PyTorch keeps.
+--- load_state_dict of torch.optim.AdamW accepts. The state of SGD has momentum_buffer, and PyTorch ignores its `step`.
+--- Groups have param_names, which PyTorch keeps.
 ---@param opt ps.EngineOptimizer
----@param named? boolean default true: groups have param_names
+---@param named? boolean whether groups have param_names (default true)
 ---@return {state: table<integer, table>, param_groups: table[]}
 function state.torch(opt, named)
   local all, groups, n = torch_pt.mark("dict", {}), {}, 0
@@ -201,7 +205,7 @@ function state.torch(opt, named)
   return { state = all, param_groups = groups }
 end
 
--- Returns the entry of one parameter: a source and its `step`; nil if it has none.
+-- Returns the entry of one parameter as a source and its `step`, or nil if the parameter has none.
 local function entry_of(saved, number)
   if is_file(saved) then
     local all = saved:at("state")
@@ -213,8 +217,8 @@ local function entry_of(saved, number)
   if entry then return entry, entry.step end
 end
 
--- Returns the number of updates of an entry. Some optimizers of PyTorch do not count them. Then the existence of the
--- first state says whether there was an update, and the op needs only this.
+-- Returns the number of updates of an entry. Some optimizers of PyTorch do not count updates. Their first state exists
+-- only if there was an update, which is all that the op needs to know.
 local function whole_step(made, source, step, name)
   if step == nil and made.torch.counts == false then return has(source, made.states[1].name) and 1 or 0 end
   if scope.is_tensor(step) then step = step:item() end
@@ -225,7 +229,7 @@ local function whole_step(made, source, step, name)
   return step
 end
 
--- Refuses a group whose settings belong to another algorithm than this optimizer's.
+-- Raises an error if the settings of a group belong to another algorithm than this optimizer's.
 local function check_torch_group(from, number, opt)
   local function refuse(text, ...)
     error(("param_groups[%d] of the saved optimizer " .. text):format(number - 1, ...), 0)
@@ -240,8 +244,9 @@ local function check_torch_group(from, number, opt)
   check_needs(from, number, opt)
 end
 
--- Returns the numbers in a saved group for `list`, its parameters here. If the group has param_names, its numbers are
--- in the order of those names; else they are in the order of the model. named: the parameters here have names.
+-- Returns the indices in a saved group of the parameters in `list`. If the group has param_names and `named` is true,
+-- which means that the parameters in `list` have names, the indices are in the order of these names. Otherwise they are
+-- in the order of the model.
 local function numbers_of(group, number, list, named)
   local params, names = group.params or {}, named and group.param_names
   if #params ~= #list then
@@ -277,7 +282,7 @@ local function load_torch(opt, saved)
       if made.torch.counts == false and step == 0 then source = nil end
       most = math.max(most, step)
       local slot = at.i and opt:slot(at.i)
-      if slot and not slot.averages then source, step = nil, 0 end   -- another rank has this state
+      if slot and not slot.averages then source, step = nil, 0 end   -- another rank holds this state
       if slot and source then check_averages(source, "", slot) end
       if slot then plan[#plan + 1] = { i = at.i, slot = slot, source = source, step = step } end
     end
@@ -305,7 +310,7 @@ local function load_torch(opt, saved)
   opt.engine:set_steps(most)
 end
 
---- Loads the result of state.named or state.torch, or a file with either. Values are copied.
+--- Loads a result of state.named or state.torch, or a file that contains one. Values are copied.
 ---@param opt ps.EngineOptimizer
 ---@param saved table|ps.TorchFile
 function state.load(opt, saved)

@@ -18,7 +18,7 @@ local function line(number, group, params, named)
 end
 
 ---@param optimizer {kind: string, steps: integer, max_norm?: number, groups: table[]}
----@param params_of fun(number: integer): ps.Tensor[] the parameters of group `number`, from 1
+---@param params_of fun(number: integer): ps.Tensor[] returns the parameters of group `number`, from 1
 ---@return string
 return function(optimizer, params_of)
   local lines = { ("%s, %d step%s%s"):format(optimizer.kind, optimizer.steps, optimizer.steps == 1 and "" or "s",

@@ -28,7 +28,7 @@ local function elements(shape) return #shape < 2 and shape or nil end
 
 local PAIR = types.number(0)
 
--- In files of PyTorch both numbers are the pair eps. PyTorch's first number may be None.
+-- In files of PyTorch, both numbers are the pair eps, of which the first number may be None.
 local function write_eps(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end
 local function read_eps(saved)
   local eps = saved.eps or {}
@@ -61,7 +61,7 @@ local HuggingFace = {
     most = 4 } },
   settings = { "lr", "decay_rate", "eps1", "eps2", "clip_threshold", "weight_decay", "scale_parameter", "relative_step",
     "warmup_init" },
-  -- The Trainer's: transformers.Adafactor itself has scale_parameter and relative_step true.
+  -- defaults of the Trainer; in transformers.Adafactor itself, scale_parameter and relative_step are true
   defaults = { lr = 1e-3, decay_rate = -0.8, eps1 = 1e-30, eps2 = 1e-3, clip_threshold = 1, weight_decay = 0,
     scale_parameter = false, relative_step = false, warmup_init = false },
   ranges = { decay_rate = types.number(nil, 0), eps1 = PAIR, eps2 = PAIR, clip_threshold = types.number(0) },

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- AdamW with small averages. AdamW8bit: 8 bits each, by the maps of bitsandbytes and torchao, in blocks of 256 elements
 -- (Dettmers et al. 2022). AdamWBF16: bf16, rounded up or down at random, so that small changes are not lost.
-local BLOCK = 256                                  -- PS_STATE_BLOCK of src/base/update.h
+local BLOCK = 256                                  -- value of PS_STATE_BLOCK in src/base/update.h
 
 local function blocks(shape)
   local numel = 1

@@ -5,34 +5,36 @@
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter
----@field name string PyTorch's name, if PyTorch has this state; also the kind of chunks that contain it
----@field dtype "fp32"|"bf16"|"uint8" fp32 becomes fp64 for parameters of fp64
----@field shape? fun(shape: integer[]): integer[]? returns its shape for a parameter of this shape, or nil if such a
----  parameter does not have this state. If the field is absent, the state has the parameter's shape
----@field most? number with `shape`: the most bytes per element of the parameter
+---@field name string name of the state in PyTorch, if PyTorch has it; also the name of its kind of chunks
+---@field dtype "fp32"|"bf16"|"uint8" dtype of the state; fp32 becomes fp64 for fp64 parameters
+---@field shape? fun(shape: integer[]): integer[]? returns the shape of the state of a parameter of this shape, or nil
+---  if such a parameter does not have the state; if the field is absent, the state has the parameter's shape
+---@field most? number with `shape`, the largest number of bytes per element of the parameter
 
 ---@class ps.optimizers.Description
 ---@field name string
----@field op string the row of ops.def that updates parameters
----@field settings string[] of a group, with PyTorch's names and in its order
----@field defaults table<string, any> of ps.optim: PyTorch's
+---@field op string name of the op in ops.def that updates parameters
+---@field settings string[] names of a group's settings, as in PyTorch and in PyTorch's order
+---@field defaults table<string, any> defaults in ps.optim, which are PyTorch's
 ---@field fixed? table<string, any> fields of every group that cannot be set
----@field ranges? table<string, ps.config.Type> of settings that types.OPTIMIZER does not have
+---@field ranges? table<string, ps.config.Type> ranges of settings that types.OPTIMIZER does not contain
 ---@field states ps.optimizers.State[] in the order of the op's inputs
----@field takes? integer state tensors that the op takes for each parameter; absent: one for each of the states
----@field needed? fun(group: table): integer how many of the states an update with these settings needs; absent: all
----@field lacking? fun(group: table): string says which setting needs states, for errors; with `needed`
----@field problem? fun(group: table): string? an error in settings that are each in range
+---@field takes? integer number of state tensors that the op takes for each parameter (default: the number of states)
+---@field needed? fun(group: table): integer returns how many of the states an update with these settings needs
+---  (default: all)
+---@field lacking? fun(group: table): string with `needed`, returns the setting that needs states, for errors
+---@field problem? fun(group: table): string? returns an error about settings that are in range but do not fit together
 ---@field attrs fun(into: ffi.cdata*, group: table) writes settings into the op's attributes
----@field torch table PyTorch's class: extra (settings that its groups also have), belongs(group): why a saved group is
----  another class's, or nil; counts: false: its states have no `step`; write(group, out) and read(saved): convert
----  settings that have other names in its groups
----@field aliases? string[] its names in DeepSpeed's JSON and Hugging Face's Trainer, in any case
----@field exact_aliases? string[] the same in this case only
----@field whole? boolean an update needs the whole parameter, so tensor-parallel ranks cannot each have a part
----@field blocks? boolean states have blocks that no cut may divide
----@field matrices? boolean only for parameters of two dimensions
----@field rest? string with `matrices`: the optimizer of all other parameters
+---@field torch table description of PyTorch's class. `extra` are settings that its groups also have. belongs(group)
+---  returns why a saved group belongs to another class, or nil. `counts` is false if its states have no `step`.
+---  write(group, out) and read(saved) convert settings that have other names in its groups
+---@field aliases? string[] names in DeepSpeed's JSON and Hugging Face's Trainer, which are matched in any case
+---@field exact_aliases? string[] names of this kind that are matched only in the given case
+---@field whole? boolean whether an update needs the whole parameter, so that tensor-parallel ranks cannot have parts of
+---  it
+---@field blocks? boolean whether states have blocks that no cut may divide
+---@field matrices? boolean whether it only updates parameters of two dimensions
+---@field rest? string with `matrices`, the optimizer of all other parameters
 
 local optimizers = {}
 
@@ -50,12 +52,12 @@ for _, name in ipairs(optimizers.names) do
   for _, alias in ipairs(made.exact_aliases or {}) do by_exact[alias] = name end
 end
 
---- Returns the description of an optimizer by its own name.
+--- Returns the description of an optimizer by the optimizer's own name.
 ---@param name string
 ---@return ps.optimizers.Description
 function optimizers.of(name) return by_name[name] end
 
---- Returns an optimizer's name, found by any of its names in any case, or nil if there is none.
+--- Returns the name of the optimizer to which a name or an alias belongs, in any case. Returns nil if there is none.
 ---@param name string
 ---@return string?
 function optimizers.find(name) return by_exact[name] or by_any[name:lower()] end
@@ -93,7 +95,7 @@ function optimizers.state_numel(state, shape)
   return numel
 end
 
---- Returns the bytes of all states of a parameter of this shape.
+--- Returns the size of all states of a parameter of this shape, in bytes.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return integer
@@ -117,8 +119,8 @@ function optimizers.states_most(states)
   return sum + factored
 end
 
---- Returns the states of an optimizer's parameters, if its groups have these settings. The group that needs the most
---- decides.
+--- Returns the states of an optimizer's parameters if its groups have these settings. The group that needs the most
+--- states determines the result.
 ---@param made ps.optimizers.Description
 ---@param groups table[]
 ---@return ps.optimizers.State[]
@@ -132,7 +134,7 @@ function optimizers.states_of(made, groups)
   return list
 end
 
---- Returns the states among these that a parameter of this shape has.
+--- Returns the given states that a parameter of this shape has.
 ---@param states ps.optimizers.State[]
 ---@param shape integer[]
 ---@return ps.optimizers.State[]
@@ -149,7 +151,7 @@ end
 ---@return integer
 function optimizers.takes(made) return made.takes or #made.states end
 
---- How many states an update with a group's settings needs.
+--- Returns how many states an update with a group's settings needs.
 ---@param group table
 ---@return integer
 function optimizers.needed(group)

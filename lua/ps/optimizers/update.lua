@@ -8,7 +8,7 @@ local ffi, C = native.ffi, native.C
 
 local update = {}
 
--- By the name of an optimizer: its op's number, attributes to fill in, and a pointer type for them.
+-- By the name of an optimizer: the code of its op, attributes to fill in, and a pointer type for the attributes.
 local ops = {}
 for _, name in ipairs(optimizers.names) do
   local made = optimizers.of(name)
@@ -20,7 +20,7 @@ for _, name in ipairs(optimizers.names) do
   ops[name] = of
 end
 
---- Copies a group's settings into C's.
+--- Copies a group's settings into a C struct.
 ---@param into ffi.cdata* ps_update_group
 ---@param group table
 function update.settings_into(into, group)
@@ -30,9 +30,9 @@ function update.settings_into(into, group)
 end
 
 --- Updates parameters.
----@param list ps.Tensor[] groups of param, master, grad and states
+---@param list ps.Tensor[] the tensors of each parameter: param, master, grad and states
 ---@param group table
----@param t integer the number of the update, from 1
+---@param t integer index of the update, from 1
 ---@param scale number a factor on gradients
 function update.run(list, group, t, scale)
   local made, of = optimizers.of_group(group), ops[group.kind]
