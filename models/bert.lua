@@ -26,13 +26,13 @@ local error = require("ps.caller").error
 
 local function shape_of(mask) return { mask:size(0), mask:size(1) } end
 
--- Dropout of x [B, T, C], or of x [S, C] when `rows` is given.
+-- Applies dropout to x [B, T, C], or to x [S, C] if `rows` is given.
 local function dropped(drop, x, mask, rows)
   if rows == nil then return drop(x) end
   return drop(x, unpad.part(x, rows, shape_of(mask)))
 end
 
--- layer(y) after dropout, plus x. Without dropout the epilogue of the matrix product adds x.
+-- Returns layer(y) after dropout, plus x. Without dropout, the epilogue of the matrix product adds x.
 local function project(layer, drop, y, x, mask, rows)
   if not drop:active() then return layer(y, x) end
   return x + dropped(drop, layer(y), mask, rows)
@@ -45,7 +45,7 @@ end
 -- -- the encoder ----------------------------------------------------------------------------------------------------
 local Embeddings = nn.class("BertEmbeddings")
 
--- where.padded: the table of positions has a padding row and is registered last, as in transformers' RoBERTa. The
+-- where.padded: the position embedding has a padding row and is registered last, as in transformers' RoBERTa. The
 -- random generator fills words, positions and token types in this order.
 function Embeddings:init(c, where)
   local function table_of(rows, padding)
@@ -62,16 +62,16 @@ function Embeddings:init(c, where)
   self.dropout = nn.Dropout(c.hidden_dropout_prob)
 end
 
--- Returns the first n rows of a table, [n, C] or [1, n, C].
+-- Returns the first n rows of an embedding, as [n, C] or [1, n, C].
 local function first_rows(rows, n, ids)
   if parts.is_plain(rows, nn.Embedding) then return rows.weight:narrow(0, 0, n) end
   return rows(ps.arange(0, n, 1, { dtype = "int64", device = ids:device() }):reshape(1, -1))
 end
 
--- ids int [B, T]; types int [B, T], or nil for all 0; places int [B or 1, T], or nil for 0, 1, ... With `rows` all
--- three are [S], and places must be given.
+-- Computes embeddings. ids are int [B, T]. types are int [B, T], or nil if all are 0. places are int [B or 1, T], or
+-- nil for 0, 1, ... If `rows` is given, all three are [S], and places must be given.
 function Embeddings:forward(ids, types, places, mask, rows)
-  local x = self.word_embeddings(ids)                                   -- [B, T, C]
+  local x = self.word_embeddings(ids)                                   -- shape [B, T, C]
   local type_rows, place_rows = self.token_type_embeddings, self.position_embeddings
   x = x + (types ~= nil and type_rows(types) or first_rows(type_rows, 1, ids))
   x = x + (places ~= nil and place_rows(places) or first_rows(place_rows, ids:size(1), ids))
@@ -89,13 +89,14 @@ function SelfAttention:init(c, where)
   self.dropout = nn.Dropout(c.attention_probs_dropout_prob)
 end
 
--- x [B, T, C]; mask: nil, bool [B, T] where false hides a position as a key, or int32 [B, T] of segments.
+-- Computes self-attention of x [B, T, C]. mask is nil, bool [B, T] where false hides a position as a key, or int32 [B,
+-- T] with segments.
 function SelfAttention:forward(x, mask, rows, places)
   local C, H = self.width, self.heads
   local q = self.query(x)
   local shape = rows ~= nil and shape_of(mask) or { q:size(0), q:size(1) }
   local B, T = shape[1], shape[2]
-  local function split(y)                                                                         -- [B, H, T, D]
+  local function split(y)                                                                         -- shape [B, H, T, D]
     if rows ~= nil then y = unpad.unpack(y, places, shape) end
     return y:reshape(B, T, H, C / H):permute(0, 2, 1, 3)
   end
@@ -105,7 +106,7 @@ function SelfAttention:forward(x, mask, rows, places)
   return rows ~= nil and unpad.pack(y, rows) or y
 end
 
--- Linear layer, dropout, residual sum and norm. Follows attention and the hidden layer.
+-- Linear layer, dropout, residual sum and norm. This module follows attention and the hidden layer.
 local Output = nn.class("BertOutput")
 Output.unscoped = true
 
@@ -165,7 +166,7 @@ function Encoder:init(c, where)
   for _ = 1, c.num_hidden_layers do self.layer:append(Layer(c, where)) end
 end
 
--- tanh(Linear(x at the first position)).
+-- Computes tanh(Linear(x at the first position)).
 local Pooler = nn.class("BertPooler")
 
 function Pooler:init(c, where) self.dense = nn.Linear(c.hidden_size, c.hidden_size, where) end
@@ -191,7 +192,7 @@ BertModel.base, BertModel.spare = "bert", { "^pooler%." }
 BertModel.inputs = INPUTS
 BertModel.body = { embeddings = true, encoder = true, pooler = true }
 
--- How ranks divide the layers (ps/parallel/tensor/cut.lua).
+-- How ranks shard the layers (ps/parallel/tensor/cut.lua).
 local LAYER = "encoder.layer.*"
 BertModel.tensor_parallel = {
   ["embeddings.word_embeddings"] = "vocabulary", ["embeddings.LayerNorm"] = { "enter", flat = true },
@@ -204,9 +205,9 @@ BertModel.tensor_parallel = {
   ["encoder.layer.-1"] = "leave",
 }
 
----@param config table with config.json's fields; missing fields have the family's defaults
+---@param config table config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean, unpad?: boolean}
----@param pooling? boolean false: leave the pooler out
+---@param pooling? boolean whether the model has a pooler (default true)
 function BertModel:init(config, given, pooling)
   local full, where = self:begin(config, given)
   where.padded = self.places ~= nil
@@ -218,7 +219,7 @@ function BertModel:init(config, given, pooling)
   rawset(self, "unpad", given and given.unpad or nil)
 end
 
--- Removes padding from a batch that was read: ids, token types and positions become [S].
+-- Removes padding from a batch that was read. Ids, token types and positions become [S].
 local function leave_out(batch, labels)
   local ids, shape = batch.input_ids, shape_of(batch.mask)
   batch.rows, batch.places = unpad.plan(heads.mask(batch.mask), labels)
@@ -230,10 +231,10 @@ local function leave_out(batch, labels)
   if types ~= nil then batch.token_type_ids = unpad.ids(types, batch.rows, shape) end
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read: the fields of the batch, `mask`
--- (bool [B, T], int32 [B, T] of segments, or nil), and position_ids where the family or segments define them. With
--- unpad and a mask, padding is removed (see leave_out). labels int [B, T]: the labels per token, if there are any. A
--- family whose positions depend on the ids has a method places(ids, segments).
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. It has the fields of the batch,
+-- `mask` (bool [B, T], int32 [B, T] with segments, or nil), and position_ids if the family or segments define them.
+-- With unpad and a mask, padding is removed (see leave_out). labels int [B, T] are the labels per token, if there are
+-- any. A family whose positions depend on the ids has a method places(ids, segments).
 function BertModel:read(given, labels)
   local ids, c, who = given.input_ids, self.config, self.family.model_type
   heads.same_shapes(who, given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -252,18 +253,18 @@ function BertModel:read(given, labels)
   return batch
 end
 
--- x as [B, T, C]: expands the encoder's [S, C] if padding was removed.
+-- Returns x as [B, T, C]. If padding was removed, expands the encoder's [S, C].
 local function padded(x, batch)
   return batch.rows ~= nil and unpad.unpack(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- x [B, 1 or T, C], where index 0 is the first position, which heads for sequences read.
+-- Returns x as [B, 1 or T, C]. Index 0 is the first position, which heads for sequences read.
 local function firsts(x, batch)
   return batch.rows ~= nil and unpad.first(x, batch.places, shape_of(batch.mask)) or x
 end
 
--- Parts: embeddings | encoder.layer.0 .. | `last`. The carry between parts is { x = [B, T, C] or [S, C] }. `last` calls
--- fn(x, batch) and uses `modules`.
+-- Returns the parts: embeddings | encoder.layer.0 .. | `last`. The carry between parts is { x = [B, T, C] or [S, C] }.
+-- `last` calls fn(x, batch) and uses `modules`.
 local function list_parts(body, last, modules, fn)
   local list = { { name = "embeddings", modules = { body.embeddings }, forward = function(_, batch)
     return { x = body.embeddings(batch.input_ids, batch.token_type_ids, batch.position_ids, batch.mask, batch.rows) }
@@ -277,7 +278,7 @@ local function list_parts(body, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function BertModel:batch_of(given) return self:read(heads.batch(self, given)) end
@@ -290,8 +291,8 @@ function BertModel:parts()
   end)
 end
 
---- Returns the last hidden states [B, T, C] (with unpad, zeros at padding) and, if the model has a pooler, its output
---- [B, C] for the first position. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the last hidden states [B, T, C] (zeros at padding with unpad) and, if the model has a pooler, its output
+--- [B, C] for the first position. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor, pooler_output: ps.Tensor?}
 function BertModel:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -304,7 +305,7 @@ function BertModel:costs()
     layers = c.num_hidden_layers, width = c.hidden_size, positions = c.max_position_embeddings }
 end
 
--- Returns the modules of a model outside its body, and the pooler of the body.
+-- Returns a model's modules outside its body, and the body's pooler.
 local function own_modules(model)
   local list = { model[model.prefix].pooler }
   for path, module in model:named_modules() do
@@ -313,7 +314,7 @@ local function own_modules(model)
   return list
 end
 
--- Linear layer, activation and norm before the logits of a masked language model.
+-- Linear layer, activation and norm that precede the logits of a masked language model.
 local Transform = nn.class("BertPredictionHeadTransform")
 
 function Transform:init(c, where)
@@ -327,9 +328,9 @@ function Transform:forward(x)
   return self.LayerNorm(self.gelu and F.gelu(y, self.gelu) or self.activation(y))
 end
 
---- Adds the parameters over the vocabulary to the head of a masked language model. Tied: the weight is the token table,
---- and the module has only `bias` [V]. Not tied: the module has `decoder` with weight and bias. It then also has an
---- unused `bias`, as in transformers, which gets no gradient.
+--- Adds the vocabulary's parameters to the head of a masked language model. If tied, the weight is the token embedding,
+--- and the module has only `bias` [V]. Otherwise the module has `decoder` with weight and bias, and, as in
+--- transformers, an unused `bias`, which gets no gradient.
 ---@param module ps.nn.Module
 ---@param c table
 ---@param where table
@@ -341,27 +342,27 @@ local function vocabulary_head(module, c, where)
   module.decoder = nn.Linear(c.hidden_size, c.vocab_size, where)
 end
 
--- Weight [V, C] and bias [V] of the model's head. module: as vocabulary_head made it.
+-- Returns the weight [V, C] and bias [V] of the model's head. `module` is a result of vocabulary_head.
 local function vocabulary_of(model, module)
   if module.decoder then return parts.weight(module.decoder), module.decoder.bias end
   return model[model.prefix].embeddings.word_embeddings.weight, module.bias
 end
 
--- Returns the head of a vocabulary that is divided among ranks: from a tied table, or the decoder. Otherwise false or
--- nil.
+-- Returns the head for a vocabulary that ranks share: the head of a tied embedding, or the decoder. Otherwise returns
+-- false or nil.
 local function parallel_head(module)
   local decoder = module.decoder
   return decoder and decoder.class_name == "ParallelLMHead" and decoder or rawget(module, "vocabulary")
 end
 
 --- Defines the methods that all masked language models share. `path` is the name of the module with bias and decoder.
---- `head` returns that module. `transform` returns the vectors that the vocabulary's weight multiplies.
+--- `head` returns this module. `transform` returns the vectors that the vocabulary's weight multiplies.
 ---@param class table
 ---@param path string
 ---@param head fun(model: table): ps.nn.Module
 ---@param transform fun(model: table, x: ps.Tensor): ps.Tensor
 local function masked_lm(class, path, head, transform)
-  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100: ignored) it returns { loss = } and never holds all
+  -- Returns { logits = [B, T, V] }. With labels int [B, T] (-100 is ignored), returns { loss = } and never holds all
   -- logits.
   class.labelled = { "labels" }
   class.tensor_parallel = { [path] = { "words", table = class.prefix .. ".embeddings.word_embeddings" },
@@ -396,7 +397,7 @@ local function masked_lm(class, path, head, transform)
   function class:costs()
     local cost, c = self[self.prefix]:costs(), self.config
     if c.tie_word_embeddings then cost.looked_up = cost.looked_up - c.vocab_size * c.hidden_size
-    else cost.looked_up = cost.looked_up + c.vocab_size end                     -- the unused bias
+    else cost.looked_up = cost.looked_up + c.vocab_size end                     -- counts the unused bias
     return cost
   end
 end
@@ -404,9 +405,9 @@ end
 -- Returns the dropout before a classifier.
 local function classifier_dropout(c) return nn.Dropout(c.classifier_dropout or c.hidden_dropout_prob) end
 
--- Returns a class with a head on a body of class Body. build(self, c, where) makes the head. The class defines
--- finish(x, batch), which returns forward's result from the encoder's x [B, T, C]. class.labelled: names of the tensors
--- of a batch that must have the shape of the ids.
+-- Returns a class with a head on a body of class Body. build(self, c, where) creates the head. The class defines
+-- finish(x, batch), which returns forward's result from the encoder's x [B, T, C]. class.labelled has the names of the
+-- batch tensors that must have the shape of the ids.
 local function derive(name, Body, pooling, build)
   local class = nn.class(name, Model)
   class.base, class.prefix, class.body, class.spare = Body.base, Body.base, Body.body, Body.spare
@@ -419,7 +420,7 @@ local function derive(name, Body, pooling, build)
     if given and given.recompute then self:recompute_blocks() end
     rawset(self, "unpad", unpads)
   end
-  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+  --- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)
@@ -433,8 +434,8 @@ local function derive(name, Body, pooling, build)
       return self:finish(x, batch)
     end)
   end
-  --- Returns the head's outputs, and the loss if there are labels. given: a table of named tensors, or token ids
-  --- [B, T] alone.
+  --- Returns the head's outputs, and the loss if there are labels. `given` is a table of named tensors, or token ids
+  --- [B, T].
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor>
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -444,7 +445,7 @@ local function derive(name, Body, pooling, build)
 end
 
 --- Returns the classes for token classification and question answering, which BERT and RoBERTa share.
----@param brand string "Bert"
+---@param brand string the prefix of the class names, such as "Bert"
 ---@param Body table
 ---@return table token_class
 ---@return table answer_class
@@ -454,7 +455,7 @@ local function per_token(brand, Body)
     self.classifier = nn.Linear(c.hidden_size, c.num_labels, where)
   end)
   ForTokens.labelled = { "labels" }
-  -- labels int [B, T] (-100: ignored). Returns { logits = [B, T, K], loss = }.
+  -- Returns { logits = [B, T, K], loss = }. labels are int [B, T] (-100 is ignored).
   function ForTokens:finish(x, batch)
     local out = { logits = heads.dropped(self.dropout, self.classifier, padded(x, batch)) }
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
@@ -471,14 +472,14 @@ local function per_token(brand, Body)
     self.qa_outputs = nn.Linear(c.hidden_size, 2, where)
   end)
   ForAnswers.inputs = ANSWERED
-  -- start_positions and end_positions int [B]. Returns { start_logits, end_logits = [B, T], loss = }.
+  -- Returns { start_logits, end_logits = [B, T], loss = }. start_positions and end_positions are int [B].
   function ForAnswers:finish(x, batch)
     return heads.answer(self.qa_outputs(x), batch.start_positions, batch.end_positions)
   end
   return ForTokens, ForAnswers
 end
 
-local Holder = nn.class("Module")                         -- holds other modules
+local Holder = nn.class("Module")                         -- only contains other modules
 
 local ForMaskedLM = derive("BertForMaskedLM", BertModel, false, function(self, c, where)
   self.cls = Holder()
@@ -497,7 +498,7 @@ local ForSequence = derive("BertForSequenceClassification", BertModel, true, fun
 end)
 
 ForSequence.inputs = ONE_LABEL
--- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
+-- Returns { logits = [B, K], loss = }. labels are int [B] (one class per sequence), or float [B] or [B, K].
 function ForSequence:finish(x, batch)
   local out = { logits = heads.dropped(self.dropout, self.classifier, self.bert.pooler(firsts(x, batch))) }
   if batch.labels ~= nil then out.loss = heads.classify("bert", out.logits, batch.labels, self.config) end

@@ -23,7 +23,7 @@ local config_rules = require "models.gpt2_config"
 local F = ps.functional
 local error = caller.error
 
--- layer(y) after dropout, plus x. Without dropout the epilogue of the matrix product adds x.
+-- Returns layer(y) after dropout, plus x. Without dropout, the epilogue of the matrix product adds x.
 local function project(layer, drop, y, x)
   if not drop:active() then return layer(y, x) end
   return x + drop(layer(y))
@@ -32,7 +32,7 @@ end
 local Attention = nn.class("Attention")
 Attention.unscoped = true
 
--- layer: number of the layer, from 0.
+-- `layer` is the index of the layer, from 0.
 function Attention:init(config, where, layer)
   local C = config.n_embd
   self.heads, self.width = config.n_head, C
@@ -41,17 +41,18 @@ function Attention:init(config, where, layer)
   self.c_proj = nn.Conv1D(C, C, { std = scaled, dtype = where.dtype, device = where.device })
   self.attn_dropout = nn.Dropout(config.attn_pdrop)
   self.resid_dropout = nn.Dropout(config.resid_pdrop)
-  local scale                                                           -- nil: 1 / sqrt(D)
+  local scale                                                           -- nil for 1 / sqrt(D)
   if not config.scale_attn_weights then scale = 1 end
   if config.scale_attn_by_inverse_layer_idx then scale = (scale or 1 / math.sqrt(C / config.n_head)) / (layer + 1) end
   self.scale = scale
   self.plain = { causal = true, dropout = 0, scale = scale }
 end
 
--- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. cache: {kv [B, 2H, S, D]}, filled up to position
--- `at`. mask: nil, bool [B, T] where false hides a position as a key, or int32 [B, T] of segments.
+-- Computes attention. h [B, T, C] is x after the norm, and x [B, T, C] is the residual stream. cache is {kv [B, 2H, S,
+-- D]}, filled up to position `at`. mask is nil, bool [B, T] where false hides a position as a key, or int32 [B, T] with
+-- segments.
 function Attention:forward(h, x, cache, at, mask)
-  local qkv = self.c_attn(h)                                            -- [B, T, 3C]
+  local qkv = self.c_attn(h)                                            -- shape [B, T, 3C]
   if cache then return self.c_proj(heads.attend_cached(self, cache, at, mask, qkv), x) end
   local options, drops = self.plain, self.attn_dropout:active()
   if drops or mask ~= nil then
@@ -75,18 +76,19 @@ function MLP:init(config, where)
   self.gelu, self.activation = settings.activation(config.activation_function)
 end
 
--- False if a script has replaced the layer, or if it has an adapter: then its own forward must run.
+-- Returns whether a layer is plain. If a script has replaced the layer, or if it has an adapter, its own forward must
+-- run.
 local function is_ours(layer) return parts.is_plain(layer, nn.Conv1D) end
 
--- cached: a generation step. In such a step the cpu runs one op instead of three, with the same bits.
+-- `cached` is true in a generation step, in which the cpu runs one op instead of three, with the same bits.
 function MLP:forward(h, x, cached)
   local one = self.gelu == "tanh" and not self.parallel and is_ours(self.c_fc) and is_ours(self.c_proj)
   if one and (cached and h:device() == "cpu" or ps.prefers_fused(h:device())) then return self:fused(h, x) end
-  local y = self.c_fc(h)                                                -- [B, T, 4C]
+  local y = self.c_fc(h)                                                -- shape [B, T, 4C]
   return project(self.c_proj, self.dropout, self.gelu and F.gelu(y, self.gelu) or self.activation(y), x)
 end
 
--- Returns the MLP in one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so
+-- Computes the MLP with one op, for which GPUs have fast kernels. On a GPU in half precision it rounds less often, so
 -- results differ slightly.
 function MLP:fused(h, x)
   local fc, proj, drops = self.c_fc, self.c_proj, self.dropout:active()
@@ -121,7 +123,7 @@ local BODY = { wte = true, wpe = true, h = true, ln_f = true }
 local GPT2Model = nn.class("GPT2Model", Model)
 GPT2Model.base, GPT2Model.body, GPT2Model.inputs = "transformer", BODY, INPUTS
 
----@param config table with config.json's fields; missing fields have GPT-2's defaults
+---@param config table config.json's fields; missing fields have GPT-2's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2Model:init(config, given)
   local full, where = self:begin(config, given)
@@ -134,7 +136,7 @@ function GPT2Model:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks divide the layers (ps/parallel/tensor/cut.lua).
+-- How ranks shard the layers (ps/parallel/tensor/cut.lua).
 GPT2Model.tensor_parallel = {
   ["wte"] = "vocabulary", ["drop"] = { "enter", flat = true },
   ["h"] = "inside",
@@ -144,8 +146,8 @@ GPT2Model.tensor_parallel = {
   ["ln_f"] = "leave",
 }
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T]; mask, bool
--- [B, T], int32 [B, T] of segments, or nil; token_type_ids and position_ids.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. It has input_ids [B, T], mask
+-- (bool [B, T], int32 [B, T] with segments, or nil), token_type_ids and position_ids.
 local function read(self, given, body)
   local ids = given.input_ids
   heads.same_shapes("gpt2", given, { "attention_mask", "token_type_ids", "position_ids" },
@@ -160,24 +162,26 @@ local function read(self, given, body)
     position_ids = places }
 end
 
--- Returns the vectors of positions [B or 1, T, C] from `at` on. place int [B or 1, T]: other positions, or nil.
+-- Returns the position embeddings [B or 1, T, C] from `at` on, or those of the positions in place int [B or 1, T] if it
+-- is not nil.
 local function positions(body, ids, place, at)
   if place == nil and parts.is_plain(body.wpe, nn.Embedding) then return body.wpe.weight:narrow(0, at, ids:size(1)) end
   return body.wpe(place ~= nil and place or ps.arange(at, at + ids:size(1), 1, { dtype = "int64",
     device = ids:device() }):reshape(1, -1))
 end
 
--- Returns [B, T, C]. ids int [B, T] begin at position `at`; token_type_ids and position_ids are those of the batch.
+-- Returns the embeddings [B, T, C]. ids int [B, T] begin at position `at`. token_type_ids and position_ids are those of
+-- the batch.
 local function embed(body, ids, batch, at)
-  local x = body.wte(ids)                                               -- [B, T, C]
+  local x = body.wte(ids)                                               -- shape [B, T, C]
   x = x + positions(body, ids, batch.position_ids, at)
   if batch.token_type_ids ~= nil then x = x + body.wte(batch.token_type_ids) end
   return body.drop(x)
 end
 
--- Parts: embed | h.0 .. h.L-1 | `last`. The carry between parts is { x = the residual stream [B, T, C] }. `last`
--- applies the last norm and calls fn(x, batch); `modules` are the other modules that it uses. If the batch has caches
--- (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
+-- Returns the parts: embed | h.0 .. h.L-1 | `last`. The carry between parts is { x = the residual stream [B, T, C] }.
+-- `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses. If the batch has
+-- caches (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.transformer or self
   local list = { { name = "embed", modules = { body.wte, body.wpe }, forward = function(_, batch)
@@ -194,7 +198,7 @@ local function list_parts(self, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function GPT2Model:batch_of(given) return read(self, heads.batch(self, given), self) end
@@ -204,14 +208,15 @@ function GPT2Model:parts()
   return list_parts(self, "ln_f", {}, function(x) return { last_hidden_state = x } end)
 end
 
---- Returns the last hidden states [B, T, C]. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the last hidden states [B, T, C]. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor}
 function GPT2Model:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function GPT2Model:vocabulary() return { { self.wte, "weight" } } end
 
--- `looked_up`: elements of tables that are only looked up. The classes below have heads that are not tables.
+-- `looked_up` counts the elements of embeddings that are only looked up. The heads of the classes below are not
+-- embeddings.
 function GPT2Model:costs()
   local c = self.config
   return { looked_up = (c.n_positions + c.vocab_size) * c.n_embd, layers = c.n_layer, width = c.n_embd,
@@ -228,7 +233,7 @@ GPT2.ties = { ["lm_head.weight"] = "transformer.wte.weight" }
 GPT2.tensor_parallel = { ["transformer.ln_f"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- Common first steps of all classes with a head.
+-- Starts init for all classes with a head.
 local function begin(self, config, given)
   local full, where = self:begin(config, given)
   self.transformer = GPT2Model(full, { dtype = where.dtype, device = where.device })
@@ -239,7 +244,7 @@ local function finish(self, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
----@param config table with config.json's fields; missing fields have GPT-2's defaults
+---@param config table config.json's fields; missing fields have GPT-2's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function GPT2:init(config, given)
   local full, where = begin(self, config, given)
@@ -252,8 +257,8 @@ function GPT2:init(config, given)
   finish(self, given)
 end
 
---- Returns the head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is
---- the token table or a parameter of the head.
+--- Returns the head, which computes logits [.., V] or their loss from the output [.., C] of the last norm. Its weight
+--- is the token embedding or the head's own parameter.
 ---@return ps.nn.LMHead
 function GPT2:head() return self.lm_head or self.tied_head end
 
@@ -267,12 +272,12 @@ function GPT2:costs()
   return cost
 end
 
---- Returns the number of targets in a batch; see heads.count_targets.
+--- Returns the number of targets in a batch (see heads.count_targets).
 ---@param given any
 ---@return integer?
 function GPT2:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
 
--- Returns whether forward was called with a table of named tensors, not with positional arguments.
+-- Returns whether forward was called with a table of named tensors instead of positional arguments.
 local function is_named(idx, targets)
   return type(idx) == "table" and targets == nil and next(idx) ~= nil and #idx == 0
 end
@@ -309,19 +314,18 @@ function GPT2:parts()
       return { loss = heads.weighted_loss(head(x), batch.targets, batch.target_weights) }
     end
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
-    return { logits = head(x) }                                         -- [B, T, V]
+    return { logits = head(x) }                                         -- shape [B, T, V]
   end)
 end
 
---- idx int [B, T]. Without targets it returns logits [B, T, V]. With targets int [B, T] (-100: ignored) it returns the
---- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
---- { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids =, segment_ids = } of [B, T] each: returns
---- { loss = }, or { logits = } without labels. There the targets are the labels shifted by one position. segment_ids, 0
---- for padding: rows hold several sequences, which do not see or predict each other. loss_weights fp32 [B, T]: weights
---- of labels, by which the loss is a mean.
----@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  token_type_ids?: ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor,
----  loss_weights?: ps.Tensor}
+--- Computes logits or the loss. idx is int [B, T]. Without targets, returns logits [B, T, V]. With targets int [B, T]
+--- (-100 is ignored), returns the mean loss and never holds all logits. Target t belongs to position t. Alternatively,
+--- idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, token_type_ids =, position_ids =,
+--- segment_ids = }, all [B, T]. Then the result is { loss = }, or { logits = } without labels, and the targets are the
+--- labels shifted by one position. With segment_ids (0 for padding), rows contain several sequences, which do not see
+--- or predict each other. loss_weights fp32 [B, T] are weights of the labels for a weighted mean of the loss.
+---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor, token_type_ids?:
+--- ps.Tensor, position_ids?: ps.Tensor, segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function GPT2:forward(idx, targets)
@@ -332,9 +336,9 @@ end
 
 function GPT2:positions() return self.config.n_positions end
 
--- {kv [B, 2H, S, D]} for each layer on this rank: keys, then values.
+-- Returns {kv [B, 2H, S, D]} for each layer on this rank, with keys before values.
 function GPT2:new_caches(B, S)
-  local attn = self.transformer.h[0].attn                                -- has the heads of this rank
+  local attn = self.transformer.h[0].attn                                -- has this rank's heads
   return heads.caches({ "kv" }, { B, 2 * attn.heads, S, attn.width / attn.heads }, self.transformer.h, function(block)
     return block.ln_1.weight
   end)
@@ -392,7 +396,7 @@ end
 
 for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } do
   class.inputs = class == ForTokens and LABELLED or ONE_LABEL
-  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+  --- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
   ---@param given table|ps.Tensor
   ---@return table<string, ps.Tensor> batch
   function class:batch_of(given)
@@ -402,9 +406,10 @@ for class, labelled in pairs { [ForSequence] = {}, [ForTokens] = { "labels" } } 
     batch.labels = given.labels
     return batch
   end
-  --- Returns { logits =, loss = }. given: a table of named tensors, or token ids [B, T] alone. For sequences: logits
-  --- [B, K], labels int [B] (one class per sequence), or float [B] or [B, K]; the logits come from the last token that
-  --- is not config.pad_token_id. For tokens: logits [B, T, K], labels int [B, T] (-100: ignored).
+  --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T]. For sequences, logits are
+  --- [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The logits come from the last
+  --- token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels are int [B, T] (-100 is
+  --- ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end

@@ -22,11 +22,13 @@ local rope = require "ps.pretrained.rope"
 local settings = require "ps.pretrained.settings"
 local F = ps.functional
 
----@class ps.Llama.Variant differences of a family that derives from this file
+---@class ps.Llama.Variant a family that derives from this file
 ---@field brand string prefix of its class names, such as "Llama"
----@field biases fun(c: table): boolean, boolean, boolean whether q, k and v; o; and the MLP have biases
----@field norms? boolean normalise each head's queries and keys with an RMS norm
----@field window? fun(c: table, layer: integer): integer? keys that a query sees in a layer (from 0); nil: all
+---@field biases fun(c: table): boolean, boolean, boolean returns three booleans: whether q, k and v have biases,
+--- whether o has, and whether the MLP has
+---@field norms? boolean whether an RMS norm is applied to each head's queries and keys
+---@field window? fun(c: table, layer: integer): integer? returns the number of keys that a query sees in a layer (from
+--- 0), or nil for all
 
 local function head_width(c) return c.head_dim or c.hidden_size / c.num_attention_heads end
 local function key_heads(c) return c.num_key_value_heads or c.num_attention_heads end
@@ -43,7 +45,7 @@ end
 local Attention = nn.class("LlamaAttention")
 Attention.unscoped = true
 
--- layer: number of the layer, from 0.
+-- `layer` is the index of the layer, from 0.
 function Attention:init(c, where, variant, layer)
   local C, D, H, G = c.hidden_size, head_width(c), c.num_attention_heads, key_heads(c)
   local bias, output_bias = variant.biases(c)
@@ -60,16 +62,16 @@ function Attention:init(c, where, variant, layer)
   self.window = variant.window and variant.window(c, layer)
 end
 
--- Reshapes [B, T, n D] to [B, n, T, D]. normed: norm of each head, or nil.
+-- Reshapes [B, T, n D] to [B, n, T, D]. `normed` is the norm for each head, or nil.
 local function split(self, y, n, normed)
   y = y:reshape(y:size(0), y:size(1), n, self.width)
   return (normed and normed(y) or y):permute(0, 2, 1, 3)
 end
 
--- h [B, T, C]: x after the norm. x [B, T, C]: the residual stream. seen: cos and sin [B or 1, T, D / 2], and mask: nil,
--- or bool [B, S] where false hides a position as a key, or int32 [B, T] of segments, or a mask of 4 dimensions, which
--- replaces the causal mask.
--- cache: {k, v [B, G, S, D]}, filled up to position `at`, or nil.
+-- Computes attention. h [B, T, C] is x after the norm, and x [B, T, C] is the residual stream. `seen` has cos and sin
+-- [B or 1, T, D / 2] and mask. mask is nil, bool [B, S] where false hides a position as a key, int32 [B, T] with
+-- segments, or a mask of 4 dimensions, which replaces the causal mask. cache is {k, v [B, G, S, D]}, filled up to
+-- position `at`, or nil.
 function Attention:forward(h, x, seen, cache, at)
   if cache then return self.o_proj(self:attend_cached(h, seen, cache, at), x) end
   local q = F.rope(split(self, self.q_proj(h), self.heads, self.q_norm), seen.cos, seen.sin)
@@ -83,7 +85,7 @@ function Attention:forward(h, x, seen, cache, at)
   return self.o_proj(y:permute(0, 2, 1, 3):reshape(B, T, self.heads * self.width), x)
 end
 
--- Returns a generation step. Returns [B, T, H D].
+-- Computes attention in a generation step. Returns [B, T, H D].
 function Attention:attend_cached(h, seen, cache, at)
   local q, k = self.q_proj(h), self.k_proj(h)
   if self.q_norm then
@@ -105,7 +107,7 @@ function MLP:init(c, where, variant)
 end
 
 function MLP:forward(h, x)
-  local gate, up = self.gate_proj(h), self.up_proj(h)                 -- [B, T, hidden]
+  local gate, up = self.gate_proj(h), self.up_proj(h)                 -- shape [B, T, hidden]
   local y = self.gelu and F.geglu(gate, up, self.gelu) or self.activation == F.silu and F.swiglu(gate, up)
     or self.activation(gate) * up
   return self.down_proj(y, x)
@@ -136,7 +138,7 @@ local BODY = { embed_tokens = true, layers = true, norm = true }
 local Body = nn.class("LlamaBody", Model)
 Body.base, Body.body, Body.inputs = "model", BODY, INPUTS
 
----@param config table with config.json's fields; missing fields have the family's defaults
+---@param config table config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function Body:init(config, given)
   local c, where = self:begin(config, given)
@@ -149,7 +151,7 @@ function Body:init(config, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
--- How ranks divide the layers (ps/parallel/tensor/cut.lua).
+-- How ranks shard the layers (ps/parallel/tensor/cut.lua).
 local ATTENTION, GATED = "layers.*.self_attn", "layers.*.mlp"
 Body.tensor_parallel = {
   ["embed_tokens"] = { "vocabulary", enter = true, flat = true }, ["layers"] = "inside",
@@ -163,7 +165,7 @@ Body.tensor_parallel = {
   ["norm"] = "leave",
 }
 
--- Returns the mask of a batch: bool [B, T], or with 4 dimensions as given, bool or floats.
+-- Returns a batch's mask as bool [B, T], or unchanged (bool or floats) if it has 4 dimensions.
 local function mask_of(who, given)
   local mask = given.attention_mask
   if mask == nil or mask:dim() ~= 4 then
@@ -176,8 +178,8 @@ local function mask_of(who, given)
   return mask
 end
 
--- Checks a batch (a table of named tensors) and returns the table that the parts read: input_ids [B, T], and cos, sin
--- and mask for attention, which may be segments.
+-- Checks a batch (a table of named tensors) and returns the table that the parts read. It has input_ids [B, T], and
+-- cos, sin and mask for attention. The mask can contain segments.
 local function read(self, given)
   local body, ids, who = self.model or self, given.input_ids, self.family.model_type
   heads.same_shapes(who, given, { "position_ids", "labels" }, { position_ids = true })
@@ -188,9 +190,9 @@ local function read(self, given)
   return { input_ids = ids, cos = cos, sin = sin, mask = segments or mask_of(who, given) }
 end
 
--- Parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = the residual stream [B, T, C] }. `last`
--- applies the last norm and calls fn(x, batch); `modules` are the other modules that it uses. If the batch has caches
--- (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
+-- Returns the parts: embed_tokens | layers.0 .. | `last`. The carry between parts is { x = the residual stream [B, T,
+-- C] }. `last` applies the last norm and calls fn(x, batch). `modules` are the other modules that it uses. If the batch
+-- has caches (a generation step, see step_batch), fn gets only the last position, [B, 1, C].
 local function list_parts(self, last, modules, fn)
   local body = self.model or self
   local list = { { name = "embed_tokens", modules = { body.embed_tokens }, forward = function(_, batch)
@@ -207,7 +209,7 @@ local function list_parts(self, last, modules, fn)
   return list
 end
 
---- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return table<string, ps.Tensor> batch
 function Body:batch_of(given) return read(self, heads.batch(self, given)) end
@@ -217,14 +219,14 @@ function Body:parts()
   return list_parts(self, "norm", {}, function(x) return { last_hidden_state = x } end)
 end
 
---- Returns the last hidden states [B, T, C]. given: a table of named tensors, or token ids [B, T] alone.
+--- Returns the last hidden states [B, T, C]. `given` is a table of named tensors, or token ids [B, T].
 ---@param given table|ps.Tensor
 ---@return {last_hidden_state: ps.Tensor}
 function Body:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
 
 function Body:vocabulary() return { { self.embed_tokens, "weight" } } end
 
--- `looked_up`: elements of tables that are only looked up. `width`: width of all query heads together.
+-- `looked_up` counts the elements of embeddings that are only looked up. `width` is the total width of all query heads.
 function Body:costs()
   local c = self.config
   return { looked_up = c.vocab_size * c.hidden_size, layers = c.num_hidden_layers,
@@ -240,7 +242,7 @@ CausalLM.ties = { ["lm_head.weight"] = "model.embed_tokens.weight" }
 CausalLM.tensor_parallel = { ["model.norm"] = "inside", ["tied_head"] = { "head", optional = true },
   ["lm_head"] = { "head", optional = true } }
 
--- Common first steps of all classes with a head.
+-- Starts init for all classes with a head.
 local function begin(self, config, given)
   local c, where = self:begin(config, given)
   self.model = self.variant.Body(c, { dtype = where.dtype, device = where.device })
@@ -251,7 +253,7 @@ local function finish(self, given)
   if given and given.recompute then self:recompute_blocks() end
 end
 
----@param config table with config.json's fields; missing fields have the family's defaults
+---@param config table config.json's fields; missing fields have the family's defaults
 ---@param given? {dtype?: string, device?: string, recompute?: boolean}
 function CausalLM:init(config, given)
   local c, where = begin(self, config, given)
@@ -264,8 +266,8 @@ function CausalLM:init(config, given)
   finish(self, given)
 end
 
---- Returns the head: computes logits [.., V], or their loss, from the output [.., C] of the last norm. Its weight is a
---- parameter of the head or the token table.
+--- Returns the head, which computes logits [.., V] or their loss from the output [.., C] of the last norm. Its weight
+--- is the head's own parameter or the token embedding.
 ---@return ps.nn.LMHead
 function CausalLM:head() return self.lm_head or self.tied_head end
 
@@ -279,7 +281,7 @@ function CausalLM:costs()
   return cost
 end
 
---- Returns the number of targets in a batch; see heads.count_targets.
+--- Returns the number of targets in a batch (see heads.count_targets).
 ---@param given any
 ---@return integer?
 function CausalLM:count_targets(given) return heads.count_targets(given) end -- luacheck: no self
@@ -305,19 +307,20 @@ function CausalLM:parts()
       return { loss = heads.weighted_loss(head(x), batch.targets, batch.target_weights) }
     end
     if batch.targets ~= nil then return { loss = head:loss(x, batch.targets) } end
-    return { logits = head(x) }                                         -- [B, T, V]
+    return { logits = head(x) }                                         -- shape [B, T, V]
   end)
 end
 
---- idx int [B, T]. Without targets it returns logits [B, T, V]. With targets int [B, T] (-100: ignored) it returns the
---- mean loss and never holds all logits; target t belongs to position t. Or one table in transformers' form,
---- { input_ids =, labels =, attention_mask =, position_ids = }: returns { loss = }, or { logits = } without labels.
---- There the targets are the labels shifted by one position. attention_mask is [B, T], or [B or 1, H or 1, T, T] of
---- bool or of floats to add to the scores; a mask of 4 dimensions replaces the causal mask. segment_ids int [B, T], 0
---- for padding: rows hold several sequences, which do not see or predict each other. loss_weights fp32 [B, T]: weights
---- of labels, by which the loss is a mean.
----@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor,
----  position_ids?: ps.Tensor, segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
+--- Computes logits or the loss. idx is int [B, T]. Without targets, returns logits [B, T, V]. With targets int [B, T]
+--- (-100 is ignored), returns the mean loss and never holds all logits. Target t belongs to position t. Alternatively,
+--- idx is one table in transformers' form: { input_ids =, labels =, attention_mask =, position_ids = }. Then the result
+--- is { loss = }, or { logits = } without labels, and the targets are the labels shifted by one position.
+--- attention_mask is [B, T], or [B or 1, H or 1, T, T] of bool, or of floats that are added to the scores. A mask of 4
+--- dimensions replaces the causal mask. With segment_ids int [B, T] (0 for padding), rows contain several sequences,
+--- which do not see or predict each other. loss_weights fp32 [B, T] are weights of the labels for a weighted mean of
+--- the loss.
+---@param idx ps.Tensor|{input_ids: ps.Tensor, labels?: ps.Tensor, attention_mask?: ps.Tensor, position_ids?: ps.Tensor,
+--- segment_ids?: ps.Tensor, loss_weights?: ps.Tensor}
 ---@param targets? ps.Tensor
 ---@return ps.Tensor|{loss?: ps.Tensor, logits?: ps.Tensor}
 function CausalLM:forward(idx, targets)
@@ -326,12 +329,12 @@ function CausalLM:forward(idx, targets)
   return targets ~= nil and out.loss or out.logits
 end
 
--- No limit: rotary embedding continues past the positions of training, as in transformers.
+-- Returns no limit, since rotary embeddings continue past the positions of training, as in transformers.
 function CausalLM:positions() return math.huge end -- luacheck: no self
 
--- {k, v [B, G, S, D]} for each layer on this rank.
+-- Returns {k, v [B, G, S, D]} for each layer on this rank.
 function CausalLM:new_caches(B, S)
-  local attention = self.model.layers[0].self_attn                      -- has the heads of this rank
+  local attention = self.model.layers[0].self_attn                      -- has this rank's heads
   return heads.caches({ "k", "v" }, { B, attention.groups, S, attention.width }, self.model.layers, function(layer)
     return layer.input_layernorm.weight
   end)
@@ -381,7 +384,7 @@ end
 ---@return ps.nn.Part[]
 function ForTokens:parts()
   return list_parts(self, "head", { self.score }, function(x, batch)
-    local out = { logits = heads.dropped(self.dropout, self.score, x) }   -- [B, T, K]
+    local out = { logits = heads.dropped(self.dropout, self.score, x) }   -- shape [B, T, K]
     if batch.labels ~= nil then out.loss = heads.classify_tokens(out.logits, batch.labels) end
     return out
   end)
@@ -393,7 +396,7 @@ for _, class in ipairs { ForSequence, ForTokens } do
   function class:vocabulary() return self.model:vocabulary() end
   function class:costs() return self.model:costs() end
 
-  --- Returns the table that the parts read. given: a table of named tensors, or token ids [B, T] alone.
+  --- Returns the table that the parts read. `given` is a table of named tensors, or token ids [B, T].
   function class:batch_of(given)
     given = heads.batch(self, given)
     local labels, rest = given.labels, {}
@@ -403,9 +406,10 @@ for _, class in ipairs { ForSequence, ForTokens } do
     return batch
   end
 
-  --- Returns { logits =, loss = }. given: a table of named tensors, or token ids [B, T] alone. For sequences: logits
-  --- [B, K], labels int [B] (one class per sequence), or float [B] or [B, K]; the logits come from the last token that
-  --- is not config.pad_token_id. For tokens: logits [B, T, K], labels int [B, T] (-100: ignored).
+  --- Returns { logits =, loss = }. `given` is a table of named tensors, or token ids [B, T]. For sequences, logits are
+  --- [B, K], and labels are int [B] (one class per sequence), or float [B] or [B, K]. The logits come from the last
+  --- token that is not config.pad_token_id. For tokens, logits are [B, T, K], and labels are int [B, T] (-100 is
+  --- ignored).
   ---@param given table|ps.Tensor
   ---@return {logits: ps.Tensor, loss: ps.Tensor?}
   function class:forward(given) return parts.fold(self:parts(), self:batch_of(given)) end
@@ -459,10 +463,10 @@ local family = llama.family({
   ["llama-110m"] = { hidden_size = 768, intermediate_size = 2048, num_hidden_layers = 12, num_attention_heads = 12,
     max_position_embeddings = 1024, rms_norm_eps = 1e-5, tie_word_embeddings = true },
 })
-family.of = llama.family                                   -- for the models that derive from this one
+family.of = llama.family                                   -- used by the models that derive from this one
 
---- Returns the attention window of a Qwen layer (from 0), in keys, or nil for none. layer_types says which layers have
---- a window; without it, all layers from max_window_layers on have one.
+--- Returns the number of keys in a Qwen layer's attention window, or nil if it has no window. Layers are counted from
+--- 0. layer_types determines the layers with a window; without it, these are all layers from max_window_layers on.
 ---@param c table
 ---@param layer integer
 ---@return integer?

@@ -8,7 +8,8 @@ local error = require("ps.caller").error
 
 local LAYERS = { full_attention = true, sliding_attention = true }
 
--- Checks the kind of each layer. layer_types may name more layers than the model has (a script may ask for fewer).
+-- Checks the kind of each layer. layer_types can have more entries than the model has layers, since a script can
+-- request fewer layers.
 local function check_layers(who, c)
   if not c.layer_types then return end
   local kept = {}
@@ -29,8 +30,8 @@ local function check_layers(who, c)
   c.layer_types = kept
 end
 
--- A script's rotary settings override those of the file, whichever of the two names they have: a table replaces the
--- table, rope_theta replaces rope_theta. A table without rope_theta keeps the file's rope_theta.
+-- Lets a script's rotary settings override those of the file, under both of their names. A table replaces the table,
+-- and rope_theta replaces rope_theta. A table without rope_theta keeps the file's rope_theta.
 local function change(who)
   return function(given, changes)
     local kind, theta = changes.rope_scaling or changes.rope_parameters, changes.rope_theta
@@ -57,7 +58,7 @@ end
 local function check(who)
   return function(c)
     local groups = c.num_key_value_heads or c.num_attention_heads
-    c.num_key_value_heads = groups                         -- written out: its default in Qwen's files is 32
+    c.num_key_value_heads = groups  -- written explicitly, since the default in Qwen's files is 32
     if c.num_attention_heads % groups ~= 0 then
       error(("%s: num_key_value_heads = %d does not divide num_attention_heads = %d"):format(who, groups,
         c.num_attention_heads))

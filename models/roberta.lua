@@ -22,8 +22,8 @@ function RobertaModel:init(config, given, pooling)
   end
 end
 
--- Returns the positions int64 [B, T] of ids [B, T]: in each row, or segment, ids that are not padding count from
--- pad_token_id + 1; padding has pad_token_id.
+-- Returns the positions int64 [B, T] of ids [B, T]. In each row or segment, ids that are not padding count from
+-- pad_token_id + 1, and padding has pad_token_id.
 function RobertaModel:places(ids, segments)
   local pad = self.config.pad_token_id
   local counts = (segments ~= nil and segments:ne(0) or ids:ne(pad)):to("int64")
@@ -64,7 +64,7 @@ function ClassificationHead:init(c, where)
   self.out_proj = nn.Linear(c.hidden_size, c.num_labels, where)
 end
 
--- x [B, 1 or T, C] -> [B, K]; reads the first position.
+-- Maps the first position of x [B, 1 or T, C] to [B, K].
 function ClassificationHead:forward(x)
   return heads.dropped(self.dropout, self.out_proj, heads.dropped(self.dropout, self.dense, x:select(1, 0)):tanh())
 end
@@ -74,7 +74,7 @@ local ForSequence = pieces.derive("RobertaForSequenceClassification", RobertaMod
 end)
 
 ForSequence.inputs = pieces.ONE_LABEL
--- labels int [B] (one class per sequence), or float [B] or [B, K]. Returns { logits = [B, K], loss = }.
+-- Returns { logits = [B, K], loss = }. labels are int [B] (one class per sequence), or float [B] or [B, K].
 function ForSequence:finish(x, batch)
   local out = { logits = self.classifier(pieces.firsts(x, batch)) }
   if batch.labels ~= nil then out.loss = heads.classify("roberta", out.logits, batch.labels, self.config) end
