@@ -21,14 +21,14 @@ parser:option("--dtype", "Type of the parameters: fp32, bf16 or fp16.", "fp32"):
 parser:option("--save", "Write the weights to this file (.pt or .safetensors).")
 local args = parser:parse()
 
--- Without sequence parallelism: between layers, each rank that shares a layer has all rows.
+-- Without sequence parallelism, all ranks that share a layer have all rows between layers.
 bmt.init_distributed { seed = 0, zero_level = args.zero_level, tp_size = args.tp_size, pipe_size = args.pipe_size,
   config = { tensor_parallel = { sequence_parallel = false } } }
 local Column, Row = bmt.nn.ColumnParallelLinear, bmt.nn.RowParallelLinear
 
 local Encoder = nn.class("Encoder", bmt.DistributedModule)
 function Encoder:init(width, heads, inner, dtype)
-  self.heads = heads / args.tp_size                               -- on this rank
+  self.heads = heads / args.tp_size                               -- number of heads on this rank
   self.ln_attn = nn.LayerNorm(width, { dtype = dtype })
   self.ln_ff = nn.LayerNorm(width, { dtype = dtype })
   for _, name in ipairs { "q", "k", "v" } do self[name] = Column(width, width, { dtype = dtype }) end
@@ -58,7 +58,7 @@ end
 function GPT:forward(input, pos, mask)
   local hidden = self.word_emb(input) + F.embedding(pos, self.pos_emb)
   hidden = self.layernorm(self.transformers(hidden, mask, { batch_related = { 0 } }))
-  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- logits of this rank's words
+  return bmt.inspect.record_tensor(self.word_emb(hidden, true), "logits")         -- logits of this rank's tokens
 end
 
 local VOCABULARY, BATCH, LENGTH = 512, 4, 32
@@ -66,7 +66,7 @@ local model = GPT { vocabulary = VOCABULARY, width = 64, layers = 4, heads = 4, 
 bmt.init_parameters(model)
 bmt.synchronize()
 
--- Ranks that share layers draw the same tokens. Tokens after the end of a sample are not targets.
+-- Ranks that share layers sample the same tokens. Tokens after the end of a sample are not targets.
 ps.manual_seed(1234 + bmt.config.tp_zero_rank)
 local sent = ps.randint(0, VOCABULARY, { BATCH, LENGTH + 1 }, { dtype = "int32" })
 local pos = ps.arange(0, LENGTH, { dtype = "int32" }):unsqueeze(0):expand { BATCH, LENGTH }:contiguous()

@@ -7,14 +7,14 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Clean images [n, 1, 16, 16], levels of noise [n, 1, 1, 1], and noisy images.
+-- Returns clean images [n, 1, 16, 16], noise levels [n, 1, 1, 1], and noisy images.
 local function batch(n)
   local clean, level = digits.drawn(ps.randint(0, 10, { n }, { dtype = "int64" })), ps.rand { n, 1, 1, 1 }
   return { clean = clean, level = level, noisy = clean + level * ps.randn { n, 1, 16, 16 } }
 end
 
 local Denoiser = nn.class "Denoiser"
--- Ranks share the channels of the first and of the middle layer.
+-- Ranks share the channels of the first layer and of the middle layer.
 Denoiser.tensor_parallel = { first = "column", norm1 = "channels", down = "row", middle = "column",
   last = { "row", blocks = 2 } }
 

@@ -5,7 +5,7 @@ local F = ps.F
 
 local digits = {}
 
--- The 3 x 5 dots of each digit, row by row.
+-- The 3 x 5 pixels of each digit, row by row.
 local DOTS = { "111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001",
   "111100111001111", "111100111101111", "111001001001001", "111101111101111", "111101111001111" }
 local dots = {}
@@ -13,21 +13,21 @@ for i, digit in ipairs(DOTS) do
   dots[i] = {}
   for dot in digit:gmatch "." do table.insert(dots[i], tonumber(dot)) end
 end
-local glyphs = F.interpolate(ps.tensor(dots):reshape(10, 1, 5, 3), { scale_factor = 2 })         -- [10, 1, 10, 6]
+local glyphs = F.interpolate(ps.tensor(dots):reshape(10, 1, 5, 3), { scale_factor = 2 })         -- shape [10, 1, 10, 6]
 
---- Images of digits, all at the same position.
+--- Draws images of digits, all at the same position.
 ---@param of ps.Tensor int64 [n]
----@param left? integer 0 to 10; default: drawn at random
----@param top? integer 0 to 6
+---@param left? integer column, 0 to 10 (default: random)
+---@param top? integer row, 0 to 6 (default: random)
 ---@return ps.Tensor [n, 1, 16, 16] of 0 and 1
 function digits.drawn(of, left, top)
   left, top = left or ps.randint(0, 11, { 1 }):item(), top or ps.randint(0, 7, { 1 }):item()
   return F.pad(glyphs:index_select(0, of), { left, 10 - left, top, 6 - top }):contiguous()
 end
 
---- Writes a picture in the format PGM.
+--- Writes an image in PGM format.
 ---@param path string
----@param image ps.Tensor [height, width], from 0 (black) to 1
+---@param image ps.Tensor [height, width], values from 0 (black) to 1
 function digits.picture(path, image)
   local lines = { ("P2 %d %d 255"):format(image:size(1), image:size(0)) }
   for i, line in ipairs((image:clamp(0, 1) * 255):to("uint8"):tolist()) do lines[i + 1] = table.concat(line, " ") end

@@ -58,7 +58,7 @@ local function leave_if_interrupted()
   line.leave(130)
 end
 
--- Returns a table of at least one conversation, whose rows all have the first one's form.
+-- Opens a table with at least one conversation. All rows must have the first row's form.
 local function conversations(path, option)
   local rows = ps.data.table(path)
   if #rows == 0 then error(("%s: %s has no rows"):format(option, path), 0) end
@@ -73,8 +73,8 @@ local function loader_of(examples, tok, seq, date, training)
     accumulate = args.accumulate }
 end
 
--- Refuses, before the model is loaded, everything that can be refused then: options, rows, and examples that the
--- model would not learn from.
+-- Checks everything that can be checked before the model is loaded: the options, the rows, and that the examples
+-- contain tokens to train.
 local function prepared()
   if not args.lora and (args.dora or args.merge or args.alpha or args.lora_dropout > 0 or args.keep_quantized) then
     error("--dora, --merge, --alpha, --keep-quantized and --lora-dropout need --lora and a rank, such as --lora 16", 0)
@@ -123,7 +123,7 @@ local model, optimizer = try(ps.initialize, { quiet = ps.rank() > 0,
   model_func = function()
     local made = ps.from_pretrained(folder, { dtype = args.lora and args.dtype or nil,
       keep_quantized = args.keep_quantized,
-      mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights stay in their files
+      mmap = args.lora and args.disk and "auto" or false }):train()     -- frozen weights remain in their files
     return args.lora and ps.lora.wrap(made, { r = args.lora, alpha = args.alpha or 2 * args.lora, use_dora = args.dora,
       dropout = args.lora_dropout }) or made
   end,
@@ -143,8 +143,8 @@ if start >= steps then
   os.exit(0, true)
 end
 
--- Prints the model's own last reply in the first held-out conversation, by greedy decoding; before training also the
--- conversation up to there.
+-- Prints the model's own last reply in the first held-out conversation, by greedy decoding. Before training, also
+-- prints the conversation up to the reply.
 local function reply(when)
   local messages, tools = ps.data.prompt(held_out, 1)
   local ids = tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools })
@@ -165,7 +165,7 @@ if result.interrupted then
   ps.print_rank "interrupted; --resume continues"
   line.leave(130)
 end
-ps.catch_interrupts()                                      -- since train.run no longer does
+ps.catch_interrupts()                                      -- train.run has stopped catching them
 try(reply, "after")
 try(model.save_pretrained, model, args.merge and args.out .. "/adapter" or args.out)
 if ps.rank() == 0 then

@@ -17,8 +17,8 @@ local progress = require "ps.progress"
 local without_bom = require "ps.core.bom"
 
 local settings = { warmup_share = 0.1, weight_decay = 0.01, max_norm = 1,
-  pretrained = { lr = 5e-5, epochs = 3 },                   -- from BERT's paper
-  untrained = { lr = 2e-3, epochs = 5 },                    -- for a small model with random weights
+  pretrained = { lr = 5e-5, epochs = 3 },                   -- values from BERT's paper
+  untrained = { lr = 2e-3, epochs = 5 },                    -- values for a small model with random weights
 }
 
 local parser = argparse("finetune_bert.lua", "Fine-tunes an encoder to classify texts.")
@@ -41,7 +41,7 @@ for key, value in pairs(args.model and settings.pretrained or settings.untrained
 end
 ps.manual_seed(args.seed)
 
--- Returns a list of {ids or text, label} and the number of classes.
+-- Returns a list of {ids or text, label}, and the number of classes.
 local function read(path)
   local rows, classes, file = {}, 0, assert(io.open(path))
   for text in file:lines() do
@@ -57,7 +57,7 @@ local function read(path)
   return rows, classes
 end
 
--- Returns n sequences of 4 to 12 tokens that contain a 7 and a 9. Class 1: the 7 comes first.
+-- Returns n sequences of 4 to 12 tokens that contain a 7 and a 9. In class 1, the 7 comes first.
 local function draw(n)
   local rows = {}
   local numbers = ps.randint(10, 100, { n, 16 }, { dtype = "int32" }):tolist()
@@ -91,7 +91,7 @@ else
 end
 local pad = model.config.pad_token_id or 0
 
--- Texts become ids, cut to the positions that the model has.
+-- Texts become ids, truncated to the model's number of positions.
 local tokenizer
 for _, list in ipairs { rows, held_out } do
   for _, row in ipairs(list) do
@@ -104,7 +104,7 @@ for _, list in ipairs { rows, held_out } do
   end
 end
 
--- Returns the lines first to last of a list as a batch, padded at the end to the longest line.
+-- Returns lines first to last of a list as a batch, padded at the end to the longest line.
 local function batch_of(list, first, last)
   local longest, ids, mask, labels = 0, {}, {}, {}
   for i = first, last do longest = math.max(longest, #list[i].ids) end
@@ -118,7 +118,7 @@ local function batch_of(list, first, last)
     labels = ps.tensor(labels, where) }
 end
 
--- Returns the share of held-out lines that the model classifies correctly.
+-- Returns the fraction of held-out lines that the model classifies correctly.
 local function accuracy()
   local right = 0
   model:eval()
@@ -132,7 +132,7 @@ local function accuracy()
   return right / #held_out
 end
 
--- Returns the batches of an epoch, in random order. A batch has lines of about the same length.
+-- Returns the batches of an epoch in random order. The lines in a batch have similar lengths.
 local function epoch()
   local drawn, batches = ps.rand({ 2 * #rows }):tolist(), {}
   local order = {}

@@ -8,9 +8,9 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
-local LENGTH, GIVEN = 10, 3                                  -- digits of a row, and those that the picture gives
+local LENGTH, GIVEN = 10, 3  -- number of digits in a row; number of digits in the prompt
 
--- Rows of digits [n, LENGTH]: from a first digit on by equal steps, and the digit that follows each.
+-- Returns rows of digits [n, LENGTH], each an arithmetic sequence modulo 10, and the digit that follows each digit.
 local function batch(n)
   local row = ps.randint(0, 10, { n, 1 }) + ps.randint(0, 10, { n, 1 }) * ps.arange(LENGTH + 1)
   row = row - (row:double() / 10):floor():long() * 10
@@ -42,7 +42,7 @@ function GPT:init(width, layers, heads)
   self.embed, self.blocks, self.norm = nn.Embedding(10, width, { std = 0.1 }), nn.ModuleList(), nn.LayerNorm(width)
   for _ = 1, layers do self.blocks:append(Block(width, heads)) end
   local rates = ps.pow(10000, ps.arange(0, width / heads, 2) / (-width / heads))
-  local angles = ps.arange(LENGTH):float():unsqueeze(1) * rates                                    -- [LENGTH, D / 2]
+  local angles = ps.arange(LENGTH):float():unsqueeze(1) * rates  -- shape [LENGTH, D / 2]
   self:buffer("cos", angles:cos():unsqueeze(0), { persistent = false })
   self:buffer("sin", angles:sin():unsqueeze(0), { persistent = false })
 end
@@ -57,7 +57,7 @@ function GPT:parts()
     end }
   end
   list[#list + 1] = { name = "head", modules = { self.norm }, forward = function(carry, given)
-    local logits = F.linear(self.norm(carry.x), self.embed.weight)                                 -- [n, LENGTH, 10]
+    local logits = F.linear(self.norm(carry.x), self.embed.weight)  -- shape [n, LENGTH, 10]
     return { loss = F.cross_entropy(logits:flatten(0, 1), given.to:flatten()), logits = logits }
   end }
   return list
@@ -70,7 +70,7 @@ ps.manual_seed(1)
 run:initialize(function() return GPT(32, 2, 4) end, batch(8))
 run:train(batch)
 local given = batch(6)
-for place = GIVEN, LENGTH - 1 do                             -- the likeliest digit at each place, one after the other
+for place = GIVEN, LENGTH - 1 do                             -- appends the likeliest digit, one position after another
   given.from:select(1, place):copy_(run:output(given, "logits"):argmax(-1):select(1, place - 1))
 end
 if ps.rank() == 0 then

@@ -10,17 +10,17 @@ local ps = require "ps"
 local argparse = require "argparse"
 local whole = require("ps.command_line").whole
 
-local CUTS = 2                                     -- micro-batches of a step, over all data-parallel ranks
+local CUTS = 2                                     -- number of micro-batches in a step, over all data-parallel ranks
 local RANKS = { plain = 1, chunks = 1, zero = 2, pipeline = 2, tensor = 2 }
 
 local layout = {}
 layout.__index = layout
 
 --- Reads the command line and joins the ranks.
----@param name string of the script
----@param what string a sentence about it
+---@param name string the script's name
+---@param what string a sentence that describes the script
 ---@param default {steps: integer, batch: integer, lr: number, picture: string}
----@return table run with the options in run.args
+---@return table run run.args has the options
 function layout.open(name, what, default)
   local parser = argparse(name, what)
   parser:option("--layout", "how the model is trained", "plain"):choices { "plain", "chunks", "zero", "pipeline",
@@ -44,9 +44,9 @@ end
 
 local SGD = { type = "SGD", params = { lr = 1024 } }
 
---- Makes the engine of a model.
+--- Creates the engine for a model.
 ---@param model_func fun(): ps.nn.Module
----@param example table a batch, with which a pipeline counts the parts of the model
+---@param example table a batch, with which a pipeline measures the model's parts
 function layout:initialize(model_func, example)
   local how = self.args.layout
   local adamw = { type = "AdamW", params = { lr = self.lr, weight_decay = 0.01 } }
@@ -58,7 +58,7 @@ function layout:initialize(model_func, example)
     tensor_parallel = how == "tensor" and { size = 2 } or nil } }
 end
 
---- Trains on named batches, which are drawn equally on all ranks. A data-parallel rank uses its own rows.
+--- Trains on named batches, which are equal on all ranks. Each data-parallel rank uses its own rows.
 ---@param batch fun(rows: integer): table
 function layout:train(batch)
   local args, model, rank, ranks = self.args, self.model, ps.mesh.rank "dp", ps.mesh.size "dp"
@@ -83,10 +83,10 @@ function layout:train(batch)
   if args.save then ps.checkpoints.save(args.save, { model = model, optimizer = self.optimizer, shards = true }) end
 end
 
---- Returns the output of the model for a batch, on all ranks, without training.
+--- Returns the model's output for a batch, on all ranks, without training.
 ---@param given table
----@param name string of the tensor
----@return ps.Tensor rows of all micro-batches
+---@param name string the tensor's name
+---@return ps.Tensor the rows of all micro-batches
 function layout:output(given, name)
   local list = {}
   self.model:eval()

@@ -8,7 +8,8 @@ local ps = require "ps"
 local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
--- Values of points [n, 2] in the square from -1 to 1, whose quarters have waves of different lengths.
+-- Returns function values for points [n, 2] in the square from -1 to 1. Each quarter of the square has waves of a
+-- different length.
 local function value(at)
   local x, y = at:narrow(1, 0, 1), at:narrow(1, 1, 1)
   return ps.where(x:gt(0), (9 * x):sin() * (3 * y):cos(), (3 * x + 9 * F.relu(y)):sin())
@@ -25,16 +26,16 @@ function Mixture:init(width, experts)
   self.norm, self.router, self.experts = nn.LayerNorm(width), nn.Linear(width, experts), nn.ModuleList()
   for _ = 1, experts do self.experts:append(Expert(width)) end
 end
--- Returns x [n, width] plus the experts' results, the loss for unequal shares, and the expert of each row.
+-- Returns x [n, width] plus the experts' results, the load-balancing loss, and the expert of each row.
 function Mixture:forward(x)
   local h, n, E = self.norm(x), x:size(0), self.experts.length
   local room = math.ceil(1.25 * n / E)
   local gates = F.softmax(self.router(h), -1)                                                     -- [n, E]
   local gate, expert = gates:max(-1)
   local chosen = ps.one_hot(expert, E):to "fp32"
-  -- position among the expert's rows
+  -- position among the rows of the same expert
   local place = (chosen:cumsum(0) * chosen):sum(-1):long() - 1
-  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- those beyond: none
+  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- other rows get none
   local y = 0
   for e, one in self.experts:each() do
     local send = chosen:narrow(1, e, 1) * slots                                                   -- [n, room]

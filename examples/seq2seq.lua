@@ -8,9 +8,10 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
-local LENGTH, BEGIN = 8, 10                                  -- digits of a row; the start token
+local LENGTH, BEGIN = 8, 10                                  -- number of digits in a row; id of the start token
 
--- Digits [n, LENGTH], the sorted digits, and the sorted digits shifted by one place, which the decoder reads.
+-- Returns digits [n, LENGTH], the sorted digits, and the sorted digits shifted by one position, which the decoder
+-- reads.
 local function batch(n)
   local from = ps.randint(0, 10, { n, LENGTH }, { dtype = "int64" })
   local to = from:sort(-1)
@@ -19,7 +20,7 @@ local function batch(n)
 end
 
 local Sorter = nn.class "Sorter"
-Sorter.tensor_parallel = { embed = "vocabulary" }            -- nn's layers define how ranks share them
+Sorter.tensor_parallel = { embed = "vocabulary" }            -- layers of nn define how ranks share them
 
 function Sorter:init(width, layers, heads)
   local options = { dim_feedforward = 2 * width, dropout = 0, batch_first = true, norm_first = true }
@@ -45,7 +46,7 @@ function Sorter:parts()
     end }
   end
   list[#list + 1] = { name = "head", modules = { self.norm }, forward = function(carry, given)
-    local logits = F.linear(self.norm(carry.x), self.embed.weight)                                -- [n, LENGTH, 11]
+    local logits = F.linear(self.norm(carry.x), self.embed.weight)  -- shape [n, LENGTH, 11]
     return { loss = F.cross_entropy(logits:flatten(0, 1), given.to:flatten()), logits = logits }
   end }
   return list
@@ -61,7 +62,7 @@ run:train(batch)
 
 local given, rows = batch(4), {}
 given.into = ps.full({ 4, LENGTH }, BEGIN, { dtype = "int64" })
--- selects the likeliest digit at each place, one after the other
+-- selects the likeliest digit, one position after another
 for place = 0, LENGTH - 1 do
   given.to = run:output(given, "logits"):narrow(2, 0, 10):argmax(-1)
   if place < LENGTH - 1 then given.into:select(1, place + 1):copy_(given.to:select(1, place)) end

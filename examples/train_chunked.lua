@@ -55,11 +55,11 @@ if not (config.gradient_accumulation_steps or config.train_batch_size) then conf
 
 local tokens = try(ps.data.tokens, args.data, { width = not args.data:match("%.bin$") and 1 or nil })
 
--- A restarted script resumes from the last checkpoint of its own run, never from one that an earlier run left in the
--- folder (only --resume does that). Under a launcher that names its runs, the file `begun` therefore holds the name of
--- the run that last started or resumed in the folder.
+-- A restarted script resumes from the last checkpoint of its own run. It never resumes from a checkpoint that an
+-- earlier run left in the folder, unless --resume is given. Under a launcher that names its runs, the file `begun`
+-- therefore contains the name of the run that last started or resumed in the folder.
 local env, begun = require("ps.dist.env").read(), args.out .. "/begun"
-local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the number of the restart
+local launch = (env.run or ""):gsub("%.%d+$", "")              -- without the restart's number
 local function began_here()
   local f = io.open(begun)
   local name = f and f:read("*l")
@@ -76,7 +76,7 @@ end
 if earlier then os.remove(args.out .. "/latest") end
 
 ps.init_distributed { seed = args.seed, local_rank = args.local_rank }
-if env.rank == 0 and launch ~= "" then                         -- init_distributed returned: all ranks have read `begun`
+if env.rank == 0 and launch ~= "" then                         -- after init_distributed, all ranks have read `begun`
   checkpoints.make_folder(args.out)
   local f = assert(io.open(begun, "wb"))
   f:write(launch, "\n")
@@ -87,12 +87,12 @@ local model, optimizer = try(ps.initialize, { config = config, quiet = ps.rank()
   return gpt2.new(args.model, { vocab_size = args.vocab, n_positions = args.seq, recompute = args.recompute })
 end })
 
-local engine = ps.engine()                                   -- nil if memory = "plain"
+local engine = ps.engine()                                   -- nil if memory is "plain"
 local batch_size = (engine and engine.config or config).train_micro_batch_size_per_gpu or 8
 local loader = ps.data.loader { shards = { tokens }, split = { 0, 0.9 }, batch = batch_size, seq = args.seq,
   seed = args.seed, vocab = args.vocab }
 
-local done = 0                                               -- optimizer steps so far
+local done = 0                                               -- number of optimizer steps so far
 local parts = { model = model, optimizer = optimizer, loader = loader, async = args.async }
 if args.resume or restarted and checkpoints.find(args.out) then
   local from = checkpoints.load(args.out, parts)
@@ -111,7 +111,7 @@ end
 
 ps.catch_interrupts()
 local told = false
-local stop = false                                           -- true on all ranks after the same step
+local stop = false                                           -- becomes true on all ranks after the same step
 local function interrupted()
   stop = stop or ps.any_rank(ps.interrupts() > 0)
   return stop

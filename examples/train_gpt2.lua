@@ -21,12 +21,12 @@ local types = require "ps.core.types"
 
 local settings = {
   fortunes = "/usr/share/games/fortunes",
-  held_out = 0.1,              -- of each text file
+  held_out = 0.1,              -- fraction of each text file
   max_lr = 2e-3, min_lr = 1e-4, warmup = 60,
   betas = { 0.9, 0.95 }, weight_decay = 0.1, max_norm = 1.0, dropout = 0.0,
-  evals = 8,                   -- measurements of the held-out loss in a run, if they cost little
-  eval_rows = 192,             -- rows of held-out text per measurement
-  saves = 4,                   -- checkpoints per run
+  evals = 8,                   -- number of held-out evaluations in a run, if they are cheap
+  eval_rows = 192,             -- number of held-out rows per evaluation
+  saves = 4,                   -- number of checkpoints per run
   sample = { tokens = 400, temperature = 0.8, top_k = 40, prompt = "\n" },
 }
 
@@ -35,12 +35,12 @@ local defaults = {
   lr = settings.max_lr, dropout = settings.dropout, vocab = 50257, seed = 1,
 }
 
--- Options that a checkpoint stores. --resume refuses other values of those in FIXED, which would make a different run.
--- It accepts other values of those in FREE and prints a note.
+-- Options that a checkpoint stores. --resume rejects other values of the options in FIXED, since they would make a
+-- different run. It accepts other values of the options in FREE and prints a note.
 local FIXED = { "model", "batch", "seq", "accumulate", "dtype", "lr", "dropout", "vocab", "seed" }
 local FREE = { "data", "device", "steps", "recompute", "eval_every", "eval_batches" }
 
--- Reads the command line without defaults, because --resume must know which options were given.
+-- Reads the command line without defaults, since --resume must know which options were given.
 local function arguments()
   local whole, number = command_line.whole, command_line.number
   local parser = argparse("train_gpt2.lua", "Trains a GPT-2 on text.")
@@ -74,7 +74,7 @@ end
 
 local function flag(name) return "--" .. name:gsub("_", "-") end
 
--- Returns the options of the run in args.out, with changes that are allowed, and the run's step.
+-- Returns the options of the run in args.out, including permitted changes, and the run's step.
 local function resumed(args)
   local found, why = checkpoints.find(args.out)
   if not found then error(why .. "; to start a new run there, leave out --resume", 0) end
@@ -112,7 +112,7 @@ local function read(path)
   return text
 end
 
--- Returns the plain files of the fortunes package, in alphabetical order.
+-- Returns the plain files of the fortunes package in alphabetical order.
 local function fortune_files()
   if lfs.attributes(settings.fortunes, "mode") ~= "directory" then
     error("no text to train on: give --data FILE, or install the package `fortunes` (apt-get install fortunes)", 0)
@@ -128,7 +128,7 @@ local function fortune_files()
   return files
 end
 
--- Cuts each text in two, at a line end if one is near: returns the training text and the held-out text.
+-- Splits each text into a training text and a held-out text, at a line end if one is near.
 local function split_texts(paths)
   local learned, held_out = {}, {}
   for _, path in ipairs(paths) do
@@ -141,7 +141,7 @@ local function split_texts(paths)
   return table.concat(learned), table.concat(held_out)
 end
 
--- Returns whether an existing shard has this text, one byte per token.
+-- Returns whether an existing shard contains this text, with one byte per token.
 local function holds(path, text)
   local tokens, piece = ps.data.tokens(path), 2 ^ 20
   if tokens:count() ~= #text then return false end
@@ -155,7 +155,8 @@ local function holds(path, text)
   return true
 end
 
--- Writes the shard of a text. A resumed run must keep its data: it uses the existing shard, which must have this text.
+-- Writes the shard for a text. A resumed run must keep its data, so it uses the existing shard, which must contain this
+-- text.
 local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
@@ -168,7 +169,7 @@ local function write_shard(args, name, text, bytes)
   return path
 end
 
--- Returns loader options for training and for evaluation, and the tokenizer (nil for a token shard).
+-- Returns the loader options for training and for evaluation, and the tokenizer (nil for a token shard).
 local function prepare(args)
   if args.data and args.data:match("%.bin$") then
     local tokens = ps.data.tokens(args.data)
@@ -190,7 +191,7 @@ local function merge(a, b)
   return all
 end
 
--- Fills in the defaults of options that were not given.
+-- Sets the defaults of options that were not given.
 local function complete(args)
   for name, value in pairs(defaults) do
     if args[name] == nil then args[name] = value end
@@ -206,7 +207,7 @@ local function assemble(args, learn)
   local dtype = args.dtype
   local model = gpt2.new(args.model, { dtype = dtype, device = args.device, vocab_size = learn.vocab,
     dropout = args.dropout, recompute = args.recompute,
-    n_positions = args.seq })                        -- further positions would stay untrained and spoil samples
+    n_positions = args.seq })                        -- more positions would stay untrained and spoil samples
   local opt = optim.AdamW(optim.groups(model, settings.weight_decay), { lr = args.lr, betas = settings.betas })
   local schedule = sched.warmup_cosine { optimizer = opt, max_lr = args.lr,
     warmup = math.min(settings.warmup, args.steps), min_lr = math.min(args.lr, settings.min_lr), total = args.steps }
@@ -216,7 +217,7 @@ local function assemble(args, learn)
     scaler = dtype == "fp16" and optim.GradScaler() or nil }
 end
 
--- Returns the curves of a logged value: on the training text and on the held-out text.
+-- Returns the curves of a logged value for the training text and the held-out text.
 local function curves(history, name, held_out_name)
   local learned, held_out = { label = "training", points = {} }, { label = "held out", points = {} }
   for _, at in ipairs(history) do
@@ -245,13 +246,15 @@ local function report(args, result, text)
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
--- Steps between measurements of the held-out loss. A forward costs a third of a training step on the same batch.
+-- Returns the number of steps between evaluations of the held-out loss. A forward costs a third of a training step with
+-- the same batch.
 local function eval_every(args)
   local tenth = 10 * args.eval_batches / (3 * args.accumulate)
   return math.ceil(math.max(1, args.steps / settings.evals, tenth))
 end
 
--- Returns how many steps fit in args.minutes on this machine: runs a few steps and a measurement, then discards them.
+-- Returns the number of steps that fit into args.minutes on this machine. It runs and discards a few steps and an
+-- evaluation.
 local function measured_steps(args, learn, windows)
   local run, began, warm = assemble(args, learn), ps.now(), 3
   local function go(from, to)
@@ -294,7 +297,7 @@ local function main()
   local learn, held_out, tok = prepare(args)
   local windows = merge(held_out, { batch = args.batch, seq = args.seq, limit = args.eval_batches * args.batch,
     device = args.device })
-  ps.data.windows(windows)                     -- fails now, not after an hour, if there is too little held-out text
+  ps.data.windows(windows)  -- raises an error now, not after an hour, if there is too little held-out text
   if args.minutes then args.steps = measured_steps(args, learn, windows) end
   local run = assemble(args, learn)
   print(("%s: %s parameters, %s, %d rows of %d tokens per batch, on %s"):format(args.model,

@@ -9,7 +9,7 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Images [n, 1, 16, 32] of different numbers below 100, in noise, and their digits [n, 2].
+-- Returns noisy images [n, 1, 16, 32] of numbers below 100, and their digits [n, 2]. The numbers differ.
 local function batch(n)
   local number = ps.randperm(100):narrow(0, 0, n)
   local ten = (number:double() / 10):floor():long()

@@ -8,7 +8,7 @@ local digits = require "examples.digits"
 local layout = require "examples.layout"
 local nn, F = ps.nn, ps.F
 
--- Images [n, 1, 16, 16] in noise, and their digits [n].
+-- Returns noisy images [n, 1, 16, 16], and their digits [n].
 local function batch(n)
   local of = ps.randint(0, 10, { n }, { dtype = "int64" })
   return { image = digits.drawn(of) + 0.3 * ps.randn { n, 1, 16, 16 }, digits = of }
@@ -28,7 +28,7 @@ end
 function ViT:parts()
   local list = { { name = "patches", modules = { self.patches }, parameters = { "class", "places" },
     forward = function(_, given)
-      local x = self.patches(given.image):flatten(2):transpose(1, 2)                              -- [n, 16, width]
+      local x = self.patches(given.image):flatten(2):transpose(1, 2)  -- shape [n, 16, width]
       return { x = ps.cat({ self.class:expand(x:size(0), 1, x:size(2)), x }, 1) + self.places }
     end } }
   for i, layer in self.encoder.layers:each() do

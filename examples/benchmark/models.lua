@@ -4,7 +4,7 @@ local sizes = {}
 
 local BERT, GPT = "bert", "gpt2"
 
--- name, kind, width, tokens per row, layers, heads
+-- columns: name, kind, width, tokens per row, layers, heads
 local ROWS = {
   { "Bert", BERT, 768, 512, 6, 12 }, { "Bertlarge", BERT, 1024, 512, 24, 16 },
   { "GPT2small", GPT, 1536, 128, 24, 16 }, { "GPT2_1B", GPT, 2048, 1024, 20, 16 },
@@ -29,7 +29,7 @@ local VOCABULARY = { [BERT] = 30522, [GPT] = 50257 }
 ---@field name string
 ---@field kind "bert"|"gpt2"
 ---@field width integer
----@field seq integer tokens per row
+---@field seq integer number of tokens per row
 ---@field layers integer
 ---@field heads integer
 ---@field vocabulary integer
@@ -39,7 +39,7 @@ local function size_of(name, kind, width, seq, layers, heads, vocabulary)
     vocabulary = vocabulary or VOCABULARY[kind] }
 end
 
---- Returns all names, in the order of PatrickStar's list.
+--- Returns all names in the order of PatrickStar's list.
 ---@return string[]
 function sizes.names()
   local names = {}
@@ -47,7 +47,7 @@ function sizes.names()
   return names
 end
 
---- Returns the size of a name, or of numbers: "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY" is a GPT.
+--- Returns the size for a name. "WIDTH/SEQ/LAYERS/HEADS" or "WIDTH/SEQ/LAYERS/HEADS/VOCABULARY" is a GPT of this size.
 ---@param name string
 ---@return benchmark.Size
 function sizes.of(name)
@@ -67,7 +67,7 @@ function sizes.of(name)
   return size_of(name, GPT, numbers[1], numbers[2], numbers[3], numbers[4], numbers[5])
 end
 
---- Parameters of a GPT, by its formula: 12 C^2 + 13 C per block, two embeddings and the last norm.
+--- Returns a GPT's number of parameters: 12 C^2 + 13 C per block, two embeddings and the last norm.
 ---@param size benchmark.Size
 ---@return number
 function sizes.gpt_parameters(size)

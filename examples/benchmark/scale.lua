@@ -29,7 +29,7 @@ end
 
 local function try(fn, ...) return command_line.try("scale.lua", fn, ...) end
 
--- The sizes to plan, ascending by parameters.
+-- The sizes to plan, sorted by their number of parameters.
 local models = {}
 for _, name in ipairs(args.models and split(args.models) or sizes.names()) do
   local size = try(sizes.of, name)
@@ -43,7 +43,7 @@ table.sort(models, function(a, b) return a.parameters < b.parameters end)
 
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- Returns the plan of a size on a machine, as tools/plan.lua describes it.
+-- Returns the plan for a size on a machine. tools/plan.lua describes its fields.
 local function plan(machine, model)
   local command = { quoted(paths.exe), quoted(paths.root .. "/tools/plan.lua"), "--json", "--find", "nothing",
     "--hardware", quoted(machine) }
@@ -105,7 +105,7 @@ for _, row in ipairs(rows) do
 end
 write("scale.csv", table.concat(lines, "\n") .. "\n")
 
--- The plot: a bar per machine, as long as its largest model.
+-- The plot has one bar per machine, whose length is the machine's largest model.
 local WIDTH, LEFT, BAR = 620, 130, 34
 local most = 0
 for _, row in pairs(largest) do most = math.max(most, row.parameters) end
