@@ -41,7 +41,8 @@ local KINDS = {
   mixed = { bytes = 28, param = "bf16", grad = "param" },
 }
 
---- Returns the list of tensors for adam_: param, master, grad, m, v of each tensor. Their sizes differ, as in a model.
+--- Returns the list of tensors for adam_: param, master, grad, m and v for each tensor. The tensors' sizes differ, as
+--- in a model.
 local function state(kind)
   local list, left = {}, args.params
   for i = 1, args.tensors do
@@ -55,7 +56,7 @@ local function state(kind)
   return list
 end
 
---- Counts each tensor once: a master or a gradient may be the parameter itself.
+--- Frees the tensors. Each is counted once, since a master or a gradient can be the parameter itself.
 local function release(list)
   local seen = {}
   for _, t in ipairs(list) do
@@ -65,7 +66,7 @@ local function release(list)
   end
 end
 
---- Runs some steps, and returns the seconds of each.
+--- Runs some steps, and returns the seconds that each of them took.
 local function steps(list, n)
   local times = {}
   for i = 1, n do
@@ -76,7 +77,7 @@ local function steps(list, n)
   return times
 end
 
---- Medians over the rounds: seconds per step, GB/s of the probe, and their ratio in each round.
+--- Returns medians over the rounds: seconds per step, the probe's GB/s, and their ratio in each round.
 local function measure(name)
   local kind = KINDS[name]
   local list = state(kind)

@@ -36,7 +36,7 @@ if (args.compile or args.packed) and not args.peer then
   parser:error("--compile and --packed apply to the peer; they need --peer")
 end
 
--- Lists of ids, enough for all batches; after its end the text is read again from the beginning.
+-- Returns lists of ids for all batches. At the end of the text, reading restarts at its beginning.
 local function read(n)
   local rows, lines = {}, {}
   for line in io.lines(args.text) do
@@ -53,7 +53,8 @@ local function read(n)
   return rows
 end
 
--- {input_ids, attention_mask: lists of lists, labels: list} of consecutive rows, or of rows by length.
+-- Returns batches {input_ids, attention_mask: lists of lists, labels: list} of consecutive rows, or of rows sorted by
+-- length.
 local function batches()
   local rows, list = read(args.batch * args.rounds), {}
   if args.grouped then table.sort(rows, function(a, b) return #a < #b end) end
@@ -137,7 +138,7 @@ end
 local times, theirs, tokens, places, peak = {}, {}, 0, 0, gemm_peak()
 if args.profile then ps.profiler.start() end
 for i, batch in ipairs(list) do
-  local other = i % 2 == 0 and step_of_peer(i)             -- both alternate in running first
+  local other = i % 2 == 0 and step_of_peer(i)             -- the two programs take turns in running first
   local took, loss = step(batch)
   other = other or step_of_peer(i)
   times[i], theirs[i] = took[1] + took[2] + took[3], other

@@ -11,15 +11,16 @@ local bound = {}
 ---@field moment integer
 ---@field chunk integer
 ---@field write boolean
----@field ends? boolean         its contents end with this use
+---@field ends? boolean         whether the chunk's contents are not needed after this use
 
 ---@class bound.trace
----@field sizes number[]        bytes of each chunk, from 1
----@field uses bound.use[]      by moment
----@field moments integer       they count from 0
+---@field sizes number[]        bytes of each chunk, indexed from 1
+---@field uses bound.use[]      the uses of chunks, sorted by moment
+---@field moments integer       number of moments, which are counted from 0
 
---- Returns the gaps of a trace: chunk, `first` and `last`: the moments of its two uses (`last` may be of the next
---- step), and `stretch`, a number shared by the gaps between two writes, or nil if the chunk is never written.
+--- Returns the gaps of a trace. A gap has the chunk, and in `first` and `last` the moments of two successive uses
+--- (`last` can be in the next step). `stretch` is a number that all gaps between two writes share, or nil if the chunk
+--- is never written.
 ---@param trace bound.trace
 ---@return table[] gaps
 ---@return integer stretches
@@ -45,7 +46,7 @@ local function gaps_of(trace)
         end
       end
       local next_use = uses[i + 1]
-      if not use.ends then                        -- otherwise the next use does not read the contents
+      if not use.ends then                        -- if the contents end, the next use does not read them
         gaps[#gaps + 1] = { chunk = chunk, first = use.moment, stretch = current,
           last = next_use and next_use.moment or uses[1].moment + trace.moments }
       end
@@ -54,8 +55,8 @@ local function gaps_of(trace)
   return gaps, stretches
 end
 
---- Writes the program in CPLEX's format. The capacity rows are written as differences from one moment to the next, so
---- that each gap is in only two rows.
+--- Writes the linear program in CPLEX's format. Each capacity row is written as the difference to the previous moment,
+--- so that each gap is in only two rows.
 ---@param trace bound.trace
 ---@param capacity number
 ---@param f file*
@@ -69,12 +70,12 @@ local function write_program(trace, capacity, f)
   local written = {}
   for i, gap in ipairs(gaps) do
     local size = trace.sizes[gap.chunk] / unit
-    f:write((" + %.9g d%d\n"):format(size, i))              -- d: the dropped share, 1 - kept
+    f:write((" + %.9g d%d\n"):format(size, i))              -- d is the dropped fraction, 1 - kept
     if gap.stretch and not written[gap.stretch] then
       written[gap.stretch] = true
       f:write((" + %.9g w%d\n"):format(size, gap.stretch))
     end
-    -- Kept bytes count over the moments strictly between the uses.
+    -- Returns the moments strictly between two uses, in which kept bytes count.
     local function span(from, to)
       if from >= to then return end
       table.insert(rows[from], { i, size })
@@ -91,7 +92,7 @@ local function write_program(trace, capacity, f)
       right = right - (capacity - used[m - 1])
     end
     right = right / unit
-    for _, entry in ipairs(rows[m]) do                      -- size (1 - d), its constant on the other side
+    for _, entry in ipairs(rows[m]) do                      -- adds size (1 - d), whose constant is on the other side
       terms[#terms + 1] = ("\n %s %.9g d%d"):format(entry[2] > 0 and "-" or "+", math.abs(entry[2]), entry[1])
       right = right - entry[2]
     end
@@ -114,10 +115,10 @@ function bound.available()
   return os.execute("command -v glpsol >/dev/null 2>&1") == 0
 end
 
---- Returns the fewest bytes that a step moves; nil and the reason if the solver finds none.
+--- Returns the smallest number of bytes that a step moves, or nil and the reason if the solver finds none.
 ---@param trace bound.trace
 ---@param capacity number
----@param seconds? integer for the solver
+---@param seconds? integer time limit for the solver
 ---@return number? bytes
 ---@return string? reason
 function bound.solve(trace, capacity, seconds)

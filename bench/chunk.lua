@@ -45,7 +45,7 @@ local result = { exact = true, exact_settings = 0 }
 
 local function say(text, ...) print(text:format(...)) end
 
---- Records the result of one setting, which `exact` includes.
+--- Records the result of one setting, for the figure `exact`.
 local function check_exact(what, same)
   result.exact_settings = result.exact_settings + 1
   if same then return end
@@ -53,14 +53,14 @@ local function check_exact(what, same)
   say("  NOT EXACT: %s", what)
 end
 
---- Returns a setting for bench/chunk_worker.lua: the shape of a run, and further keys of its configuration.
+--- Returns a setting for bench/chunk_worker.lua: the shape of a run, and additional configuration keys.
 local function with(run, config)
   return merged(run, { config = merged(BASE, run.config, config) })
 end
 
 local plain_prints = {}
 
---- Returns the losses and the hash of the parameters after `n` steps with plain memory (computed once).
+--- Returns the losses and the hash of the parameters after `n` steps with plain memory. They are computed once.
 local function plain_print(run, n)
   local key = cjson.encode { run.model, run.batch, run.seq, n, run.config or {}, run.options or {} }
   if not plain_prints[key] then
@@ -112,7 +112,8 @@ end
 local MOVED = { model = args.moved_model, batch = 1, seq = 64, config = BF16 }
 local WARM, COUNTED = 2, 3
 
---- Returns the trace in the form of bench/bound_lib.lua, and the bytes that chunks may use on the first tier.
+--- Returns the trace in the form for bench/bound_lib.lua, and the number of bytes that chunks can use on the first
+--- tier.
 local function bound_trace(worker)
   local raw = worker:ask "trace"
   local trace = { sizes = raw.sizes, uses = {}, moments = raw.moments }
@@ -159,13 +160,13 @@ function sections.moved()
 end
 
 -- -- speed ----------------------------------------------------------------------------------------------------------
---- Median step times of plain memory and chunks, measured alternately.
+--- Returns the median step times of plain memory and chunks, measured alternately.
 local function race(name, run, rounds)
   local runs = { plain = lib.start(with(run, { memory = "plain" })), chunk = lib.start(with(run, {})) }
   local steps, order = { plain = {}, chunk = {} }, { "plain", "chunk" }
   for round = 1, rounds + 2 do
     for _, kind in ipairs(order) do steps[kind][round] = runs[kind]:ask "step" end
-    order[1], order[2] = order[2], order[1]                 -- the first one has the colder caches
+    order[1], order[2] = order[2], order[1]                 -- the first run has colder caches
   end
   check_exact(name .. ", everything fits",
     lib.fingerprint(steps.plain, runs.plain) == lib.fingerprint(steps.chunk, runs.chunk))
@@ -192,14 +193,14 @@ function sections.speed()
 end
 
 -- -- sim ------------------------------------------------------------------------------------------------------------
--- Two shapes: several micro-batches per step, with copies spread over the whole step; and one micro-batch per step, in
--- which gradients are evicted only during backward and parameters are fetched only after it.
+-- Runs one of two shapes: several micro-batches per step, with copies spread over the whole step, or one micro-batch
+-- per step, in which gradients are evicted only during backward and parameters are fetched only after it.
 local function sim_shape(accumulate, share)
   return { share = share, model = "gpt2", batch = 2, seq = 256,
     config = merged(BF16, { gradient_accumulation_steps = accumulate, data_types = { grad_accum_dtype = "bf16" } }),
     options = { n_layer = 10, n_embd = 512, n_head = 8, vocab_size = 4096 } }
 end
-local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- the threads of copies use the other core
+local ONE_THREAD = { OMP_NUM_THREADS = 1, PS_SIM_MEMORY = "8GiB" }     -- copy threads use the other core
 
 local function timed(setting, environment, n)
   local worker = lib.start(setting, merged(ONE_THREAD, environment))

@@ -9,7 +9,7 @@ local lib = {}
 
 --- Starts a run.
 ---@param setting {model: any, options?: table, config: table, batch: integer, seq: integer}
----@param environment? table<string, any> variables for its process
+---@param environment? table<string, any> environment variables for the run's process
 ---@return bench.Process
 function lib.start(setting, environment)
   local self = process.start({ paths.exe, paths.root .. "/bench/chunk_worker.lua" }, environment)
@@ -27,14 +27,14 @@ function lib.median(list)
   return #sorted % 2 == 1 and sorted[middle + 0.5] or (sorted[middle] + sorted[middle + 1]) / 2
 end
 
---- Returns the list of one field of all entries.
+--- Returns a list with one field of all entries.
 function lib.pluck(list, key)
   local values = {}
   for i, entry in ipairs(list) do values[i] = entry[key] end
   return values
 end
 
---- Returns the result of a run as text: all its losses and the hash of its parameters.
+--- Returns the result of a run as text: all losses and the hash of the parameters.
 ---@param steps table[]
 ---@param worker bench.Process
 ---@return string
@@ -44,7 +44,7 @@ function lib.fingerprint(steps, worker)
   return table.concat(parts, " ") .. " " .. worker:ask("hash").hash
 end
 
---- Merges tables; later ones take precedence.
+--- Merges tables. Later tables take precedence.
 function lib.merged(...)
   local all = {}
   for i = 1, select("#", ...) do

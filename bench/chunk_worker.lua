@@ -34,8 +34,8 @@ end
 
 local stats, tier = ffi.new("ps_engine_stats"), ffi.new("ps_tier_info")
 
---- Returns the engine's counters since it was opened. Bytes by level, from 1: those moved between a tier and the next
---- lower one.
+--- Returns the engine's counters since it was opened. Bytes are counted per level, from 1, which is the pair of a tier
+--- and the next lower tier.
 local function counters()
   local all = { up = {}, down = {}, wait_s = 0, waits = 0, unplanned = 0 }
   if C.ps_engine_is_open(ps.ctx) == 0 then return all end
@@ -50,9 +50,9 @@ end
 
 local commands = {}
 
---- Runs one step. Returns its seconds, its losses as text with all digits, and the increase of the counters. Inputs
---- are copied to the device before the step and losses are copied back after it, since a script's copies wait for
---- those of chunks.
+--- Runs one step. Returns the time in seconds, the losses as text with all digits, and the increase of the counters.
+--- Inputs are copied to the device before the step and losses are copied back after it, since a script's copies wait
+--- for copies of chunks.
 function commands.step()
   local inputs, losses = {}, {}
   taken = taken + 1
@@ -84,7 +84,7 @@ function commands.step()
   return out
 end
 
---- Returns a hash over the bits of all parameters (fp32 masters if there are any).
+--- Returns a hash over the bits of all parameters (the fp32 masters if there are any).
 function commands.hash()
   local state, names = model:state_dict(), {}
   for name in pairs(state) do names[#names + 1] = name end
@@ -102,14 +102,14 @@ function commands.hash()
   return { hash = tostring(h) }
 end
 
---- Returns the placement of Adam, and its predicted time.
+--- Returns the placement of Adam's updates and their predicted time.
 function commands.split()
   local split = inner(model).plan.adam_split
   return { count = split.count, units = inner(model).built.units, seconds = split.seconds, link = split.link,
     host = split.host, device = split.device }
 end
 
---- Returns the bytes of chunks, and the number of parameters.
+--- Returns the number of bytes in chunks, and the number of parameters.
 function commands.chunks()
   local info, nbytes, used = ffi.new("ps_chunk_info"), 0, 0
   for id = 0, C.ps_engine_chunk_count(ps.ctx) - 1 do
@@ -119,8 +119,8 @@ function commands.chunks()
   return { count = C.ps_engine_chunk_count(ps.ctx), nbytes = nbytes, used = used, numel = model:num_parameters() }
 end
 
---- Returns the trace of the last step in the form of bench/bound_lib.lua: sizes, uses {moment, chunk from 1, write,
---- tier}, moments, and for each tier its budget and the bytes outside chunks.
+--- Returns the trace of the last step in the form for bench/bound_lib.lua: sizes, uses {moment, chunk from 1, write,
+--- tier}, moments, and each tier's budget and bytes outside chunks.
 function commands.trace()
   local _, id = next(inner(model).traces)
   if not id then error("no step has been traced", 0) end

@@ -65,7 +65,7 @@ for _, threads in ipairs(args.threads) do
     runs[2] = { "PyTorch", start({ args.peer, paths.root .. "/bench/peers/conv_torch.py" }, threads) }
   end
   local times = {}
-  for round = 0, args.rounds do                                    -- the first step is a warm-up
+  for round = 0, args.rounds do                                    -- round 0 is a warm-up
     for _, run in ipairs(runs) do
       local seconds = run[2]:ask "step"
       times[run[1]] = times[run[1]] or { forward_s = {}, step_s = {} }

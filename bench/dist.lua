@@ -19,7 +19,7 @@ if arg[1] == "zero" or arg[1] == "merge" then
   return dofile(("%s/bench/dist_%s.lua"):format(paths.root, section))
 end
 
--- Runs all sections, each in its own process, and collects their main figures under the names that they have there.
+-- Runs all sections in separate processes, and collects their main figures under the names used in each section.
 local FIGURES = {
   { "collectives --rounds 31", "all_gather_over_gloo", "all_reduce_over_gloo" },
   { "latency", "small_all_reduce_over_gloo", "small_all_reduce_p99_over_gloo" },
@@ -71,10 +71,10 @@ if not sections[section] then
   os.exit(1)
 end
 
---- Starts the ranks. They end by themselves; the rank that `stopped` names is killed once the others have ended.
----@param more string their further options
+--- Starts the ranks. They end by themselves, except that the rank `stopped` is killed after the others have ended.
+---@param more string additional options for the ranks
 ---@param stopped? integer rank
----@return boolean ok all ranks exited with 0, or were stopped
+---@return boolean ok whether all ranks exited with 0, or were stopped
 local function run_ranks(meeting, more, stopped)
   local lines = {}
   for rank = 0, options.ranks - 1 do
@@ -102,8 +102,8 @@ local function write(path, text)
   f:close()
 end
 
---- Ends one rank by `signal`. Returns the seconds until the last of the others got its error, and whether all errors
---- named the rank.
+--- Ends one rank with `signal`. Returns the seconds until the last of the other ranks got its error, and whether all
+--- errors contained the ended rank.
 local function time_watch(victim, signal)
   local meeting = os.tmpname()
   os.remove(meeting)
@@ -165,7 +165,7 @@ end
 
 if section == "latency" then
   local C, sum, raw_in, raw_sum, ours, gloo = ps.C, ps.zeros { 1024 }, ps.zeros { 1024 }, ps.zeros { 1024 }, {}, {}
-  for i = -100, 1000 * options.rounds do           -- the first calls are not counted
+  for i = -100, 1000 * options.rounds do           -- the first calls are a warm-up
     local began = ps.now()
     ps.check(C.ps_group_all_reduce(group.c, sum, C.PS_REDUCE_SUM))
     local middle = ps.now()
@@ -211,7 +211,7 @@ local cases = {
   { "gloo_all_reduce", function() ps.check(ps.C.ps_group_raw(group.c, 1, raw_sum, raw_in)) end },
 }
 local seconds = {}
-for round = 0, options.rounds do             -- the first round is not counted
+for round = 0, options.rounds do             -- round 0 is a warm-up
   for i, case in ipairs(cases) do
     seconds[i] = seconds[i] or {}
     seconds[i][round] = timed(case[2])

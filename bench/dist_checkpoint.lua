@@ -24,7 +24,7 @@ ffi.cdef [[
   long pwrite(int fd, const void *from, unsigned long nbytes, long offset);
   int posix_memalign(void **out, unsigned long align, unsigned long nbytes);
 ]]
--- Flags of Linux on x86-64.
+-- Linux open flags on x86-64.
 local O_WRONLY, O_CREAT, O_TRUNC, O_DIRECT = 1, 64, 512, 16384
 local PIECE, WARM = 8 * 2 ^ 20, 4
 
@@ -33,14 +33,14 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- Returns the largest number of all ranks.
+-- Returns the largest number on any rank.
 local function largest(group, number)
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ number }, { dtype = "fp64" }))
   return all:amax():item()
 end
 
--- Writes a plain file of nbytes in pieces, bypassing the page cache. Returns the seconds.
+-- Writes nbytes to a plain file in pieces, bypassing the page cache. Returns the time in seconds.
 local function plain_write(path, nbytes, buffer)
   local start = ps.now()
   local fd = ffi.C.open(path, O_WRONLY + O_CREAT + O_TRUNC + O_DIRECT, ffi.cast("int", 420))
@@ -60,7 +60,7 @@ return function(group, options)
   local rank, size = group:rank(), group:size()
   local folder = ("%s/psluajit-bench-checkpoint"):format(options.folder)
   folders.make(folder)
-  ps.set_threads(math.max(1, math.floor(ps.threads() / size)))         -- in the launcher's form
+  ps.set_threads(math.max(1, math.floor(ps.threads() / size)))         -- as the launcher does
   local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, optimizer = { type = "AdamW",
     params = { lr = 1e-4 } } }, model_func = function()
     local config = { n_layer = 6, n_head = 8, n_embd = 512, vocab_size = 8192, n_positions = 128 }
@@ -91,7 +91,7 @@ return function(group, options)
     parts.step = round
     local at = checkpoints.save(folder, parts)
     local stall, extra = ps.now() - start, 0
-    -- up to the step after all files are complete, in which rank 0 commits
+    -- ends with the step after all files are complete, in which rank 0 commits
     repeat
       extra = extra + step() - step_s
     until not ps.any_rank(background.busy())

@@ -14,10 +14,10 @@ whole(parser:option("--ranks", "shards", "4"), 1)
 parser:option("--folder", "where to write", "/tmp")
 local args = parser:parse()
 
-local ROW = 1600                                    -- tensors of GPT-2 XL: the largest is its table of 80 M elements
+local ROW = 1600  -- tensors of GPT-2 XL; the largest is its embedding with 80 M elements
 local folder = ("%s/psluajit-bench-merge"):format(args.folder)
 lfs.mkdir(folder)
--- All blocks have the values of one, but the file stores each separately.
+-- All blocks have the same values, but the file stores each block separately.
 local function write_shard(rank, rows)
   local state, i, block = {}, 0, ps.zeros({ 6400, ROW }, { dtype = "bf16" })
   if rank == 0 then

@@ -35,7 +35,7 @@ local function rank_main()
   end }
   local build_s = ps.now() - began
   local stats, tier, seconds, sent = ps.ffi.new("ps_engine_stats"), ps.ffi.new("ps_tier_info"), {}, 0
-  for step = 0, args.steps do                    -- the first step is not counted
+  for step = 0, args.steps do                    -- step 0 is a warm-up
     local x = ps.randint(0, model.config.vocab_size, { 1, args.tokens }, { dtype = "int32" })
     group:barrier()
     local before, start = group:bytes_sent(), ps.now()
@@ -66,7 +66,7 @@ local function rank_main()
   model:close()
 end
 
--- Figures of each rank: {sent, state, peak, step_s, wait_s, build_s, numel}.
+-- Returns figures for each rank: {sent, state, peak, step_s, wait_s, build_s, numel}.
 local function run(ranks)
   local out = os.tmpname()
   local command = ("'%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' --model %s --stage %d --tokens %d --steps %d "

@@ -31,7 +31,7 @@ local WORDS = {}
 for word in ("the a red green blue old new small large house tree river stone bird cat dog runs sleeps sings under "
   .. "over near and but quickly slowly today often never seven three"):gmatch "%S+" do WORDS[#WORDS + 1] = word end
 
--- Returns a sentence of n words that follow from its number.
+-- Returns a sentence of n words that depend on its index.
 local function sentence(i, n)
   local words = {}
   for k = 1, n do words[k] = WORDS[(i * 31 + k * k * 7 + k * i) % #WORDS + 1] end
@@ -48,7 +48,7 @@ local function rows_of(n)
   return rows
 end
 
--- Our losses, from the adapter of the folder.
+-- Returns psluajit's losses, starting from the adapter in the folder.
 local function trained(adapter, pairs_of, pad)
   local model = ps.lora.load(ps.from_pretrained(args.model, { dtype = "fp32", quiet = true }), adapter):train()
   ps.preference.wrap(model, { beta = args.beta, loss_type = args.loss })

@@ -32,7 +32,7 @@ local function read(path)
   return text
 end
 
--- Makes conversations of sentences: the user writes the first half, the assistant the second half.
+-- Creates conversations from sentences: the user writes the first half, and the assistant the second half.
 local function sentences()
   local rows, seen = {}, {}
   local files = io.popen(("ls '%s'/docs/*.md '%s'/*.md"):format(paths.root, paths.root))

@@ -32,7 +32,7 @@ parser:flag("--peer", "run transformers alternately with psluajit")
 parser:flag("--child", "(for this script) load, run, print the logits")
 local args = parser:parse()
 
-local TOLD, IDS = 64, {}                                   -- number of logits of the last id that are printed; the row
+local TOLD, IDS = 64, {}                                   -- number of printed logits of the last id; the row of ids
 for id in args.ids:gmatch("%d+") do IDS[#IDS + 1] = tonumber(id) end
 
 if args.child then
@@ -58,14 +58,14 @@ local function make()
   if os.execute(("%s -e %s"):format(quoted(paths.exe), quoted(code))) ~= 0 then error("cannot write the folder", 0) end
 end
 
--- Drops the file's clean pages from the cache. `dd` writes nothing: its count is 0.
+-- Drops the file's clean pages from the page cache. `dd` writes nothing, since its count is 0.
 local function drop()
   if os.execute(("sync %s && dd if=%s iflag=nocache count=0 2>/dev/null"):format(quoted(file), quoted(file))) ~= 0 then
     error("cannot drop " .. file .. " from the page cache", 0)
   end
 end
 
--- Runs a command whose last line is JSON. Returns the decoded line, and the seconds until it arrived.
+-- Runs a command whose last line is JSON. Returns the decoded line, and the seconds that passed until it arrived.
 local function run(command)
   if args.cold then drop() end
   local began = now()
@@ -86,7 +86,7 @@ local function median(list)
   return list[math.floor((#list + 1) / 2)]
 end
 
--- Returns the largest difference of two lists of logits over the largest logit.
+-- Returns the largest difference between two lists of logits, divided by the largest logit.
 local function difference(ours, theirs)
   local most, scale = 0, 0
   for i, x in ipairs(theirs) do
@@ -103,7 +103,7 @@ local peer = ("%s %s/bench/peers/first_logits_torch.py %s --dtype %s --threads %
   os.getenv "PS_TORCH_PYTHON" or "python3", quoted(paths.root), quoted(args.folder), args.dtype,
   require("ps").threads(), TOLD, table.concat(IDS, " "))
 
-if not args.cold then read_file() end                     -- so that the first round also finds the file in the cache
+if not args.cold then read_file() end  -- so that the first round also finds the file in the page cache
 local seconds, reads, theirs = {}, {}, {}
 local result = { file_bytes = bytes, mmap = args.mmap or false, cold = args.cold or false, dtype = args.dtype }
 for round = 1, args.rounds do

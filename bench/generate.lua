@@ -57,7 +57,7 @@ local function start_peer()
   return peer
 end
 
--- Returns the number of tokens added after the prompts.
+-- Returns the number of tokens that were added to the prompts.
 local function added(out, rows)
   local n = 0
   for r, row in ipairs(out) do n = n + #row - #rows[r] end
@@ -71,14 +71,14 @@ local function same(a, b)
   return true
 end
 
--- Returns the bytes per second at which the engine reads `nbytes`, in four streams per thread.
+-- Returns the bytes per second at which the engine reads `nbytes` with four streams per thread.
 local function streams(nbytes)
   local out = ffi.new "double[1]"
   ps.check(ps.C.ps_probe_bandwidth(nbytes, 4, 0, 0, 5, out))
   return out[0]
 end
 
--- Adds the peer's figures to psluajit's.
+-- Adds the peer's figures to psluajit's figures.
 local function compare(result, model, theirs, rows)
   local item = ps.empty({ 1 }, { dtype = args.dtype }):nbytes()
   local weights = (model:num_parameters() - model:costs().looked_up) * item

@@ -20,7 +20,7 @@ local function read_json(path)
   return cjson.decode(text)
 end
 
--- Park and Miller's generator of numbers from 0 to 1, as in spec/oracle/make_golden.py.
+-- Returns Park and Miller's generator for numbers from 0 to 1, which spec/oracle/make_golden.py also uses.
 local function draw(seed)
   local x = seed * 7919 % 2147483647
   local function next_number()
@@ -31,7 +31,7 @@ local function draw(seed)
   return next_number
 end
 
--- Writes the weights of a seed to a file, by the same rule as make_golden.py.
+-- Writes the weights that belong to a seed to a file. make_golden.py uses the same rule.
 local function write_weights(path, data)
   local names, tensors, number = {}, {}, draw(data.seed)
   for name in pairs(data.final_params) do names[#names + 1] = name end
@@ -47,13 +47,13 @@ local function write_weights(path, data)
   ps.safetensors.save(path, tensors)
 end
 
--- Returns the error of one tensor; NaN if the tensor has a NaN, which math.max would lose.
+-- Returns the error of one tensor, or NaN if the tensor contains a NaN, which math.max would ignore.
 local function tensor_error(t, want)
   t = t:to { dtype = "fp32", device = "cpu" }:detach():to("fp64")
   local l2 = t:norm():item()
   local flat, worst = t:reshape(-1), math.abs(l2 - want.l2) / want.l2
   local rms = want.l2 / math.sqrt(t:numel())
-  if l2 ~= l2 then return l2 end                         -- its sum of squares covers all numbers
+  if l2 ~= l2 then return l2 end                         -- a NaN in any element makes the sum of squares NaN
   for i, x in ipairs(want.first8) do
     worst = math.max(worst, math.abs(flat[i - 1]:item() - x) / rms)
   end
@@ -67,7 +67,7 @@ local function compare(tensors, wanted)
   for name, t in pairs(tensors) do
     local want = wanted[name] or wanted[(name:gsub("^transformer%.", ""))]
     if not want then error("the golden values have no " .. name, 0) end
-    local err = ps.scope(tensor_error, t, want)          -- its memory must be freed, since budgets are tight
+    local err = ps.scope(tensor_error, t, want)          -- frees its memory, since budgets are tight
     if err ~= err then err = math.huge end
     if name:match("c_attn%.bias$") then apart = math.max(apart, err)
     elseif err >= worst then worst, worst_name = err, name end
@@ -76,7 +76,7 @@ local function compare(tensors, wanted)
 end
 golden.compare = compare
 
--- Together, the processes must have compared all tensors, however these are divided.
+-- Checks that the processes together have compared all tensors, however the tensors are divided.
 local function must_cover(tensors, wanted, group)
   local mine, all = {}, {}
   for name in pairs(tensors) do mine[(name:gsub("^transformer%.", ""))] = 1 end
@@ -88,7 +88,7 @@ local function must_cover(tensors, wanted, group)
   if there:min():item() < 1 then error("some golden values were not compared with any tensor", 0) end
 end
 
--- Returns the whole tensor from the shards of all ranks along tp. All these ranks call it.
+-- Gathers the whole tensor from the shards of all ranks along tp. All these ranks call this function.
 local function joined(p, t)
   local desc, group = shard.of(p), ps.mesh.group "tp"
   if not desc then return t end
@@ -101,7 +101,7 @@ local function joined(p, t)
   return shard.join(desc, parts)
 end
 
--- Returns the whole tensors for a list of tensors by the names of parameters.
+-- Gathers whole tensors, indexed by parameter names.
 local function all_joined(module, tensors)
   local list = {}
   for name, p in module:named_parameters() do
@@ -111,8 +111,8 @@ local function all_joined(module, tensors)
   return list
 end
 
--- Returns the same interface for each kind of memory: forward(x, y), backward(loss), step(), the parameters' gradients,
--- and their fp32 values (masters if there are any), by name.
+-- Returns the same interface for each kind of memory: forward(x, y), backward(loss), step(), and tables of the
+-- parameters' gradients and fp32 values (masters if there are any) by name.
 local function plain_run(data, weights, options)
   local model = gpt2.new(data.config, { dtype = options.dtype, device = options.device, recompute = options.recompute })
   model:load_weights(weights)
@@ -138,7 +138,7 @@ end
 local function chunk_run(data, weights, options)
   local config = {
     device = options.device, chunk_size = options.chunk_size, eviction = options.eviction, plan_print = false,
-    overlap_optimizer = false,                         -- gradients are read before the update
+    overlap_optimizer = false,                         -- since gradients are read before the update
     gradient_accumulation_steps = options.micro_batches, pipeline = options.pipeline,
     tensor_parallel = options.tensor and { size = options.tensor } or nil,
     optimizer = { type = "AdamW", params = data.settings },
@@ -147,7 +147,7 @@ local function chunk_run(data, weights, options)
   }
   if options.zero_stage then config.zero_optimization = { stage = options.zero_stage } end
   if options.dtype ~= "fp32" then config[options.dtype] = { enabled = true } end
-  if options.dtype == "fp16" then config.fp16.loss_scale = 1 end         -- like the plain run, which has none
+  if options.dtype == "fp16" then config.fp16.loss_scale = 1 end         -- the plain run has no loss scale either
   local model, optimizer = ps.initialize { config = config, quiet = true, model_func = function()
     return gpt2.new(data.config, { dtype = options.dtype, recompute = options.recompute }):load_weights(weights)
   end }
@@ -166,12 +166,12 @@ local function chunk_run(data, weights, options)
     masters = function() return model:state_dict() end, close = function() model:close() end }
 end
 
--- Returns the gradient of a tied parameter of which several stages have a copy: the sum of all copies' gradients, which
--- the step computes only before its norm or update. All ranks of a pipeline call it for each parameter, or nil if this
--- rank does not have the parameter.
+-- Returns the gradient of a tied parameter that several stages have copies of. It is the sum of all copies' gradients,
+-- which the step computes only before its norm or update. `grad` and the result are nil if this rank does not have
+-- the parameter. All ranks of a pipeline call this function for each parameter.
 local function whole_gradient(run, name, p, grad)
   local users, ranks = run.stages.vstages_of[name], {}
-  -- sums along tp follow those of tied parameters
+  -- sums along tp are computed after sums over tied copies
   if grad ~= nil and run.stages:copies() and shard.is_partial(p) then
     grad = ps.mesh.group "tp":all_reduce(grad:to("fp32"):to("cpu"):clone())
   end
@@ -183,7 +183,7 @@ local function whole_gradient(run, name, p, grad)
   return mine and sum or nil
 end
 
--- Returns the rows of a batch for this process: divided as evenly as possible, in the order of ranks.
+-- Returns this process's rows of a batch. The rows are divided as evenly as possible, in rank order.
 local function my_rows(rows, group)
   if not group then return rows end
   local size, rank, mine = group:size(), group:rank(), {}
@@ -228,25 +228,25 @@ local function train(data, run, device, result, note, group)
       note("largest gradient error in " .. worst)
     end
     run.step()
-    -- budgets here are so small that even the bytes of headers matter
+    -- the budgets are so small that even headers matter
     collectgarbage()
   end
 end
 
--- Returns the largest number of all processes.
+-- Returns the largest number of all processes, or NaN if any number is NaN.
 local function largest(value, group)
   if not group then return value end
   local all = ps.empty({ group:size() }, { dtype = "fp64" })
   group:all_gather(all, ps.tensor({ value }, { dtype = "fp64" }))
-  return all:amax():item()                               -- NaN if one of them is NaN
+  return all:amax():item()                               -- NaN if any number is NaN
 end
 
 ---@class golden.Options
 ---@field device? string
 ---@field dtype? string
 ---@field recompute? boolean
----@field memory? "plain"|"chunk" chunk: through ps.initialize, with the settings below
----@field host? string|integer budget
+---@field memory? "plain"|"chunk" "chunk" uses ps.initialize with the settings below
+---@field host? string|integer budget of the host
 ---@field device_memory? string|integer budget of a device that is not the cpu
 ---@field disk? string folder of the disk tier
 ---@field chunk_size? integer elements
@@ -254,16 +254,16 @@ end
 ---@field group? ps.Group the processes that share each batch (memory chunk)
 ---@field zero_stage? integer
 ---@field pipeline? {stages: integer, schedule?: string, virtual_stages?: integer}
----@field tensor? integer ranks that have a part of each layer
----@field micro_batches? integer of a step
+---@field tensor? integer number of ranks that share each layer
+---@field micro_batches? integer number of micro-batches in a step
 ---@field note? fun(line: string)
 
---- Repeats the training from which golden values were made.
+--- Repeats the training run from which golden values were made.
 ---@param path string a file of spec/golden, or a folder with golden.json and model.safetensors
 ---@param options? golden.Options
 ---@return {device: string, dtype: string, memory: string, max_rel_loss_error: number, max_rel_grad_error: number,
----  max_rel_param_error: number, c_attn_bias_grad_error: number, c_attn_bias_param_error: number} gradients' errors are
----  absent in a pipeline whose stages are on several ranks each
+--- max_rel_param_error: number, c_attn_bias_grad_error: number, c_attn_bias_param_error: number} The gradients' errors
+--- are absent in a pipeline whose stages have several ranks each.
 function golden.run(path, options)
   local all = { device = "cpu", dtype = "fp32", memory = "plain", micro_batches = 1 }
   for key, value in pairs(options or {}) do all[key] = value end
@@ -273,9 +273,9 @@ function golden.run(path, options)
   local o = data.optimizer
   data.settings = { lr = o.lr, betas = o.betas, eps = o.eps, weight_decay = o.weight_decay }
   local start = all.memory == "chunk" and chunk_run or plain_run
-  -- frees tensors of earlier runs, which would count against the budgets
+  -- frees tensors of earlier runs, which would use up the budgets
   if all.memory == "chunk" then
-    jit.flush()                                           -- frees compiled loops, which hold references to tensors
+    jit.flush()                                           -- discards compiled loops, which hold references to tensors
     for _ = 1, 2 do collectgarbage() end
   end
   local started, run = pcall(start, data, drawn or path .. "/model.safetensors", all)

@@ -30,7 +30,7 @@ say() {
   printf '%4d s  %s\n' $SECONDS "$line" | tee -a "$out/$part.txt"
 }
 
-# Libraries other than the C library's own, which must be the machine's; Lua modules.
+# Packs the Lua modules and all libraries except those of the C library, which must be the target machine's own.
 pack_up() {
   if ! [ -x "$build/psluajit" ] || ! [ -f "$build/libps_cuda.so" ]; then
     echo "build psluajit and libps_cuda.so first"
@@ -58,7 +58,7 @@ pack_up() {
   du -sh "$pack"
 }
 
-# The folder of an NVIDIA library, by the library's name: the toolkit's, or that of a Python package.
+# Prints the folder of an NVIDIA library with a given name, in the toolkit or in a Python package.
 find_library() {
   local nvcc name=$1
   nvcc=$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)
@@ -70,8 +70,8 @@ find_library() {
   } | head -n 1
 }
 
-# The libraries that a packed psluajit brings. Those of the compiler are left out if the machine has them: its versions
-# are the same or newer, and other libraries may need them.
+# Selects the libraries of a packed psluajit. The compiler's libraries are omitted if the machine has them, since its
+# versions are the same or newer, and other libraries can need them.
 own_libraries() {
   local name
   for name in libstdc++.so.6 libgcc_s.so.1 libgomp.so.1; do
@@ -116,7 +116,8 @@ set_up() {
   case $card in *"compute capability 9.0"*) hopper=1 ;; esac
 }
 
-# The process ids of a session: process groups do not contain the processes that `timeout` and the launcher start.
+# Prints the process ids of a session. Process groups do not contain the processes that `timeout` and the launcher
+# start.
 in_session() {
   local stat
   for stat in /proc/[0-9]*/stat; do
@@ -124,8 +125,8 @@ in_session() {
   done
 }
 
-# Prints the state of a session's processes and of the GPU. If the GPU is busy, a kernel does not end; if it is idle, a
-# process waits for it in vain.
+# Prints the state of a session's processes and of the GPU. If the GPU is busy, a kernel does not end. If it is idle, a
+# process waits for it forever.
 look_at() {
   local pid task debugger tried=0
   debugger=$(command -v cuda-gdb || echo /usr/local/cuda/bin/cuda-gdb)
@@ -152,15 +153,15 @@ end_session() {
   for i in 1 2 3 4 5 6 7 8 9 10; do
     pids=$(in_session "$session")
     [ -n "$pids" ] || break
-    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null     # ends only these, by their ids
+    kill "$([ "$i" -gt 4 ] && echo -KILL || echo -TERM)" $pids 2>/dev/null     # ends only these processes, by their ids
     sleep 0.5
   done
-  kill -KILL -- "-$session" 2>/dev/null                # if /proc does not report sessions
+  kill -KILL -- "-$session" 2>/dev/null                # used if /proc does not report sessions
   session=""
 }
 
-# LIMIT_S LOG COMMAND...: runs a command and returns its exit code; 124 if it reached its limit, and then the log says
-# what it was doing.
+# Runs a command and returns its exit code. Arguments: LIMIT_S LOG COMMAND... If the command reaches its limit, the code
+# is 124, and the log describes what the command was doing.
 guarded() {
   local limit=$1 log=$2 rc=0 pid
   shift 2
@@ -180,11 +181,11 @@ guarded() {
     return 124
   fi
   wait $pid || rc=$?
-  end_session                                          # processes that it left running
+  end_session                                          # ends processes that the command left running
   return $rc
 }
 
-# Prints the rows one at a time, since they run at the same time.
+# Prints the rows one after another, since they run at the same time.
 keep_log() {
   exec 8>>"$out/$part.log"
   flock 8
@@ -193,7 +194,8 @@ keep_log() {
   exec 8>&-
 }
 
-# The seconds that a row may take: LIMIT_S, or the part's remaining time; 0: the row is listed as skipped.
+# The seconds that a row can take: LIMIT_S, or the remaining time of the part. With 0 seconds, the row is listed as
+# skipped.
 part_s=${PART_S:-470}
 allowed() {
   local left=$((part_s - SECONDS))
@@ -203,8 +205,8 @@ allowed() {
 
 wanted() { [[ "$1" == *"${ONLY:-}"* ]]; }
 
-# Finds the op at which a run failed or hung: runs it again, printing each op before it begins and waiting for each.
-# This is done once per part, and not if memory ran out.
+# Finds the op at which a run failed or hung. It runs the run again, prints each op before it begins, and waits for each
+# op. This happens once per part, and not if memory ran out.
 traced=""
 trace() {
   local name=$1 rc=0 limit
@@ -220,7 +222,7 @@ trace() {
     "last op: $(grep -a '^cuda op' "$work/trace" | tail -n 1 | cut -c9-60)"
 }
 
-# A check: NAME LIMIT_S COMMAND...; passes if the command succeeds.
+# Runs a check, which passes if the command succeeds. Arguments: NAME LIMIT_S COMMAND...
 check() {
   local name=$1 limit log=$work/log begin=$SECONDS rc=0
   wanted "$name" || return 0
@@ -248,7 +250,8 @@ check() {
   return 0
 }
 
-# A measurement: NAME LIMIT_S COMMAND...; each JSON line of its output is used, even if the command fails later.
+# Runs a measurement. Arguments: NAME LIMIT_S COMMAND... Each JSON line of the output is used, even if the command fails
+# later.
 measure() {
   local name=$1 limit log=$work/log rc=0 lines
   wanted "$name" || return 0
@@ -303,8 +306,8 @@ END
   check "opens, multiplies, and trains a toy model like the cpu" 60 "$run" "$work/smoke.lua"
 }
 
-# A check that runs at the same time as others, in its own process with its own log: NAME LIMIT_S COMMAND... At most
-# JOBS (10) run at a time. join waits for all and counts the failures.
+# Starts a check in its own process with its own log, at the same time as others. Arguments: NAME LIMIT_S COMMAND... At
+# most JOBS (10) checks run at a time. `join` waits for all of them and counts the failures.
 jobs_at_once=${JOBS:-10}
 job_pids=()
 job() {
@@ -325,7 +328,7 @@ join() {
   job_pids=()
 }
 
-# Compares the losses of two runs with the same seed, bit for bit.
+# Checks that two runs with the same seed have bit-identical losses.
 same_twice() {
   local i
   for i in 1 2; do
@@ -336,12 +339,13 @@ same_twice() {
   test -s "$work/losses.1" && cmp "$work/losses.1" "$work/losses.2" && echo "same losses twice"
 }
 
-# The toy model runs alone: if it fails, all others would fail. Then all rows run at the same time.
+# Runs all correctness rows. The toy model runs first and alone, since its failure would make all other rows fail. Then
+# the other rows run at the same time.
 correct() {
   local model=gpt2 small=char rows=4 seq=512 parts=8 part_of dtype full=1 real="PS_CUDA_REAL=1" llama=llama-110m
   [ "${SMALL:-}" = 1 ] && model=tiny small=tiny rows=1 seq=32 full=0 parts=2 llama=tiny
   smoke
-  # Runs without LuaJIT's compiler, whose traces end by unwinding the stack, which aborts under the sanitizer.
+  # LuaJIT's compiler is off: its traces end by unwinding the stack, which aborts under the sanitizer.
   local step=("$run" -joff bench/train.lua --device cuda --model "$small" --batch 2 --seq 32 --steps 3 --gemm 0)
   local sanitizer
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
@@ -381,15 +385,16 @@ correct() {
   join
 }
 
-# The memory of the first GPU in GB; 80 if there is no GPU.
+# Prints the memory of the first GPU in GB, or 80 if there is no GPU.
 card_gib() {
   local mib
   mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i 0 2>/dev/null) || mib=81920
   echo $((mib / 1024))
 }
 
-# psluajit's figures come first, each with a profile of its step unless PROFILE=0. PEERS=0 leaves out PyTorch's rows,
-# PEERS=1 runs only those. HOW=blocks compiles PyTorch's models only block by block, which takes a third of the time.
+# Measures speed. psluajit's figures are first, each with a profile of its step unless PROFILE=0. PEERS=0 skips
+# PyTorch's rows, and PEERS=1 runs only these. HOW=blocks compiles PyTorch's models only block by block, which takes a
+# third of the time.
 speed() {
   local small="" models="gpt2 gpt2-xl llama-3.2-1b" seq=1024 gemm=8192 device=${PEER_DEVICE:-cuda}
   [ "${SMALL:-}" = 1 ] && small=--small models=tiny seq=32 gemm=64
@@ -424,7 +429,7 @@ speed() {
   measure "copies, PyTorch" 40 "${peer[@]}" bench/peers/gpu_torch.py copies --device "$device" $small
 }
 
-# The family of a model, and a batch for the card's memory.
+# Prints a model's family, and a batch size for the card's memory.
 sizes_of() {
   family=gpt2 batch=16
   case $1 in
@@ -435,8 +440,8 @@ sizes_of() {
   [ "${SMALL:-}" = 1 ] && batch=2
 }
 
-# In models of width 4096 a layer has 0.2014 B parameters of 14 bytes each; 8 GiB of the card are left for everything
-# else.
+# Prints model sizes for the card. At width 4096, a layer has 0.2014 B parameters of 14 bytes each. 8 GiB of the card
+# are reserved for everything else.
 sizes() {
   gib=$(($(card_gib) * 92 / 100))
   size=(--width 4096 --heads 32) layers=25 memory=24GiB host=100GiB resident=${gib}GiB batch=4 seq=1024
@@ -447,7 +452,8 @@ sizes() {
   fi
 }
 
-# State of three times the budget: 5.3 B parameters, 69 GiB, or on a card of 80 GB 4.3 B parameters, 56 GiB.
+# Measures offloading with a state of three times the budget: 5.3 B parameters, 69 GiB, or 4.3 B parameters, 56 GiB, on
+# a card with 80 GB.
 offload() {
   local size layers memory host resident batch seq most gib device=${PEER_DEVICE:-cuda}
   sizes
@@ -460,8 +466,8 @@ offload() {
       --device "$device" "${size[@]}" --layers $((layers / 2)) --batch $batch --seq $seq --steps 6 --offload
 }
 
-# The largest number of parameters that card and host together can hold; first a smaller number, so that there is a
-# figure even if the search takes too long.
+# Searches the largest number of parameters that card and host can hold together. A smaller number runs first, so that
+# there is a figure even if the search takes too long.
 largest() {
   local size layers memory host resident batch seq most gib share
   sizes
@@ -472,8 +478,8 @@ largest() {
   done
 }
 
-# The kernels of MODEL's third step and of the following ones, by name: calls, milliseconds, share. Nsight Compute
-# times each kernel alone, so the sums contain neither gaps nor overlaps.
+# Prints the kernels of MODEL's third and later steps by name: calls, milliseconds and fraction of the time. Nsight
+# Compute times each kernel alone, so the sums contain neither gaps nor overlap.
 kernels_of() {
   local model=$1 launches=$2 ncu
   ncu=$(command -v ncu || find /opt/nvidia /usr/local/cuda* -name ncu -type f 2>/dev/null | head -n 1)

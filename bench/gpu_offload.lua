@@ -17,7 +17,7 @@ local whole = require("ps.core.command_line").whole
 local gpt2 = require "models.gpt2"
 local C = ps.C
 
-io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
+io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
 local parser = argparse("bench/gpu_offload.lua", "Measures training with host offload.")
 parser:option("--model", "preset of models/gpt2.lua", "gpt2-xl")
 whole(parser:option("--layers", "number of layers, instead of the preset's"), 1)
@@ -39,7 +39,7 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- Returns all bytes copied so far to the device and from it.
+--- Returns the bytes copied so far to the device and from it.
 local function moved()
   local info = ps.ffi.new("ps_tier_info")
   ps.check(C.ps_engine_tier_get(ps.ctx, 1, info))
@@ -59,7 +59,7 @@ local function make(layers, device_memory)
   }
 end
 
---- Runs steps, and appends the figures of each to `all`.
+--- Runs steps, and appends each step's figures to `all`.
 local function run(all, model, optimizer, steps)
   local vocab = model.config.vocab_size
   local where = { dtype = "int32", device = args.device }
@@ -82,15 +82,15 @@ local function run(all, model, optimizer, steps)
     print(("step %d loss %.5f: %.1f ms, %.3g GB up, %.3g GB down"):format(step, all.losses[step], s * 1e3,
       (up_now - up) / 1e9, (down_now - down) / 1e9))
     if all.losses[step] ~= all.losses[step] then error("the loss is not a number") end
-    if args.largest then                                     -- printed early, in case the rest takes too long
+    if args.largest then  -- printed early, since the remaining runs can take too long
       print(cjson.encode { what = "step", layers = all.layers, parameters = all.parameters, step_s = s })
     end
   end
   print(ps.memory())
 end
 
---- Trains a model of `layers` layers within a budget. Returns the figures of its steps, or nil and the reason if that
---- fails.
+--- Trains a model with `layers` layers within a budget. Returns the figures of its steps, or nil and the reason of a
+--- failure.
 local function train(layers, device_memory, steps)
   local made, model, optimizer = pcall(make, layers, device_memory)
   if not made then return nil, tostring(model) end

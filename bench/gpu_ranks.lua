@@ -56,12 +56,12 @@ for turn = 1, 11 do
     -- calls return before their bytes have arrived
     ps.check(ps.C.ps_groups_settle())
     times[name] = times[name] or {}
-    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call connects
+    if turn > 1 then table.insert(times[name], ps.now() - began) end     -- the first call establishes the connection
   end
 end
 
--- Returns the seconds of forwards without computation in a pipeline of all ranks, the median and the slowest rank's.
--- Each forward sends `numel` fp32 numbers to the next virtual stage.
+-- Returns the seconds of forwards without computation in a pipeline of all ranks, both the median and the slowest
+-- rank's. Each forward sends `numel` fp32 numbers to the next virtual stage.
 local function forwards(virtual_stages, micro_batches, numel)
   local C, ffi = ps.C, ps.ffi
   local rows = require("ps.parallel.pipeline.table").table { schedule = "looped_bfs", stages = size,
@@ -83,14 +83,14 @@ local function forwards(virtual_stages, micro_batches, numel)
     repeat
       ps.check(C.ps_pipe_next(opened[0], event))
       if event.kind == C.PS_ACT_FORWARD then
-        local values = new()               -- the executor frees its bytes when they have been sent
+        local values = new()               -- the executor frees the tensor after it was sent
         given[0] = values
         ps.check(C.ps_pipe_done(opened[0], event.vstage < rows.vstages - 1 and 1 or 0, given))
       elseif event.kind == C.PS_ACT_YIELD then
         ps.check(C.ps_pipe_done(opened[0], 0, nil))
       end
     until event.kind == C.PS_ACT_NONE
-    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first call connects
+    if turn > 1 then table.insert(taken, ps.now() - began) end           -- the first call establishes the connection
   end
   C.ps_pipe_close(opened[0])
   table.sort(taken)

@@ -7,7 +7,7 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
+io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
 local parser = argparse("bench/gpu_speed.lua", "Measures rates of single operations.")
 parser:option("--part", "matmul, attention or copies"):count(1)
 parser:option("--device", "device", "cuda")
@@ -19,7 +19,7 @@ local on = { dtype = args.dtype, device = args.device }
 
 local function wait(t) return t:reshape(-1)[0]:item() end
 
---- Returns the seconds of one call of fn, which returns a tensor: the best of three runs of `n` calls.
+--- Returns the seconds of one call of fn, which returns a tensor. It is the best of three runs of `n` calls.
 local function seconds(n, fn)
   local best = math.huge
   wait(fn())
@@ -44,7 +44,7 @@ function parts.matmul()
   end
 end
 
---- Causal, forward and backward: 4 and 10 T^2 D operations per head, halved by the mask.
+--- Measures causal attention, forward and backward: 4 and 10 T^2 D operations per head, halved by the mask.
 function parts.attention()
   for _, D in ipairs { 64, 128 } do
     local B, H, T = 8192 / args.seq, 2048 / D, args.seq
@@ -68,8 +68,8 @@ function parts.attention()
   end
 end
 
---- Copies between pageable host memory and the device, like a script's own :to(). The engine's chunks are pinned and
---- are measured by the offload part of gpu_check.sh.
+--- Measures copies between pageable host memory and the device, like a script's own :to(). The engine's chunks are
+--- pinned, and the offload part of gpu_check.sh measures them.
 function parts.copies()
   local n = args.small and 2 ^ 16 or 2 ^ 28
   local host, there = ps.zeros { n }, ps.zeros({ n }, { device = args.device })

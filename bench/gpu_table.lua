@@ -26,7 +26,7 @@ local function figures(path)
   end
 end
 
--- Rows of a file: { name =, figures... }.
+-- Returns the rows of a file: { name =, figures... }.
 local function read(path)
   local rows = {}
   for line in io.lines(path) do
@@ -40,7 +40,7 @@ local function read(path)
   return rows
 end
 
--- Returns the row with the largest figure among those that `take` accepts.
+-- Returns the row with the largest figure among the rows that `take` accepts.
 local function best(rows, key, take)
   local found
   for _, row in ipairs(rows) do
@@ -64,7 +64,7 @@ local function is_peer(row) return row.peer ~= nil end
 local parts = {}
 
 function parts.speed(rows)
-  local ceiling = 0                                                        -- TFLOP/s of the products of any program
+  local ceiling = 0  -- largest TFLOP/s of matrix products in any program
   for _, row in ipairs(rows) do
     ceiling = math.max(ceiling, row.what == "matmul" and row.tflops or 0, (row.gemm_peak_gflops or 0) / 1e3)
   end
@@ -104,7 +104,7 @@ function parts.speed(rows)
 end
 
 function parts.offload(rows)
-  -- The work of a step is its tokens times its parameters, so that a peer may have fewer layers.
+  -- The work of a step is its tokens times its parameters, so that a peer can have fewer layers.
   for _, row in ipairs(rows) do
     if row.tokens_per_s and row.parameters then row.work = row.tokens_per_s * row.parameters / 1e9 end
   end

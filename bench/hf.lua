@@ -18,7 +18,7 @@ local settings = require "ps.pretrained.settings"
 
 local LABELS = { labels = true, start_positions = true, end_positions = true }
 
--- Returns the tensors of a batch, and those of an adapter, by PEFT's names.
+-- Returns the tensors of a batch, and an adapter's tensors by PEFT's names.
 local function inputs_of(path)
   local file, batch, lora = ps.safetensors.open(path), {}, {}
   for _, name in ipairs(file:names()) do

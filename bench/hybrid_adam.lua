@@ -28,7 +28,7 @@ local args = parser:parse()
 
 local WARM = 3
 
---- The two extremes: no update crosses the link, and all do.
+--- The two extremes: no update uses the link, or all updates do.
 local SHUT, OPEN = { up = 1, down = 1, at_once = 0 }, { host_adam = 1, device_adam = 1e15, up = 1e15, down = 1e15 }
 
 local function least(list) return math.min(unpack(list)) end

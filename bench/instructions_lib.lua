@@ -6,7 +6,7 @@ local paths = require "ps.paths"
 local lib = {}
 
 ---@class bench.Instructions
----@field total integer of the whole part
+---@field total integer instructions of the whole part
 ---@field by table<string, table<integer, integer>> file -> line -> the line's own instructions, without those of calls
 
 --- Reads a file that callgrind wrote with --dump-line=yes --compress-strings=no --compress-pos=no.
@@ -20,7 +20,7 @@ function lib.read(name)
     if key == "fl" or key == "fi" or key == "fe" then
       file = value
     elseif key == "calls" then
-      of_call = true                         -- the next line has the instructions of the function that is called
+      of_call = true                         -- the next line has the instructions of the called function
     elseif line and of_call then
       of_call = false
     elseif line then
@@ -33,8 +33,8 @@ function lib.read(name)
   return counts
 end
 
--- Returns the lines of a source file by the name that the compiler gave it, and its name below src/, or nil if it is
--- not in src/.
+-- Returns the lines of a source file and its name below src/, or nil if it is not in src/. The argument is the name
+-- that the compiler recorded.
 local function source(name)
   local below = ("/" .. name):match "^.*/src/(.*)$"
   local f = below and io.open(paths.root .. "/src/" .. below)
@@ -47,9 +47,9 @@ end
 
 --- Sums the instructions of the lines of src/ that a function accepts.
 ---@param counts bench.Instructions
----@param takes fun(file: string, text: string): boolean the file's name below src/, the line
+---@param takes fun(file: string, text: string): boolean receives the file's name below src/ and the line
 ---@return integer taken
----@return integer all those of src/; 0: the program was not built with -g
+---@return integer all instructions of src/, or 0 if the program was not built with -g
 function lib.of(counts, takes)
   local taken, all = 0, 0
   for name, by_line in pairs(counts.by) do
@@ -62,17 +62,17 @@ function lib.of(counts, takes)
   return taken, all
 end
 
---- Runs a command under callgrind and counts between its first call of one C function and its next one of another. The
---- instructions are those of one thread on a processor with AVX2, which valgrind emulates.
+--- Runs a command under callgrind and counts instructions from its first call of one C function to the next call of
+--- another. They are the instructions of one thread on a processor with AVX2, which valgrind emulates.
 ---@param command string quoted for a shell
----@param from string a function of C
+---@param from string the name of a C function
 ---@param to string
----@return bench.Instructions? counts nil: the command did not run
+---@return bench.Instructions? counts nil if the command did not run
 ---@return string? why
 function lib.count(command, from, to)
   if os.execute "command -v valgrind > /dev/null" ~= 0 then return nil, "valgrind is not installed" end
   local name, said = os.tmpname(), os.tmpname()
-  -- With these settings psluajit does not start itself again, which valgrind would not follow.
+  -- With these settings psluajit does not restart itself, which valgrind would not follow.
   local code = os.execute(("OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=100 "
     .. "GLIBC_TUNABLES=glibc.malloc.tcache_count=0 valgrind --tool=callgrind "
     .. "--dump-line=yes --compress-strings=no --compress-pos=no --zero-before=%s --dump-before=%s "

@@ -64,7 +64,8 @@ for key, value in pairs(options) do meta[key] = value end
 meta.device = "meta"
 local shape = family.new(args.model, meta)
 local numel, flops = shape:num_parameters(), shape:flops_per_token(args.seq)
--- Bytes per parameter: weight, gradient (in half types it lies in the weight's place), master, and states.
+-- Bytes per parameter: the weight, the gradient (in half types it uses the weight's memory), the master, and the
+-- optimizer states.
 local state = args.dtype == "fp32" and 8 or args.master == "remainder" and 4 or 6
 state = state + optimizers.states_most(kind.states)
 local need = args.limit or numel * (state + 4) * 1.02 + 2 ^ 28
@@ -94,8 +95,8 @@ local model, optimizer = ps.initialize {
 result.state_bytes = tonumber(require("ps.nn.handle").of(model).built.state_bytes)
 print(("initialised in %.1f s, peak RSS %.0f MiB"):format(ps.now() - began, ps.peak_rss() / 2 ^ 20))
 
--- Returns the bytes for measuring the disk: 1 GiB, but at most the host's budget and half of the free bytes of the disk
--- tier.
+-- Returns the number of bytes with which to measure the disk: 1 GiB, but at most the host's budget and half of the disk
+-- tier's free bytes.
 local function probe_nbytes()
   local tiers = require("ps.memory.chunks").tiers()
   local host, disk = tiers[#tiers - 1], tiers[#tiers]

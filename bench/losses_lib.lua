@@ -4,7 +4,7 @@ local ps = require "ps"
 
 local lib = {}
 
---- Trains with AdamW at a constant rate, without decay. Returns the loss of each step.
+--- Trains with AdamW at a constant learning rate without weight decay. Returns the loss of each step.
 ---@param model ps.nn.Module
 ---@param steps integer
 ---@param lr number
@@ -25,7 +25,7 @@ function lib.train(model, steps, lr, loss_of)
   return losses
 end
 
---- Returns the largest relative difference of two lists of losses (NaN if one is), and its step.
+--- Returns the largest relative difference between two lists of losses, and its step. It is NaN if one loss is NaN.
 ---@param ours number[]
 ---@param theirs number[]
 ---@return number largest

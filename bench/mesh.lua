@@ -44,15 +44,15 @@ parser:flag("--overlap-only", "overlap_ratio alone")
 parser:option("--run", "(for this script) a rank's job, in JSON"):hidden(true)
 local args = parser:parse()
 
--- dp, pp, tp, stage of ZeRO, steps of SGD
+-- dp, pp, tp, ZeRO level, whether steps use SGD
 local LAYOUTS = { { 2, 1, 1 }, { 1, 2, 1 }, { 1, 1, 2, 0, true }, { 2, 2, 1, 1 }, { 2, 1, 2, 2 }, { 1, 2, 2 },
   { 1, 1, 4 }, { 1, 4, 1 }, { 2, 2, 2, 1, true }, { 4, 1, 2, 3 }, { 1, 2, 4, 0, true }, { 2, 1, 4, 1 }, { 1, 4, 2 },
   { 1, 1, 8 } }
--- 8 heads of 8 numbers; 250 tokens, which is a multiple of neither 4 nor 8.
+-- 8 heads of width 8. The vocabulary of 250 is a multiple of neither 4 nor 8.
 local MODEL = { vocab_size = 250, n_positions = 32, n_embd = 64, n_layer = 4, n_head = 8 }
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
--- A model without data, cut for this rank.
+-- Creates a model without data, sharded for this rank.
 local function deferred(preset, options, how)
   local model = ps.deferred(require("models.gpt2").new, preset, options)
   tensor_parallel.cut(model, { group = ps.mesh.group "tp", sequence = true, keep_gathered = how.kept or false,
@@ -60,20 +60,20 @@ local function deferred(preset, options, how)
   return model
 end
 
--- Elements of the parameters that this rank has.
+-- Returns the number of elements in this rank's parameters.
 local function numel_of(model)
   local n = 0
   for _, p in ipairs(model:parameters()) do n = n + p:numel() end
   return n
 end
 
--- Bytes that block 0 keeps for backward.
+-- Returns the number of bytes that block 0 keeps for backward.
 local function activations_of(model)
   local x = ps.empty({ 4, 256 }, { dtype = "int32", device = "meta" })
   return count.parts(model, { x, x, n = 2 })[2].activations
 end
 
--- Bytes that this rank sends along tp in the first micro-batch of a step, for a number of layers.
+-- Returns the bytes that this rank sends along tp in the first micro-batch of a step, for a given number of layers.
 local function sent(layers, how)
   ps.manual_seed(1)
   local model = ps.initialize { quiet = true, model_func = function()
@@ -86,7 +86,7 @@ local function sent(layers, how)
   for out in model:micro_batches(x, x) do
     if not bytes then
       local before = group:bytes_sent()
-      -- The forward of this micro-batch ran before `before` was read, so a second forward is counted instead.
+      -- This micro-batch's forward ran before `before` was read, so a second forward is counted instead.
       ps.no_grad(function() model.module:train(true)(x:narrow(0, 0, how.B), x:narrow(0, 0, how.B)) end)
       bytes = group:bytes_sent() - before
       before = group:bytes_sent()
@@ -106,9 +106,9 @@ local function over_theory(kept, pieces)
   return layer / ((kept and 8 or 10) / 2 * how.B * how.T * how.C * 4)
 end
 
--- Bytes that a rank sends along dp in a step, over what a stage of ZeRO must send of P numbers: 2 (N - 1) / N times P
--- for the sums of gradients and the updated values. Stage 3 sends the values once per pass, so the factor is 3 (N - 1)
--- / N.
+-- Returns the bytes that a rank sends along dp in a step, divided by the bytes that a ZeRO level must send for P
+-- numbers: 2 (N - 1) / N times P for the sums of gradients and the updated values. Level 3 sends the values once per
+-- pass, so its factor is 3 (N - 1) / N.
 local function data_parallel(stage)
   ps.manual_seed(1)
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -116,7 +116,7 @@ local function data_parallel(stage)
       { dropout = 0 })
   end, config = { plan_print = false, optimizer = { type = "AdamW" }, zero_optimization = { stage = stage } } }
   local x, group, mine = ps.zeros({ 2, 64 }, { dtype = "int32" }), ps.mesh.group "dp", 0
-  for _ = 1, 2 do                                          -- ranks compare their models in the first step
+  for _ = 1, 2 do                                          -- in the first step, ranks compare their models
     local before = group:bytes_sent()
     model:backward(model(x, x))
     optimizer:step()
@@ -124,12 +124,12 @@ local function data_parallel(stage)
   end
   local numel = numel_of(model.module)
   model:close()
-  local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()     -- the mean of ranks
+  local all = group:all_reduce(ps.tensor({ mine }, { dtype = "fp64" })):item() / group:size()     -- the mean over ranks
   return all / ((stage == 3 and 3 or 2) * (group:size() - 1) / group:size() * numel * 4)
 end
 
--- Returns the bytes of the messages that the first of two stages sends in a step of several micro-batches, over those
--- of the activations [B, T, C] at the cut.
+-- Returns the bytes of the messages that the first of two stages sends in a step of several micro-batches, divided by
+-- the bytes of the activations [B, T, C] between the stages.
 local function pipeline()
   local m, B, T = 4, 8, MODEL.n_positions
   local model, optimizer = ps.initialize { quiet = true, model_func = function()
@@ -148,12 +148,13 @@ local function pipeline()
   return nbytes / (B * T * MODEL.n_embd * 4)
 end
 
--- Returns the masks of a training forward, as lists of 0 and 1, with the position of the first number in the whole
--- mask. They are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's heads.
+-- Returns the dropout masks of a training forward as lists of 0 and 1, each with the position of its first number in
+-- the whole mask. They are the masks of dropout over flat rows, and those of attention [B, H, T, T] for this rank's
+-- heads.
 local function masks(tp)
   local list, rng = {}, ps.rng()
   local dropout, packed = F.dropout, F.attention_packed
-  local function again(fn)                                   -- with the random numbers of the following call
+  local function again(fn)  -- calls fn with the same random numbers as the following call
     local op = rng.op
     local mask = ps.no_grad(fn)
     rng.op = op
@@ -166,7 +167,7 @@ local function masks(tp)
   end
   function F.attention_packed(qkv, heads, options)
     local mask = again(function()
-      -- The value of position i is 1 in column i and 0 elsewhere, so the output is the weights of attention.
+      -- The value of position i is 1 in column i and 0 elsewhere, so the output equals the attention weights.
       local B, T, D = qkv:size(0), qkv:size(1), qkv:size(2) / heads / 3
       local eye = ps.zeros { T, D }
       for i = 0, T - 1 do eye[{ i, i }] = 1 end
@@ -205,12 +206,12 @@ local function figures()
     bytes_over_theory = { tp = over_theory(false), tp_kept = over_theory(true), tp_pieces = over_theory(false, 4) } }
 end
 
--- Returns a step whose forward makes small all-reduces, with Gloo's own between them.
+-- Measures the time of a step whose forward makes small all-reduces, alternating with Gloo's all-reduces.
 local function latency()
   local group, world, ours, gloo, forwards, planned = nil, nil, {}, {}, 0, 0
   local raw_in, raw_sum = ps.zeros { 1024 }, ps.zeros { 1024 }
   local function exchange()
-    for i = -3, 4000 do                            -- the first calls are not counted
+    for i = -3, 4000 do                            -- the first calls are a warm-up
       local x = ps.zeros { 1024 }
       local began = ps.now()
       group:reduce_from(x)
@@ -224,7 +225,7 @@ local function latency()
       n_head = 4 }, { dropout = 0 })
     local forward = model.forward
     rawset(model, "forward", function(...)
-      forwards = forwards + 1                      -- the first one belongs to the dry run
+      forwards = forwards + 1                      -- the first forward belongs to the dry run
       local before = tonumber(ps.C.ps_group_planned(group.c))
       ps.no_grad(exchange)
       planned = tonumber(ps.C.ps_group_planned(group.c)) - before
@@ -247,8 +248,8 @@ local function latency()
     small_all_reduce_planned = planned / (#ours + 4) }
 end
 
--- Returns a group of two ranks in which this rank is alone, so that a block's computation can be timed without
--- exchanges: the rows of the other rank are a copy of its own rows.
+-- Returns a group that has two ranks but contains only this one, so that a block's computation can be timed without
+-- exchanges. The other rank's rows are a copy of this rank's rows.
 local function nobody(group)
   local alone = setmetatable({}, { __index = group })
   function alone:gathered_linear(x, w, b, how)
@@ -262,7 +263,7 @@ local function nobody(group)
   return alone
 end
 
--- Returns the seconds of a block's forward and backward, and of their parts; with how.link, these are measured
+-- Returns the seconds of a block's forward and backward, and of their parts. With how.link, they are measured
 -- alternately.
 local function overlap(how)
   local group, C, B, T = ps.mesh.group "tp", 1024, 4, 256
@@ -285,7 +286,7 @@ local function overlap(how)
       step()
       region.group = group
     end,
-    exchanges = function()                                     -- exchanges of two column and two row layers
+    exchanges = function()                                     -- the exchanges of two column and two row layers
       for _ = 1, 6 do group:all_gather(all, rows) end
       for _ = 1, 4 do group:reduce_scatter(rows, all) end
     end,
@@ -299,7 +300,7 @@ local function overlap(how)
   local result = { nbytes = 10 * n * C * 4 }
   for _, name in ipairs(how.link and { "products", "exchanges", "pieces", "composed" } or { "products" }) do
     local seconds = {}
-    for i = 0, 5 do                                            -- the first round is not counted
+    for i = 0, 5 do                                            -- round 0 is a warm-up
       group:barrier()
       local began = ps.now()
       RUNS[name]()
@@ -399,7 +400,7 @@ local function layout_rows()
   return rows
 end
 
--- Returns whether two ranks of tp zeroed the same elements as one rank; false if none was zeroed.
+-- Returns whether two ranks along tp zeroed the same elements as one rank, and any at all.
 local function masks_equal()
   run(1, { what = "masks", tp = 1 })
   run(2, { what = "masks", tp = 2 })
@@ -408,7 +409,7 @@ local function masks_equal()
     local mine = read("masks2." .. rank)
     if #mine ~= #one then return false end
     for i, entry in ipairs(mine) do
-      local place                                                    -- position of element k, from 0, in the whole mask
+      local place                                                    -- position of element k (from 0) in the whole mask
       if entry.head then
         local B, H, T, S = unpack(entry.shape)
         local all = one[i].shape[2]
@@ -429,7 +430,7 @@ local function masks_equal()
   return dropped > 0
 end
 
--- The link is made so slow that the exchanges take as long as the computation measured before.
+-- The link is so slow that the exchanges take as long as the computation measured before.
 local function overlap_rows()
   run(2, { what = "overlap" })
   local free = read "overlap.0"
@@ -442,7 +443,7 @@ end
 
 local result = overlap_rows()
 if not args.overlap_only then
-  -- Runs in its own process: plans fork, which a process with threads must not do.
+  -- Runs in its own process, since plans fork, which a process with threads must not do.
   local plan = assert(process_lib.last_json(("'%s' '%s/bench/planner.lua' --settings 0 --no-published"):format(
     paths.exe, paths.root)), "bench/planner.lua failed")
   result.plan_175b_s, result.plan_175b_mib = plan.plan_175b_s, plan.plan_175b_mib

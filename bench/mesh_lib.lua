@@ -14,24 +14,24 @@ local shard = require "ps.tensor.shard"
 
 local lib = {}
 
----@class bench.Mesh what ranks train
+---@class bench.Mesh a training run of several ranks
 ---@field folder string
 ---@field dp? integer
 ---@field pp? integer
 ---@field tp? integer
 ---@field zero? integer
----@field family? string default gpt2
----@field options? table of the model
----@field task? string batches are by names
----@field preset? string|table default tiny
----@field rows? integer rows of a batch, default 4
----@field positions? integer default 16
----@field words? integer number of token ids; default 256
----@field micros? integer default 1
----@field steps? integer steps of the second run, default 3; 0: there is no second run
----@field sgd? boolean the second run uses SGD with momentum instead of AdamW
----@field clip? number default 1
----@field config? table of ps.initialize
+---@field family? string the model's family (default gpt2)
+---@field options? table the model's options
+---@field task? string if it is set, batches are named
+---@field preset? string|table the model's preset (default tiny)
+---@field rows? integer number of rows in a batch (default 4)
+---@field positions? integer number of positions (default 16)
+---@field words? integer number of token ids (default 256)
+---@field micros? integer number of micro-batches (default 1)
+---@field steps? integer number of steps in the second run (default 3), or 0 for no second run
+---@field sgd? boolean whether the second run uses SGD with momentum instead of AdamW
+---@field clip? number norm to which gradients are clipped (default 1)
+---@field config? table the configuration for ps.initialize
 
 local hash_out = ps.ffi.new "uint64_t[1]"
 
@@ -59,14 +59,14 @@ local function open(o, optimizer, clip)
     zero_optimization = { stage = o.zero or 0 } }, o.config) }
 end
 
--- Returns the mean over the ranks with different rows.
+-- Returns the mean over all ranks that have different rows.
 local function mean(value)
   local group = mesh.group "dp"
   if not group then return value end
   return group:all_reduce(ps.tensor({ value }, { dtype = "fp64" })):item() / group:size()
 end
 
--- Runs a step on this rank's rows of batch `number`. Returns the batch's loss.
+-- Runs a step on this rank's rows of the batch with index `number`. Returns the batch's loss.
 local function step(o, model, optimizer, number)
   ps.manual_seed(20 + number)
   local rows, T, words = o.rows or 4, o.positions or 16, o.words or 256
@@ -74,7 +74,7 @@ local function step(o, model, optimizer, number)
     { dtype = "int32" })
   local n = rows / mesh.size "dp"
   local first = mesh.rank "dp" * n
-  ps.rng().sample = first                          -- samples have the same numbers as on one rank
+  ps.rng().sample = first                          -- samples are numbered as on one rank
   local sum, count = 0, 0
   optimizer:zero_grad()
   x, y = x:narrow(0, first, n):contiguous(), y:narrow(0, first, n):contiguous()
@@ -91,7 +91,7 @@ local function step(o, model, optimizer, number)
   return mean(sum / count)
 end
 
--- Writes this rank's tensors, with their positions in the whole tensors.
+-- Writes this rank's tensors and their positions in the whole tensors.
 local function save(o, model, name)
   local state, places = {}, {}
   local of = {}
@@ -108,9 +108,9 @@ local function save(o, model, name)
   assert(f:close())
 end
 
---- Trains on this rank. To files of o.folder whose names begin with o.name it writes: the values before the first run
---- (.begin), after it (.sgd) and after the second one (.end); and the losses of both runs, the norms of the second one
---- and the number of elements (.run).
+--- Trains on this rank. It writes files to o.folder whose names begin with o.name. They contain the values before the
+--- first run (.begin), after it (.sgd) and after the second run (.end). Another file (.run) contains both runs' losses,
+--- the second run's norms and the number of elements.
 ---@param o bench.Mesh
 function lib.rank(o)
   local model, optimizer = open(o, { type = "SGD", params = { lr = 100 } }, 0)
@@ -142,7 +142,8 @@ local function read_json(path)
   return value
 end
 
---- Returns the whole tensors that `size` ranks wrote under a name. Parts that several ranks have must have equal bits.
+--- Returns the whole tensors that `size` ranks wrote under a name. Shards that several ranks have must be
+--- bit-identical.
 ---@param folder string
 ---@param name string
 ---@param size integer
@@ -189,13 +190,13 @@ local function largest(list, wanted)
   return worst
 end
 
---- Compares what ranks wrote with what one rank wrote under another name.
+--- Compares the results of several ranks with the results of one rank, which were written under another name.
 ---@param folder string
 ---@param name string
----@param size integer ranks
+---@param size integer number of ranks
 ---@param one string
----@return {max_rel_loss_error: number, max_rel_grad_error: number, worst: string, norm_error: number,
----  same_begin: boolean, max_rel_param_error: number, numel: number}
+---@return {max_rel_loss_error: number, max_rel_grad_error: number, worst: string, norm_error: number, same_begin:
+--- boolean, max_rel_param_error: number, numel: number}
 function lib.compare(folder, name, size, one)
   local run, want = read_json(("%s/%s.0.run"):format(folder, name)), read_json(("%s/%s.0.run"):format(folder, one))
   local result = { max_rel_loss_error = largest(run.losses, want.losses), max_rel_grad_error = 0, worst = "",
@@ -212,8 +213,8 @@ function lib.compare(folder, name, size, one)
     local update = states.sgd[2][key]:to "fp64" - t:to "fp64"
     local norm = update:norm():item()
     local err = (sgd:to "fp64" - begin:to "fp64" - update):norm():item() / (norm > 0 and norm or 1)
-    -- The true gradient of a bias of keys is zero: the softmax of attention does not change if all keys get the same
-    -- addend.
+    -- The true gradient of a key bias is zero, since attention's softmax does not change if the same number is added to
+    -- all scores.
     local none = key:find "key%.bias$" or key:find "k_proj%.bias$"
     if err ~= err then err = math.huge end
     if not none and err > result.max_rel_grad_error then result.max_rel_grad_error, result.worst = err, key end

@@ -36,7 +36,7 @@ end
 local settings = decoded(args.params, "--params")
 local out_path = args.file:gsub("%.safetensors$", "") .. ".out.safetensors"
 
--- Returns the names of the parameters in the file, sorted, and the open file.
+-- Returns the sorted names of the parameters in the file, and the open file.
 local function open()
   local file, names = ps.safetensors.open(args.file), {}
   for _, key in ipairs(file:names()) do names[#names + 1] = key:match "^p%.(.+)$" end
@@ -68,8 +68,8 @@ local function plain()
   ps.safetensors.save(out_path, out)
 end
 
--- A model whose loss is the sum of parameters times given numbers, which are then their gradients. A parameter is
--- called "<number>_<name>.value", so that choices by name (Muon's) see the name.
+-- A model whose loss is the sum of its parameters times given numbers, which are then the gradients. A parameter is
+-- called "<number>_<name>.value", so that rules that depend on names (as in Muon) see the name.
 local Holder, Given = ps.nn.class "Holder", ps.nn.class "Given"
 function Holder:init(value) self.value = ps.nn.Parameter(value) end
 function Given:init(file, names)
@@ -113,7 +113,7 @@ local function engine()
   model:close()
 end
 
--- Merges the files of the ranks, each of which has the tensors that its rank owns, into one file.
+-- Merges the ranks' files into one file. Each file has the tensors that its rank owns.
 local function join()
   local all = {}
   for rank = 0, args.ranks - 1 do

@@ -21,7 +21,7 @@ local function ids_of(file, name, path)
   return t
 end
 
--- Returns the sequences of segments [R, T]: a list of {row, first, n}, from 0.
+-- Returns the sequences in segments [R, T] as a list of {row, first, n}, counted from 0.
 local function sequences(segments, path)
   local R, T, list = segments:size(0), segments:size(1), {}
   for row = 0, R - 1 do
@@ -41,7 +41,8 @@ local function sequences(segments, path)
   return list
 end
 
--- Returns the losses [R, T] of a batch, with gradients: targets are the ids one position later, within the segment.
+-- Returns the losses [R, T] of a batch, with gradients. The targets are the ids at the next position of the same
+-- segment.
 local function losses_of(model, batch)
   local ids, segments = batch.input_ids, batch.segment_ids
   local B, T = ids:size(0), ids:size(1)

@@ -64,7 +64,7 @@ local function loader(more)
   return ps.data.loader(options)
 end
 
--- Returns the processor seconds and tokens of an epoch of a loader, including its construction.
+-- Returns the processor seconds and tokens for an epoch of a loader, including the loader's construction.
 local function epoch(more)
   local from = os.clock()
   local one = loader(more)
@@ -75,7 +75,7 @@ local function epoch(more)
 end
 
 local function loader_cost(step)
-  local cache = folder .. "/of-the-loader"                   -- an empty folder: training has filled the other one
+  local cache = folder .. "/of-the-loader"                   -- an empty folder, since training has filled the other one
   local first, second = epoch { packing = true, cache = cache }, epoch { packing = true, cache = cache }
   for i, e in ipairs { first, second } do
     print(("loader, %s epoch: %.1f ms of processor time per step (%d steps; %.2f s before the first one)%s"):format(
@@ -93,7 +93,7 @@ end
 local model = require("models.llama").new(args.preset, { vocab_size = tok.vocab_size }):train()
 local optimizer = ps.optim.AdamW(model, { lr = 1e-4 })
 
--- One step: its processor seconds, trained tokens and share of padding.
+-- Runs one step, and returns its processor seconds, trained tokens and fraction of padding.
 local function train(one)
   local batch, clock = one:next(), os.clock()
   local mask = batch.segment_ids or batch.attention_mask
@@ -105,7 +105,7 @@ local function train(one)
 end
 
 local padded, packed = loader { group_by_length = true }, loader { packing = true }
-train(packed)                                              -- a warm-up, which makes plans and kernels
+train(packed)                                              -- a warm-up, which creates plans and kernels
 local sums = { padded = { 0, 0, 0 }, packed = { 0, 0, 0 } }
 for _ = 1, args.steps do
   for name, one in pairs { padded = padded, packed = packed } do

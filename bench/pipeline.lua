@@ -53,8 +53,8 @@ local function table_of(name, stages)
 end
 
 -- -- a rank ----------------------------------------------------------------------------------------------------------
--- Performs the row. Returns the times at which its first action began and its last one ended, and the most pairs that
--- it held.
+-- Performs the actions of the row. Returns the times at which the first action began and the last one ended, and the
+-- largest number of pairs held at a time.
 local function perform(x, t, tick)
   local event, none = ffi.new("ps_pipe_event"), tensor_array(1)
   local first, last, held, most = nil, 0, 0, 0
@@ -83,7 +83,7 @@ local function perform(x, t, tick)
   end
 end
 
--- Returns the times of this rank by the virtual clock, and whether all of them equal the simulator's.
+-- Returns this rank's times by the virtual clock, and whether they all equal the simulator's.
 local function virtual(x, t, rank, link)
   local costs, times, spans = cost_array(t.vstages), times_array(1), ffi.new "const ps_pipe_span *[1]"
   local cost = { forward = 1, input = 1, weight = 1, nbytes = 4 }
@@ -133,7 +133,7 @@ end
 -- -- a rank that trains ----------------------------------------------------------------------------------------------
 local hash_out = ffi.new "uint64_t[1]"
 
--- Writes a line for each tensor of the model and the optimizer that this rank has: its name and its hash.
+-- Writes a line with the name and the hash of each tensor of the model and the optimizer on this rank.
 local function write_hashes(path, model, optimizer)
   local f = assert(io.open(path, "w"))
   local function write(name, value)
@@ -149,13 +149,13 @@ local function write_hashes(path, model, optimizer)
   f:close()
 end
 
--- Trains in a third of the state's memory, and returns the bytes of the last step. A micro-batch's activations are
--- large enough (64 KiB) to be freed as soon as they are no longer needed, and not only when Lua collects.
+-- Trains in a third of the state's memory, and returns the bytes moved in the last step. A micro-batch's activations
+-- are large enough (64 KiB) to be freed as soon as they are no longer needed, and not only when Lua collects garbage.
 local POSITIONS = 64
 local TRAFFIC = { n_layer = 16, n_embd = 256, n_head = 4, n_positions = POSITIONS, tie_word_embeddings = false,
   dropout = 0 }
 
--- Writes a rank's figures: bytes moved and held, those left for chunks, and the step's uses of chunks.
+-- Writes a rank's figures: bytes moved, bytes held, bytes available for chunks, and the step's uses of chunks.
 local function write_traffic(path, moved, model)
   local tier, info, nbytes = require("ps.memory.chunks").tiers()[1], ffi.new("ps_trace_info"), {}
   local id = select(2, next(engine_of(model).traces))
@@ -238,8 +238,8 @@ local function run()
   return rows
 end
 
--- Trains with a schedule, or in one process. Returns one hash over all hashes. If two ranks have a tensor with
--- different bits, both hashes are included.
+-- Trains with a schedule, or in one process. Returns one hash over all hashes. If a tensor differs between two ranks,
+-- both hashes are included.
 local function hash_of(name)
   local out, hashes, names = os.tmpname(), {}, {}
   local ranks = name == "one" and 1 or P
@@ -268,8 +268,8 @@ local function hash_of(name)
   return ("%016x of %d tensors"):format(hash_out[0], #names)
 end
 
--- Returns the figures that a rank wrote: bytes moved, bytes held, and the fewest bytes that could be moved (nil:
--- unknown).
+-- Returns the figures that a rank wrote: bytes moved, bytes held, and the smallest number of bytes that must be moved
+-- (nil if it is unknown).
 local function read_traffic(path)
   local f, trace, number = assert(io.open(path)), { sizes = {}, uses = {} }, {}
   local moved, held, capacity, moments = f:read("*n", "*n", "*n", "*n")
@@ -285,7 +285,8 @@ local function read_traffic(path)
   return moved, held, bound.available() and bound.solve(trace, capacity) or nil
 end
 
--- Returns the MiB that all ranks move in a step, the MiB of their state, and the fewest MiB that they could move.
+-- Returns the MiB that all ranks move in a step, the MiB of their state, and the smallest number of MiB that must be
+-- moved.
 local function traffic_of(name)
   local out, moved, state, least = os.tmpname(), 0, 0, 0
   assert(lfs.mkdir(out .. ".disk"))
@@ -312,7 +313,7 @@ local function most(rows, i)
   return value
 end
 
--- (time of all ranks - time that they compute) over the former.
+-- Returns the fraction of all ranks' time in which they do not compute.
 local function bubble(rows, last, busy)
   local makespan, sum = most(rows, last), 0
   for _, row in ipairs(rows) do sum = sum + row[busy] end
@@ -330,7 +331,7 @@ local function bubble_wall(rows)
 end
 
 -- -- cuts ------------------------------------------------------------------------------------------------------------
-local LAYER, HEAD = 12 * 768 ^ 2, 768 * 50257                  -- multiplications a token
+local LAYER, HEAD = 12 * 768 ^ 2, 768 * 50257                  -- multiplications per token
 
 local function makespan_of(t, parts, counts)
   local costs, at, times = cost_array(t.vstages), 0, ffi.new("ps_pipe_times")
@@ -345,7 +346,7 @@ local function makespan_of(t, parts, counts)
   return times.makespan
 end
 
--- Calls fn(counts) for each way to divide n parts into v consecutive groups.
+-- Calls fn(counts) for each way to divide n layers into v consecutive groups.
 local function each_cut(n, v, fn, counts)
   counts = counts or {}
   if v == 1 then

@@ -24,8 +24,8 @@ local MIB = 2 ^ 20
 local WARM_UP, ROUNDS = 8, 60
 local POLICIES = require "ps.config.policies"
 
---- Collects a trace: chunk(bytes) makes a chunk, and op{...} a moment that uses chunks. A chunk that is written is
---- wrapped as { write = chunk }.
+--- Records a trace: chunk(bytes) creates a chunk, and op{...} adds a moment that uses chunks. A chunk that is written
+--- is wrapped as { write = chunk }.
 local function recorder()
   local trace = { sizes = {}, uses = {}, moments = 0 }
   function trace.chunk(nbytes)
@@ -42,7 +42,7 @@ local function recorder()
   return trace
 end
 
---- Returns a step of a model of `n` chunks of parameters and a tied embedding of `embedding` times their size.
+--- Returns a step for a model with `n` chunks of parameters and a tied embedding of `embedding` times a chunk's size.
 ---@param options { n: integer, embedding: number, half: boolean, adam: string, micro: integer }
 local function step(options)
   local trace = recorder()
@@ -74,7 +74,7 @@ local function step(options)
     backward(units[0])
     for i = options.n, 1, -1 do
       for _ = 1, 3 do backward(units[i]) end
-      if not units[i].grad then trace.op { { write = units[i].param } } end           -- the gradient replaces it
+      if not units[i].grad then trace.op { { write = units[i].param } } end  -- the gradient replaces the parameter
       if options.adam == "overlapped" and micro == options.micro then adam(units[i]) end
     end
     if units[0].grad then backward(units[0]) else trace.op { { write = units[0].param } } end
@@ -98,9 +98,9 @@ local SHAPES = {
   { "fp32", step { n = n, embedding = 3, half = false, adam = "overlapped", micro = 1 } },
 }
 
---- Returns the bytes that a step moves once steps repeat: the mean of many steps, each planned from the places in which
---- the previous one left the chunks, since the chunks that stay may differ between steps. Also the median milliseconds
---- of a plan.
+--- Returns the bytes that a step moves after steps have become periodic, and the median milliseconds for planning. The
+--- bytes are the mean of many steps, since the resident chunks can differ between steps. Each step is planned from the
+--- tiers on which the previous step left the chunks.
 local function moved(trace, capacity, policy)
   local count = #trace.sizes
   local chunks = ffi.new("ps_plan_chunk[?]", count)

@@ -10,11 +10,11 @@ local lib = {}
 
 lib.CASE = paths.root .. "/bench/planner_case.lua"
 
--- GPT-3's sizes: 96 layers, hidden 12288, 2048 positions.
+-- GPT-3's sizes: 96 layers, width 12288, 2048 positions.
 lib.GPT3 = { layers = 96, width = 12288, heads = 96, positions = 2048, vocab = 50304, rows = 1, precision = "bf16",
   recompute = true, device_nbytes = 125 * 2 ^ 30, host_nbytes = 230 * 2 ^ 30 }
 
---- Returns a copy of a table with other fields.
+--- Returns a copy of a table with some fields changed.
 ---@param case table
 ---@param changes table
 ---@return table
@@ -25,10 +25,10 @@ function lib.with(case, changes)
   return copy
 end
 
---- Returns the request of a plan on a machine. If the machine has several GPUs, only rank 0 is run, and all state is
---- sharded over the ranks.
----@param name string of the hardware
----@param host number bytes of its host memory
+--- Returns a plan request for a machine. If the machine has several GPUs, only rank 0 is run, and all state is sharded
+--- over the ranks.
+---@param name string the name of the hardware
+---@param host number bytes of the machine's host memory
 ---@param case table
 ---@return ps.planning.Request
 function lib.on_hardware(name, host, case)
@@ -39,10 +39,9 @@ function lib.on_hardware(name, host, case)
     rates = there.rates, ranks = ranks, ranks_a_machine = ranks, kinds = ranks and { 0 } or nil }
 end
 
---- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, with 64 micro-batches, by kinds of rank.
----@return {seconds: number, mib: number, result: ps.planning.Result} plan the seconds of the whole plan, and the
----  largest MiB of one of its processes. It is an error if this process has made a context of psluajit, since plans
----  fork.
+--- Plans GPT-3 on 32 machines with eight H200 each, dp 4 x pp 8 x tp 8, with 64 micro-batches, for each kind of rank.
+---@return {seconds: number, mib: number, result: ps.planning.Result} plan The seconds of the whole plan, and the
+--- largest MiB of one of its processes. It is an error if this process has a psluajit context, since plans fork.
 function lib.plan_175b()
   local case = lib.with(lib.GPT3, { stages = 8, tp = 8, micros = 64, ranks = 256, stage = 1, device = "cuda" })
   local request = lib.on_hardware("h200x8", 2e12, case)

@@ -48,7 +48,7 @@ local CASE, with, on_hardware = plan_lib.CASE, plan_lib.with, plan_lib.on_hardwa
 local STEPS, BELOW, APART = 10, 0.97, 1.2
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
--- The simulated device gets more memory than its default of 1 GiB, so that its memory does not limit a setting.
+-- The simulated device gets more memory than its default of 1 GiB, so that its memory limits no setting.
 require("posix.stdlib").setenv("PS_SIM_MEMORY", "8GiB")
 
 local random = args.seed * 2654435761 % 2 ^ 31 + 1
@@ -57,7 +57,7 @@ local function draw(list)
   return list[1 + random % #list]
 end
 
--- Runs a command. Returns its standard output and standard error.
+-- Runs a command. Returns the text of its standard output and standard error.
 local function output(command)
   local errors = os.tmpname()
   local p = assert(io.popen(("%s 2>'%s'"):format(command, errors)))
@@ -70,7 +70,7 @@ local function output(command)
   return text, why
 end
 
--- Trains the case. Returns its output, or nil and its error if it failed.
+-- Trains the case. Returns the run's output, or nil and its error.
 local function train(case)
   local text, why = output(("'%s' '%s' '%s'"):format(paths.exe, CASE, cjson.encode(case)))
   local ok, result = pcall(cjson.decode, text)
@@ -78,7 +78,7 @@ local function train(case)
   return nil, why
 end
 
--- Runs the case on its ranks, with one thread each. Returns the output of each rank, from rank 0 on.
+-- Runs the case on several ranks with one thread each. Returns the ranks' outputs, beginning with rank 0.
 local function train_ranks(case)
   local text, why = output(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node %d '%s' '%s'"):format(
     paths.exe, paths.root, case.ranks, CASE, cjson.encode(case)))
@@ -106,7 +106,8 @@ local function draw_case()
   return case
 end
 
--- Returns the seconds per operation (ops with operations) or per byte (other ops), by op, from the records of ranks.
+-- Returns each op's seconds per operation (ops with operations) or per byte (other ops), computed from the ranks'
+-- records.
 local function units_of(ranks)
   local sums, units, all = {}, {}, { flops = { 0, 0 }, bytes = { 0, 0 } }
   for _, got in ipairs(ranks) do
@@ -120,8 +121,8 @@ local function units_of(ranks)
   return { units = units, flops = all.flops[1] / all.flops[2], bytes = all.bytes[1] / all.bytes[2] }
 end
 
--- Returns the same seconds for a GPT-2 of fixed sizes. Measured before and after each setting, since other programs
--- share the machine.
+-- Returns the seconds per operation or byte for a GPT-2 of fixed size. It is measured before and after each setting,
+-- since other programs share the machine.
 local function probe(device, precision)
   local light = args.light
   local case = { device = device, precision = precision, layers = 3, width = light and 192 or 640, heads = light and 3
@@ -132,7 +133,7 @@ local function probe(device, precision)
   return units_of { got }
 end
 
--- Returns the seconds of ops, as the mean of several probes.
+-- Returns the predicted seconds of ops, as the mean over several probes.
 local function predicted_seconds(ops, probes)
   local sum = 0
   for _, op in ipairs(ops) do
@@ -142,7 +143,8 @@ local function predicted_seconds(ops, probes)
   return sum
 end
 
--- Runs one setting. Returns the errors of peak and time, and whether the least budget is right.
+-- Runs one setting. Returns the errors of the predicted peak and time, and whether the predicted least budget is
+-- correct.
 local function look_at(case)
   local row = { name = ("%s %s L%d C%d T%d B%d V%d%s"):format(case.device, case.precision, case.layers, case.width,
     case.positions, case.rows, case.vocab, case.recompute and " recompute" or "") }
@@ -206,7 +208,8 @@ local function without_adam(ops)
   return rest, adam
 end
 
--- For stages, the simulated time of their schedule, whose messages overlap computation, plus Adam.
+-- Returns the predicted seconds. For stages, this is the simulated time of their schedule, in which messages overlap
+-- with computation, plus Adam.
 local function predicted_of_ranks(said, probes)
   if not said.cut then return predicted_seconds(said.ops, probes) end
   local by_stage, update = {}, 0
@@ -218,8 +221,8 @@ local function predicted_of_ranks(said, probes)
   return course.seconds(said.cut, by_stage, false, 0).makespan + update
 end
 
--- Runs one setting on two ranks, with one thread each. Returns the errors of the seconds, and of the peak by the
--- engine's counter.
+-- Runs one setting on two ranks with one thread each. Returns the error of the predicted seconds, and the error of the
+-- predicted peak compared with the engine's counter.
 local function look_at_ranks(axis)
   local case = draw_ranks(axis)
   local row = { name = ("%s 2 %s L%d C%d T%d B%d V%d"):format(axis, case.precision, case.layers, case.width,
@@ -268,7 +271,7 @@ local PUBLISHED = {
 
 local function gib(nbytes) return nbytes / 2 ^ 30 end
 
--- Bytes that a rank holds for the largest model: its state, and the peak of each tier, as sums.
+-- Returns the bytes that a rank holds for the largest model, as sums: its state, and the peak of each tier.
 local function sums(result)
   local parts = { ("%.1f GiB of state per rank (%.2f bytes per parameter over all ranks)"):format(
     gib(result.state_bytes),
@@ -338,7 +341,7 @@ local function main()
   dry, out.plan_175b_s, out.plan_175b_mib = mesh.result, round(mesh.seconds), round(mesh.mib)
   print(("175 B on dp 4 x pp 8 x tp 8: %s, %.3g s, %s MiB"):format(dry.fits and "fits" or dry.error.message,
     out.plan_175b_s, tostring(out.plan_175b_mib)))
-  -- Runs in its own process, since plans fork and this process must not have a context of psluajit.
+  -- Runs in its own process, since plans fork and this process must not have a psluajit context.
   local cost = process_lib.last_json(("'%s' '%s/bench/profiler_cost.lua'"):format(paths.exe, paths.root))
   if not cost then error("bench/profiler_cost.lua printed no figures", 0) end
   out.profiler_cost = { event_ns = cost.event_ns, on = cost.on, off = cost.off }

@@ -34,7 +34,7 @@ local made, model, optimizer = pcall(ps.initialize, { quiet = true, config = con
   return gpt2.new { n_layer = case.layers, n_embd = case.width, n_head = case.heads, n_positions = case.positions,
     vocab_size = case.vocab, resid_pdrop = 0, embd_pdrop = 0, attn_pdrop = 0 }
 end })
--- raises the error as a table, since a dry run reads which tier was short
+-- raises the error as a table, from which a dry run reads the tier that was too small
 if not made then
   local why = "refused while the model was made: " .. tostring(model)
   if type(model) == "table" then model.msg = why else model = why end
@@ -56,7 +56,7 @@ for step = 1, steps do
     model:backward(loss)
   end
   optimizer:step()
-  local _ = loss:item()                                     -- waits until the device has finished
+  local _ = loss:item()                                     -- waits until the device is idle
   times[step] = ps.now() - began
   if case.record and step == 1 and steps > 1 then ps.profiler.start { events = 16 } end
 end

@@ -14,7 +14,7 @@ Process.__index = Process
 
 local function quote(text) return "'" .. tostring(text):gsub("'", "'\\''") .. "'" end
 
---- Runs a shell command. Returns the JSON in the last line of its output, or nil if there is none.
+--- Runs a shell command. Returns the decoded JSON in the last line of its output, or nil if there is none.
 ---@param command string
 ---@return table?
 function lib.last_json(command)
@@ -27,7 +27,7 @@ end
 
 --- Starts a program.
 ---@param program string[] the program and its arguments
----@param environment? table<string, any> variables for it
+---@param environment? table<string, any> environment variables for the program
 ---@return bench.Process
 function lib.start(program, environment)
   local pipe = os.tmpname()
@@ -43,7 +43,7 @@ function lib.start(program, environment)
   return self
 end
 
---- Returns the next answer.
+--- Reads the next answer from the process.
 ---@return table
 function Process:answer()
   while true do
@@ -67,7 +67,7 @@ function Process:ask(command)
   return self:answer()
 end
 
---- Runs steps, and returns the list of their answers.
+--- Runs n steps, and returns the list of their answers.
 ---@param n integer
 ---@return table[]
 function Process:steps(n)
@@ -76,7 +76,7 @@ function Process:steps(n)
   return list
 end
 
---- Ends the process by a command, since processes that were started later keep its input open.
+--- Ends the process with a command, since processes that were started later keep its input open.
 function Process:close()
   self.input:write("quit\n")
   self.input:close()

@@ -41,7 +41,7 @@ local function median(list)
   return (list[math.ceil(half)] + list[math.floor(half) + 1]) / 2
 end
 
--- Returns the seconds of fn(n).
+-- Returns the seconds that fn(n) takes.
 local function seconds(fn, n)
   local began = ps.now()
   fn(n)
@@ -60,12 +60,12 @@ local function event_seconds()
   return least / EVENTS
 end
 
--- Measures with the record and without it, in alternating order. Returns the seconds of both by round.
+-- Measures with and without the record, alternately. Returns the seconds of both for each round.
 local function in_turn(fn, n)
   local on, off = {}, {}
   local function one(times, record)
     if record then ps.profiler.start { events = EVENTS } end
-    fn(1)                                    -- the ring was just cleared, which filled the caches with other bytes
+    fn(1)  -- a warm-up, since clearing the ring has filled the caches with other bytes
     times[#times + 1] = seconds(fn, n)
     ps.profiler.stop()
   end
@@ -84,7 +84,7 @@ local function op_seconds()
   return (math.min(unpack(on)) - math.min(unpack(off))) / CALLS
 end
 
--- Trains n steps of train_char.lua's model on a batch that is always the same.
+-- Trains train_char.lua's model for n steps on a constant batch.
 local function trainer(rows)
   ps.manual_seed(1)
   local model = gpt2.new({ vocab_size = 256, n_positions = 64, n_layer = 4, n_head = 4, n_embd = 128 },
@@ -100,16 +100,17 @@ local function trainer(rows)
   end
 end
 
--- Returns the share that the record adds to a step, the seconds of a step without it, and the events of a step with it.
+-- Returns the fraction that the record adds to a step, the seconds of a step without it, and the number of events in a
+-- step with it.
 local function step_cost(train)
   local on, off = in_turn(train, args.steps)
   for i = 1, #on do on[i] = on[i] / off[i] - 1 end
-  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record covers a first step and these steps
+  local dropped = ps.ffi.new "int64_t[1]"                    -- the last record covers the first step and these steps
   local events = tonumber(C.ps_record_count(dropped) + dropped[0]) / (args.steps + 1)
   return median(on), median(off) / args.steps, events
 end
 
--- Callgrind counts from the call of ps_record_stop to that of ps_record_is_on.
+-- Runs the steps that callgrind counts, between the calls of ps_record_stop and ps_record_is_on.
 local function counted_steps()
   local train = trainer(1)
   train(1)
@@ -123,7 +124,8 @@ local function of_record(file, text)
     or text:find "%f[%w_]began%f[^%w_]" ~= nil
 end
 
--- Returns the instructions of a step, and the record's share of them; nil and the reason if they were not counted.
+-- Returns the instructions of a step, and the record's fraction of them, or nil and the reason if they were not
+-- counted.
 local function counted()
   if args.count_steps == 0 then return nil, "left out" end
   local command = ("'%s' -joff '%s/bench/profiler_cost.lua' --only-steps --count-steps %d"):format(paths.exe,

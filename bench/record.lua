@@ -18,7 +18,8 @@ end
 local result = lib.last_json(command)
 if not result then error(("'%s' ended without a line of JSON; nothing was recorded"):format(command), 0) end
 
--- Numbers keep the digits that matter, and keys a fixed order, so that a new record differs only where figures do.
+-- Encodes a record. Numbers keep their significant digits, and keys a fixed order, so that a new record differs only if
+-- figures do.
 local function encode(value, indent)
   if type(value) == "table" then
     local lines, keys = {}, {}

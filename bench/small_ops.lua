@@ -17,7 +17,8 @@ local args = parser:parse()
 
 local SIZES = { 16, 1024, 65536 }                           -- elements, about
 
--- name -> function of a number of elements that returns the call to measure. The peer has the same names.
+-- Returns the cases: name -> function that gets a number of elements and returns the call to measure. The peer has the
+-- same names.
 local function cases(ps)
   local F = ps.F
   local function square(n) return math.floor(math.sqrt(n)) end
@@ -106,7 +107,7 @@ local function cases(ps)
   }
 end
 
--- Seconds of a call: the best of several runs, each of which lasts about 5 ms.
+-- Returns the seconds of a call, as the best of several runs, each of which takes about 5 ms.
 local function seconds_of(call, ps)
   local clock = ps.C.ps_now
   local function run(n)

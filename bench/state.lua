@@ -47,7 +47,7 @@ local function bytes_of(kind, master, how)
 end
 
 -- -- time -----------------------------------------------------------------------------------------------------------
--- The tensors of an update, and the bytes that it reads and writes.
+-- Returns the tensors of an update, and the bytes that the update reads and writes.
 local function operands(made, remainder, shape)
   local numel = 1
   for _, size in ipairs(shape) do numel = numel * size end
@@ -127,7 +127,7 @@ local function same_bits(kind)
 end
 
 -- -- Muon -----------------------------------------------------------------------------------------------------------
-local SHAPES = { { 2304, 768 }, { 768, 768 }, { 3072, 768 }, { 768, 3072 } }      -- of each of 12 blocks
+local SHAPES = { { 2304, 768 }, { 768, 768 }, { 3072, 768 }, { 768, 3072 } }      -- the shapes in each of 12 blocks
 
 local function best(n, fn)
   local least = math.huge

@@ -20,7 +20,7 @@ whole(parser:option("--flood", "(for this script) the port to connect to"), 1, 6
 parser:flag("--train", "(for this script) be a rank")
 local options = parser:parse()
 
-local STEPS, KEPT = 5, 300                   -- connections that the strangers keep open at a time
+local STEPS, KEPT = 5, 300                   -- number of steps; number of connections that the strangers keep open
 local MARK = "\27[31mstranger"
 
 -- -- a rank -----------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ end
 
 -- -- the strangers ----------------------------------------------------------------------------------------------------
 
--- 32-bit numbers in network byte order, followed by text.
+-- Returns a message: 32-bit numbers in network byte order, followed by text.
 local function message(numbers, text)
   local n = ffi.new("int32_t[?]", #numbers, numbers)
   return ffi.string(n, 4 * #numbers) .. (text or "")
@@ -62,7 +62,7 @@ end
 local STORE, PROOF = 0x31565350, 0x31485350  -- src/rendezvous/store_protocol.h, proof.h
 local HELLO, FAULT = 0, 3
 local function of_store(what, a, b, text) return message({ STORE, what, 0, #(text or ""), a, b }, text) end
--- Returns the same message after the greeting of a rank that knows the run's name but not its secret.
+-- Returns the message preceded by the greeting of a rank that knows the run's name but not its secret.
 local function behind_proof(text)
   local name = os.getenv "PS_RUN_ID" or ""
   return message({ PROOF, 1 }, name .. ("\0"):rep(128 - #name) .. noise(32)) .. message({ PROOF, 0 }, noise(32)) .. text

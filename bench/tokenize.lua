@@ -32,7 +32,8 @@ local function line_of(text)
   return tok:decode(ids, { skip_special_tokens = plain or false })
 end
 
--- Returns the lines of the input without their ends. They may contain any bytes (io.lines would stop at a zero byte).
+-- Returns the lines of the input without their line ends. They can contain any bytes (io.lines would stop at a zero
+-- byte).
 local function lines()
   local all, at = io.read "*a", 1
   return function()

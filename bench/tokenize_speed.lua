@@ -22,7 +22,7 @@ local args = parser:parse()
 
 local MIB = 2 ^ 20
 
--- Characters of 1 to 4 bytes, with all lengths equally frequent.
+-- Returns text of characters of 1 to 4 bytes, in which all lengths are equally frequent.
 local function random_utf8()
   math.randomseed(1)
   local out, n = {}, 0
@@ -58,7 +58,7 @@ if not args.no_peers and os.execute(("'%s' -c 'import tiktoken' 2>/dev/null"):fo
   PROGRAMS[2] = { "_tiktoken", ("'%s' '%s/peers/tokenize_tiktoken.py' '%s'"):format(python, folder, args.tokenizer) }
 end
 
--- Returns the seconds of a process, and the number of tokens that it prints.
+-- Returns the seconds that a process takes, and the number of tokens that it prints.
 local function run(command, path)
   local began = ps.now()
   local p = assert(io.popen(("OMP_NUM_THREADS=1 %s < '%s'"):format(command, path)))

@@ -12,7 +12,7 @@ local cjson = require "cjson"
 local argparse = require "argparse"
 local whole = require("ps.core.command_line").whole
 
-io.stdout:setvbuf "line"                                -- output so far is used if this process is killed
+io.stdout:setvbuf "line"                                -- if this process is killed, its output so far is used
 local parser = argparse("bench/train.lua", "Measures training speed.")
 parser:option("--family", "models/FAMILY.lua, which has a causal language model", "gpt2")
 parser:option("--model", "preset of the family", "gpt2")
@@ -35,7 +35,8 @@ local function median(list)
   return list[math.floor(#list / 2) + 1]
 end
 
---- GFLOP/s of a square product, the best of `tries`. On an asynchronous device it starts several and then waits.
+--- Returns the GFLOP/s of a square matrix product, the best of `tries`. On an asynchronous device it starts several
+--- products and then waits.
 local function gemm_rate(tries)
   local n, best, count = args.gemm, 0, args.device == "cuda" and 10 or 1
   if n == 0 then return 0 end
@@ -75,7 +76,7 @@ for step = 1, args.steps do
   if args.profile and step == 3 then ps.profiler.start() end
   if args.paired and step == 3 then before_step = gemm_rate(PAIR_TRIES) end
   local t = ps.now()
-  optimizer:zero_grad()          -- before the forward, so that old gradients take no memory next to activations
+  optimizer:zero_grad()          -- before the forward, so that old gradients use no memory during it
   local loss = model(x, y)
   local t_forward = ps.now()
   loss:backward()

@@ -63,6 +63,6 @@ for name, make in [
 ]:
     try:
         result[name + "_gparams_per_s"] = args.params / seconds_a_step(make()) / 1e9
-    except Exception as error:  # whatever the reason: the other peers are still measured
+    except Exception as error:  # the other peers are measured in any case
         print(f"{name}: left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 print(json.dumps(result))

@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 PRESETS = {"tiny": (2, 2, 32), "gpt2": (12, 12, 768), "gpt2-xl": (48, 25, 1600)}
-# layers, heads, heads of keys and values, width, inner width, vocabulary
+# layers, heads, key-value heads, width, inner width, vocabulary
 LLAMAS = {"llama-tiny": (2, 4, 2, 32, 48, 256), "llama-110m": (12, 12, 12, 768, 2048, 32000),
           "llama-3.2-1b": (16, 32, 8, 2048, 8192, 128256)}
 
@@ -62,7 +62,7 @@ def attention(a):
             try:
                 with sdpa_kernel(backend):
                     attend(a, head, way)
-            except RuntimeError as problem:                    # not available for this card or these sizes
+            except RuntimeError as problem:                    # not available for this card or for these sizes
                 print("%s, heads of %d: %s" % (way, head, str(problem).splitlines()[0]), file=sys.stderr)
 
 
@@ -209,7 +209,7 @@ def make(a, device):
         with torch.device(device):
             return Llama(*LLAMAS[a.model], a.seq)
     layers, heads, c = PRESETS[a.model]
-    with torch.device(device):                             # created on the device where that is fast
+    with torch.device(device):                             # initialization on the device is faster
         return GPT2(50304, a.seq, a.layers or layers, a.heads or heads, a.width or c)
 
 
@@ -258,7 +258,7 @@ def attempt(a, how, batch):
             return True
         except torch.OutOfMemoryError:
             print("%s: a batch of %d does not fit" % (how, batch), flush=True)
-        except Exception as problem:                           # the other ways are still tried
+        except Exception as problem:                           # the other variants are tried in any case
             print("%s: %s: %s" % (how, type(problem).__name__, str(problem)[:2000]), flush=True)
             return False
         batch //= 2
