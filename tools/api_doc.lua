@@ -26,7 +26,7 @@ for name in ([[C ffi ctx check retry raise Error give_room op_info own dtype_cod
     scope_end collect collect_all functional F ops ps.nn.Module ps.Tensor.held
     along_last scalar_like dim_index scalar]]):gmatch("%S+") do INTERNAL[name] = true end
 
--- Bytecodes that end a function with values: RET, RET1, RETM and tail calls. RET0 ends it without one.
+-- Bytecodes that return values from a function: RET, RET1, RETM and tail calls. RET0 returns none.
 local GIVES = { RET = true, RET1 = true, RETM = true, CALLT = true, CALLMT = true }
 
 local function gives_value(fn)
@@ -45,7 +45,7 @@ end
 local out = {}
 local function put(text, ...) out[#out + 1] = select("#", ...) > 0 and text:format(...) or text end
 
--- Returns an item of a list, wrapped to lines; its text, if any, begins on a new line.
+-- Appends an item of a list, wrapped to lines. Its text, if any, begins on a new line.
 local function put_item(indent, head, text)
   wrap(out, head, LINE - 2, indent .. "  ", indent .. "- ")
   if text == "" then return end
@@ -65,11 +65,11 @@ local function sorted(t, keep)
   return names
 end
 
-local complaints = {}                  -- "t:sum: its parameter dims has no @param"
+local complaints = {}                  -- for example "t:sum: its parameter dims has no @param"
 
 local function complain(call, text, ...) complaints[#complaints + 1] = call .. ": " .. text:format(...) end
 
--- Reports annotations that do not describe a function completely.
+-- Reports incomplete annotations of a function.
 local function check_described(call, about, names, text, gives)
   if text == "" then complain(call, "it has no text") end
   local known, there = {}, {}
@@ -87,7 +87,7 @@ local function check_described(call, about, names, text, gives)
   if gives and #about.returns == 0 then complain(call, "it returns a value and has no @return") end
 end
 
-local named = {}                       -- classes of tables, in the types of parameters and results
+local named = {}                       -- classes of tables that occur in the types of parameters and results
 -- Classes whose fields are internal to psluajit.
 local CLOSED = { ["ps.Engine"] = true, ["ps.Config"] = true, ["ps.nn.Region"] = true, ["ps.Rates"] = true }
 
@@ -101,8 +101,8 @@ local function note_classes(list)
   end
 end
 
--- One function: `call`, how it is called ("ps.nn." or "t:"). A method's first parameter is not written. `made` is the
--- class of the module that a call of a class makes.
+-- Writes one function. `call` is how it is called ("ps.nn." or "t:"). A method's first parameter is omitted. `made` is
+-- the class of the module that a call of a class creates.
 local function put_function(call, name, fn, method, made)
   local about, names = annotations.described(fn), annotations.parameter_names(fn)
   if method then
@@ -164,13 +164,13 @@ local function section(title, text)
   put ""
 end
 
--- Objects that functions return: the prefix of their methods, and a function that makes such an object.
+-- Objects that functions return: the prefix of their methods, and a function that creates such an object.
 local OBJECTS = {
   tokenizer = { call = "tokenizer:", make = function() return ps.tokenizer.bytes() end },
   progress = { call = "display:", make = function() return ps.progress.new { total = 1, quiet = true } end },
 }
 
--- Tokens and loaders, which are made from a file.
+-- Writes the methods of tokens and loaders, which are opened from a file.
 local function put_loader()
   local shard = os.tmpname()
   ps.data.write_tokens(shard, { 1, 2, 3, 4, 5 })
@@ -180,7 +180,8 @@ local function put_loader()
   os.remove(shard)
 end
 
--- Open files of tensors: ps.safetensors.open, ps.safetensors.writer, and ps.load with lazy of a .pt.
+-- Writes the methods of open tensor files: ps.safetensors.open, ps.safetensors.writer, and ps.load with `lazy` for a
+-- .pt file.
 local function put_files()
   local path_ = os.tmpname()
   local one, entry = ps.zeros { 1 }, { name = "a", dtype = "fp32", shape = { 1 } }
@@ -217,7 +218,7 @@ local function put_ops()
   put ""
 end
 
--- Returns the fields of the tables that calls accept and return.
+-- Writes the fields of the tables that calls accept and return.
 local function put_classes()
   section("Fields", "Tables that the parameters and results above name by their class. A field with `?` may be absent.")
   local names = {}

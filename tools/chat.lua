@@ -32,7 +32,8 @@ parser:option("--device", "the device of the model")
 parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
 local args = parser:parse()
 
--- Writes a reply as it arrives, without the text `stop` at its end. Text that may be the start of `stop` is held back.
+-- Returns a function that writes a reply as it arrives, without the text `stop` at its end. Text that can be the start
+-- of `stop` is not written yet.
 local function writer(stop)
   local held, all = "", {}
   local function put(text)
@@ -54,7 +55,7 @@ local function writer(stop)
   end
 end
 
--- Reads a line from the user, or nil if the conversation ends.
+-- Reads a line from the user. Returns nil if the conversation ends.
 local function ask(prompt)
   io.write(prompt)
   io.flush()
@@ -67,7 +68,7 @@ local function ask(prompt)
   io.write("\n")
 end
 
--- Replies to ids and prints the reply, up to the text `stop` if there is one; returns it.
+-- Generates and prints the reply to ids, up to the text `stop` if there is one. Returns the reply.
 local function reply(model, tok, ids, seed, stop)
   local add, rest
   if stop then add, rest = writer(stop)

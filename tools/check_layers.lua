@@ -4,8 +4,8 @@
 -- and FLOORS the requires between the folders of lua/ps. With BUILD, a build folder, LINKS checks its object files:
 -- every call counts, however the file got the declaration.
 
--- A row: files whose path fits `of` may include or require only names that fit a pattern. The first row that fits a
--- file is used, if any.
+-- Rows of rules. Files whose path matches `of` can include or require only names that match one of the patterns. Only
+-- the first row that matches a file applies.
 local RULES = {
   { of = "src/base/", "base/", "ps%.h$", "ps_test%.h$" },
   { of = "src/backend/backend%.h$", "base/", "backend/wire%.h$" },
@@ -72,8 +72,8 @@ local RULES = {
   { of = "lua/ps/tensor/images%.lua", "ps%.core%.ffi$", "ps%.core%.scope$" },
   { of = "models/", "ps", "models%." },
 }
--- The floors of the library, from the lowest: a folder of lua/ps, and the lower folders whose files it may require. It
--- may also require files of its own folder and the modules that the program itself provides (PROGRAM).
+-- The layers of the library, from the lowest. Each row has a folder of lua/ps, and the lower folders whose files it can
+-- require. A file can also require files of its own folder and the modules that the program itself provides (PROGRAM).
 local FLOORS = {
   { "core" },
   { "optimizers", "core" },
@@ -113,7 +113,7 @@ local FLOORS = {
   { "launch", "core" },
   { "planning", "core", "optimizers", "dist", "data", "memory", "profile", "parallel/pipeline", "engine/step",
     "engine/plan", "engine" },
-  -- Modules that scripts require by name: they only return other modules, or tables that collect several folders.
+  -- Modules that scripts require by name. They only return other modules, or tables that collect several folders.
   { "", "core", "tensor", "dist", "io", "nn", "data", "optim", "memory", "profile", "parallel/tensor",
     "parallel/pipeline", "engine/step", "engine/state", "engine/plan", "engine", "inspect", "pretrained", "lora",
     "train", "prompt" },
@@ -122,8 +122,8 @@ local FLOORS = {
 }
 local PROGRAM = { ["ps.paths"] = true, ["ps.cdef"] = true, ["ps.ops_generated"] = true }
 
--- A row: objects of the sources whose path fits `of` may use only symbols of their own folder and of sources that fit
--- a pattern. The first row that fits is used, and every source has one.
+-- Rows of rules. Objects of sources whose path matches `of` can use only symbols of their own folder and of sources
+-- that match one of the patterns. Only the first row that matches applies, and every source matches one.
 local LINKS = {
   { of = "src/base/" },
   { of = "src/backend/registry%.c$", "src/base/", "src/backend/" },
@@ -161,7 +161,7 @@ local LINKS = {
   { of = "src/interrupt%.c$", "src/repl%.c$", "src/modules%.c$" },
   { of = "src/modules%.c$" },
 }
--- Libraries that only a few files may use: the prefix of a library's symbols, and these files.
+-- Libraries that only a few files can use: the prefix of a library's symbols, and the files.
 local LIBRARIES = { dnnl_ = { "src/backend/cpu/onednn.c", "src/backend/cpu/onednn_conv.c" },
   io_uring_ = { "src/chunk/disk.c" }, crypto_ = { "src/rendezvous/proof.c" }, sodium_ = { "src/rendezvous/proof.c" } }
 
@@ -171,7 +171,7 @@ local function breach(text, ...)
   breaches = breaches + 1
 end
 
-local fitted = {}                                          -- the rules that a file fits
+local fitted = {}                                          -- the rules that match a file
 local function allowed(path, name)
   for _, rule in ipairs(RULES) do
     if path:match("^" .. rule.of) then
@@ -188,7 +188,7 @@ for path in assert(io.popen(("cd '%s' && find src lua models -name '*.[chl]*'"):
   sources[path] = assert(io.open(root .. "/" .. path)):read("*a")
 end
 
--- Returns the folder of lua/ps with a module's file, or nil if the module is not part of the library.
+-- Returns the folder of lua/ps that contains a module's file, or nil if the module is not part of the library.
 local function folder_of(module)
   local path = "lua/" .. module:gsub("%.", "/")
   if sources[path .. ".lua"] then return (path:match "^lua/ps/(.*)/[^/]*$" or "") end
@@ -203,8 +203,8 @@ for at, row in ipairs(FLOORS) do
     floors[row[1]][row[i]] = true
   end
 end
-local whole = sources["lua/ps/init.lua"] ~= nil            -- not a part of the tree
-local lived = {}                                           -- folders with a file
+local whole = sources["lua/ps/init.lua"] ~= nil            -- false outside psluajit's own source tree
+local lived = {}                                           -- folders that contain a file
 local function check_floor(path, name)
   local folder = path:match "^lua/ps/(.*)/[^/]*$" or ""
   lived[folder] = true
@@ -227,7 +227,7 @@ for path, text in pairs(sources) do
   if lua then text = text:gsub("%-%-[^\n]*", ""):gsub("'[^'\n]*'", "") end
   for name in ("\n" .. text):gmatch(lua and 'require[ (]+"([pm][^"]+)"' or '\n#include "([^"]+)"') do
     if library then check_floor(path, name) end
-    -- an include may name a file of the same folder
+    -- an include can name a file in the same folder
     local beside = lua and name or (path:match("^src/(.*/)") or "") .. name
     if not allowed(path, name) and (name:find("/") or not allowed(path, beside)) then
       breach("%s names %s, which its layer may not", path, name)
@@ -240,11 +240,11 @@ end
 for _, rule in ipairs(RULES) do
   if whole and not fitted[rule] then breach("the rule of '%s' fits no file", rule.of) end
 end
---- Returns the symbols that objects of the program define and use. Objects whose source was moved or removed stay in a
+--- Returns the symbols that the program's objects define and use. Objects whose source was moved or removed remain in a
 --- build folder and are ignored.
----@param folder string of the build
----@return table<string, string> defined symbol to source
----@return {[1]: string, [2]: string}[] used source and symbol
+---@param folder string the build folder
+---@return table<string, string> defined symbol -> source
+---@return {[1]: string, [2]: string}[] used pairs of source and symbol
 local function symbols(folder)
   local defined, used, exists = {}, {}, {}
   local nm = assert(io.popen(("cd '%s/CMakeFiles' && find ps_engine.dir ps_simd_*.dir psluajit.dir -name '*.o' "

@@ -11,7 +11,7 @@ local argparse = require "argparse"
 local pack = require "ps.engine.layout.pack"
 local readable = require "ps.core.readable"
 
-local SHOWN = 5               -- sizes next to the best that are shown in addition to the powers of two
+local SHOWN = 5               -- number of sizes with similar scores that are shown in addition to powers of two
 
 local function fail(message)
   io.stderr:write("chunk_size: " .. message .. "\n")
@@ -53,7 +53,7 @@ local function arguments()
   return parser:parse()
 end
 
--- Bytes of host memory that are free now; shares in a configuration refer to them.
+-- Returns the free bytes of host memory, to which fractions in a configuration refer.
 local function available()
   local f = io.open("/proc/meminfo", "rb")
   if not f then return nil end
@@ -62,7 +62,7 @@ local function available()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the settings of the configuration, overridden by the arguments.
+-- Returns the settings of the configuration. Arguments override them.
 local function settings(args)
   local options = { uniform = args.uniform, sizes = args.sizes }
   local device, host, dtype, grad = args.device, args.host, args.dtype, nil
@@ -81,7 +81,7 @@ local function settings(args)
     options.capacity = capacity - (args.other or 0)
     if options.capacity <= 0 then fail("--other leaves no memory for chunks of " .. readable.bytes(capacity)) end
   end
-  if grad and dtype ~= "fp32" then                        -- accumulated gradients have chunks of their own
+  if grad and dtype ~= "fp32" then                        -- accumulated gradients have separate chunks
     options.state_bytes = pack.state_bytes({ dtype = dtype, trains = true }) + (grad == "fp32" and 4 or 2)
   end
   return options, dtype, device and "device" or "host"
@@ -151,7 +151,8 @@ local function alone(row)
   return n
 end
 
--- Powers of two, the chosen size and a few next to it in score; everything with --all or --sizes.
+-- Returns the sizes to show: powers of two, the chosen size, and a few sizes with similar scores, or all sizes with
+-- --all or --sizes.
 local function selection(found, args)
   if args.all or args.sizes then return found.rows end
   local by_score, keep, shown = {}, { [found.chosen] = true }, {}

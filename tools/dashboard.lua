@@ -14,9 +14,9 @@ parser:argument("run", "the run's folder, or its .jsonl file")
 command_line.whole(parser:option("--port", "the port of the page; default: a free one", "0"), 0, 65535)
 local args = parser:parse()
 
-local MOST = 4 * 2 ^ 20                                    -- bytes of the log in a reply
+local MOST = 4 * 2 ^ 20                                    -- largest number of log bytes in a reply
 
--- Returns the log of a run: the file, or the only .jsonl file of the folder.
+-- Returns the log of a run, which is the given file or the only .jsonl file in the given folder.
 local function log_of(run)
   local mode = lfs.attributes(run, "mode")
   if mode == "file" and run:match "%.jsonl$" then return run end
@@ -39,7 +39,7 @@ local function random_token()
   return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
 end
 
--- Returns the whole lines of the log from a byte on. A resumed run replaces the file, which is detected by its inode
+-- Returns the complete lines of the log from a byte on. A resumed run replaces the file, which is detected by the inode
 -- number.
 local function lines_from(path, from, inode)
   local f = io.open(path, "rb")
@@ -76,7 +76,7 @@ local function serve(log, page)
     local value = {}
     for key, text in query:gmatch "([^&=]+)=([^&]*)" do value[key] = text end
     if given:get ":method" ~= "GET" then return reply(stream, "405", "text/plain", "only GET\n") end
-    -- Refuses requests under another host name: another site could let its name resolve to this machine (DNS
+    -- Rejects requests for another host name, since another site could make its name resolve to this machine (DNS
     -- rebinding).
     if not hosts[given:get ":authority"] or value.token ~= token then
       return reply(stream, "403", "text/plain", "the address printed by tools/dashboard.lua has a token\n")

@@ -37,14 +37,14 @@ local function open()
   return tok, rows, form
 end
 
--- Returns a text for the terminal: control characters of the data are shown as \x1b, so that the terminal does not
+-- Returns a text for the terminal. Control characters in the data are shown as \x1b, so that the terminal does not
 -- execute them.
 local function printable(text)
   text = text:gsub("[%z\1-\8\11-\31\127]", function(c) return ("\\x%02x"):format(c:byte()) end)
   return (text:gsub("\194([\128-\159])", function(c) return ("\\x%02x"):format(c:byte()) end))
 end
 
--- Ids and mask of a row, and the numbers of its messages whose reasoning the template leaves out.
+-- Returns the ids and mask of a row, and the indices of its messages whose reasoning the template omits.
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
   local ids, mask = tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
@@ -58,7 +58,7 @@ local function shown()
   local colour = posix.isatty(1) == 1 and not os.getenv "NO_COLOR"
   local on, off = colour and "\27[32m" or "[[", colour and "\27[0m" or "]]"
   local out, at = {}, 1
-  while at <= #ids do                                      -- runs of tokens that are trained, and that are not
+  while at <= #ids do                                      -- alternating runs of trained and untrained tokens
     local last = at
     while last < #ids and mask[last + 1] == mask[at] do last = last + 1 end
     local run = {}

@@ -16,7 +16,7 @@ arch=$(dpkg --print-architecture)
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git -C "$source" log -1 --format=%ct 2>/dev/null || date +%s)}
 export SOURCE_DATE_EPOCH
 
-# The libraries that a program links, as Debian's packages.
+# Prints the libraries that a program links, as Debian packages.
 libraries() {
   mkdir -p "$work/shlibs/debian"
   printf 'Source: psluajit\n\nPackage: psluajit\nArchitecture: any\n' >"$work/shlibs/debian/control"
@@ -24,7 +24,7 @@ libraries() {
     sed -n 's/^shlibs:Depends=//p'
 }
 
-# Writes DEBIAN/control and packs a tree: NAME TREE FIELDS.
+# Writes DEBIAN/control and packs a tree. Arguments: NAME TREE FIELDS.
 pack() {
   mkdir -p "$2/DEBIAN" "$2/usr/share/doc/$1"
   cp "$source/LICENSE" "$2/usr/share/doc/$1/copyright"

@@ -43,7 +43,7 @@ if os.execute(("%s %s --definitions %s"):format(quoted(paths.exe), quoted(paths.
 end
 write(library .. "/ps/bmt.lua", "---@meta\n\n---@type ps.bmt\nlocal bmt\nreturn bmt\n")
 
--- A model's file gives its families of sizes by `new`.
+-- The file of a model returns its family, whose function `new` is described here.
 for name in lfs.dir(paths.root .. "/models") do
   local model = name:match "^([%w_]+)%.lua$"
   if model and not model:find "_config$" then
@@ -53,7 +53,7 @@ for name in lfs.dir(paths.root .. "/models") do
 local %s = {}
 
 --- Returns a model with random weights.
----@param preset string|table a name, or sizes by the names of config.json
+---@param preset string|table a preset's name, or a table with config.json's fields
 ---@param options? table
 ---@return ps.pretrained.Model
 function %s.new(preset, options) end

@@ -39,7 +39,7 @@ parser:flag("--json", "print the result as JSON")
 parser:option("--samples", "write the result of each row to this file, as JSON lines")
 local args = parser:parse()
 
--- Results are shown in this order.
+-- The order in which results are shown.
 local NAMES = { "rows", "tokens", "words", "bytes", "token_perplexity", "word_perplexity", "byte_perplexity",
   "bits_per_byte", "accuracy", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "exact_match", "exact_match_stderr",
   "f1" }

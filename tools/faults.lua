@@ -86,7 +86,7 @@ local function one(plan, name)
   if kept then print("    kept: " .. spec.folder) end
 end
 
--- Runs functions as coroutines, `jobs` at a time; next() gives the next one, or nil.
+-- Runs functions as coroutines, `jobs` at a time. next() returns the next function, or nil.
 local function schedule(jobs, next_one)
   local running, more = {}, true
   repeat

@@ -47,7 +47,7 @@ local function start()
   return text
 end
 
--- Returns the ids of a prompt. An empty prompt becomes the token with which texts begin.
+-- Encodes a prompt. An empty prompt becomes the token with which texts begin.
 local function ids_of(tok, text)
   local ids = tok:encode(text)
   if #ids > 0 then return ids end
@@ -55,14 +55,14 @@ local function ids_of(tok, text)
     "bos_token", 0) }
 end
 
--- Returns the ids of a conversation in which the text is the user's message, up to the header of the model's turn.
+-- Returns the ids of a conversation whose only user message is the text, including the header of the model's turn.
 local function conversation_of(tok, text)
   local messages = { { role = "user", content = text } }
   if args.system then table.insert(messages, 1, { role = "system", content = args.system }) end
   return tok:apply_chat_template(messages, { add_generation_prompt = true })
 end
 
--- Returns the model, or this process's stages of it. No parameter is trained.
+-- Opens the model, or this process's stages of it. No parameter is trained.
 local function open(path)
   local function adapted(model)
     return args.adapter and ps.lora.load(model, args.adapter, { trainable = false }) or model
@@ -78,7 +78,7 @@ local function open(path)
   end, config = { plan_print = false, device = args.device, pipeline = { stages = args.pipeline } } })
 end
 
--- Prints on the first process; all of them have the same text.
+-- Prints a text on the first process. All processes have the same text.
 local function say(text)
   if ps.rank() > 0 then return end
   io.write(text)
@@ -104,7 +104,7 @@ local function main()
   for i = 1, options.num_return_sequences and 1 or args.num_samples do prompts[i] = prompt end
   if streams then
     local begun = false
-    function options.on_text(piece)                        -- the first piece also prints the text to continue
+    function options.on_text(piece)                        -- the first piece also prints the prompt
       say(begun and piece or text .. piece)
       begun = true
     end

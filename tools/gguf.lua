@@ -18,7 +18,7 @@ local json = require("cjson").new()
 local merge = require "ps.lora.merge_folder"
 local verify = require "ps.pretrained.gguf_verify"
 
-local SHOWN = 8                                            -- values of an array that info prints
+local SHOWN = 8                                            -- number of array values that `info` prints
 local TYPES = "f32, f16, bf16, q8_0, q6_k, q4_k_m or q4_0"
 
 local parser = argparse("tools/gguf.lua", "Reads, writes and compares GGUF files, the format of llama.cpp.")
@@ -54,7 +54,7 @@ local function shown(value)
   return (tostring(value):gsub("U?LL$", ""))
 end
 
--- Returns a number that JSON can hold.
+-- Converts a number to one that JSON can represent.
 local function plain(value)
   if type(value) == "cdata" then return (tostring(value):gsub("U?LL$", "")) end
   if type(value) == "number" and (value ~= value or math.abs(value) == math.huge) then return tostring(value) end

@@ -13,7 +13,7 @@ local secret = require "ps.dist.secret"
 local warden = require "ps.launch.warden"
 local stat = require "posix.sys.stat"
 
-local SHOWN = 500             -- the most bytes of a line in the report of a failure
+local SHOWN = 500             -- largest number of bytes in a line of a failure report
 
 local function fail(message)
   io.stderr:write("launch: " .. message .. "\n")
@@ -33,7 +33,7 @@ local function is_file(path)
   return s ~= nil and stat.S_ISDIR(s.st_mode) == 0
 end
 
--- Finds the script as psluajit would, so that a missing script is reported once and not by every rank.
+-- Finds the script in the same way as psluajit, so that a missing script is reported once and not by every rank.
 local function find_script(name)
   if is_file(name) then return name end
   local places = {}
@@ -49,8 +49,8 @@ local function find_script(name)
   fail(("cannot open %s: %s%s"):format(name, why and why:gsub("^.*: ", "") or "Is a directory", table.concat(places)))
 end
 
--- Ranks write to pipes. There the C library would buffer the output, and lose the buffer if the process dies, so
--- output is line-buffered. The script gets the same `arg` as without this code.
+-- Makes output line-buffered. Ranks write to pipes, for which the C library would buffer all output and lose the buffer
+-- if the process dies. The script gets the same `arg` as without this code.
 local BY_LINE = "io.stdout:setvbuf('line') arg[-1],arg[-2],arg[-3]=arg[-3],nil,nil"
 
 local function command_of(o, script, local_rank)
@@ -69,7 +69,7 @@ local function free_port()
   return number or fail("no free port: " .. why .. "; give --master-port")
 end
 
-local own_id = secret.random():sub(1, 16)      -- of this launcher
+local own_id = secret.random():sub(1, 16)      -- id of this launcher
 
 -- Returns the name and secret of this attempt, which distinguish its ranks from those of other runs. Launchers on
 -- several nodes have no way to agree on them, so with several nodes they come from the environment.
@@ -89,7 +89,7 @@ local function environment(o, nproc, local_rank, attempt, master_port, run)
     MASTER_PORT = text(master_port), TORCHELASTIC_RESTART_COUNT = text(attempt),
     TORCHELASTIC_MAX_RESTARTS = text(o.max_restarts), TORCHELASTIC_RUN_ID = o.run_id,
     PS_RUN_ID = run.id, PS_SECRET = run.secret,
-    -- no process listens on MASTER_PORT yet; an outer launcher may have set the variable that says otherwise
+    -- no process listens on MASTER_PORT yet, but an outer launcher might have set the variable
     TORCHELASTIC_USE_AGENT_STORE = false,
     OMP_NUM_THREADS = os.getenv("OMP_NUM_THREADS")
       or text(math.max(1, math.floor(options.cores() / nproc))),

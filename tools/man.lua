@@ -15,7 +15,8 @@ local SECTION = "General Commands Manual"
 local Parser = getmetatable(argparse "x").__index
 local CAPTURED = {}
 
--- Returns the argparse parser that a script makes; nil if it makes none. The script is stopped when it calls parse.
+-- Returns the argparse parser that a script creates, or nil if it creates none. The script is stopped when it calls
+-- parse.
 local function parser_of(path)
   local file = assert(io.open(path))
   local uses = file:read("*a"):find 'require "argparse"'
@@ -63,7 +64,7 @@ local function write(name, lines)
   assert(file:close())
 end
 
--- Returns the options and arguments of a parser, each with its label and text.
+-- Returns a parser's options and arguments, each with its label and text.
 local function elements(parser)
   local list = {}
   for _, element in ipairs(parser._arguments) do list[#list + 1] = element end

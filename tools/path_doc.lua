@@ -12,11 +12,11 @@ for _, word in ipairs(arg) do
   if word == "--check" then only_check = true else root = word end
 end
 
--- The lines of ARCHITECTURE.md before and after a drawing.
+-- The lines of ARCHITECTURE.md that enclose a drawing.
 local BEGIN, END = "<!-- path%s: psluajit tools/path_doc.lua -->", "<!-- end of path -->"
 
--- { lane, function, file, the name that reaches the next row, text }. The first row of a lane has its name; "FFI"
--- marks the border between Lua and C.
+-- Rows { lane, function, file, the name that the next row uses, text }. The first row of a lane has the lane's name.
+-- "FFI" marks the boundary between Lua and C.
 local PARAMETER = {
   { "Lua call", "step.backward", "lua/ps/engine/step/backward.lua", "backward", "model:backward(loss) of a script" },
   { "", "Driver:backward", "lua/ps/engine/step/table.lua", "timed", "the driver of a model in one process" },
@@ -122,7 +122,7 @@ end
 
 local function quoted(name) return (name:gsub("%p", "%%%0")) end
 
--- Returns the beginning of a function's definition, and the text of the line that ends it.
+-- Finds a function's definition. Returns where it begins, and the text of the line that ends it.
 local function definition(name, file, lines)
   for at, line in ipairs(lines) do
     if file:match("%.lua$") then
@@ -135,7 +135,7 @@ local function definition(name, file, lines)
   end
 end
 
----@return string? body nil: the file does not define the function
+---@return string? body nil if the file does not define the function
 local function body_of(name, file)
   local lines = lines_of(file)
   local first, last = definition(name, file, lines)
@@ -159,7 +159,7 @@ local function check(row)
 end
 
 -- -- drawing ----------------------------------------------------------------------------------------------------------
-local INSIDE, ARROW = 110, 18                     -- columns inside a box; the column of the arrows between boxes
+local INSIDE, ARROW = 110, 18                     -- number of columns inside a box; column of the arrows between boxes
 
 local function edge(title)
   local line = "+--" .. (title and (" %s "):format(title) or "")

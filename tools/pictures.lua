@@ -18,7 +18,7 @@ parser:argument("folder", "folder to write to", paths.root .. "/docs/pictures")
 local args = parser:parse()
 lfs.mkdir(args.folder)
 
--- A GPT-2 of 3.6 million parameters: 55.7 MiB of state, in 48 MiB of memory and a file.
+-- A GPT-2 with 3.6 million parameters, whose state of 55.7 MiB is in 48 MiB of memory and a file.
 ps.manual_seed(1)
 local profile, disk = os.tmpname(), os.tmpname()
 os.remove(disk)

@@ -15,7 +15,7 @@ local types = require "ps.core.types"
 
 local DOES_NOT_FIT = 2
 
--- Returns the options of this tool precede the script; all later arguments are the script's.
+-- Splits the arguments. Options of this tool precede the script, and all later arguments belong to the script.
 local function split(words)
   local takes = { ["--hardware"] = true, ["--host"] = true, ["--ranks"] = true, ["--find"] = true,
     ["--limit"] = true }

@@ -34,7 +34,7 @@ end
 
 local function name_of(shard) return ("%s_%06d.bin"):format(args.out, shard) end
 
--- Returns a list of shards that is written one after the other.
+-- Returns a writer for a sequence of shards.
 local function writer(width)
   local self = { shards = 0, tokens = 0, room = 0 }
   function self.close()
@@ -62,7 +62,7 @@ local function writer(width)
   return self
 end
 
--- Warns about shards with higher numbers that an older run left: a program that reads all of OUT_*.bin would read
+-- Warns about shards with higher numbers that an older run left, since a program that reads all of OUT_*.bin would read
 -- them, too.
 local function tell_older(count)
   local last = count

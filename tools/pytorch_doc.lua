@@ -8,7 +8,8 @@ local paths = require "ps.paths"
 
 local path = paths.root .. "/docs/pytorch.md"
 
--- op | PyTorch | here | differences. "-": the name does not exist; the last column says what to use instead.
+-- Columns: op | PyTorch | psluajit | differences. "-" means that the name does not exist; the last column says what to
+-- use instead.
 local OPS = [[
 reshape | Tensor.reshape | t:reshape, ps.reshape |
 permute | Tensor.permute | t:permute, t:transpose, t:t | dimensions are given as numbers or as one list
@@ -157,7 +158,7 @@ remainder_join | - | - | the same
 sample | - | - | draws a token from logits with temperature, top_k, top_p and min_p; used by model:generate
 ]]
 
--- PyTorch | here | differences: functions that are made of several ops.
+-- Columns: PyTorch | psluajit | differences. These functions are composed of several ops.
 local OTHERS = [[
 Tensor.var | t:var, ps.var |
 Tensor.std | t:std, ps.std |
@@ -298,7 +299,7 @@ load | ps.load | never runs code from a file
 manual_seed | ps.manual_seed | draws other numbers than PyTorch
 ]]
 
--- Differences other than names, which do not raise an error.
+-- Differences other than names that do not raise an error.
 local REST = [==[
 - **`eps` of `nn.RMSNorm` and `F.rms_norm`** is 1e-6. PyTorch's default is the type's epsilon, 1.2e-7 in fp32.
 - **`weight_decay` of AdamW in a configuration** of `ps.initialize` is 0, as in DeepSpeed. `optim.AdamW` has PyTorch's

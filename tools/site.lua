@@ -14,7 +14,7 @@ parser:argument("folder", "where to write them, or the HTML to check")
 parser:flag("--check", "check that every link leads somewhere, and that no page loads anything from a network")
 local args = parser:parse()
 
--- The pages in the order of the site's menu. The pages of docs/ that are missing here follow in a group of their own.
+-- The pages in the order of the site's menu. Pages of docs/ that are missing from the list follow in a separate group.
 local MENU = {
   { "Start", { "docs/first_hour", "docs/from_scratch", "docs/encoder", "docs/errors", "docs/gallery", "docs/benchmarks",
     "docs/reliability" } },
@@ -63,7 +63,7 @@ table.sort(more)
 for _, page in ipairs(more) do is_page[page] = true end
 if more[1] then MENU[#MENU + 1] = { "More", more } end
 
--- Source pages of a file, or of a folder and its files.
+-- Creates the source pages of a file, or of a folder and its files.
 local function add_source(path)
   sources[path] = true
   local full = paths.root .. "/" .. path
@@ -75,14 +75,14 @@ local function add_source(path)
   end
 end
 
--- Returns a link of a page of the repository as a link of the site.
+-- Converts a link in a page of the repository to a link of the site.
 local function link_of(page, text, target)
   if target:find "^%a+:" or target:find "^#" then return nil end
   local file, anchor = target:match "^([^#]*)(.*)$"
   local path = html.resolved(page, file):gsub("/$", "")
   local up = ("../"):rep(select(2, page:gsub("/", "")))
   local name = path:match "^(.*)%.md$"
-  if name == "docs/api" and anchor ~= "" then             -- a section, which is a page of its own here
+  if name == "docs/api" and anchor ~= "" then             -- a section, which is a separate page on the site
     return ("[%s](%sdocs/api/%s.md)"):format(text, up, (anchor:sub(2):gsub("^ps(%w)", "%1"):gsub("-", "_")))
   end
   if name and is_page[name] then
@@ -94,7 +94,7 @@ local function link_of(page, text, target)
   return ('<a href="%ssource/%s.html">%s</a>'):format(up, path, text)
 end
 
--- Returns a page's text with the links of the site. Listings stay as they are.
+-- Replaces the links in a page's text with links of the site. Listings do not change.
 local function with_links(page, text)
   local out, from, fence = {}, 1, false
   local function put(part)
@@ -110,7 +110,7 @@ local function with_links(page, text)
     end
   end
   put(text:sub(from))
-  -- Sphinx finds headings, not the anchors that a page sets by hand.
+  -- Sphinx finds headings, but not anchors that a page defines by hand.
   return (table.concat(out):gsub("%[([^%[%]]+)%]%(#([^%)%s]+)%)", function(words, anchor)
     if text:find(('<a name="%s">'):format(anchor), 1, true) then
       return ('<a href="#%s">%s</a>'):format(anchor, words)

@@ -13,7 +13,7 @@
 root=${0%/*}/..
 log=$(mktemp) || exit 1
 list=$(mktemp) || exit 1
-skips=$(mktemp) || exit 1                     # the reasons, a line for each skipped test
+skips=$(mktemp) || exit 1                     # the reasons, one line per skipped test
 trap 'rm -f "$log" "$list" "$skips"' EXIT
 if [ "${1:-}" = --one ]; then
   if timeout 600 "$2" >"$log" 2>&1; then
@@ -25,13 +25,13 @@ if [ "${1:-}" = --one ]; then
 fi
 build=${1:-build}
 [ $# -gt 0 ] && shift
-# Waiting threads sleep, since spinning threads would take cores from other tests.
+# Waiting threads sleep, since spinning threads would use cores that other tests need.
 export OMP_WAIT_POLICY=passive
-# Tests that name no device mean the cpu; spec/backend/cuda_spec.lua searches for a GPU itself if it is named.
+# Tests that select no device use the cpu. spec/backend/cuda_spec.lua looks for a GPU itself if it is selected.
 export CUDA_VISIBLE_DEVICES=
 passed=0 failed=0 skipped=0
 
-# Suppresses sanitizer reports about other libraries. ThreadSanitizer cannot see libgomp's barriers, so ops run on one
+# Suppresses sanitizer reports about other libraries. ThreadSanitizer does not see libgomp's barriers, so ops run on one
 # thread. Only one set of kernels is built for it (CMakeLists.txt).
 sanitizer_options() {
   case $1 in
@@ -43,7 +43,7 @@ sanitizer_options() {
 }
 sanitizer_options "$build"
 
-# The C tests that spec/c/alone.txt names are run one by one, the others two at a time.
+# Runs the C tests that are listed in spec/c/alone.txt one at a time, and the others two at a time.
 named_alone() { grep -qx "$(basename "$1")" "$root/spec/c/alone.txt"; }
 run_tests() {
   for t in $3; do
@@ -91,8 +91,8 @@ run_oracle() {
     echo "the comparisons with PyTorch did not finish"; failed=$((failed + 1))
   fi
 }
-# Instruction sets below this machine's, best first: for our kernels, for oneDNN's, and the number of threads. Half
-# types are multiplied as fp32 on all but the first.
+# Instruction sets below this machine's, best first: for our kernels, for oneDNN's kernels, and the number of threads.
+# On all but the first, half types are multiplied as fp32.
 lower_sets() {
   case $("$build/psluajit" -e 'io.write(require("ps").device("cpu").description)') in
     *AMX*) [ "$PS_TEST_ISA" != all ] || echo avx512:AVX512_CORE_BF16:2
@@ -103,7 +103,7 @@ lower_sets() {
   esac
 }
 
-# All specs, or the specs of computing.txt for this instruction set.
+# Runs all specs, or the specs of computing.txt for this instruction set.
 run_on_lower_sets() {
   for set in $(lower_sets); do
     IFS=: read -r ours dnnl threads <<EOF
@@ -121,7 +121,7 @@ EOF
 }
 
 if [ $# -gt 0 ] || [ -z "$named" ]; then run_specs "$@"; fi
-[ $# -gt 0 ] || [ -z "$named" ] || set -- none                 # only C tests were named
+[ $# -gt 0 ] || [ -z "$named" ] || set -- none                 # only C tests were selected
 if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
 if [ $# -eq 0 ] && [ -n "$PS_ORACLE" ]; then run_oracle; fi
 if [ $# -eq 0 ] && [ -n "$PS_SANITIZERS" ]; then

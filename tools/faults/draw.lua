@@ -6,8 +6,8 @@ local C = require("ps.core.ffi").C
 local draw = {}
 
 ---@class ps.faults.Event
----@field kind string         a row of KINDS
----@field life integer        1 or 2; the last life of a run has no faults
+---@field kind string         the name of a row of KINDS
+---@field life integer        the life, 1 or 2; the last life of a run has no faults
 ---@field rank integer
 ---@field text? string        for PS_FAULT_PLAN; nil: the runner does it (late, twice)
 ---@field seconds? number     how late a rank starts
@@ -18,7 +18,7 @@ local draw = {}
 ---@field begins "new"|"saved" saved: life 1 continues from a checkpoint of a run without faults
 ---@field off string[]        kinds that this seed switched off
 ---@field events ps.faults.Event[]
----@field lives integer       lives with faults
+---@field lives integer       number of lives with faults
 
 -- The number of calls of each door and class of files (src/faults/faults.h), such as `write/save`, by rank, in a life
 -- without faults.
@@ -41,7 +41,8 @@ local function random(text)
   function r.int(low, high) return low + math.floor(next_number() * (high - low + 1)) end
   function r.pick(list) return list[r.int(1, #list)] end
   function r.chance(p) return next_number() < p end
-  --- Returns a number from 0 to `most` whose logarithm is uniform, so that early calls are hit as often as late ones.
+  --- Returns a number from 0 to `most` whose logarithm is uniformly distributed, so that early calls are hit as often
+  --- as late ones.
   function r.early(most) return math.floor(math.exp(next_number() * math.log(most + 1))) - 1 end
   return r
 end
@@ -51,7 +52,7 @@ end
 local CALLS = { any = 450, connect = 3, accept = 6, send = 600, recv = 1000, alloc = 5000, clock = 6, sleep = 4,
   lock = 10000, wait = 60 }
 
--- The words of errno in messages.
+-- The texts of errno values in messages.
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
@@ -267,9 +268,9 @@ function draw.job(seed, options)
 end
 
 -- -- the faults -------------------------------------------------------------------------------------------------------
-local ON = 0.6                                             -- share of the kinds that a seed leaves on (swarm testing)
+local ON = 0.6                                             -- fraction of the kinds that a seed enables (swarm testing)
 
---- Returns the plan of a seed.
+--- Draws the plan of a seed.
 ---@param seed integer
 ---@param job table of draw.job
 ---@param profile ps.faults.Profile
@@ -311,12 +312,12 @@ function draw.text(plan, life)
   return table.concat(words, " ")
 end
 
---- Returns the settings on which a job's results depend. Budgets, tiers and checkpoints change no bits, so jobs that
---- differ in them only have one golden run. The size of chunks changes the order of sums in stages 2 and 3 of ZeRO with
+--- Returns the settings that determine a job's results. Budgets, tiers and checkpoints change no bits, so jobs that
+--- differ only in them share a golden run. The chunk size changes the order of sums in ZeRO levels 2 and 3 with
 --- accumulation.
 ---@param job table
 ---@return string key
----@return table settings of the golden run
+---@return table the settings of the golden run
 function draw.golden(job)
   local config = {}
   for name, value in pairs(job.config) do config[name] = value end
@@ -331,7 +332,7 @@ function draw.golden(job)
     config.tensor_parallel and "tp" or "" }, " "), golden
 end
 
---- Returns a job in one line.
+--- Describes a job in one line.
 ---@param job table
 ---@return string
 function draw.describe(job)
@@ -342,7 +343,7 @@ function draw.describe(job)
   return table.concat(words, ", ")
 end
 
---- Returns the events in one line.
+--- Describes the events in one line.
 ---@param plan ps.faults.Plan
 ---@return string
 function draw.events(plan)
@@ -353,7 +354,7 @@ function draw.events(plan)
   return #words > 0 and table.concat(words, " ") or "no faults"
 end
 
--- The kinds of an action's name; actions with an errno are of the kind that allows it.
+-- Maps the name of an action to its kind. An action with an errno belongs to the kind that allows the errno.
 local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "drip", spurious = "spurious",
   reorder = "reorder",
   jump = "jump", stop = "stop", ENOSPC = "full", EDQUOT = "full", EMFILE = "refused", EACCES = "refused",
@@ -361,7 +362,7 @@ local OF_ACTION = { EINTR = "eintr", short = "short", delay = "slow", drip = "dr
   ECONNREFUSED = "unreachable", ECONNABORTED = "unreachable", kill = "kill", signal = "signal", power = "power",
   power_all = "power_all", cut = "cut" }
 
---- Returns the kind of an event that somebody wrote, or nil.
+--- Returns the kind of an event that a user wrote, or nil if there is none.
 ---@param text string
 ---@return string?
 function draw.kind_of(text)

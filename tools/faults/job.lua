@@ -19,7 +19,7 @@ local job = json.decode(file:read("*a"))
 file:close()
 local folder, life = arg[2], tonumber(arg[4])
 local run = folder .. "/run"
-ffi.C.alarm(job.limit_s + 30)                               -- a job whose starter died does not stay
+ffi.C.alarm(job.limit_s + 30)                               -- ends a job whose starter died
 
 local group = job.ranks > 1 and ps.init_distributed { quiet = true, timeout = job.timeout_s,
   heartbeat = job.heartbeat_s, rendezvous = "file://" .. folder .. "/rendezvous" }
@@ -41,7 +41,7 @@ end
 local function hashes_of(model)
   local list = {}
   for name, tensor in pairs(model:state_dict()) do list[#list + 1] = name .. "=" .. hash(bytes_of(tensor)) end
-  return #list > 0 and table.concat(list, ",") or "-"      -- a rank may have no share of a small model
+  return #list > 0 and table.concat(list, ",") or "-"      -- a rank might have no shard of a small model
 end
 
 local function rows_of(x)

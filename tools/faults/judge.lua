@@ -7,8 +7,8 @@ local run = require "tools.faults.run"
 
 local judge = {}
 
--- Returns the kinds of the faults that happened since line `from` of the log of faults, by rank: those that may end a
--- life.
+-- Returns the kinds of the faults that happened since line `from` of the fault log and that can end a life, indexed by
+-- rank.
 local function happened(plan, life, list, from)
   local by_rank, all = {}, {}
   local function add(rank, kind)
@@ -46,13 +46,13 @@ local function fits(text, kinds)
   end
 end
 
--- Returns the line that says why a process ended.
+-- Returns the line that contains the reason why a process ended.
 local function last_words(text)
   local words = text:match "psluajit[%w_]*: ([^\n]+)" or text:match "([^\n]+)\n*$" or ""
   return (words:gsub("^%c*", ""):sub(1, 240))
 end
 
--- How a process ended: nil if well, else "named" or "wrong" and why.
+-- Returns how a process ended: nil if it succeeded, else "named" or "wrong" and the reason.
 local function ending(process, by_rank, all)
   local own = by_rank[process.rank] or {}
   local who = ("rank %d%s"):format(process.rank, process.twin and " (its twin)" or "")
@@ -68,7 +68,7 @@ local function ending(process, by_rank, all)
   end
   if process.code == 0 then return nil end
   local cause = fits(process.text, own) or fits(process.text, all)
-  -- A rank that did nothing wrong names the one that did.
+  -- A rank without a fault names the rank with the fault.
   if not cause and #all > 0 then
     for rank in pairs(by_rank) do cause = cause or process.text:match("[^\n]*rank " .. rank .. "[^\n]*") end
   end
@@ -77,8 +77,8 @@ local function ending(process, by_rank, all)
     last_words(process.text))
 end
 
--- Parameters have the golden run's values. Which rank has which depends on the size of chunks, so that all ranks' are
--- one table, unless tensor parallelism gives each rank its part.
+-- Checks that parameters have the golden run's values. The chunk size determines which rank has which parameters, so
+-- all ranks' values are in one table, except that tensor parallelism gives each rank its own shard.
 local function check_step(line, job, golden)
   local want = golden[line.rank .. " " .. line.step]
   if not want then return ("rank %d reports step %d, which does not exist"):format(line.rank, line.step) end
@@ -91,7 +91,8 @@ local function check_step(line, job, golden)
   if line[2] ~= want.rows then return ("rank %d read other rows in step %d"):format(line.rank, line.step) end
 end
 
--- Where a life began: never before the last checkpoint that was said to be complete, unless that one was damaged.
+-- Checks where a life began. It must not begin before the last checkpoint that was reported complete, unless that
+-- checkpoint was damaged.
 local function check_begin(line, state, resumes)
   local skipped = tonumber(line[1]) or 0
   if skipped > 0 and resumes then return ("%d checkpoints were damaged"):format(skipped) end
@@ -101,7 +102,7 @@ local function check_begin(line, state, resumes)
   end
 end
 
--- Compares the log of a life with that of the golden run. state: what is known from earlier lives.
+-- Compares the log of a life with the golden run's log. `state` contains the facts known from earlier lives.
 local function check_log(log, job, life, golden, state, resumes)
   local first
   for _, line in ipairs(log) do
@@ -128,8 +129,8 @@ local function check_log(log, job, life, golden, state, resumes)
   end
 end
 
---- Returns the golden run's log: by "RANK STEP" { values, rows } and by step the values of all ranks, each by
---- parameter. The run must have read each row once per epoch.
+--- Returns the golden run's log: { values, rows } by "RANK STEP", and the values of all ranks by step. Values are
+--- indexed by parameter. The run must have read each row once per epoch.
 ---@param log table[]
 ---@param job table
 ---@return table
@@ -159,8 +160,8 @@ end
 ---@field outcome "golden"|"named"|"WRONG"
 ---@field why? string
 
---- Judges one life. resumes: it had no faults, so it must end well. state: { saved, seen, faults }, which the caller
---- keeps from life to life; at first { saved = 0, seen = {}, faults = 0 }.
+--- Judges one life. `resumes` is true if it had no faults, so that it must succeed. `state` is { saved, seen, faults },
+--- which the caller passes from life to life. At first it is { saved = 0, seen = {}, faults = 0 }.
 ---@param spec table
 ---@param plan ps.faults.Plan
 ---@param life integer

@@ -39,9 +39,9 @@ local function write(path, text)
   assert(f:close())
 end
 
-local OLDER_S = 300                                        -- one build takes this long at most
+local OLDER_S = 300                                        -- longest time that one build takes
 
---- Returns the program psluajit_faults next to psluajit; nil and the reason if there is none that was built with it.
+--- Returns the path of psluajit_faults next to psluajit, or nil and the reason if there is none from the same build.
 ---@return string?
 ---@return string? why
 function run.program()
@@ -57,12 +57,12 @@ end
 
 ---@class ps.faults.Process
 ---@field rank integer
----@field twin boolean        the second process of a rank
+---@field twin boolean        whether it is the second process of a rank
 ---@field pid integer
----@field out string          path of its output
+---@field out string          path of the process's output
 ---@field code? integer       exit code, or nil
 ---@field signal? integer     the signal that ended it, or nil
----@field hung? boolean       it had to be killed
+---@field hung? boolean       whether it had to be killed
 
 -- Starts one rank.
 local function start(spec, life, rank, twin)
@@ -119,10 +119,10 @@ local function look(process, spec)
   end
 end
 
---- Runs one life to its end. spec: exe, script, job, folder, plan (of PS_FAULT_PLAN).
+--- Runs one life to its end. `spec` has exe, script, job, folder and plan (for PS_FAULT_PLAN).
 ---@param spec table
 ---@param life integer
----@param events ps.faults.Event[] those of this life
+---@param events ps.faults.Event[] the events of this life
 ---@return ps.faults.Process[]
 function run.life(spec, life, events)
   local job, began = spec.job, run.now()
@@ -157,7 +157,7 @@ function run.life(spec, life, events)
   for _, process in ipairs(processes) do
     process.text = read(process.out)
     process.seconds = process.over - began
-    if signal.kill(-process.pid, 0) == 0 then              -- a child that outlived it
+    if signal.kill(-process.pid, 0) == 0 then              -- a child process outlived it
       process.orphans = true
       signal.kill(-process.pid, signal.SIGKILL)
     end
@@ -165,7 +165,7 @@ function run.life(spec, life, events)
   return processes
 end
 
---- Returns the lines of the job's log: { rank, life, what, step, ... }.
+--- Returns the lines of the job's log as { rank, life, what, step, ... }.
 ---@param folder string
 ---@return table[]
 function run.log(folder)
@@ -179,7 +179,7 @@ function run.log(folder)
   return list
 end
 
---- Returns the faults that happened, of all lives until now: { rank, text }.
+--- Returns the faults that happened in all lives so far, as { rank, text }.
 ---@param folder string
 ---@return {rank: integer, text: string}[]
 function run.happened(folder)
@@ -227,7 +227,7 @@ function run.clean(folder)
   os.execute(("rm -rf '%s' '%s'.*"):format(folder, folder))
 end
 
---- Names in a folder, without . and ..
+--- Returns the names in a folder, without . and ..
 ---@param path string
 ---@return string[]
 function run.names(path)

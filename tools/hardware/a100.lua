@@ -12,7 +12,7 @@ return {
   },
   host = { nbytes = 1e12 },
   links = { up = 26e9, down = 26e9 },
-  network = 25e9,                                          -- an InfiniBand adapter of 200 Gbit/s per GPU
+  network = 25e9,                                          -- one InfiniBand adapter with 200 Gbit/s per GPU
   disk = { read = 6e9, write = 3e9 },
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },

@@ -12,7 +12,7 @@ return {
   },
   host = { nbytes = 2e12 },
   links = { up = 55e9, down = 55e9 },
-  network = 50e9,                                          -- an InfiniBand adapter of 400 Gbit/s per GPU
+  network = 50e9,                                          -- one InfiniBand adapter with 400 Gbit/s per GPU
   disk = { read = 6e9, write = 3e9 },
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },
     links = { 0.6, 0.9 }, between = { 0.5, 0.85 }, disk = { 0.5, 0.9 } },

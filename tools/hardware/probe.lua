@@ -6,7 +6,7 @@ local argparse = require "argparse"
 local speeds = require "ps.profile.speeds"
 local C = ps.C
 
-local DISK_NBYTES = 2 ^ 29      -- written and read to measure the disk
+local DISK_NBYTES = 2 ^ 29      -- number of bytes with which the disk is measured
 local SIZES = { side = 2048, nbytes = 2 ^ 27, dtypes = { "bf16", "fp16", "fp32" } }
 
 local parser = argparse("tools/hardware/probe.lua", "Measures this machine for plans.")
@@ -14,8 +14,8 @@ parser:option("--device", "cpu, or cuda for a GPU", "cpu")
 parser:option("--disk", "a folder whose disk is measured with a file of 1 GiB")
 local args = parser:parse()
 
--- Bytes per second that the disk tier reads and writes in a folder, without the page cache if the file system
--- allows it.
+-- Returns the bytes per second that the disk tier reads and writes in a folder, bypassing the page cache if the file
+-- system allows it.
 local function disk(folder)
   local model = ps.initialize { quiet = true, model_func = function() return ps.nn.Linear(1, 1) end,
     config = { device = "cpu", plan_print = false, memory = { disk = { path = folder, limit = 2 * DISK_NBYTES } } } }

@@ -15,7 +15,7 @@ return {
   },
   host = { nbytes = 240e9 },
   links = { up = 14e9, down = 14e9 },
-  network = 12.5e9,                                        -- an InfiniBand adapter of 100 Gbit/s per GPU
+  network = 12.5e9,                                        -- one InfiniBand adapter with 100 Gbit/s per GPU
   disk = { read = 6e9, write = 3e9 },
   adam = { host = 2e9, device = 32.1e9 },                     -- 28 bytes per parameter
   efficiency = { compute = { 0.3, 0.6 }, memory = { 0.6, 0.9 },

@@ -10,17 +10,17 @@ from table import dynamic_shared
 KIB = 1024
 # registers of a multiprocessor; threads of a launch without a bound (device.h)
 REGISTERS, THREADS = 65536, 256
-# bytes of parameters that a launch may have, and the constants below them
+# largest number of parameter bytes in a launch, and the constants below them
 CONSTANT = 4096
-# By card: the shared memory that one block may have, and the images that the card runs.
+# For each card, the shared memory that one block can have, and the images that the card runs.
 CARDS = [("A100 (8.0)", 163 * KIB, "sm_80"), ("RTX 30 and 40 (8.6, 8.9)", 99 * KIB, "sm_80"),
          ("H100, H200 (9.0)", 227 * KIB, "sm_90"), ("H100, H200 (9.0)", 227 * KIB, "sm_90a"),
          ("Blackwell (12.0), from PTX", 99 * KIB, "sm_90")]
-# bytes of a block's shared memory that sm_90's kernels count as their own
+# bytes of a block's shared memory that sm_90 reserves
 SYSTEM = 1024
-# ce_kept_kernel requests all shared memory of the card except 2 KiB, which it needs for its own sums.
+# ce_kept_kernel requests all of the card's shared memory except 2 KiB, which it needs for its sums.
 KEPT = 2 * KIB
-# Kernels that may use the stack: ops that are chosen at run time (pow, sin, cos), sampling, and some kernels of fp64.
+# Kernels that can use the stack: ops that are selected at run time (pow, sin, cos), sampling, and some fp64 kernels.
 MAY_HAVE_STACK = re.compile(r"flat_kernel<\w+, -1>|any_kernel<|sample_kernel<|<double|, double>")
 STACK = 16
 
@@ -89,7 +89,7 @@ class Cubins:
 
     def complaints(self, sources):
         """Lists the violations; sources: the names of the .cu files."""
-        wrong, n = [], len(sources) - 1              # attention_hopper is only for sm_90a
+        wrong, n = [], len(sources) - 1              # attention_hopper is compiled only for sm_90a
         for arch, want in (("sm_80", n), ("sm_90", n), ("sm_90a", 1)):
             if self.images.get(arch) != want:
                 wrong.append(f"{self.images.get(arch, 0)} images for {arch}; expected {want}")

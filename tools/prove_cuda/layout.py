@@ -55,7 +55,7 @@ class Layouts:
                 try:
                     value = self.number(parts[1])
                 except (ValueError, KeyError, SyntaxError):
-                    continue                         # sizes of templates, or by sizeof: no array has such a size
+                    continue                         # sizes of templates or with sizeof, which no array has
             if parts[0]:
                 self.constants.setdefault(parts[0], value)
 

@@ -30,7 +30,7 @@ from table import NO_PLANTS, PLANTS, PROVED, REFUSED, ROWS, UNDECIDED
 
 DOCS = os.path.join(ROOT, "docs/cuda.md")
 BEGIN, END = "<!-- tools/prove_cuda/prove.py --docs writes this -->\n", "<!-- to here -->\n"
-MEGABYTES = 6000                                     # that the prover may use
+MEGABYTES = 6000                                     # memory limit of the prover
 
 BITS = {"u8": 1, "s8": 1, "u32": 4, "s32": 4, "u64": 8, "s64": 8, "f32": 4, "f64": 8}
 RED = "red"

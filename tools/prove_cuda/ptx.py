@@ -10,7 +10,7 @@ class Module:
     """The PTX of one file: .kernels by readable name, each a Kernel."""
 
     def __init__(self, text):
-        # the parts that are declared, and the rest
+        # the declared part, and the remaining text
         text = re.sub(r"(?m)^(?:\.visible |\.weak )?\.func [^{;]*;\n", "", text)
         parts = re.split(r"(?m)^(?=(?:\.visible |\.weak )?\.entry |(?:\.visible |\.weak )?\.func )", text)
         self.head = parts[0]
@@ -87,7 +87,7 @@ class Rewrite:
         if match and self.is_low_byte(match.group(2)):
             return [f"\tmov.u16 \t{match.group(1)}, 0;"]
         match = re.match(r"\tatom\.(?:global\.)?cas\.b32\s+(%r\d+), \[(%rd\d+)\], (\S+), (\S+);", line)
-        if match:                                    # belongs to a trap: another thread has trapped already
+        if match:                                    # belongs to a trap, which another thread has already triggered
             return [f"\tmov.u32 \t{match.group(1)}, 1;"]
         match = re.match(r"\tld\.param\.[us]8\s+(%rs\d+), \[(%rd\d+)[+\d-]*\];", line)
         if match and self.only_masked(match.group(1)):
@@ -138,7 +138,7 @@ class Rewrite:
         match = re.fullmatch(r"\[(?:\w+_param_(\d+)|(%rd\d+))(?:\+(-?\d+))?\]", address.strip())
         if not match:
             return False
-        # an item of a list, chosen at run time: it is masked, so it is a pointer
+        # an item of a list, selected at run time; it is masked, so it is a pointer
         if match.group(2):
             return True
         return (int(match.group(1)), int(match.group(3) or 0)) in self.pointers

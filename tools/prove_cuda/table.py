@@ -13,8 +13,8 @@ from layout import Struct
 
 F32, BF16, F16, F64, I32, I64, U8, BOOL = range(8)
 PROVED, UNDECIDED, REFUSED = "proved", "undecided", "refused"
-PLANTS = "plants"                                    # the sample checks only the planted errors of a row: see Row.quick
-# Files with barriers whose kernels are not proved, so that removing a barrier shows nothing.
+PLANTS = "plants"                                    # the sample checks only a row's planted errors (see Row.quick)
+# Files with barriers whose kernels are not proved, so that removing a barrier would not be detected.
 NO_PLANTS = ("attention_hopper", "random")
 
 
@@ -69,7 +69,7 @@ def rows_of_conv():
     def call(**more):
         shape = Struct("ps_conv_shape", c=4, o=6, groups=2, out=[3, 6], k=[3, 2], stride=[2, 1], dilation=[1, 1],
                        before=[1, 1], **{"in": [5, 6]})
-        shape["n"] = 2                                  # as an argument of Struct it would be taken for a template's
+        shape["n"] = 2                                  # as an argument of Struct it would be mistaken for a template's
         return Struct("conv_call", **{**dict(s=shape, x="x", w="w", y="y", bias="bias", out="out", bias_dtype=F32,
                                              dw_dtype=BF16, db_dtype=BF16), **more})
     yield Row("conv", "conv_kernel<bf16>", "2 x 4 x 5 x 6 in 2 groups to 2 x 6 x 3 x 6", 1, 256, [call()])
@@ -391,7 +391,7 @@ def dynamic_shared(source, kernel):
     if not match:
         return 0
     kind, D, lean = match.group(1), int(match.group(2)), match.group(3) == "true"
-    if source == "attention_hopper":                 # rows, then tiles: of 64 columns of 2 bytes, aligned to 1024
+    if source == "attention_hopper":                 # rows, then tiles of 64 columns of 2 bytes, aligned to 1024
         rows = {"forward": {64: 192 + 4 * 128, 128: 128 + 4 * 128}, "dq": {64: 256 + 5 * 128, 128: 256 + 5 * 64},
                 "dkv": {64: 2 * 128 + 6 * 64, 128: 2 * 128 + 6 * 64}}[kind][D]
         return rows * D * 2 + (3 * 1024 if kind == "dkv" else 0) + 1024

@@ -35,7 +35,7 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_use_index = False
-# A page opened as a file may not read other files, so that results of a search are titles without text.
+# A page opened as a file cannot read other files, so search results are titles without text.
 html_show_search_summary = False
 pygments_style = "tango"
 pygments_dark_style = "native"
@@ -57,7 +57,8 @@ class Function(ObjectDescription):
     def add_target_and_index(self, name, sig, signode):
         signode["ids"].append(make_id(self.env, self.state.document, "", name))
         std = self.env.get_domain("std")
-        # The name may occur on several pages (optimizer:step): the first one keeps it, the others get their page's.
+        # If the name occurs on several pages (optimizer:step), the first page keeps it, and the others get their page's
+        # name.
         if ("function", name) in std.objects:
             name = "%s (%s)" % (name, self.env.docname.rpartition("/")[2])
         if ("function", name) not in std.objects:

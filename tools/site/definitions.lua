@@ -8,15 +8,15 @@ local entry = {}
 
 local LINE = 120
 
--- The class of the objects that a prefix of docs/api.md stands for. Two prefixes occur in several sections, so that
--- their classes follow from the section: see `class_of`.
+-- The class of the objects for which a prefix in docs/api.md stands. Two prefixes occur in several sections, so their
+-- classes also depend on the section (see `class_of`).
 local CLASSES = { ["ps."] = "ps", ["t:"] = "ps.Tensor", ["F."] = "ps.functional", ["module:"] = "ps.nn.Module",
   ["scaler:"] = "ps.LossScaler", ["schedule:"] = "ps.Schedule", ["tokens:"] = "ps.Tokens", ["loader:"] = "ps.Loader",
   ["tokenizer:"] = "ps.Tokenizer", ["tok:"] = "ps.TextTokenizer", ["display:"] = "ps.Progress",
   ["inspector:"] = "ps.inspect.Inspector", ["ctx:"] = "ps.autograd.Context", ["handle:"] = "ps.HookHandle",
   ["writer:"] = "ps.SafeTensorsWriter", ["group:"] = "ps.Group", ["manager:"] = "ps.bmt.OptimManager",
   ["scheduler:"] = "ps.bmt.Scheduler" }
--- Classes that inherit the methods of another one.
+-- Classes that inherit the methods of another class.
 local PARENTS = { ["ps.TextTokenizer"] = "ps.Tokenizer", ["ps.pretrained.Model"] = "ps.nn.Module",
   ["ps.Engine"] = "ps.nn.Module", ["ps.EngineOptimizer"] = "ps.Optimizer" }
 
@@ -25,39 +25,39 @@ local OPERATORS = { "add", "sub", "mul", "div", "pow" }
 local functions, order, seen, made = {}, {}, {}, {}
 local section, shared = "", {}
 
---- Notes the section that the next functions are in.
+--- Sets the section that contains the next functions.
 ---@param title string
 function entry.section(title) section = title end
 
--- The class of a prefix, "nn." or "optimizer:", and whether its functions are methods.
+-- Returns the class for a prefix, "nn." or "optimizer:", and whether its functions are methods.
 local function class_of(prefix)
   if prefix == "optimizer:" then
     return section == "The engine" and "ps.EngineOptimizer" or "ps.Optimizer", true
   elseif prefix == "model:" then return section == "The engine" and "ps.Engine" or "ps.pretrained.Model", true
   elseif prefix == "file:" then
-    return "ps.SafeTensors", true                          -- and ps.TorchFile, which comes second: see put
+    return "ps.SafeTensors", true                          -- the second is ps.TorchFile, see put
   elseif CLASSES[prefix] then return CLASSES[prefix], prefix:find ":$" ~= nil end
   return "ps." .. prefix:gsub("%.$", ""), false
 end
 
 local KEYWORDS = { ["end"] = true, ["in"] = true, ["function"] = true, ["repeat"] = true, ["not"] = true }
 
--- Returns a type on one line, in which every kind of text is allowed after "#".
+-- Returns a tag on one line. A type can be followed by any text after "#".
 local function tag(name, rest)
   return ("---@%s %s"):format(name, (rest:gsub("%s+", " "):gsub("[ #]+$", "")))
 end
 
---- Notes methods of tensors that are functions of `ps`, too.
+--- Records methods of tensors that are also functions of `ps`.
 ---@param names string[]
 function entry.shared(names) shared = names end
 
---- Notes a function.
----@param prefix string "t:", "ps.nn."
+--- Records a function.
+---@param prefix string for example "t:" or "ps.nn."
 ---@param name string
----@param names string[] its parameters
+---@param names string[] the function's parameters
 ---@param about Described
 ---@param text string
----@param class? string the class that the function makes
+---@param class? string the class of the objects that the function creates
 function entry.put(prefix, name, names, about, text, class)
   local owner, method = class_of(prefix)
   local key = owner .. (method and ":" or ".") .. name
@@ -98,11 +98,11 @@ local function fields_of(class)
   return lines
 end
 
--- Returns the variable of a class: "ps.nn.init" is ps_nn_init.
+-- Returns the variable for a class. For example, "ps.nn.init" is ps_nn_init.
 local function variable_of(class) return (class:gsub("%.", "_")) end
 
---- Returns the whole file.
----@param named table<string, DescribedClass> classes that types name, and their fields
+--- Returns the text of the whole file.
+---@param named table<string, DescribedClass> the classes that occur in types, and their fields
 ---@return string
 function entry.text(named)
   local out = { "---@meta", "-- Written by `psluajit definitions`; do not edit.", "" }
@@ -115,7 +115,8 @@ function entry.text(named)
     for _, line in ipairs(fields or {}) do put(line) end
   end
   local function fields_by_name(class) return named[class] and fields_of(named[class]) or {} end
-  -- Tables of functions are fields of the tables that have them: ps.nn of ps, ps.nn.init of ps.nn. ps.bmt is required.
+  -- Tables of functions are fields of other tables: ps.nn of ps, and ps.nn.init of ps.nn. ps.bmt is required
+  -- separately.
   local tables = {}
   for _, class in ipairs(order) do
     local owner, field = class:match "^(.*)%.([%l_]+)$"
@@ -162,7 +163,7 @@ function entry.text(named)
       put ""
     end
   end
-  -- Objects whose fields are for psluajit itself, such as ps.Config, have a name alone.
+  -- Classes whose fields are internal to psluajit, such as ps.Config, have only a name.
   local bare = {}
   for _, line in ipairs(out) do
     for name in (line:match "^%-%-%-@[prf]%l+ (.*)$" or ""):gmatch "%f[%w_]ps%.[%w_.]*%u[%w_]*" do

@@ -28,7 +28,7 @@ local function canvas(width, height)
   return self
 end
 
---- Returns the bytes of each parameter of a bf16 model with AdamW, to scale: a row for each unit of chunks.
+--- Draws the bytes per parameter of a bf16 model with AdamW, to scale. Each unit of chunks has a row.
 ---@return string svg
 function drawings.bytes()
   local c = canvas(760, 250)
@@ -48,7 +48,7 @@ function drawings.bytes()
   return c.done()
 end
 
---- Returns the tiers, and the two directions between them.
+--- Draws the tiers, and the two directions between them.
 ---@return string svg
 function drawings.tiers()
   local c = canvas(760, 330)
@@ -77,14 +77,14 @@ function drawings.tiers()
   return c.done()
 end
 
--- Returns the moments at which forward (1 to 4) and backward (5 to 8) use each of four chunks of parameters.
+-- Returns the moments at which forward (1 to 4) and backward (5 to 8) use each of four parameter chunks.
 local function course()
   local rows = {}
   for chunk = 1, 4 do rows[chunk] = { forward = chunk, backward = 9 - chunk } end
   return rows
 end
 
---- Returns a step in time: which op uses which chunk, and the moves that a plan begins before the uses.
+--- Draws a step over time: the chunk that each op uses, and the moves that a plan begins before the uses.
 ---@return string svg
 function drawings.step()
   local c = canvas(760, 300)

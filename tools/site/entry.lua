@@ -12,8 +12,8 @@ local LINE = 120
 local RAISING = { "%f[%w_]error%(", "%f[%w_]fail%(", "%f[%w_]refuse%(", "%f[%w_]raise%(", "%f[%w_]assert%(" }
 local LEAST = 12                                           -- shorter literals are names, not messages
 
-local files = {}                                           -- by path: its lines
-local linked = {}                                          -- by path: whether an entry links to it
+local files = {}                                           -- path -> lines of the file
+local linked = {}                                          -- path -> whether an entry links to it
 
 local function lines_of(path)
   if not files[path] then
@@ -24,7 +24,8 @@ local function lines_of(path)
   return files[path]
 end
 
--- Returns the message among the arguments of a call, "(...)": literals that `..` joins. nil if there is none.
+-- Returns the message in the arguments "(...)" of a call, which consists of literals that `..` joins, or nil if there
+-- is none.
 local function words_of(text)
   local _, to, words = text:find '^[^"\n]-"([^"\n]*)"'
   if not to then return nil end
@@ -36,8 +37,8 @@ local function words_of(text)
   return words
 end
 
---- Returns the messages of errors that a function's own text raises. What varies in them is "...".
----@param source string Lua
+--- Returns the messages of errors that the text of a function raises. Variable parts are "...".
+---@param source string the function's Lua text
 ---@return string[]
 function entry.errors(source)
   local found, places, seen = {}, {}, {}
@@ -65,7 +66,8 @@ function entry.errors(source)
   return found
 end
 
--- Where a function is written, and its text; nil if the build wrote it, from a row of src/ops.def.
+-- Returns the location and the text of a function's definition, or nil if the build generated it from a row of
+-- src/ops.def.
 local function written(fn)
   local info = debug.getinfo(exact.inner(fn), "S")
   local path = info.source:match "^@(.*)$"
@@ -77,9 +79,9 @@ end
 
 --- Appends the entry of a function to a page.
 ---@param out string[]
----@param call string "ps.arange"
+---@param call string for example "ps.arange"
 ---@param fn function
----@param names string[] its parameters; "stop?" may be left out
+---@param names string[] the function's parameters; a parameter such as "stop?" is optional
 ---@param about Described
 ---@param text string
 function entry.put(out, call, fn, names, about, text)
@@ -104,8 +106,8 @@ function entry.put(out, call, fn, names, about, text)
     line and "#L" .. line or "", path)
 end
 
---- Returns a page's name: "ps.nn" is nn, "Groups of ranks" is groups_of_ranks.
----@param title string of a section of docs/api.md
+--- Returns the name of a page: "ps.nn" becomes nn, and "Groups of ranks" becomes groups_of_ranks.
+---@param title string the title of a section in docs/api.md
 ---@return string
 function entry.page_name(title)
   local name = title:match "^ps%.(%w+)" or title
@@ -118,10 +120,10 @@ local function write(path, text)
   assert(file:close())
 end
 
---- Cuts the reference at its sections into pages of a folder, with api.md, which lists them, next to it. A page begins
---- with its group's example, tools/site/examples/NAME.lua, if there is one.
+--- Splits the reference at its sections into pages in a folder. api.md, which lists them, is next to the folder. A page
+--- begins with its group's example, tools/site/examples/NAME.lua, if there is one.
 ---@param text string
----@param folder string "site/docs", which has api.md and gets a folder api
+---@param folder string for example "site/docs", which contains api.md and gets a folder api
 function entry.pages(text, folder)
   lfs.mkdir(folder .. "/api")
   local head, rest = text:match "^(.-\n)(## .*)$"

@@ -5,13 +5,13 @@ local lfs = require "lfs"
 
 local html = {}
 
--- Attributes by which a browser loads something without a click, by element. `link` loads by rel.
+-- Attributes from which a browser loads something without a click, by element. `link` loads depending on rel.
 local LOADS = { img = "src", script = "src", iframe = "src", source = "src", video = "src", audio = "src",
   embed = "src", object = "data", input = "src", track = "src" }
 
 --- Returns a path relative to a page's folder, without "." and "..".
----@param page string "docs/zero.md"
----@param target string "../src/ps.h"
+---@param page string for example "docs/zero.md"
+---@param target string for example "../src/ps.h"
 ---@return string
 function html.resolved(page, target)
   local parts = {}
@@ -46,12 +46,13 @@ local function plain(text)
   return (text:gsub("%%(%x%x)", function(hex) return string.char(tonumber(hex, 16)) end))
 end
 
--- Returns whether an address names another machine: it has a scheme other than data, or begins with "//".
+-- Returns whether an address refers to another machine, which is the case if it has a scheme other than data or begins
+-- with "//".
 local function is_remote(address)
   return address:find "^//" ~= nil or address:find "^%a[%w+.-]*:" ~= nil and not address:find "^data:"
 end
 
--- Calls fn with the name and the attributes of each element. Comments and the text of scripts are left out.
+-- Calls fn with the name and the attributes of each element. Comments and script text are skipped.
 local function elements(text, fn)
   text = text:gsub("<!%-%-.-%-%->", ""):gsub("(<script[^>]*>).-</script>", "%1"):gsub("(<style[^>]*>).-</style>", "%1")
   for name, rest in text:gmatch "<(%a%w*)(%f[%s>][^>]*)>" do
@@ -62,7 +63,7 @@ local function elements(text, fn)
   end
 end
 
--- Addresses that a style sheet loads.
+-- Returns the addresses that a style sheet loads.
 local function addresses_of_style(text)
   local list = {}
   text = text:gsub("/%*.-%*/", "")
@@ -71,10 +72,10 @@ local function addresses_of_style(text)
   return list
 end
 
---- Checks a folder of HTML.
+--- Checks a folder of HTML files.
 ---@param root string
 ---@return {pages: integer, links: integer} count
----@return string[] problems "docs/zero.html: ..."
+---@return string[] problems for example "docs/zero.html: ..."
 function html.check(root)
   local count, problems, anchors, there = { pages = 0, links = 0 }, {}, {}, {}
   local files, pages = files_of(root, "", {}), {}
@@ -92,7 +93,7 @@ function html.check(root)
     end
   end
   local function problem(path, text, ...) problems[#problems + 1] = path .. ": " .. text:format(...) end
-  -- Returns a local address: its file and its anchor are there.
+  -- Checks that the file and the anchor of a local address exist.
   local function check_local(path, address, what)
     count.links = count.links + 1
     local file, anchor = address:match "^([^#?]*)[^#]*#?(.*)$"
