@@ -35,7 +35,7 @@ function Mixture:forward(x)
   local chosen = ps.one_hot(expert, E):to "fp32"
   -- position among the rows of the same expert
   local place = (chosen:cumsum(0) * chosen):sum(-1):long() - 1
-  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- other rows get none
+  local slots = ps.one_hot(place:clamp(0, room), room + 1):narrow(1, 0, room):to "fp32"            -- others get none
   local y = 0
   for e, one in self.experts:each() do
     local send = chosen:narrow(1, e, 1) * slots                                                   -- [n, room]
