@@ -15,12 +15,26 @@ log=$(mktemp) || exit 1
 list=$(mktemp) || exit 1
 skips=$(mktemp) || exit 1                     # the reasons, one line per skipped test
 trap 'rm -f "$log" "$list" "$skips"' EXIT
+# Whether a list of C tests in spec/c names a test.
+named_in() { grep -qx "$(basename "$2")" "$root/spec/c/$1.txt"; }
+# Whether the test starts a thread itself or by a library other than OpenMP's, as the dynamic linker reports it.
+starts_threads() {
+  grep -h "\`pthread_create'" "$log".bindings.* | grep -qv 'binding file [^ ]*libgomp'
+}
 if [ "${1:-}" = --one ]; then
-  if timeout 600 "$2" >"$log" 2>&1; then
-    echo "ok   $(basename "$2"): $(tail -n 1 "$log")"
-  else
+  threads=
+  if named_in one_thread "$2"; then threads=none; export LD_DEBUG=bindings LD_DEBUG_OUTPUT="$log.bindings"; fi
+  timeout 600 "$2" >"$log" 2>&1
+  code=$?
+  unset LD_DEBUG
+  if [ $code != 0 ]; then
     printf 'FAIL %s\n%s\n' "$(basename "$2")" "$(tail -n 30 "$log")"
+  elif [ -n "$threads" ] && starts_threads; then
+    echo "FAIL $(basename "$2"): it starts a thread; delete it from spec/c/one_thread.txt"
+  else
+    echo "ok   $(basename "$2"): $(tail -n 1 "$log")"
   fi
+  rm -f "$log".bindings.*
   exit
 fi
 build=${1:-build}
@@ -44,11 +58,11 @@ sanitizer_options() {
 sanitizer_options "$build"
 
 # Runs the C tests that are listed in spec/c/alone.txt one at a time, and the others two at a time.
-named_alone() { grep -qx "$(basename "$1")" "$root/spec/c/alone.txt"; }
 run_tests() {
   for t in $3; do
     [ -x "$t" ] && [ -f "$t" ] || continue
-    if named_alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
+    case $t in *tsan/*) named_in one_thread "$t" && continue ;; esac
+    if named_in alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
     echo "$t"
   done | tee "$list" | xargs -d '\n' -r -n 1 -P "$2" "$0" --one | tee "$log"
   ran=$(grep -c '^ok   test_' "$log"); all=$(wc -l <"$list")
