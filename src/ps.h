@@ -780,7 +780,7 @@ typedef struct ps_rows_info {
   int64_t failed;                        /* PS_LONG_ERROR: the example that is too long, else -1 */
 } ps_rows_info;
 /* info is also filled if the call fails. PS_ERANGE: an example is too long (PS_LONG_ERROR). PS_EINVAL: a setting. */
-int ps_rows_new(const ps_examples *e, const ps_rows_config *config, ps_rows_info *info, ps_rows **out);
+int ps_rows_new(ps_examples *e, const ps_rows_config *config, ps_rows_info *info, ps_rows **out);
 int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *within);   /* row may be their number */
 int64_t ps_rows_first(const ps_rows *r, int64_t window);     /* the first row of a window */
 int64_t ps_rows_longest(const ps_rows *r, int64_t first, int64_t n);   /* tokens of the longest of existing rows */
@@ -797,6 +797,40 @@ typedef struct ps_rows_batch {
 } ps_rows_batch;
 int ps_rows_fill(const ps_rows *r, int64_t first, const ps_rows_batch *batch);
 void ps_rows_free(ps_rows *r);
+
+/* Batches of rows, epoch after epoch, which a thread makes ahead of their use. The examples and rows that it uses live
+ * as long as it does. */
+typedef struct ps_batches ps_batches;
+typedef struct ps_batches_config {
+  int64_t batch;                         /* rows of each of the world_size ranks */
+  int64_t accumulate;                    /* batches of a step, which are padded to one length */
+  int64_t multiple;                      /* lengths are multiples of it, except if seq is not */
+  int32_t rank, world_size;
+  int32_t ahead;                         /* batches made in advance, at least 1 */
+  int32_t to_seq, drop_last, fills;      /* fills: 1: a last batch that is not full gets rows of weight 0 */
+  int32_t weights;                       /* 1: batches have weights */
+  int32_t pad, by;                       /* as in ps_rows_batch */
+} ps_batches_config;
+typedef struct ps_batch {                /* the arrays: [rows, length] each, as in ps_rows_batch, lent until the next
+                                          * call of ps_batches_next or ps_batches_seek */
+  int64_t epoch, first;                  /* first: this rank's first row */
+  int64_t next;                          /* first row of all ranks' next batch, or the number of rows */
+  int64_t rows, length;
+  const int32_t *ids, *labels, *mask, *positions;    /* positions: NULL without packing */
+  const float *weights;                  /* NULL if there are none */
+} ps_batch;
+/* first: the rows of rows_config's epoch, where batches begin. PS_EINVAL: a setting. */
+int ps_batches_new(ps_examples *e, const ps_rows_config *rows_config, const ps_batches_config *config, ps_rows *first,
+                   ps_batches **out);
+/* 1: a batch; 0: the end of an epoch, after which the next one begins. Starts the thread. Errors: of ps_rows_new for an
+ * epoch, of ps_rows_fill; PS_EIO: the file of examples was truncated. The next call tries again. */
+int ps_batches_next(ps_batches *b, ps_batch *out);
+/* The rows of an epoch, which the caller frees. If the thread does not have them, this call makes them. Errors and info
+ * as of ps_rows_new. */
+int ps_batches_rows(ps_batches *b, int64_t epoch, ps_rows_info *info, ps_rows **out);
+/* The next batch begins with this row of all ranks; rows: of the epoch. PS_ERANGE: there is no such row. */
+int ps_batches_seek(ps_batches *b, int64_t epoch, ps_rows *rows, int64_t row);
+void ps_batches_free(ps_batches *b);     /* ends the thread */
 
 /* -- steps of training (base/step.h) ------------------------------------------------------------------------------
  * A step is a table of actions. C returns the action that is due (next), and the caller reports its end (done, or

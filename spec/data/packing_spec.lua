@@ -145,6 +145,50 @@ describe("packing", function()
     end
   end)
 
+  it("makes batches in a thread, which changes none of them and ends with the loader", function()
+    local function threads()
+      local n = 0
+      for task in lfs.dir "/proc/self/task" do
+        local file = io.open("/proc/self/task/" .. task .. "/comm")
+        if file then
+          if file:read "*l" == "ps-batches" then n = n + 1 end
+          file:close()
+        end
+      end
+      return n
+    end
+    local function compare(before)
+      local one = loader(rows_of(83, lengths), { packing = true, ahead = 1 })
+      local many, states = loader(rows_of(83, lengths), { packing = true, ahead = 7 }), {}
+      assert.equal(before, threads())
+      for i = 1, 3 * one.batches + 3 do                    -- across epochs, whose ends are nil
+        states[i] = many:state_dict()
+        assert.same(one:state_dict(), states[i])
+        local a, b = one(), many()
+        assert.equal(a == nil, b == nil)
+        for name, t in pairs(a or {}) do assert.equal(check.bytes(t), check.bytes(b[name])) end
+      end
+      assert.equal(before + 2, threads())
+      for _, i in ipairs { #states, 2, 9, 1 } do           -- a thread that is ahead goes back
+        many:load_state_dict(states[i])
+        local fresh = loader(rows_of(83, lengths), { packing = true })
+        fresh:load_state_dict(states[i])
+        for _ = 1, 3 do
+          local a, b = fresh:next(), many:next()
+          for name, t in pairs(a) do assert.equal(check.bytes(t), check.bytes(b[name])) end
+        end
+      end
+    end
+    collectgarbage()
+    collectgarbage()
+    local before = threads()
+    compare(before)
+    collectgarbage()
+    collectgarbage()
+    assert.equal(before, threads())
+    fails(function() loader(rows_of(9, lengths), { ahead = 0 }) end, "ahead is 0")
+  end)
+
   it("refuses positions of other data and settings", function()
     local state = loader(rows_of(30, lengths), { packing = true }):state_dict()
     for _, case in ipairs { { rows_of(31, lengths), {}, "texts" }, { rows_of(30, lengths), { window = 8 }, "window" },

@@ -233,9 +233,11 @@ int ps_examples_read(const ps_examples *e, int64_t i, int32_t *ids, int32_t *lab
     return 0;
 }
 
+void examples_retain(ps_examples *e) { atomic_fetch_add(&e->more, 1); }
+
 void ps_examples_free(ps_examples *e)
 {
-    if (!e) return;
+    if (!e || atomic_fetch_sub(&e->more, 1) > 0) return;
     ps_tempfile_close(&e->file);
     if (e->map.bytes) ps_map_close(&e->map);
     else {

@@ -2,6 +2,7 @@
  * Examples as token ids, as encode.c appends them and rows.c reads them. */
 #ifndef PS_DATA_EXAMPLES_H
 #define PS_DATA_EXAMPLES_H
+#include <stdatomic.h>
 #include "base/error.h"
 #include "io/file.h"
 #include "ps.h"
@@ -12,6 +13,7 @@ enum { EXAMPLE_IGNORED = -100 };        /* the label of a token that is not trai
 typedef struct example_wide { int32_t id, label; float weight; } example_wide;
 
 struct ps_examples {
+    _Atomic int more;                   /* owners besides the first one */
     bool wide, finished;
     int64_t count, room, tokens;
     int64_t *starts;                    /* [room + 1]: the number of tokens before each example */
@@ -25,6 +27,12 @@ struct ps_examples {
     ps_tempfile file;
     ps_map map;
 };
+
+/* Adds an owner: each one calls ps_examples_free or ps_rows_free. */
+void examples_retain(ps_examples *e);
+void rows_retain(ps_rows *r);
+int64_t rows_count(const ps_rows *r);
+void rows_info(const ps_rows *r, ps_rows_info *out);
 
 /* Token `at` of all examples. */
 static inline int32_t example_id(const ps_examples *e, int64_t at)

@@ -14,7 +14,8 @@ enum { GROUP = 64 };                    /* rows of similar length that stay toge
 typedef struct item { int32_t example; int64_t first, n; } item;     /* n tokens of an example, from `first` on */
 
 struct ps_rows {
-    const ps_examples *examples;
+    _Atomic int more;                   /* owners besides the first one */
+    ps_examples *examples;              /* retained */
     bool packing;
     int64_t n_items, n_rows, n_windows;
     item *items;
@@ -298,7 +299,7 @@ static int check(const ps_examples *e, const ps_rows_config *c)
     return ps_fail(PS_EINVAL, "the sources have %lld examples, not %lld", (long long)all, (long long)e->count);
 }
 
-int ps_rows_new(const ps_examples *e, const ps_rows_config *c, ps_rows_info *info, ps_rows **out)
+int ps_rows_new(ps_examples *e, const ps_rows_config *c, ps_rows_info *info, ps_rows **out)
 {
     PS_NEED(e);
     PS_NEED(c);
@@ -308,6 +309,7 @@ int ps_rows_new(const ps_examples *e, const ps_rows_config *c, ps_rows_info *inf
     ps_rows *r = ps_alloc0(sizeof *r);
     if (!r) return ps_fail_nomem(sizeof *r);
     list order = { 0 };
+    examples_retain(e);
     r->examples = e, r->packing = c->packing != 0, r->info.failed = -1;
     int rc = order_of(e, c, &order);
     if (rc == 0) rc = cut_all(r, c, &order);
@@ -415,9 +417,14 @@ int64_t ps_rows_examples(const ps_rows *r, int64_t row, int64_t *out, int64_t ro
     return n;
 }
 
+void rows_retain(ps_rows *r) { atomic_fetch_add(&r->more, 1); }
+int64_t rows_count(const ps_rows *r) { return r->n_rows; }
+void rows_info(const ps_rows *r, ps_rows_info *out) { *out = r->info; }
+
 void ps_rows_free(ps_rows *r)
 {
-    if (!r) return;
+    if (!r || atomic_fetch_sub(&r->more, 1) > 0) return;
+    ps_examples_free(r->examples);
     ps_free(r->items);
     ps_free(r->row);
     ps_free(r->windows);

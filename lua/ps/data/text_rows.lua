@@ -2,7 +2,7 @@
 -- Rows of texts or of a table of examples for ps.data.loader: their order in each epoch, and batches of them. A row is
 -- an example, padded at its end, or several packed examples. Which examples a row has depends on the examples, the
 -- settings and the epoch (src/data/rows.c), not on batches and ranks, so that a position among rows continues with any
--- number of them.
+-- number of them. A thread makes batches ahead of their use (src/data/batches.c).
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
@@ -12,8 +12,7 @@ local tables = require "ps.data.table"
 local ffi = require "ffi"
 local error = caller.error
 local C, check = native.C, native.check
-local int_array, float_array, count_array, weight_array = array "int32_t", array "float", array "int64_t",
-  array "double"
+local count_array, weight_array = array "int64_t", array "double"
 
 ---@class ps.TextRows
 ---@field count integer number of examples in the first epoch
@@ -21,9 +20,7 @@ local int_array, float_array, count_array, weight_array = array "int32_t", array
 ---@field cut integer number of examples that were longer and were truncated
 ---@field dropped integer number of omitted examples: longer than seq, or without a trained token after truncation
 ---@field private examples ps.Examples
----@field private pad integer
----@field private to_seq boolean whether every row has seq tokens
----@field private multiple integer rows are padded to a multiple of this number of tokens
+---@field private batches? ffi.cdata* ps_batches, whose thread makes batches in advance
 ---@field private weights? "token"|"example" the kind of loss_weights in a batch, or nil if it has none
 local Rows = {}
 Rows.__index = Rows
@@ -34,14 +31,18 @@ local LONG = { cut = C.PS_LONG_RIGHT, right = C.PS_LONG_RIGHT, left = C.PS_LONG_
   error = C.PS_LONG_ERROR }
 local EXHAUSTED = { leave = C.PS_MIX_LEAVE, ["repeat"] = C.PS_MIX_REPEAT, stop = C.PS_MIX_STOP }
 rows.WINDOW = 4096                       -- number of consecutive examples that are packed or grouped together
-local STEPS = 8                          -- number of different lengths between a length and its double
+rows.AHEAD = 2                           -- number of batches that the thread makes in advance
 
 -- -- an epoch -------------------------------------------------------------------------------------------------------
--- Creates the rows of an epoch.
+-- Creates the rows of an epoch, unless the thread that makes batches has them.
 local function make(self, epoch)
-  local config, info, out = self.config, ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
-  config.epoch = epoch
-  local rc = C.ps_rows_new(self.examples.handle, config, info, out)
+  local info, out = ffi.new "ps_rows_info", ffi.new "ps_rows *[1]"
+  local rc
+  if self.batches then rc = C.ps_batches_rows(self.batches, epoch, info, out)
+  else
+    self.config.epoch = epoch
+    rc = C.ps_rows_new(self.examples.handle, self.config, info, out)
+  end
   if rc < 0 and info.failed >= 0 then
     local n = ffi.new "int64_t[1]"
     check(C.ps_examples_read(self.examples.handle, info.failed, nil, nil, 0, n))
@@ -60,17 +61,6 @@ end
 function Rows:epoch(epoch)
   if not self.now or self.now.epoch ~= epoch then self.now = make(self, epoch) end
   return self.now
-end
-
--- Returns the length to which rows are padded if the longest row has `longest` tokens. It is a multiple of a step that
--- grows with the length, so that only a few different lengths occur.
-local function padded(self, longest)
-  if self.to_seq then return self.seq end
-  local step = self.multiple
-  if step > 1 then
-    while longest > 2 * STEPS * step do step = 2 * step end
-  end
-  return math.max(1, math.min(math.ceil(longest / step) * step, math.max(self.seq, longest)))
 end
 
 --- Returns the window that contains a row, and the row's index in the window, from 0.
@@ -120,38 +110,21 @@ local function tensor_of(values, n, length, dtype, device)
   return t
 end
 
---- Returns a batch from the rows of an epoch.
----@param epoch integer
----@param first integer the first row, from 0
----@param n integer number of rows in the batch
----@param from integer the first of the `count` rows of a step, which all have the same length
----@param count integer
----@param device? string
----@return table<string, ps.Tensor> batch all int32 [n, length]; rows after the last row of the epoch have weight 0
-function Rows:batch(epoch, first, n, from, count, device)
-  local now = self:epoch(epoch)
-  local longest = C.ps_rows_longest(now.handle, from, count)
-  check(longest)
-  local length = padded(self, tonumber(longest))
-  local size = n * length
-  local given = ffi.new("ps_rows_batch", { rows = n, length = length, real = n, filler = math.min(from, now.rows - 1),
-    pad = self.pad, by = self.weights == "example" and C.PS_WEIGHTS_EXAMPLE or C.PS_WEIGHTS_TOKEN })
-  local lists = { input_ids = int_array(size), labels = int_array(size) }
-  local mask, positions = int_array(size), self.packing and int_array(size) or nil
-  local weights = self.weights and float_array(size) or nil
-  given.ids, given.labels, given.mask, given.positions, given.weights = lists.input_ids, lists.labels, mask, positions,
-    weights
-  check(C.ps_rows_fill(now.handle, first, given))
-  lists[self.packing and "segment_ids" or "attention_mask"], lists.position_ids = mask, positions
+-- Creates the tensors of a batch from its arrays in C.
+local function tensors(self, given, device)
+  local n, length = tonumber(given.rows), tonumber(given.length)
+  local lists = { input_ids = given.ids, labels = given.labels }
+  lists[self.packing and "segment_ids" or "attention_mask"] = given.mask
+  if self.packing then lists.position_ids = given.positions end
   local batch = {}
   for name, values in pairs(lists) do batch[name] = tensor_of(values, n, length, "int32", device) end
-  if weights then batch.loss_weights = tensor_of(weights, n, length, "fp32", device) end
+  if self.weights then batch.loss_weights = tensor_of(given.weights, n, length, "fp32", device) end
   return batch
 end
 
 -- -- options --------------------------------------------------------------------------------------------------------
 -- Options that only a loader of shards accepts.
-local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab", "ahead" }
+local OF_SHARDS = { "shards", "file", "width", "first", "last", "split", "vocab" }
 local WEIGHTS = { token = 1, example = 1 }
 
 local function config_of(self, given, seed, mix)
@@ -196,6 +169,14 @@ local function check_size(self, given, drop)
   end
 end
 
+-- Creates the batches, from the beginning of epoch 0 on.
+local function batches_of(self, settings)
+  local own, out = self.rows, ffi.new "ps_batches *[1]"
+  check(C.ps_batches_new(own.examples.handle, own.config, ffi.new("ps_batches_config", settings), own:epoch(0).handle,
+    out))
+  return ffi.gc(out[0], C.ps_batches_free)
+end
+
 --- Sets the fields of a loader of texts or of a table of examples.
 ---@param self table the loader, with global_batch and world_size
 ---@param options table the options of ps.data.loader
@@ -208,7 +189,7 @@ function rows.fill(self, options)
   end
   caller.whole(options.batch, "ps.data.loader: batch", 1)
   caller.whole(options.seq, "ps.data.loader: seq", 1)
-  for _, name in ipairs { "window", "accumulate", "pad_to_multiple_of" } do
+  for _, name in ipairs { "window", "accumulate", "pad_to_multiple_of", "ahead" } do
     caller.whole(options[name] or 1, "ps.data.loader: " .. name, 1)
   end
   local tokenizer = caller.typed(options.tokenizer, "table", "ps.data.loader: the tokenizer, which texts need,")
@@ -218,9 +199,7 @@ function rows.fill(self, options)
     error "ps.data.loader: packing and group_by_length: give one of the two; packed rows all have seq tokens"
   end
   local mix = options.table and tables.is(options.table) and options.table:mixture()
-  local own = setmetatable({ seq = options.seq, packing = options.packing or false,
-    to_seq = to_seq or options.packing or false, multiple = options.pad_to_multiple_of or 1,
-    pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0 }, Rows)
+  local own = setmetatable({ seq = options.seq, packing = options.packing or false }, Rows)
   self.rows = own
   read(own, options, tokenizer)
   own.config = config_of(own, options, self.seed, mix)
@@ -235,12 +214,18 @@ function rows.fill(self, options)
   if drop == nil then drop = options.table == nil end
   self.fills = options.table ~= nil
   check_size(self, options, drop)
-  self.texts, self.drop_last, self.at, self.base = own.examples.hash, drop, { epoch = 0, row = 0 }, 0
+  self.texts, self.drop_last, self.at = own.examples.hash, drop, { epoch = 0, row = 0 }
   self.accumulate = options.accumulate or 1
   self.window, self.packing = options.window or rows.WINDOW, own.packing
   self.group_by_length = options.group_by_length or false
   self.too_long, self.loss_weights = options.too_long or "cut", options.loss_weights or false
   self.mixture = mix and mix.name or false
+  own.batches = batches_of(self, { batch = options.batch, accumulate = self.accumulate,
+    multiple = options.pad_to_multiple_of or 1, rank = self.rank, world_size = self.world_size,
+    ahead = options.ahead or rows.AHEAD, to_seq = (to_seq or own.packing) and 1 or 0, drop_last = drop and 1 or 0,
+    fills = self.fills and 1 or 0, weights = own.weights and 1 or 0,
+    pad = tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+    by = own.weights == "example" and C.PS_WEIGHTS_EXAMPLE or C.PS_WEIGHTS_TOKEN })
   rows.count(self, 0)
   return self
 end
@@ -253,34 +238,25 @@ function rows.count(self, epoch)
   self.batches = self.drop_last and math.floor(n) or math.ceil(n)
 end
 
--- Returns the first of this rank's rows in the epoch, and their count. If the last batch of texts is not full, the
--- ranks divide it as evenly as possible. The last batch of a table is filled with rows of weight 0.
-local function own_rows(self, row, total)
-  local there = math.min(self.global_batch, total - row)
-  if self.fills or there == self.global_batch then return row + self.rank * self.batch, self.batch end
-  local from = math.floor(there * self.rank / self.world_size)
-  return row + from, math.floor(there * (self.rank + 1) / self.world_size) - from
-end
-
 --- Returns the next batch, or nil at the end of an epoch. The next call begins the next epoch.
 ---@param self table the loader
 ---@param rng table the random state; its field sample is set
----@return table<string, ps.Tensor>? batch
+---@return table<string, ps.Tensor>? batch all int32 [n, length]; rows after the last row of a table have weight 0
 function rows.next(self, rng)
-  local at, total = self.at, self.rows:epoch(self.at.epoch).rows
-  if at.row >= total or self.drop_last and at.row + self.global_batch > total then
-    self.at, self.base = { epoch = at.epoch + 1, row = 0 }, 0
-    rows.count(self, at.epoch + 1)
+  local own = self.rows
+  own.given = own.given or ffi.new "ps_batch"
+  local given = own.given
+  local rc = C.ps_batches_next(own.batches, given)
+  check(rc)
+  if rc == 0 then
+    self.at = { epoch = self.at.epoch + 1, row = 0 }
+    rows.count(self, self.at.epoch)
     return nil
   end
-  local step = self.global_batch * self.accumulate
-  local from = at.row - (at.row - self.base) % step
-  local first, n = own_rows(self, at.row, total)
-  local count = self.fills and step or self.global_batch
-  if not self.fills then from, count = first, n end
-  rng.sample, rng.op = at.epoch * self.rows.most + first, 0
-  local batch = self.rows:batch(at.epoch, first, n, from, count, self.device)
-  self.at = { epoch = at.epoch, row = math.min(at.row + self.global_batch, total) }
+  local epoch = tonumber(given.epoch)
+  rng.sample, rng.op = epoch * own.most + tonumber(given.first), 0
+  local batch = tensors(own, given, self.device)
+  self.at = { epoch = epoch, row = tonumber(given.next) }
   return batch
 end
 
@@ -312,7 +288,8 @@ function rows.seek(self, position)
     row = math.min(batch * self.global_batch, self.rows:epoch(epoch).rows)
   end
   rows.count(self, epoch)
-  self.at, self.base = { epoch = epoch, row = row }, row % (self.global_batch * self.accumulate) ~= 0 and row or 0
+  check(C.ps_batches_seek(self.rows.batches, epoch, self.rows:epoch(epoch).handle, row))
+  self.at = { epoch = epoch, row = row }
 end
 
 return rows

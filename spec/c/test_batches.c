@@ -1,0 +1,239 @@
+/* SPDX-License-Identifier: BSD-3-Clause
+ * Tests of src/data/batches.c: batches that a thread makes ahead are those that ps_rows_fill makes at once, from any
+ * position, and after failures. Prints what failed and returns non-zero. */
+#define _GNU_SOURCE
+#include "check.h"
+#include "ps.h"
+#include <dirent.h>
+#include <unistd.h>
+
+enum { N = 61, SEQ = 24, MOST = 6 * SEQ };              /* examples, tokens of a row, values of a batch */
+
+static int32_t length_of(int i) { return 2 + i * 13 % 21; }
+
+static ps_examples *examples_of(const char *path)
+{
+    uint64_t key[2] = { 1, 2 };
+    ps_examples *e = NULL;
+    if (!OK(ps_examples_new(path, key, 0, &e))) exit(1);
+    for (int i = 0; i < N; i++) {
+        int32_t ids[SEQ], labels[SEQ];
+        for (int k = 0; k < length_of(i); k++) ids[k] = 100 * i + k, labels[k] = k % 3 ? ids[k] : -100;
+        OK(ps_examples_add(e, ids, labels, NULL, length_of(i), 1 + i % 3));
+    }
+    OK(ps_examples_finish(e));
+    return e;
+}
+
+static const int64_t counts[] = { N };
+static const double shares[] = { 1 };
+
+static ps_rows_config rows_config(bool packing)
+{
+    return (ps_rows_config){ .seq = SEQ, .window = 20, .seed = 3, .counts = counts, .weights = shares, .n_sources = 1,
+                             .shuffle = 1, .packing = packing, .grouping = !packing };
+}
+
+static ps_batches_config batches_config(bool packing, int ahead)
+{
+    return (ps_batches_config){ .batch = 2, .accumulate = 2, .multiple = 4, .world_size = 1, .ahead = ahead, .fills = 1,
+                                .to_seq = packing, .weights = 1, .pad = 7 };
+}
+
+static ps_rows *rows_of(ps_examples *e, ps_rows_config c, int64_t epoch, int64_t *n)
+{
+    ps_rows_info info;
+    ps_rows *r = NULL;
+    c.epoch = epoch;
+    if (!OK(ps_rows_new(e, &c, &info, &r))) exit(1);
+    *n = info.rows;
+    return r;
+}
+
+static ps_batches *open_batches(ps_examples *e, bool packing, int ahead)
+{
+    ps_rows_config rc = rows_config(packing);
+    ps_batches_config bc = batches_config(packing, ahead);
+    int64_t n;
+    ps_rows *first = rows_of(e, rc, 0, &n);
+    ps_batches *b = NULL;
+    if (!OK(ps_batches_new(e, &rc, &bc, first, &b))) exit(1);
+    ps_rows_free(first);
+    return b;
+}
+
+/* Whether a batch has the values that ps_rows_fill makes of the same rows. */
+static bool same(const ps_rows *r, const ps_batch *got)
+{
+    int32_t ids[MOST], labels[MOST], mask[MOST], positions[MOST];
+    float weights[MOST];
+    size_t size = (size_t)(got->rows * got->length);
+    ps_rows_batch want = { .ids = ids, .labels = labels, .mask = mask, .positions = got->positions ? positions : NULL,
+                           .weights = weights, .rows = got->rows, .length = got->length, .real = got->rows, .pad = 7,
+                           .filler = got->first - got->first % 4 };
+    if (size > MOST || !OK(ps_rows_fill(r, got->first, &want))) return false;
+    size *= 4;
+    return !memcmp(ids, got->ids, size) && !memcmp(labels, got->labels, size) && !memcmp(mask, got->mask, size) &&
+           !memcmp(weights, got->weights, size) && (!got->positions || !memcmp(positions, got->positions, size));
+}
+
+/* Compares the batches from a row of an epoch on, `n` of them, with those of ps_rows_fill. */
+static void follow(ps_batches *b, ps_examples *e, bool packing, int64_t epoch, int64_t row, int n)
+{
+    int64_t rows;
+    ps_rows *r = rows_of(e, rows_config(packing), epoch, &rows);
+    for (; n > 0; n--) {
+        ps_batch got;
+        int rc = ps_batches_next(b, &got);
+        if (!check(rc == (row < rows), __LINE__, "the end of an epoch", ps_error_message())) break;
+        if (rc == 1) {
+            CHECK(got.epoch == epoch && got.first == row && got.rows == 2 && same(r, &got));
+            CHECK(got.length % 4 == 0 && got.length <= SEQ);
+            row = got.next;
+            continue;
+        }
+        ps_rows_free(r);
+        r = rows_of(e, rows_config(packing), ++epoch, &rows);
+        row = 0;
+    }
+    ps_rows_free(r);
+}
+
+static void test_order(ps_examples *e)
+{
+    for (int ahead = 1; ahead <= 4; ahead++)
+        for (int packing = 0; packing < 2; packing++) {
+            ps_batches *b = open_batches(e, packing, ahead);
+            follow(b, e, packing, 0, 0, 100);
+            ps_batches_free(b);
+        }
+}
+
+/* Positions are set while the thread works, with rows of its epoch and of others. */
+static void test_seek(ps_examples *e)
+{
+    ps_batches *b = open_batches(e, true, 3);
+    for (int i = 0; i < 300; i++) {
+        int64_t epoch = i % 5, n, row;
+        ps_rows_info info;
+        ps_rows *r = NULL;
+        if (!OK(ps_batches_rows(b, epoch, &info, &r))) break;
+        ps_rows *own = rows_of(e, rows_config(true), epoch, &n);
+        CHECK(info.rows == n && info.examples == N && info.failed == -1);
+        row = i * 4 % n / 4 * 4;
+        OK(ps_batches_seek(b, epoch, r, row));
+        ps_rows_free(r);
+        ps_rows_free(own);
+        if (i % 3) follow(b, e, true, epoch, row, i % 7);
+    }
+    ps_rows_info info;
+    ps_rows *r = NULL;
+    OK(ps_batches_rows(b, 0, &info, &r));
+    FAILS(ps_batches_seek(b, 0, r, info.rows + 1), PS_ERANGE, "cannot go to row");
+    FAILS(ps_batches_seek(b, -1, r, 0), PS_ERANGE, "epoch -1");
+    ps_rows_free(r);
+    ps_batches_free(b);
+}
+
+/* Each allocation fails once, in the call or in the thread. The next call has the batch. */
+static void test_failures(ps_examples *e)
+{
+    int failures = 0;
+    for (int nth = 0; nth < 120; nth++) {
+        ps_batches *b = open_batches(e, true, 2);
+        int64_t n, row = 0, epoch = 0;
+        ps_rows *r = rows_of(e, rows_config(true), 0, &n);
+        ps_test_fail_alloc(nth, 1);
+        for (int k = 0; k < 40; k++) {
+            ps_batch got;
+            int rc = ps_batches_next(b, &got);
+            if (rc < 0) {
+                failures++;
+                check(rc == PS_ENOMEM, __LINE__, "ps_batches_next", ps_error_message());
+                rc = ps_batches_next(b, &got);
+            }
+            if (!check(rc >= 0, __LINE__, "ps_batches_next again", ps_error_message())) break;
+            if (rc == 0) epoch++, row = 0;
+            if (rc == 0) continue;
+            CHECK(got.epoch == epoch && got.first == row);
+            if (epoch == 0) CHECK(same(r, &got));
+            row = got.next;
+        }
+        ps_test_fail_alloc(-1, 0);
+        ps_rows_free(r);
+        ps_batches_free(b);
+    }
+    CHECK(failures > 10);
+}
+
+static int threads_now(void)
+{
+    int n = 0;
+    DIR *d = opendir("/proc/self/task");
+    for (struct dirent *t; d && (t = readdir(d)); ) n += t->d_name[0] != '.';
+    if (d) closedir(d);
+    return n;
+}
+
+static void test_end(ps_examples *e)
+{
+    int before = threads_now();
+    for (int i = 0; i < 50; i++) {
+        ps_batches *b = open_batches(e, i % 2, 1 + i % 3);
+        CHECK(threads_now() == before);                  /* the first call starts the thread */
+        ps_batch got;
+        for (int k = 0; k < i % 4; k++) CHECK(ps_batches_next(b, &got) == 1);
+        ps_batches_free(b);
+        CHECK(threads_now() == before);
+    }
+}
+
+static void test_errors(ps_examples *e)
+{
+    ps_rows_config rc = rows_config(true);
+    int64_t n;
+    ps_rows *first = rows_of(e, rc, 0, &n);
+    ps_batches *b = NULL;
+    ps_batches_config c = batches_config(true, 1), wrong;
+    wrong = c, wrong.ahead = 0;
+    FAILS(ps_batches_new(e, &rc, &wrong, first, &b), PS_EINVAL, "at least 1");
+    wrong = c, wrong.rank = 1;
+    FAILS(ps_batches_new(e, &rc, &wrong, first, &b), PS_EINVAL, "1 of 1");
+    wrong = c, wrong.batch = INT64_MAX, wrong.accumulate = 3;
+    FAILS(ps_batches_new(e, &rc, &wrong, first, &b), PS_EINVAL, "too large");
+    ps_rows_free(first);
+    CHECK(b == NULL);
+}
+
+/* The examples live until the last batch, and a truncated file of examples is an error of the step. */
+static void test_file(void)
+{
+    const char *tmp = getenv("TMPDIR");
+    char path[300];
+    snprintf(path, sizeof path, "%s/psluajit-%d.examples", tmp && *tmp ? tmp : "/tmp", (int)getpid());
+    ps_examples *e = examples_of(path);
+    ps_batches *b = open_batches(e, true, 1);
+    ps_examples_free(e);
+    ps_batch got;
+    CHECK(ps_batches_next(b, &got) == 1);
+    CHECK(got.ids[0] % 100 == 0);
+    CHECK(truncate(path, 100) == 0);
+    int rc = 1;
+    for (int k = 0; k < 4 && rc >= 0; k++) rc = ps_batches_next(b, &got);
+    FAILS(rc, PS_EIO, path);
+    ps_batches_free(b);
+    unlink(path);
+}
+
+int main(void)
+{
+    ps_examples *e = examples_of("");
+    test_order(e);
+    test_seek(e);
+    test_failures(e);
+    test_end(e);
+    test_errors(e);
+    ps_examples_free(e);
+    test_file();
+    return end_checks();
+}
