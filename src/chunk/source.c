@@ -185,7 +185,6 @@ int source_adopt(ps_chunks *cs, ps_storage *s, const member *m)
     chunk *c = chunk_at(cs, m->chunk);
     if (!takes_parts(cs, c)) return 0;
     PS_TRY(ps_grow(c->source, c->source_capacity, c->n_source + 1));
-    if (!cs->source) PS_TRY(ps_source_open(&cs->source));
     source_part part = { .at = m->offset, .nbytes = m->nbytes };
     if (!take_loan(cs, s, &part.loan)) return 0;
     int32_t at = c->n_source++;

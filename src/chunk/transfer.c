@@ -243,6 +243,13 @@ static transfer *transfer_new(ps_chunks *cs, chunk *c, int level, bool up)
     return x;
 }
 
+/* Starts to read a chunk from its source, with a thread that the first such chunk starts. */
+static int read_source(ps_chunks *cs, const chunk *c, void *dst, ps_source_job **out)
+{
+    if (!cs->source) PS_TRY(ps_source_open(&cs->source));
+    return ps_source_read(cs->source, c->source, c->n_source, dst, c->nbytes, out);
+}
+
 /* Starts the copy x, after copy `after` (or NULL). c already has memory on both tiers. */
 static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
 {
@@ -251,7 +258,7 @@ static int transfer_start(ps_chunks *cs, transfer *x, ps_copy *after)
     void *above = c->slot[t];
     if (cs->tiers[t].be->pretends) return 0;                 /* already complete: there are no bytes to move */
     if (is_disk(cs, t + 1)) {
-        if (x->up && c->n_source) return ps_source_read(cs->source, c->source, c->n_source, above, c->nbytes, &x->read);
+        if (x->up && c->n_source) return read_source(cs, c, above, &x->read);
         if (x->up) return ps_disk_read(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
         return ps_disk_write(cs->disk, c->extent, above, c->nbytes, NULL, &x->job);
     }
