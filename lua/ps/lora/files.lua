@@ -151,16 +151,20 @@ end
 ---@return table file The caller closes it after the last use of `trained`.
 ---@return table<string, fun(): ps.Tensor> trained functions that read the tensors of the file. The key is PEFT's name
 --- without its prefix, or the model's name for a parameter of the base model that the adapter trains.
+---@return table<string, string> dtypes the dtypes of these tensors
 function files.open(model, path, other_base, base)
   local opened = open(path, model)
-  local file, at, trained, adapters = opened.file, opened.at, {}, nil
+  local file, at, trained, dtypes, adapters = opened.file, opened.at, {}, {}, nil
   local ok, problem = pcall(function()
     check_base(base, opened.base, path, other_base)
     adapters = adapters_of.add(model, "default", opened.spec)
     adapters.specs.default.base = base
     for _, entry in ipairs(plan(model, adapters, "default", file, at)) do
-      trained[(own_name(entry.from):gsub("%.base_layer%.", "."))] = function()
-        local made = create.empty(file:shape(entry.from), { dtype = file:dtype(entry.from), device = "cpu" })
+      file:check(entry.from)
+      local own, dtype = own_name(entry.from):gsub("%.base_layer%.", "."), (file:dtype(entry.from))
+      dtypes[own] = dtype
+      trained[own] = function()
+        local made = create.empty(file:shape(entry.from), { dtype = dtype, device = "cpu" })
         file:read_into(entry.from, made)
         return made
       end
@@ -170,7 +174,7 @@ function files.open(model, path, other_base, base)
     file:close()
     error(problem, 0)
   end
-  return adapters, file, trained
+  return adapters, file, trained, dtypes
 end
 
 -- Reads a tensor of the file, as load_state_dict does. On device meta (ps.deferred) the read is recorded for later.
@@ -326,12 +330,13 @@ end
 --- Converts an adapter from an open file to the other format: to a GGUF file, or to a PEFT folder.
 ---@param model ps.pretrained.Model the base model without data, with the adapter "default"
 ---@param trained table<string, fun(): ps.Tensor> the functions that files.open returns
+---@param dtypes table<string, string> the dtypes that files.open returns
 ---@param path string NAME.gguf or a folder
 ---@param options {type?: string, name?: string}
-function files.convert(model, trained, path, options)
+function files.convert(model, trained, dtypes, path, options)
   local adapters, entries = adapters_of.of(model), {}
   for own, tensor in adapters:tensors "default" do
-    entries[#entries + 1] = { name = PREFIX .. own, shape = tensor:shape(), dtype = trained[own]():dtype(), owner = 0,
+    entries[#entries + 1] = { name = PREFIX .. own, shape = tensor:shape(), dtype = dtypes[own], owner = 0,
       numel = tensor:numel(), tensor = trained[own] }
   end
   local base = files.fingerprint(adapters.specs.default.base)

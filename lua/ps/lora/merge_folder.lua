@@ -233,8 +233,8 @@ function merge.convert(from, out, options)
     base = folder.find(base)
     check_apart("gguf convert", out, { from, base })
     local model = pretrained.from_config(base, { task = given.task, device = "meta", dtype = "fp32" })
-    local _, file, trained = lora_files.open(model, from, given.other_base, base)
-    local ok, problem = pcall(scope.no_grad, scope.scope, lora_files.convert, model, trained, out, given)
+    local _, file, trained, dtypes = lora_files.open(model, from, given.other_base, base)
+    local ok, problem = pcall(scope.no_grad, scope.scope, lora_files.convert, model, trained, dtypes, out, given)
     file:close()
     if not ok then error(problem, 0) end
     return
