@@ -1,0 +1,103 @@
+-- SPDX-License-Identifier: BSD-3-Clause
+-- Measures how fast an adapter (LoRA) of a frozen Llama in bf16 is trained, with recompute:
+--   PS_TORCH_PYTHON=PYTHON psluajit bench/lora.lua [--model 0.35b|1.2b|gpt2-xl] [--rounds N] [--peer [--compile]]
+-- --peer: PEFT trains the same shape alternately (bench/peers/lora_peft.py; the Python needs torch, transformers and
+-- peft), with gradient checkpointing. --peer-adapter: the type of PEFT's adapters; fp32, as ours, is PEFT's default.
+-- The last line is one JSON object: tokens_per_s and cpu_s (medians of a step's rate and of its processor seconds),
+-- peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of processor seconds)
+-- and memory_ratio. Weights are random. Processor seconds are fair also if other programs run.
+local ps = require "ps"
+local argparse = require "argparse"
+local cjson = require "cjson"
+local paths = require "ps.paths"
+local process = require "bench.process_lib"
+local whole = require("ps.core.command_line").whole
+
+local SHAPES = {
+  ["0.35b"] = { hidden_size = 1024, intermediate_size = 2816, num_hidden_layers = 24, num_attention_heads = 16,
+    num_key_value_heads = 16, vocab_size = 32000, max_position_embeddings = 2048, tie_word_embeddings = true },
+  ["1.2b"] = { hidden_size = 2048, intermediate_size = 8192, num_hidden_layers = 16, num_attention_heads = 32,
+    num_key_value_heads = 8, vocab_size = 128256, max_position_embeddings = 2048, tie_word_embeddings = true },
+}
+
+local parser = argparse("bench/lora.lua", "Measures the training of an adapter.")
+parser:option("--model", "shape of the frozen model", "0.35b"):choices { "0.35b", "1.2b", "gpt2-xl" }
+whole(parser:option("--lora", "rank of the adapter", "16"), 1)
+whole(parser:option("--batch", "rows", "1"), 1)
+whole(parser:option("--seq", "positions", "512"), 2)
+whole(parser:option("--rounds", "steps that count", "3"), 1)
+parser:flag("--peer", "run PEFT alternately with psluajit")
+parser:flag("--compile", "compile the peer's model")
+parser:option("--peer-adapter", "the type of PEFT's adapters", "fp32"):choices { "fp32", "bf16" }
+parser:flag("--profile", "print the time of the kernels by op")
+local args = parser:parse()
+
+local function start_peer(shape)
+  local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/lora_peft.py",
+    cjson.encode(shape), "--rank", args.lora, "--batch", args.batch, "--seq", args.seq, "--threads", ps.threads(),
+    "--adapter", args.peer_adapter }
+  if args.compile then words[#words + 1] = "--compile" end
+  local peer = process.start(words)
+  peer:answer()
+  return peer
+end
+
+local function median(list)
+  table.sort(list)
+  return list[math.floor(#list / 2) + 1]
+end
+
+ps.manual_seed(0)
+local shape = SHAPES[args.model]
+local model
+if shape then model = require("models.llama").new("tiny", { dtype = "bf16", recompute = true,
+  hidden_size = shape.hidden_size, intermediate_size = shape.intermediate_size, head_dim = 64,
+  num_hidden_layers = shape.num_hidden_layers, num_attention_heads = shape.num_attention_heads,
+  num_key_value_heads = shape.num_key_value_heads, vocab_size = shape.vocab_size,
+  max_position_embeddings = shape.max_position_embeddings, tie_word_embeddings = true })
+else model = require("models.gpt2").new(args.model, { dtype = "bf16", recompute = true, dropout = 0 }) end
+ps.lora.wrap(model, { r = args.lora, alpha = 2 * args.lora })
+model:train()
+local optimizer = ps.optim.AdamW(model, { lr = 1e-4 })
+local ids = ps.randint(0, model.config.vocab_size, { args.batch, args.seq }, { dtype = "int32" })
+local peer = args.peer and start_peer(shape or { gpt2 = args.model })
+
+local function step()
+  local began, clock = ps.now(), os.clock()
+  local loss = model({ input_ids = ids, labels = ids }).loss
+  loss:backward()
+  optimizer:step()
+  optimizer:zero_grad()
+  local value = loss:item()
+  return { seconds = ps.now() - began, cpu = os.clock() - clock, loss = value }
+end
+
+local ours, theirs = { seconds = {}, cpu = {} }, { seconds = {}, cpu = {} }
+local function put(list, answer)
+  for key, values in pairs(list) do values[#values + 1] = answer[key] end
+end
+for _ = 1, 2 do                                            -- both make plans and kernels
+  step()
+  if peer then peer:ask "step" end
+end
+if args.profile then ps.profiler.start() end
+for round = 1, args.rounds do
+  local first = round % 2 == 0 and peer and peer:ask "step"  -- both alternate in running first
+  local own = step()
+  put(ours, own)
+  if peer then put(theirs, first or peer:ask "step") end
+  print(("round %d: %.2f s, %.2f s of processor time, loss %.4f%s"):format(round, own.seconds, own.cpu, own.loss,
+    peer and ("; PEFT %.2f s, %.2f s"):format(theirs.seconds[round], theirs.cpu[round]) or ""))
+end
+if args.profile then ps.profiler.report() end
+local tokens = args.batch * args.seq
+local out = { model = args.model, parameters = model:num_parameters(), lora = args.lora, batch = args.batch,
+  seq = args.seq, tokens_per_s = tokens / median(ours.seconds), cpu_s = median(ours.cpu),
+  peak_rss_mib = ps.peak_rss() / 2 ^ 20 }
+if peer then
+  out.peer_tokens_per_s, out.peer_cpu_s = tokens / median(theirs.seconds), median(theirs.cpu)
+  out.peer_peak_rss_mib = peer:ask("memory").peak_rss_mib
+  out.speed_ratio, out.memory_ratio = out.peer_cpu_s / out.cpu_s, out.peak_rss_mib / out.peer_peak_rss_mib
+  peer:close()
+end
+print(cjson.encode(out))
