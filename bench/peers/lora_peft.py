@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/lora.lua --peer`: PEFT's LoRA over a frozen model of transformers in bf16, with gradient checkpointing and
-PyTorch's fused AdamW. It answers commands of its input, each by a line "@" and JSON, until `quit`: `step` (seconds, cpu: processor
-seconds, loss) and `memory` (peak_rss_mib).
+"""The peer of `bench/lora.lua --peer`: PEFT's LoRA over a frozen model of transformers in bf16, with gradient
+checkpointing and PyTorch's fused AdamW. It answers commands of its input, each by a line "@" and JSON, until `quit`:
+`step` (seconds, cpu: processor seconds, loss) and `memory` (peak_rss_mib).
 
     lora_peft.py SHAPE --rank R --batch N --seq N [--threads N] [--adapter fp32|bf16] [--compile]
 

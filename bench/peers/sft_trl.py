@@ -3,8 +3,8 @@
 
     sft_trl.py MODEL ADAPTER ROWS.jsonl JOB.json
 
-JOB.json has steps, batch and lr. The Python needs torch, transformers, peft, trl and datasets. The last line is JSON: losses by
-step, rows (ids and labels of each), seconds.
+JOB.json has steps, batch and lr. The Python needs torch, transformers, peft, trl and datasets. The last line is JSON:
+losses by step, rows (ids and labels of each), seconds.
 """
 import json
 import os
@@ -45,8 +45,9 @@ model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
 with tempfile.TemporaryDirectory() as out_dir:
     config = SFTConfig(
         output_dir=out_dir, per_device_train_batch_size=job["batch"], max_steps=job["steps"], learning_rate=job["lr"],
-        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=0.0, optim="adamw_torch", adam_epsilon=1e-8, use_cpu=True,
-        bf16=False, gradient_checkpointing=False, max_length=None, assistant_only_loss=True, packing=False, report_to=[],
+        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=0.0, optim="adamw_torch", adam_epsilon=1e-8,
+        use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None, assistant_only_loss=True,
+        packing=False, report_to=[],
         save_strategy="no", logging_strategy="no", disable_tqdm=True, seed=1)
     dataset = load_dataset("json", data_files=rows, split="train", cache_dir=out_dir)
     trainer = Trainer(model=model, args=config, train_dataset=dataset, processing_class=tokenizer)
