@@ -9,10 +9,10 @@ local batch = {}
 
 local TOTAL, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
---- Returns the number of data-parallel processes: groups of processes with different rows of a batch.
+--- Returns the number of data-parallel groups, which are groups of processes that have different rows of a batch.
 ---@param state ps.config.State
 ---@param cfg ps.Config
----@param world? integer number of processes; nil: those of one model replica
+---@param world? integer number of processes, or nil for the processes of one model replica
 ---@return integer
 function batch.data_parallel(state, cfg, world)
   local stages, parts = cfg.pipeline.stages, cfg.tensor_parallel.size

@@ -8,19 +8,19 @@ local types = require "ps.core.types"
 
 local check = {}
 
----@class ps.config.State one reading of a configuration
+---@class ps.config.State state of reading a configuration
 ---@field name string the source's name in errors
----@field later boolean keys that only a later version will honour are accepted
+---@field later boolean whether keys that only a later version will honour are accepted
 ---@field auto table<string, any> values for "auto", by full path or last name
----@field given table<string, boolean> paths with a value that was written, or given for "auto"
+---@field given table<string, boolean> paths whose value was written, or was given for "auto"
 ---@field defaulted string[] paths where "auto" became the default
----@field spelt table<string, string> path -> the alias it was written as
----@field ignored table[] {words =, paths = {...}} in the order found
+---@field spelt table<string, string> alias under which a path was written, by path
+---@field ignored table[] {words =, paths = {...}} ignored paths by reason, in the order in which they were found
 ---@field notes string[]
 local State = {}
 State.__index = State
 
---- Returns the path in the spelling of the configuration.
+--- Returns the path as the configuration spells it.
 ---@param path string
 ---@return string
 function State:shown(path)
@@ -53,7 +53,7 @@ function State:ignore(path, words)
   self.ignored[#self.ignored + 1] = { words = words, paths = { self:shown(path) } }
 end
 
---- Returns a value in an error.
+--- Returns a value as text for an error.
 ---@param value any
 ---@return string
 function check.show(value)
@@ -67,8 +67,8 @@ function check.show(value)
   return "a list (" .. table.concat(items, ", ") .. (#value > 4 and ", ..." or "") .. ")"
 end
 
---- Returns an error's text about a value that is not of a type: "is -1; expected a number of at least 0". Nil for a
---- value of the type.
+--- Returns the text of an error about a value that is not of a type, such as "is -1; expected a number of at least 0".
+--- Returns nil for a value of the type.
 ---@param value any
 ---@param type_of ps.config.Type
 ---@return string?
@@ -76,8 +76,8 @@ function check.problem(value, type_of)
   if not type_of.take(value) then return ("is %s; expected %s"):format(check.show(value), type_of.text) end
 end
 
---- Returns the error's text about the first of several settings that is out of range: "lr is -1; expected a number of
---- at least 0". Nil if none is.
+--- Returns the text of the error about the first setting that is out of range, such as "lr is -1; expected a number of
+--- at least 0". Returns nil if all settings are in range.
 ---@param settings table
 ---@param types_of table<string, ps.config.Type>
 ---@return string?
@@ -106,7 +106,7 @@ local function names_in(node)
   return names
 end
 
--- The schema's root. The schema is large, and only the reading of a configuration needs it. After that, Lua's collector
+-- Returns the schema's root. The schema is large and is only needed to read a configuration. Afterwards Lua's collector
 -- may free it.
 local SCHEMA = { "ps.config.schema", "ps.config.schema_deepspeed", "ps.config.schema_mesh" }
 local kept = setmetatable({}, { __mode = "v" })
@@ -127,7 +127,7 @@ local function each_name(node, visit)
   for _, variant in pairs(node.variants or {}) do each_name(variant, visit) end
 end
 
--- Returns the sections that have the name, sorted; with `near`, the full paths of similar names.
+-- Returns the sections that contain the name, sorted. With `near`, returns the full paths of similar names instead.
 local function elsewhere(name, near)
   local found, seen = {}, {}
   each_name(schema_root(), function(path, other)
@@ -170,7 +170,7 @@ local function unknown(state, node, path, key)
     or "; docs/config.md lists the keys")
 end
 
--- Checks that each name in `auto` is a key.
+-- Raises an error if a name in `auto` is not a key.
 local function check_auto(state)
   local known, names = {}, {}
   each_name(schema_root(), function(path, name)
@@ -186,7 +186,7 @@ local function check_auto(state)
   end
 end
 
--- Returns the value for "auto", or nil for the default.
+-- Returns the value that replaces "auto", or nil for the default.
 local function resolve_auto(state, row)
   local value = state.auto[row.path]
   if value == nil then value = state.auto[row.key] end
@@ -281,8 +281,8 @@ function take_section(state, node, given)
   return out
 end
 
--- Returns the table that holds the last name of a path, and that name. With `make`, missing tables on the way are
--- created.
+-- Returns the table that contains the last name of a path, and that name. With `make`, missing tables along the path
+-- are created.
 local function holder(raw, path, make)
   local at, last = raw, path:match("[^.]+$")
   for name in path:sub(1, #path - #last):gmatch("[^.]+") do
@@ -293,7 +293,7 @@ local function holder(raw, path, make)
   return at, last
 end
 
--- Moves a value from an alias of a key to the key. Different values under both names are an error.
+-- Moves a value from an alias of a key to the key. Raises an error if both names have different values.
 local function move_aliases(state, raw, node)
   for _, row in ipairs(node.rows) do
     local from, key = holder(raw, row.path)
@@ -324,8 +324,8 @@ local function same(a, b)
   return #a == #b
 end
 
--- Adds values that a script gave elsewhere, by path: { value, where }. A different value in the configuration is an
--- error.
+-- Adds values that a script set elsewhere, by path: { value, where }. Raises an error if the configuration has a
+-- different value.
 local function add_asked(state, raw, asked)
   for path, given in pairs(asked) do
     local target, name = holder(raw, path, true)
@@ -340,7 +340,7 @@ local function add_asked(state, raw, asked)
   end
 end
 
--- Paths that the later checks add to a checked table.
+-- paths that the later checks add to a checked table
 local DERIVED = { precision = true, counts_micro_batches = true, rate_given = true, optimizer_given = true,
   grad_accum_dtype = true, ["fp16.dynamic"] = true,
   ["fp16.initial_scale"] = true, ["zero_optimization.offload_optimizer.stays"] = true }
@@ -373,7 +373,7 @@ end
 ---@param raw table
 ---@param name string
 ---@param auto? table<string, any>
----@param asked? table<string, any[]> by path: a value that was given elsewhere, and where
+---@param asked? table<string, any[]> values that were set elsewhere, with the place where each was set, by path
 ---@param later? boolean
 ---@return table cfg
 ---@return ps.config.State state

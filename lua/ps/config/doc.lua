@@ -52,7 +52,7 @@ function doc.tables()
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Returns a text of docs/config.md with new tables.
+--- Returns the text of docs/config.md with new tables.
 ---@param text string
 ---@return string
 function doc.renew(text)

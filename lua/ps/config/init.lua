@@ -15,39 +15,40 @@ local optimizers = require "ps.optimizers"
 
 local config = {}
 
----@class ps.Config all fields are set; a field that may be nil says so
----@field train_batch_size? integer nil: no batch size was given
----@field train_micro_batch_size_per_gpu? integer nil: no batch size was given
+---@class ps.Config all fields are set, except that a field marked with ? can be nil
+---@field train_batch_size? integer nil if no batch size was given
+---@field train_micro_batch_size_per_gpu? integer nil if no batch size was given
 ---@field gradient_accumulation_steps integer
----@field counts_micro_batches boolean the number of micro-batches was given, or follows from given batch sizes
----@field gradient_clipping number bound on the global norm; 0: off
+---@field counts_micro_batches boolean whether the number of micro-batches was given, or follows from given batch sizes
+---@field gradient_clipping number upper bound on the global norm, or 0 for no clipping
 ---@field optimizer ps.config.Optimizer
----@field scheduler? {type: string, params: table} for sched.from_config
----@field precision "fp32"|"bf16"|"fp16" type of the parameters
+---@field scheduler? {type: string, params: table} description of the schedule for sched.from_config
+---@field precision "fp32"|"bf16"|"fp16" dtype of the parameters
 ---@field fp16 ps.config.Fp16
 ---@field bf16 {enabled: boolean, check_grad_overflow: boolean}
----@field grad_accum_dtype "fp32"|"param" type in which gradients are accumulated
+---@field grad_accum_dtype "fp32"|"param" dtype in which gradients are accumulated
 ---@field pipeline ps.config.Pipeline
----@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean,
----  tp_overlap_comm: boolean|integer} tp_overlap_comm: as for mesh.pieces
+---@field tensor_parallel {size: integer, sequence_parallel: boolean, tp_keep_gathered: boolean, tp_overlap_comm:
+---  boolean|integer} tp_overlap_comm: the argument of mesh.pieces
 ---@field zero_optimization ps.config.Zero
 ---@field memory ps.config.Memory
----@field chunk_size? integer elements; nil: search for the best size
+---@field chunk_size? integer elements, or nil to search for the best size
 ---@field device "auto"|"cpu"|"sim"|"cuda"
 ---@field eviction string one of ps.config.policies
 ---@field prefetch boolean|integer an integer is a limit in bytes
----@field rate_given boolean optimizer.params.lr was given
----@field optimizer_given boolean optimizer.type or optimizer.params.lr was given
+---@field rate_given boolean whether optimizer.params.lr was given
+---@field optimizer_given boolean whether optimizer.type or optimizer.params.lr was given
 ---@field overlap_optimizer boolean|"auto"
 ---@field recompute boolean
 ---@field activation_checkpointing {cpu_checkpointing: boolean}
 ---@field strict_gradients boolean
----@field plan_print boolean|"all" true: rank 0 prints
+---@field plan_print boolean|"all" true if rank 0 prints, "all" if all ranks print
 ---@field seed? integer
 ---@field use_cpu_embedding boolean|"auto"
 ---@field client {mem_tracer: ps.config.MemTracer, opts: table}
----@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} nil: measured
----@field steps_per_print? integer nil: never
+---@field rates {host_adam?: number, device_adam?: number, up?: number, down?: number, at_once?: number} speeds, which
+---  are measured if they are nil
+---@field steps_per_print? integer nil to print no lines
 ---@field wall_clock_breakdown boolean
 ---@field memory_breakdown boolean
 ---@field flops_profiler ps.config.FlopsProfiler
@@ -61,22 +62,22 @@ local config = {}
 
 ---@class ps.config.FlopsProfiler
 ---@field enabled boolean
----@field profile_step integer steps before the profiled one
----@field module_depth integer -1: all
+---@field profile_step integer number of steps before the profiled step
+---@field module_depth integer number of levels, or -1 for all
 ---@field top_modules integer
 ---@field detailed boolean
 ---@field output_file? string
 
 ---@class ps.config.Optimizer
 ---@field type "Adam"|"AdamW"|"SGD"
----@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean,
----  momentum?: number, dampening?: number, nesterov?: boolean} the last three are SGD's
+---@field params {lr: number, betas: number[], eps: number, weight_decay: number, use_hybrid_adam: boolean, momentum?:
+---  number, dampening?: number, nesterov?: boolean} the last three fields are SGD's
 
 ---@class ps.config.Fp16
 ---@field enabled boolean
----@field dynamic boolean the loss scale adapts to overflows
----@field loss_scale number 0 when dynamic, else the scale
----@field initial_scale number first scale when dynamic
+---@field dynamic boolean whether the loss scale adapts to overflows
+---@field loss_scale number the scale, or 0 if it is dynamic
+---@field initial_scale number initial scale if it is dynamic
 ---@field loss_scale_window integer
 ---@field hysteresis integer
 ---@field consecutive_hysteresis boolean
@@ -85,15 +86,15 @@ local config = {}
 ---@class ps.config.Pipeline
 ---@field stages integer
 ---@field schedule "gpipe"|"1f1b"|"interleaved"|"looped_bfs"|"zb_h1"|"zb_v"
----@field virtual_stages integer per process
----@field partition string "best", or another way to cut the model
+---@field virtual_stages integer number per process
+---@field partition string "best", or another method to cut the model
 ---@field activation_checkpoint_interval integer 0 or 1
 
 ---@class ps.config.Zero
 ---@field stage integer
 ---@field reshard_after_forward "auto"|"always"|"never"
----@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: device is "none" by the
----  configuration, not by default
+---@field offload_optimizer {device: "none"|"cpu"|"nvme", ratio: number, stays?: boolean} stays: whether the
+---  configuration sets device to "none", as opposed to the default
 ---@field offload_param {device: "none"|"cpu"|"nvme"}
 
 ---@class ps.config.MemTracer
@@ -102,11 +103,11 @@ local config = {}
 ---@field margin_use_ratio number
 
 ---@class ps.config.Memory budgets in bytes
----@field kind "chunk"|"plain" plain: the other fields are absent
----@field device? integer nil: unknown, or the device is the host
----@field host? integer nil: unknown
----@field disk? {path: string, limit?: integer, checksums?: boolean} nil: no disk tier; limit nil: the bytes that the
----  plan needs
+---@field kind "chunk"|"plain" with "plain", the other fields are absent
+---@field device? integer nil if it is unknown, or if the device is the host
+---@field host? integer nil if it is unknown
+---@field disk? {path: string, limit?: integer, checksums?: boolean} nil if there is no disk tier; if `limit` is nil,
+---  the limit is the number of bytes that the plan needs
 
 ---@class ps.config.Available
 ---@field device? number
@@ -114,18 +115,19 @@ local config = {}
 ---@field disk? number
 
 ---@class ps.config.Options
----@field asked? table<string, any[]> by path: a value that was given elsewhere, and the place for errors
----@field later? boolean accept keys that only a later version honours, for tools that plan; otherwise they are refused
----@field world_size? integer processes; default: those of one model replica
+---@field asked? table<string, any[]> values that were set elsewhere, with the place for errors, by path
+---@field later? boolean whether to accept keys that only a later version honours, for tools that plan; otherwise they
+---  raise an error
+---@field world_size? integer number of processes (default: the processes of one model replica)
 ---@field device? string|fun(): string the device for "auto"; a function is called only if it is needed
 ---@field available? ps.config.Available|fun(device: string): ps.config.Available available bytes, to which ratios and
----  "80%" refer; a function is called with the device of the configuration
+---  shares such as "80%" refer; a function is called with the configuration's device
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings of the section client, which override the configuration's
 
 local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- besides settings
 
--- Refuses settings of other optimizers.
+-- Raises an error for settings of other optimizers.
 local function refuse_others(state, made)
   local own, owners = {}, {}
   for _, key in ipairs(made.settings) do own[key] = true end
@@ -145,7 +147,7 @@ local function refuse_others(state, made)
   end
 end
 
--- Fills in the settings that are not given with this optimizer's own defaults.
+-- Sets the settings that are not given to this optimizer's own defaults.
 local function fill_settings(state, made, params)
   for _, key in ipairs(made.settings) do
     if not state.given["optimizer.params." .. key] and (params[key] == nil or key == "betas" or key == "eps") then
@@ -182,7 +184,7 @@ end
 local SCHEDULERS = {}
 for _, name in ipairs(require "ps.config.schedules") do SCHEDULERS[name:lower()] = name end
 
--- Schedules whose max_lr is by default the optimizer's rate.
+-- schedules for which the default of max_lr is the optimizer's rate
 local RISES = { warmup_cosine = true, warmup_linear = true, constant = true }
 
 local function resolve_scheduler(state, cfg)
@@ -275,7 +277,7 @@ local function resolve_prefetch(state, cfg)
   if not state.given.prefetch then cfg.prefetch = moves end
 end
 
--- Repeats a warning of DeepSpeed's.
+-- Adds a note that repeats a warning of DeepSpeed's.
 local function look_at_vocabulary(state, size)
   if size and size % 8 ~= 0 then
     state:note("vocabulary_size is %d, not a multiple of 8: products with it are slow on GPUs; %d rows would be "
@@ -284,7 +286,7 @@ local function look_at_vocabulary(state, size)
   end
 end
 
--- Adds the notes about keys after the others, one line for each reason.
+-- Adds the notes about keys after all other notes, one line for each reason.
 local function finish_notes(state, cfg)
   if #state.defaulted > 0 then
     local list = {}
@@ -301,7 +303,7 @@ local function finish_notes(state, cfg)
   return state.notes
 end
 
--- Resolves the rest of OSLO's section, after its sizes were moved to their own sections.
+-- Resolves the remaining keys of OSLO's section, after its sizes were moved to their own sections.
 local function resolve_parallelism(state, cfg)
   local off = cfg.model_parallelism.enable == false
   for _, path in ipairs { "pipeline.stages", "tensor_parallel.size" } do
@@ -328,7 +330,7 @@ end
 local OPTIONS = { world_size = "whole", device = "string|function", available = "table|function", auto = "table",
   client = "table", asked = "table", later = "boolean" }
 
--- Checked tables -> the paths that their sources gave.
+-- the paths that their sources gave, by checked table
 local checked = setmetatable({}, { __mode = "k" })
 
 -- Merges the argument `client` into the configuration's section, which it overrides.
@@ -338,7 +340,7 @@ local function add_client(raw, client)
   raw.client = into
 end
 
---- Reads, checks and completes a configuration. The result, also a changed one, can be read again.
+--- Reads, checks and completes a configuration. The result can be passed to config.read again, even after changes.
 ---@param from table|string a table, a path (.lua; any other is JSON) or base64 of JSON
 ---@param options? ps.config.Options
 ---@return ps.Config cfg

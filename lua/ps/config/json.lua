@@ -14,7 +14,7 @@ local function fail(reader, at, message)
   error(("%s:%d:%d: %s"):format(reader.name, line, at - start + 1, message), 0)
 end
 
--- Returns the text at a place, for errors.
+-- Returns the text at a position, for errors.
 local function found(reader, at)
   if at > #reader.text then return "the end of the file" end
   return ("'%s'"):format(reader.text:match("^[%w_%-%.]+", at) or reader.text:sub(at, at))
@@ -37,7 +37,7 @@ local function utf8(code)
   return string.char(0xF0 + math.floor(code / 0x40000), 0x80 + math.floor(code / 0x1000) % 0x40) .. low
 end
 
--- Returns the character of the \u escape at `at`, and the place after it. Two surrogates make one character.
+-- Returns the character of the \u escape at `at`, and the position after it. Two surrogates form one character.
 local function unicode(reader, at)
   local code = tonumber(reader.text:match("^\\u(%x%x%x%x)", at) or "", 16)
   if not code then fail(reader, at, "\\u needs four hexadecimal digits") end
@@ -86,7 +86,7 @@ end
 
 local value_at
 
--- Items or members up to `close`; one(n) reads one item or member.
+-- Reads items or members up to `close`. one(n) reads one item or member.
 local function sequence(reader, close, one)
   local open = reader.at
   reader.depth = reader.depth + 1
@@ -149,7 +149,7 @@ function value_at(reader)
   return number_at(reader)
 end
 
---- Returns the value of a JSON text; errors name the file, line and column.
+--- Returns the value of a JSON text. Errors name the file, the line and the column.
 ---@param text string
 ---@param name string
 ---@return any

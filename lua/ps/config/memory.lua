@@ -8,7 +8,7 @@ local memory = {}
 local OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 local TRACER = "client.mem_tracer."
 
--- Replaces DeepSpeed's old booleans by their sections.
+-- Replaces DeepSpeed's former booleans by their sections.
 local function old_spellings(state, zero)
   for old, new in pairs { cpu_offload = "offload_optimizer", cpu_offload_params = "offload_param" } do
     local path = "zero_optimization." .. new .. ".device"
@@ -23,7 +23,7 @@ end
 
 local function plain_path(path) return #path > 1 and (path:gsub("/+$", "")) or path end
 
--- Returns the folder of the disk tier. Three settings can name it, and they must agree.
+-- Returns the folder of the disk tier. Three settings can set it, and they must agree.
 local function disk_path(state, cfg)
   local zero, chosen, from = cfg.zero_optimization, cfg.memory.disk.path, "memory.disk.path"
   for _, name in ipairs { "offload_optimizer", "offload_param" } do
@@ -49,8 +49,8 @@ local function disk_path(state, cfg)
   return chosen
 end
 
--- An explicit "none" keeps the optimizer's state and its updates on the device. Settings that would move some of them
--- to the host contradict it. The tier of parameters depends only on the budgets.
+-- Resolves the settings of offloading. An explicit "none" keeps the optimizer's state and its updates on the device, so
+-- settings that would move some of them to the host contradict it. The tier of parameters depends only on the budgets.
 local function resolve_offload(state, cfg)
   local optimizer, param = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
   if state.given[OPTIMIZER .. ".device"] and optimizer.device == "none" then
@@ -70,7 +70,7 @@ local function resolve_offload(state, cfg)
   end
 end
 
--- Settings for chunks, and for a device other than the host.
+-- settings for chunks, and for a device other than the host
 local OF_CHUNKS = { "chunk_size", "eviction", "prefetch", "overlap_optimizer", "rates",
   TRACER .. "overall_gpu_mem_ratio", TRACER .. "overall_cpu_mem_ratio", TRACER .. "margin_use_ratio",
   "client.opts.with_async_move", "optimizer.params.use_hybrid_adam" }
@@ -83,7 +83,7 @@ local function ignore_given(state, paths, words)
   end
 end
 
--- Plain memory has no tiers, so settings that need one contradict it.
+-- Raises an error for settings that need a tier, since plain memory has no tiers.
 local function refuse_with_plain(state, cfg)
   for _, path in ipairs { "memory.device", "memory.host", "memory.disk" } do
     if state.given[path] then
@@ -113,7 +113,8 @@ local function resolve(state, path, budget, there)
   return bytes
 end
 
--- Returns the budget of a tier in bytes: as given, or by PatrickStar's ratio; nil if the available memory is unknown.
+-- Returns the budget of a tier in bytes, as given or by PatrickStar's ratio. Returns nil if the available memory is
+-- unknown.
 local function budget(state, tier, given, ratio_key, share, there)
   local path = "memory." .. tier
   if given then

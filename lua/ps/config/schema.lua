@@ -14,7 +14,7 @@
 -- check(value) returns a reason to refuse a value of the right type, or nil.
 -- acts: for an honoured key, the file that acts on it. If C alone acts on it, acts is the Lua file that sets it in C.
 -- spec/config/acts_spec.lua checks that this file reads the key.
-jit.off(true, true)                    -- compiled traces of this file would keep it in memory after it is unloaded
+jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local types = require "ps.core.types"
 local nearest = require "ps.core.nearest"
 local optimizers = require "ps.optimizers"
@@ -22,7 +22,7 @@ local policies = require "ps.config.policies"
 
 local H, I, R, L, A = "honoured", "ignored", "refused", "later", "alias"
 
--- Files that act on keys.
+-- files that act on keys
 local AGREEMENT = "lua/ps/engine/ranks/agreement.lua"
 local BATCH = "lua/ps/config/batch_sizes.lua"
 local BUDGETS = "lua/ps/config/memory.lua"
@@ -50,7 +50,7 @@ local STATIC = "chunks use the memory that other tensors leave at each trace ind
 local PINNED = "host memory is pinned if there is a GPU"
 local OTHER = "belongs to an optimizer that does not exist here"
 
--- Returns a check that a name is one of these; `why` is the text before the list of valid names.
+-- Returns a check that a name is one of the given names. `why` is the text before the list of valid names.
 local function one_of(names, why)
   return function(value)
     for _, name in ipairs(names) do
@@ -336,9 +336,9 @@ end
 ---@field status "honoured"|"ignored"|"refused"|"later"|"alias"
 ---@field words string
 ---@field check? fun(value: any): string?
----@field as? fun(value: any): any of an alias: converts the value for the other key, or false if there is no value
+---@field as? fun(value: any): any for an alias, converts the value for the other key; false if an alias has no value
 ---@field required? boolean
----@field acts? string of an honoured key: the file that acts on it
+---@field acts? string for an honoured key, the file that acts on it
 
 ---@class ps.config.Node a section and its subsections
 ---@field path string
@@ -346,16 +346,16 @@ end
 ---@field row table<string, ps.config.Row>
 ---@field subs table[] {name =, node =}
 ---@field sub table<string, ps.config.Node>
----@field variants? table<string, ps.config.Node> by the parent's type
+---@field variants? table<string, ps.config.Node> sections by the parent's type
 ---@field of? string the parent's type to which this section applies
----@field siblings? table<string, ps.config.Node> the sections for the other types
----@field optional? boolean if absent from the file, absent from the result
----@field refused? string why the whole section is refused
+---@field siblings? table<string, ps.config.Node> sections for the other types
+---@field optional? boolean whether the section is absent from the result if it is absent from the file
+---@field refused? string reason why the whole section is refused
 local schema = { sections = sections, statuses = { H, I, R, L, A } }
 
 local function node(path) return { path = path, rows = {}, row = {}, subs = {}, sub = {} } end
 
--- Returns the node of a path; it and its parents are created if missing.
+-- Returns the node of a path. Creates it and its parents if they are missing.
 local function reach(root, path)
   local at, walked = root, nil
   for name in path:gmatch("[^.]+") do
@@ -387,6 +387,6 @@ for _, section in ipairs(sections) do
     section[3][i], at.rows[#at.rows + 1], at.row[made.key] = made, made, made
   end
 end
-schema.root.row.memory.section = true      -- a table as value is the section of the same name
+schema.root.row.memory.section = true      -- if the value is a table, it is the section of the same name
 
 return schema

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- DeepSpeed's remaining keys: those without an effect here, and those that would change the result. A part of
 -- schema.lua, in its form.
-jit.off(true, true)                    -- compiled traces of this file would keep it in memory after it is unloaded
+jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local call_names = require "ps.core.call_names"
 
 local H, I, R, L = "honoured", "ignored", "refused", "later"
 
--- Files that act on keys.
+-- files that act on keys
 local COMMS = "lua/ps/profile/comms_summary.lua"
 local FLOPS = "lua/ps/engine/report/flops_profiler.lua"
 local MONITOR = "lua/ps/monitor/init.lua"
@@ -25,7 +25,7 @@ local TRAVEL = "values are sent between processes in the type in which they are 
 local LATE = "delayed updates change the result"
 local OFF = "has no effect while the section is off"
 
--- Returns the reason to refuse a tree in which a feature is enabled, or nil.
+-- Returns the reason to refuse a table in which a feature is enabled, or nil if none is enabled.
 local function enabled_inside(value, path)
   if type(value) ~= "table" then return nil end
   for key, item in pairs(value) do
@@ -40,8 +40,8 @@ local function not_empty(value)
   if next(value) ~= nil then return "it is not empty" end
 end
 
--- Returns nil if each item of a list names a call between processes, else an error's text about the first one that does
--- not.
+-- Returns nil if each item of a list names a call between processes, else the text of an error about the first item
+-- that does not.
 local function known_calls(list)
   for _, name in ipairs(list) do
     if type(name) ~= "string" or not call_names[name] then
@@ -53,7 +53,7 @@ local function known_calls(list)
   end
 end
 
--- Refused as a whole, because its presence enables it.
+-- Returns a section that is refused as a whole, because its presence enables the feature.
 local function zenflow(T)
   local rows = {}
   for key in ("topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
@@ -63,7 +63,7 @@ local function zenflow(T)
   return { "zero_optimization.zenflow", "", rows, refused = LATE }
 end
 
--- Returns a monitor that writes files.
+-- Returns the section of a monitor that writes files.
 local function monitor(T, path, files)
   return { path, "Loss (over all ranks and micro-batches), learning rate and loss scale of each step as " .. files
     .. ", with `wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples "
@@ -79,14 +79,14 @@ end
 return function(T)
   local off = { "enabled", T.boolean, false }
 
-  -- Returns a section whose keys all have one reason: { key, type, default }...
+  -- Returns a section whose keys all have the same reason: { key, type, default }...
   local function all(path, words, why, keys)
     local rows = {}
     for i, key in ipairs(keys) do rows[i] = { key[1], key[2], key[3], I, why } end
     return { path, words, rows }
   end
 
-  -- Returns a section that must stay off: why it is refused, then its other keys.
+  -- Returns a section that must be disabled: the reason why it is refused, followed by its other keys.
   local function never(path, why, keys)
     local section = all(path, "", OFF, keys)
     table.insert(section[3], 1, { "enabled", T.boolean, false, R, why })

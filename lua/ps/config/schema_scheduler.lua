@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Keys of learning-rate schedules: a part of schema.lua, in its form.
-jit.off(true, true)                    -- compiled traces of this file would keep it in memory after it is unloaded
+jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local schedules = require "ps.config.schedules"
 local H, SCHED = "honoured", "lua/ps/optim/sched.lua"
 
@@ -8,7 +8,7 @@ local H, SCHED = "honoured", "lua/ps/optim/sched.lua"
 ---@param one_of fun(names: string[], why: string): fun(value: string): string?
 ---@return table[] sections
 return function(T, one_of)
-  -- Rows of several of Hugging Face's schedules.
+  -- rows that several of Hugging Face's schedules share
   local warmup = { "num_warmup_steps", T.integer(0), 0, H, "steps of warm-up, from 0 to the optimizer's rate" }
   local total = { "num_training_steps", T.integer(1), nil, H, "steps until the end of the schedule", required = true }
   local first = { "last_epoch", T.integer(-1, 1000000), -1, H, "steps done before, minus 1; -1: the start" }

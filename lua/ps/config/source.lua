@@ -3,13 +3,13 @@
 -- file, or base64 of JSON. The result is a copy, which the caller may change.
 local json = require "ps.config.json"
 local without_bom = require "ps.core.bom"
-local lib_null = require("cjson").null                     -- null in a table that a script decoded itself
+local lib_null = require("cjson").null                     -- null in a table that a script decoded itself with cjson
 
 local source = {}
 
 local DEEPEST = 32
 
--- Returns a copy without metatables. The depth limit stops at a table that contains itself.
+-- Returns a copy without metatables. The depth limit ends the copy of a table that contains itself.
 local function copy(value, name, depth)
   if rawequal(value, lib_null) then return json.null end
   if type(value) ~= "table" or value == json.null then return value end
@@ -23,7 +23,7 @@ local ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789
 local SIXBITS = { ["+"] = 62, ["-"] = 62, ["/"] = 63, ["_"] = 63 }
 for i = 1, #ALPHABET do SIXBITS[ALPHABET:sub(i, i)] = i - 1 end
 
--- Decodes base64 in either alphabet; nil if the text is not base64.
+-- Decodes base64 in either alphabet. Returns nil if the text is not base64.
 local function base64(text)
   text = text:gsub("%s", "")
   local body, padding = text:match("^([%w%+/_%-]+)(=*)$")

@@ -12,21 +12,21 @@ local ffi, C = native.ffi, native.C
 
 local agree = {}
 
-local SHORT = 192                                          -- bytes of a message sent in the first exchange
+local SHORT = 192  -- number of bytes of a message that are sent in the first exchange
 local SILENT = "an error without words"
 local NO = "\0no"                                          -- a text that differs from the text of every error
 
---- Returns the upper 53 bits of a hash, which a double, and so a tensor made from numbers, holds exactly.
+--- Returns the upper 53 bits of a hash, which a double, and thus a tensor made from numbers, represents exactly.
 ---@param hash ffi.cdata* uint64_t
 ---@return number
 function agree.hash_number(hash) return tonumber(hash / 2048) end
 
---- Returns a number that different texts share only by a hash collision.
+--- Returns a hash of a text, as a number. Different texts have the same number only if their hashes collide.
 ---@param text string
 ---@return number
 function agree.text_hash(text) return agree.hash_number(C.ps_xxh3(text, #text)) end
 
--- Gathers `nbytes` bytes of every rank; fill(buffer) writes this rank's.
+-- Gathers `nbytes` bytes of every rank. fill(buffer) writes this rank's bytes.
 local function gather(group, nbytes, fill)
   local size = group:size()
   local bytes = byte_array(size * nbytes)
@@ -68,7 +68,7 @@ function agree.texts(group, text)
   return texts
 end
 
--- Joins the ranks' texts. Ranks with equal texts are named together, by their numbers among all ranks.
+-- Joins the ranks' texts. Ranks with equal texts are named together, by their global ranks.
 local function together(group, texts)
   local lines, ranks = {}, {}
   for rank, text in ipairs(texts) do
@@ -94,7 +94,7 @@ local function words(problem)
   return text == "" and SILENT or text
 end
 
---- Runs fn on every rank. If it fails on any rank, all raise the same error, which names the failed ranks.
+--- Runs fn on every rank. If it fails on any rank, all ranks raise the same error, which names the failed ranks.
 ---@generic T
 ---@param group? ps.Group
 ---@param fn fun(): T
@@ -112,7 +112,7 @@ function agree.run(group, fn, heard)
   return result
 end
 
---- Runs fn on every rank, in the same way as run. Returns whether fn returned true on all ranks.
+--- Like agree.run, but returns whether fn returned true on all ranks.
 ---@param group? ps.Group
 ---@param fn fun(): boolean?
 ---@return boolean
@@ -131,14 +131,14 @@ function agree.all(group, fn)
   return all
 end
 
---- Runs fn on the group's rank 0 only. All ranks get its text.
+--- Runs fn only on the group's rank 0. All ranks get its result.
 ---@param group? ps.Group
 ---@param fn fun(): string?
 ---@return string
 function agree.first(group, fn)
   if not group then return fn() or "" end
   local text = ""
-  if group:rank() == 0 or not devices.computes then                 -- in a dry run rank 0 may not exist as a process
+  if group:rank() == 0 or not devices.computes then                 -- in a dry run, rank 0 may have no process
     local ok, result = pcall(fn)
     text = ok and "+" .. (result or "") or "-" .. words(result)
   end
@@ -147,7 +147,8 @@ function agree.first(group, fn)
   return answer:sub(2)
 end
 
---- Compares pairs of { name, value }. If ranks have different values, it fails on every rank. `what` begins the error.
+--- Compares pairs of { name, value }. If ranks have different values, raises an error on every rank. `what` begins the
+--- error.
 ---@param group? ps.Group
 ---@param what string
 ---@param list string[][]
@@ -169,10 +170,10 @@ function agree.same(group, what, list)
 end
 
 -- -- numbers ----------------------------------------------------------------------------------------------------------
---- Returns the numbers of every rank, in the order of ranks. All ranks pass the same count.
+--- Returns the numbers of every rank, in the order of ranks. All ranks must pass the same count of numbers.
 ---@param group ps.Group
 ---@param mine number[] this rank's numbers
----@param dtype? string of the message (default "fp64")
+---@param dtype? string dtype of the message (default "fp64")
 ---@return number[][] rows
 function agree.numbers(group, mine, dtype)
   dtype = dtype or "fp64"
@@ -180,10 +181,10 @@ function agree.numbers(group, mine, dtype)
   return group:all_gather(all, create.tensor(mine, { dtype = dtype })):tolist()
 end
 
---- Returns the records of every rank, in the order of ranks: tables of numbers by name.
+--- Returns the records of every rank, in the order of ranks. A record is a table of numbers by name.
 ---@param group ps.Group
----@param fields string[] the names, in the order in which the values are sent; equal on all ranks
----@param mine table<string, number> a missing field is 0
+---@param fields string[] the names, in the order in which the values are sent; they must be equal on all ranks
+---@param mine table<string, number> this rank's record, in which a missing field counts as 0
 ---@return table<string, number>[] records
 function agree.gather(group, fields, mine)
   local values, known = {}, {}
@@ -206,13 +207,13 @@ function agree.least(group, value)
   return value
 end
 
---- Returns the first rank whose text differs from rank 0's, or nil if none does. Hashes are sent first, and texts only
---- if the hashes differ.
+--- Returns the first rank whose text differs from rank 0's, or nil if none does. Hashes are sent first. Texts are sent
+--- only if the hashes differ.
 ---@param group ps.Group
 ---@param text string
 ---@return integer? rank in the group, from 0
----@return string? its the text of that rank
----@return string? first the text of rank 0
+---@return string? its that rank's text
+---@return string? first rank 0's text
 function agree.differs(group, text)
   local rows = agree.numbers(group, { agree.text_hash(text), #text }, "int64")
   for rank = 2, #rows do

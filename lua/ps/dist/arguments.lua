@@ -6,7 +6,7 @@ local error = require("ps.core.caller").error
 
 local arguments = {}
 
---- Returns the C group of a group; an error if it is closed.
+--- Returns the C group of a group. Raises an error if the group is closed.
 ---@param self ps.Group
 ---@return ffi.cdata* group
 function arguments.open(self)
@@ -14,9 +14,9 @@ function arguments.open(self)
   return self.c
 end
 
---- Returns a tensor among the arguments of a method; an error names the method.
+--- Checks that an argument of a method is a tensor, and returns it. An error names the method.
 ---@param t any
----@param name string of the argument
+---@param name string name of the argument
 ---@param call string the method
 ---@return ps.Tensor
 function arguments.tensor(t, name, call)
@@ -26,9 +26,9 @@ function arguments.tensor(t, name, call)
   return t
 end
 
---- Returns the number of a rank among the arguments of a method.
+--- Checks that an argument of a method is a whole number, and returns it. An error names the method.
 ---@param n any
----@param name string of the argument
+---@param name string name of the argument
 ---@param call string the method
 ---@return integer
 function arguments.whole(n, name, call)

@@ -9,17 +9,18 @@ local env = {}
 ---@field rank integer
 ---@field world_size integer
 ---@field local_rank integer
----@field local_world_size integer?    nil: no variable has it
----@field master_addr string?          the host of rank 0's store; nil if there is none (one process, a file)
+---@field local_world_size integer?    nil if no variable sets it
+---@field master_addr string?          host of rank 0's store, or nil if there is none (one process, a file)
 ---@field master_port integer?
 ---@field source string                "flags", "torchrun", "OpenMPI", "PMI", "Slurm" or "one process"
 ---@field restart_count integer        number of restarts of these ranks by the launcher
----@field run string?                  the run's name, which distinguishes it from others
----@field machines integer             1: all ranks are on this machine; 2: on several, or 0 if it is unknown
+---@field run string?                  the run's name, which distinguishes it from other runs
+---@field machines integer             1 if all ranks are on this machine, 2 if they are on several machines, 0 if this
+---  is unknown
 ---@field rendezvous string?           "tcp://host:port" or "file:///path"; nil for one process
 
-local FIRST_PORT, PORTS = 10000, 20000       -- ports derived from a job's id: below those that the system assigns
-local USUAL_PORT = 29500                     -- used if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
+local FIRST_PORT, PORTS = 10000, 20000       -- ports for a job's id, below the system's range
+local USUAL_PORT = 29500                     -- port if MASTER_ADDR is set and MASTER_PORT is not, as in DeepSpeed
 local MOST_HOSTS = 65536
 
 local function fail(text, ...) error(text:format(...), 0) end
@@ -31,7 +32,7 @@ local function wrong(name, value, expected) fail("%s is '%s'; expected %s", name
 
 -- -- reading values ---------------------------------------------------------------------------------------------------
 
--- Returns a number in a range, written with digits only ("1e3", "0x1" and " 1" are refused).
+-- Returns a number in a range, which must be written with only digits ("1e3", "0x1" and " 1" are rejected).
 local function whole(name, value, low, high, note)
   local n = tostring(value):match("^%d+$") and tonumber(value)
   if not n or n < low or n > high then
@@ -46,14 +47,14 @@ local function number(get, name, low, high, note)
   return value and whole(name, value, low, high or 2 ^ 31 - 1, note)
 end
 
--- Rank and size by the names of their variables; nil unless both are set.
+-- Returns rank and size, given the names of their variables, or nil unless both variables are set.
 local function pair(get, rank_name, size_name)
   if not (get(rank_name) and get(size_name)) then return nil end
   local size = number(get, size_name, 1)
   return number(get, rank_name, 0, size - 1, (" (%s is %d)"):format(size_name, size)), size
 end
 
--- Rank and size within a node. Either variable may be missing.
+-- Returns rank and size within a node. Either variable may be missing.
 local function local_pair(get, rank_name, size_name, world_size)
   local size = number(get, size_name, 1, world_size, (" (there are %d ranks)"):format(world_size))
   local high = (size or world_size) - 1
@@ -63,7 +64,7 @@ end
 
 -- -- Slurm's lists ----------------------------------------------------------------------------------------------------
 
--- Appends the names to which one element of a list expands. The element is text with any number of parts such as
+-- Appends the names to which one element of a list expands. The element is a text with any number of groups such as
 -- [1-3,07].
 local function expand(list, head, rest, bad)
   local plain, ranges, tail = rest:match("^([^%[%]]*)%[([^%[%]]+)%](.*)$")
@@ -84,9 +85,9 @@ local function expand(list, head, rest, bad)
   end
 end
 
---- Returns the hosts of a node list as Slurm writes it: "a[1-3,7],b" is a1, a2, a3, a7, b.
+--- Returns the hosts of a node list in Slurm's form: "a[1-3,7],b" means a1, a2, a3, a7, b.
 ---@param text string
----@param name? string  the variable it comes from, for errors
+---@param name? string  the variable that contains it, for errors
 ---@return string[]
 function env.hosts(text, name)
   local function bad()
@@ -108,7 +109,8 @@ function env.hosts(text, name)
   return list
 end
 
--- Returns the number of tasks on node `index` (from 0) from a text such as "2(x3),1"; nil if the list is shorter.
+-- Returns the number of tasks on node `index` (from 0), given a text such as "2(x3),1". Returns nil if the list is
+-- shorter.
 local function tasks_on(text, index, name)
   local seen = 0
   for part in (text .. ","):gmatch("([^,]*),") do
@@ -126,7 +128,7 @@ local function first_set(get, ...)
   end
 end
 
--- Returns the place of this task on its node, from Slurm's variables.
+-- Returns the local rank of this task on its node and the number of tasks there, from Slurm's variables.
 local function slurm_local(get, world_size)
   local node = number(get, "SLURM_NODEID", 0) or 0
   local name, text = first_set(get, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -134,8 +136,8 @@ local function slurm_local(get, world_size)
   local nodes_name = first_set(get, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
   local nodes = nodes_name and number(get, nodes_name, 1)
   if nodes == 1 then size = world_size end
-  if size and size > world_size then size = nil end                -- these are counts of the whole job, and this step
-                                                                   -- has fewer tasks
+  if size and size > world_size then size = nil end  -- the variables have counts of the whole job, and this
+                                                                   -- step has fewer tasks
   local high = (size or world_size) - 1
   return number(get, "SLURM_LOCALID", 0, high, (" (there are %d tasks here)"):format(high + 1)), size
 end
@@ -147,7 +149,7 @@ end
 
 -- -- the launchers ----------------------------------------------------------------------------------------------------
 
--- Each returns nil if its variables are not set, else their values.
+-- functions that return the values of a launcher's variables, or nil if the variables are not set
 local sources = {}
 
 function sources.torchrun(get)
@@ -158,7 +160,7 @@ function sources.torchrun(get)
   local assumed = not local_rank
   if assumed then
     -- If there is one process per pod (PyTorchJob), LOCAL_RANK is missing, since the process is alone on its node. If
-    -- the job sets several processes per pod, a launcher should have started this process. Without a launcher it would
+    -- the job sets several processes per pod, a launcher should have started this process. Without a launcher, it would
     -- wait for ranks that are never started.
     local a_pod = tonumber((get("PET_NPROC_PER_NODE") or ""):match("^%d+$"))
     if a_pod and a_pod > 1 then
@@ -197,7 +199,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script also has SLURM_PROCID, but it is one process: only srun starts ranks.
+  -- A batch script also has SLURM_PROCID, but it is one process, since only srun starts ranks.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -210,8 +212,8 @@ end
 
 local ORDER = { "torchrun", "OpenMPI", "PMI", "Slurm" }
 
--- Refuses half of a pair of variables. If a launcher started N processes with only one of the two, there would be N
--- runs of one rank instead of one run of N ranks.
+-- Raises an error if only one of a pair of variables is set. If a launcher started N processes this way, there would be
+-- N runs of one rank instead of one run of N ranks.
 local function check_halves(get, found)
   if get("RANK") and get("WORLD_SIZE") then return end
   local size = number(get, "WORLD_SIZE", 1)
@@ -251,8 +253,8 @@ end
 
 -- -- where the ranks meet ---------------------------------------------------------------------------------------------
 
--- Returns the process that started all ranks of this node: the nearest ancestor that belongs to an MPI or Slurm, so
--- that shells in between do not matter; else the parent.
+-- Returns the process that started all ranks of this node. It is the nearest ancestor that belongs to MPI or Slurm, so
+-- that shells in between do not matter. If there is none, it is the parent.
 local function starter()
   local parent = require("posix.unistd").getppid()
   local pid = parent
@@ -268,8 +270,8 @@ local function starter()
   return parent
 end
 
--- Determines from the variables whether there is 1 machine, several (2), or whether that is unknown (0). With one
--- process per pod it is unknown where other pods run.
+-- Returns 1 if the variables show that there is one machine, 2 if there are several, and 0 if this is unknown. With one
+-- process per pod, it is unknown where other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -288,7 +290,7 @@ local HOST = "the name or the address of rank 0's host, without a port"
 local function host(get, name)
   local value = get(name)
   if not value then return nil end
-  local _, colons = value:gsub(":", "")                          -- two or more: IPv6
+  local _, colons = value:gsub(":", "")                          -- two or more in IPv6
   if not value:match("^[%w%.%-_:%%]+$") or colons == 1 then wrong(name, value, HOST) end
   return value
 end
@@ -308,7 +310,7 @@ local function check_rendezvous(name, value)
   return value
 end
 
--- master_addr, master_port and rendezvous, from the values found.
+-- Returns master_addr, master_port and rendezvous, derived from the values found.
 local function meet(get, found, ppid)
   local addr = host(get, "PS_MASTER_ADDR") or host(get, "MASTER_ADDR")
   local addr_given = addr ~= nil
@@ -338,11 +340,11 @@ local function meet(get, found, ppid)
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 
---- Returns the place of this process among the ranks. Raises a string if the environment contradicts itself or lacks a
---- value.
+--- Returns the rank of this process and the properties of its run. Raises a string if the environment contradicts
+--- itself or lacks a value.
 ---@param getenv? fun(name: string): string?
 ---@param o? { rank?: integer, world_size?: integer, local_rank?: integer, rendezvous?: string, ppid?: integer }
----  explicit values, which override variables; ppid replaces the process that started the ranks
+---  explicit values, which override variables; ppid is used as the id of the process that started the ranks
 ---@return ps.dist.Env
 function env.read(getenv, o)
   local get = getenv or os.getenv
@@ -383,7 +385,7 @@ function env.read(getenv, o)
     restart_count = found.restart_count or 0, run = get("PS_RUN_ID") or found.id, machines = machines }
 end
 
---- Returns one line about the values found, for logs.
+--- Returns a line about the values found, for logs.
 ---@param e ps.dist.Env
 ---@return string
 function env.describe(e)

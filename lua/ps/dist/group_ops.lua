@@ -26,25 +26,26 @@ local function attributes(self, call, t)
   return number, C.ps_group_size(c), C.ps_group_rank(c)
 end
 
---- Returns the sum of all ranks' tensors. Gradient: the sum of all ranks' gradients, since every rank's loss counts.
+--- Returns the sum of all ranks' tensors. The gradient is the sum of all ranks' gradients, since every rank's loss
+--- counts.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:sum(x) return ops.all_reduce(x, attributes(self, "sum", x)) end
 
---- Concatenates the ranks' tensors [n, ...] to [size n, ...]. Gradient [n, ...]: this rank's part of the sum of all
---- ranks' gradients.
+--- Concatenates the ranks' tensors [n, ...] to [size n, ...]. The gradient [n, ...] is this rank's part of the sum of
+--- all ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered", x)) end
 
---- Returns this rank's part [n, ...] of the sum of all ranks' x [size n, ...]. Gradient [size n, ...]: all ranks'
---- gradients, concatenated.
+--- Returns this rank's part [n, ...] of the sum of all ranks' x [size n, ...]. The gradient [size n, ...] is the
+--- concatenation of all ranks' gradients.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Like `gathered`. But if the result has 1 MiB or more, backward keeps only x, and gathers the result again if it
---- needs it.
+--- Like `gathered`, but if the result has 1 MiB or more, backward keeps only x and gathers the result again if it is
+--- needed.
 ---@param x ps.Tensor
 ---@return ps.Tensor
 function Group:gathered_again(x) return ops.all_gather_again(x, attributes(self, "gathered_again", x)) end
@@ -72,7 +73,8 @@ local function with_dims(y, shape)
   return y:reshape(to)
 end
 
--- `gathered(x)` times the w of each layer, plus its b, as several results. `call`: the function in the script.
+-- Returns `gathered(x)` times the w of each layer, plus its b, as several results. `call` is the name of the function
+-- in the script.
 local function gathered_linears(self, call, x, layers, how)
   local shape, given, pieces, out_in, number, size, rank
   for _, layer in ipairs(layers) do
@@ -91,14 +93,15 @@ local function gathered_linears(self, call, x, layers, how)
   return unpack(y, 1, #layers)
 end
 
---- `gathered(x)` times w, plus b. With several pieces it is one op, and the communication of a piece overlaps with the
---- product of another. In backward, x's gradient and the repeated gathering of x overlap in the same way.
+--- Returns `gathered(x)` times w, plus b. With several pieces it is one op, and the communication of a piece overlaps
+--- with the product of another piece. In backward, x's gradient and the repeated gathering of x overlap in the same
+--- way.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param w ps.Tensor [O, I], or [I, O]
 ---@param b? ps.Tensor [O]
----@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false: w is [I, O]; pieces: 1 to 8, default
----  1: all rows are gathered before the product begins; keep: backward keeps the gathered rows, as it always does below
----  1 MiB
+---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean} out_in: false if w is [I, O]. pieces: 1 to 8; with
+---  1, the default, all rows are gathered before the product begins. keep: backward keeps the gathered rows, as it
+---  always does below 1 MiB
 ---@return ps.Tensor [size n, ..., O]
 function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
@@ -109,7 +112,7 @@ end
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
----@return ps.Tensor ... [size n, ..., O], one for each pair
+---@return ps.Tensor ... [size n, ..., O], a result for each pair
 function Group:gathered_linears(x, layers, how)
   local call = "gathered_linears"
   if type(layers) ~= "table" or #layers < 1 or #layers > C.PS_MAX_COLUMNS then
@@ -123,13 +126,13 @@ function Group:gathered_linears(x, layers, how)
   return gathered_linears(self, call, x, layers, how)
 end
 
---- `scattered(x times w)`. With several pieces it is one op, and the communication of a piece overlaps with the product
---- of another, in backward, too.
+--- Returns `scattered(x times w)`. With several pieces it is one op, and the communication of a piece overlaps with the
+--- product of another piece, in backward, too.
 ---@param x ps.Tensor [size n, ..., I]
 ---@param w ps.Tensor [O, I], or [I, O]
----@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} as in gathered_linear; with pieces 1 the whole
----  product is computed first. flat: all dimensions of x but the last are rows
----@return ps.Tensor [n, ..., O]; with flat [rows / size, O]
+---@param how? {out_in?: boolean, pieces?: integer, flat?: boolean} out_in and pieces as in gathered_linear; with pieces
+---  = 1 the whole product is computed first. flat: all dimensions of x except the last are rows
+---@return ps.Tensor [n, ..., O], or [rows / size, O] with flat
 function Group:linear_scattered(x, w, how)
   local pieces, out_in, number, size, rank
   how, pieces, out_in, number, size, rank = of_product(self, "linear_scattered", x, w, how)
@@ -142,8 +145,8 @@ function Group:linear_scattered(x, w, how)
     error(("group:linear_scattered: the first dimension of x, %d, cannot be cut into %d equal parts"):format(shape[1],
       size))
   end
-  -- Returns x without a reshape. Then backward can recompute x (for example the output of a gelu) instead of keeping
-  -- it.
+  -- x is passed without a reshape, so that backward can recompute it (for example the output of a gelu) instead of
+  -- keeping it.
   local y = ops.row_linear(x, w, number, size, rank, 0, out_in, pieces)                -- [rows / size, O]
   if how.flat or #shape == 2 then return y end
   shape[1], shape[#shape] = shape[1] / size, y:size(1)
@@ -153,19 +156,21 @@ end
 local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "boolean", dloss = "number",
   hits = "boolean" }
 
---- Returns the cross entropy of logits x w^T + bias. Each rank has the logits of its V words, in panels of rows. For
---- each row the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss, as in
---- F.lm_loss. With lse the log-sum-exp of a row's logits over all words, its loss is share[0] lse - share[1]
---- logit(target) - share[2] sum(mass logit). The result is the sum over the rows; it is the same on all ranks, and
---- counts once. Gradients: w and bias get those of this rank's words, x the sum over the ranks.
----@param x ps.Tensor [N, C], the same on all ranks; with `parted` [N / size, C], this rank's rows
+--- Returns the cross entropy of logits x w^T + bias. Each rank computes the logits of its V words, in panels of rows.
+--- For each row the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss,
+--- as in F.lm_loss. Let lse be the log-sum-exp of a row's logits over all words. The row's loss is share[0] lse -
+--- share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows. It is equal on all ranks and
+--- counts once. The gradients of w and bias are those of this rank's words, and the gradient of x is the sum over the
+--- ranks.
+---@param x ps.Tensor [N, C], equal on all ranks; with `parted` [N / size, C], this rank's rows
 ---@param w ps.Tensor [V, C], this rank's words
----@param targets ps.Tensor integers [N], the same on all ranks, like `share`
----@param share ps.Tensor fp32 (fp64 if x is) [3, N]; 0 for rows that do not count
+---@param targets ps.Tensor integers [N], equal on all ranks
+---@param share ps.Tensor fp32 (fp64 if x is fp64) [3, N], equal on all ranks; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
----  words: the words of all ranks together, which have ceil(words / size) each; the rest is padding. bias [V]. mass:
----  [V], of share's type. `dloss` is a power of two by which the loss is multiplied for the computation of gradients,
----  which are divided by it afterwards, against underflow in fp16 (default 1). hits: count them
+---  words: number of words of all ranks together; each rank has ceil(words / size), of which the last ones may be
+---  padding. bias [V]. mass [V], of share's type. dloss: a power of two by which the loss is multiplied for the
+---  computation of gradients, and by which they are divided afterwards, to avoid underflow in fp16 (default 1). hits:
+---  whether to count hits
 ---@return ps.Tensor of 0 dimensions
 ---@return ps.Tensor? hits int64 [2], with `hits`: number of rows whose first largest logit over all words is the
 ---  target's, and number of rows that count
@@ -177,10 +182,10 @@ function Group:lm_loss(x, w, targets, share, options)
     whole(given.words, "words", "lm_loss"), given.dloss, given.hits and 1 or 0)
 end
 
---- Returns the root's tensor, on all ranks; the x of other ranks must have the same shape. Gradient: the sum of all
---- ranks' gradients at the root, zeros elsewhere.
+--- Returns the root's tensor on all ranks. The x of other ranks must have the same shape. The gradient is the sum of
+--- all ranks' gradients at the root, and zeros on other ranks.
 ---@param x ps.Tensor
----@param root? integer 0 when absent
+---@param root? integer (default 0)
 ---@return ps.Tensor
 function Group:copied(x, root)
   local number, size, rank = attributes(self, "copied", x)
@@ -191,20 +196,21 @@ end
 -- There is one loss, which all ranks compute equally. Outside such a layer, every tensor and its gradient is the same
 -- on all ranks.
 
---- Returns x itself. For the input of products with a part of the outputs on each rank. Gradient: the sum of all ranks'
---- gradients, since each has the gradient of its part.
----@param x ps.Tensor the same on all ranks
+--- Returns x itself. It is for the input of products of which each rank computes a part of the outputs. The gradient is
+--- the sum of all ranks' gradients, since each rank has the gradient of its part.
+---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:copy_to(x) return ops.copy_to_tp(x, attributes(self, "copy_to", x)) end
 
---- Returns the sum of all ranks' tensors. For the output of products with a part of the inputs on each rank. Gradient:
---- passed unchanged.
+--- Returns the sum of all ranks' tensors. It is for the output of products of which each rank has a part of the inputs.
+--- The gradient is passed unchanged.
 ---@param x ps.Tensor
----@return ps.Tensor the same on all ranks
+---@return ps.Tensor equal on all ranks
 function Group:reduce_from(x) return ops.reduce_from_tp(x, attributes(self, "reduce_from", x)) end
 
---- Returns x itself. Gradient: unchanged on rank 0, zeros elsewhere, so that a sum over the ranks counts x once.
----@param x ps.Tensor the same on all ranks
+--- Returns x itself. The gradient is unchanged on rank 0 and zeros on other ranks, so that a sum over the ranks counts
+--- x once.
+---@param x ps.Tensor equal on all ranks
 ---@return ps.Tensor
 function Group:counted_once(x) return ops.counted_once(x, attributes(self, "counted_once", x)) end
 
@@ -217,7 +223,7 @@ local function dimension(x, dim, call)
   return dim < 0 and dim + n or dim
 end
 
--- Returns the dimensions 0 to n - 1, with `from` moved to place `to`.
+-- Returns the dimensions 0 to n - 1, with dimension `from` moved to position `to`.
 local function moved(n, from, to)
   local axes = {}
   for i = 0, n - 1 do if i ~= from then axes[#axes + 1] = i end end
@@ -225,10 +231,10 @@ local function moved(n, from, to)
   return axes
 end
 
---- Returns this rank's part of x along a dimension, which is cut into one equal part per rank. Gradient: all ranks'
---- parts, concatenated.
----@param x ps.Tensor the same on all ranks
----@param dim? integer (default -1), the last
+--- Returns this rank's part of x along a dimension, which is split into one equal part per rank. The gradient is the
+--- concatenation of all ranks' parts.
+---@param x ps.Tensor equal on all ranks
+---@param dim? integer (default -1, the last dimension)
 ---@return ps.Tensor a view of x
 function Group:scatter_to(x, dim)
   local number, size, rank = attributes(self, "scatter_to", x)
@@ -244,10 +250,10 @@ function Group:scatter_to(x, dim)
   return ops.scatter_to_tp(x:reshape(shape):permute(moved(#shape, dim, 0)), number, size, rank):squeeze(0)
 end
 
---- Concatenates the ranks' tensors along a dimension. Gradient: this rank's part.
+--- Concatenates the ranks' tensors along a dimension. The gradient is this rank's part.
 ---@param x ps.Tensor
----@param dim? integer (default -1), the last
----@return ps.Tensor the same on all ranks
+---@param dim? integer (default -1, the last dimension)
+---@return ps.Tensor equal on all ranks
 function Group:gather_from(x, dim)
   local number, size, rank = attributes(self, "gather_from", x)
   dim = dimension(x, dim, "gather_from")

@@ -25,75 +25,76 @@ local rank_array = array "int32_t"
 local OPTIONS = { seed = "number", backend = "string", rendezvous = "string", rank = "number", world_size = "number",
                   local_rank = "number", timeout = "number", heartbeat = "number", quiet = "boolean",
                   pipe_size = "whole", tp_size = "whole", num_micro_batches = "whole" }
--- Options that are keys of a configuration, with BMTrain's names.
+-- options that are keys of a configuration, with BMTrain's names
 local ASKED = { pipe_size = "pipeline.stages", tp_size = "tensor_parallel.size",
   num_micro_batches = "gradient_accumulation_steps" }
--- Backends, and whether each forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is PyTorch's
--- name.
+-- Backends, and whether each one forbids or requires direct transfers between devices. "cpu:gloo,cuda:nccl" is
+-- PyTorch's name.
 local BACKENDS = { gloo = { never = true }, nccl = { must = true }, ["cpu:gloo,cuda:nccl"] = { must = true } }
 local REDUCTIONS = { sum = C.PS_REDUCE_SUM, max = C.PS_REDUCE_MAX, min = C.PS_REDUCE_MIN }
 local DEFAULT_TIMEOUT_S = 600
-local DEFAULT_HEARTBEAT_S = 7                -- beats are 1 s apart: all ranks detect a silent one in less than 10 s
+local DEFAULT_HEARTBEAT_S = 7  -- heartbeats are sent every second, and all ranks detect a silent rank in less than 10 s
 
 ---@class ps.dist.Options
 ---@field seed? integer
----@field backend? string "nccl": memory of GPUs is sent over NCCL, or it is an error; "gloo": it never is (and even one
----  process gets a Gloo group); absent: it is if all ranks have NCCL
----@field pipe_size? integer as pipeline.stages of a configuration
----@field tp_size? integer as tensor_parallel.size
----@field num_micro_batches? integer as gradient_accumulation_steps
+---@field backend? string "nccl" sends GPU memory over NCCL, or raises an error; "gloo" never uses NCCL (and even one
+---  process gets a Gloo group); by default NCCL is used if all ranks have it
+---@field pipe_size? integer the configuration's pipeline.stages
+---@field tp_size? integer the configuration's tensor_parallel.size
+---@field num_micro_batches? integer the configuration's gradient_accumulation_steps
 ---@field rendezvous? string "tcp://host:port" or "file:///path"
 ---@field rank? integer
 ---@field world_size? integer
 ---@field local_rank? integer
----@field timeout? number seconds that making the group, and each call, may wait (default 600)
----@field heartbeat? number seconds after which a silent rank counts as dead; default 7; the same on all ranks
+---@field timeout? number seconds that the creation of the group, and each call, may wait (default 600)
+---@field heartbeat? number seconds after which a silent rank counts as dead (default 7); must be equal on all ranks
 ---@field quiet? boolean
 
 ---@class ps.Group
 ---@field backend string "gloo" or "self"
 ---@field devices {never?: boolean, must?: boolean} whether devices must not, or must, be connected
 ---@field private parts table<ps.Group, true> the groups that were split from it
----@field private c ffi.cdata*|nil ps_group *, nil once closed
+---@field private c ffi.cdata*|nil ps_group *, or nil after the group was closed
 local Group = {}
 Group.__index = Group
 for name, method in pairs(group_ops) do Group[name] = method end
 
---- Returns this process's number in the group, from 0.
+--- Returns this process's rank in the group, from 0.
 ---@return integer
 function Group:rank() return C.ps_group_rank(open(self)) end
 --- Returns the number of ranks in the group.
 ---@return integer
 function Group:size() return C.ps_group_size(open(self)) end
---- Returns the bytes of tensors that this rank has sent to others since the group was made.
+--- Returns the number of tensor bytes that this rank has sent to other ranks since the group was created.
 ---@return integer
 function Group:bytes_sent() return tonumber(C.ps_group_bytes_sent(open(self))) end
 
---- Returns the part of `bytes_sent` that was sent in pieces while products ran.
+--- Returns the number of bytes in `bytes_sent` that were sent in pieces while products ran.
 ---@return integer
 function Group:bytes_in_pieces() return tonumber(C.ps_group_bytes_in_pieces(open(self))) end
 
---- Connects the ranks' devices of this name, so that the calls below accept tensors there. All ranks must call it. The
---- first collective below with such tensors also connects the devices. An error named EUNSUP means that some rank
---- cannot connect, and the group continues with host memory.
+--- Connects the ranks' devices of this name, so that the calls below accept tensors on them. All ranks must call it.
+--- The first collective below with such tensors also connects the devices. An error named EUNSUP means that some rank
+--- cannot connect, in which case the group continues with host memory.
 ---@param device string
----@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one)
+---@return string carrier the library that sends the bytes: "nccl", "gloo" ("self" in a world of one process)
 function Group:connect(device)
   check(C.ps_group_connect(open(self), native.ctx, native.device_index(device)))
   return self:carrier()
 end
 
---- Returns the library that sends devices' memory: "nccl", ..., or nil if no devices are connected.
+--- Returns the library that sends the devices' memory, such as "nccl", or nil if no devices are connected.
 ---@return string?
 function Group:carrier()
   local name = ffi.string(C.ps_group_carrier(open(self)))
   return name ~= "" and name or nil
 end
 
---- The sum of all ranks' tensors, in place, in fp32 (fp64 for fp64) and in the order of ranks; or the maximum or
---- minimum of their elements. max and min, and sums of int32 and int64, need tensors in host memory.
----@param t ps.Tensor of one shape and type on all ranks
----@param reduce? "sum"|"max"|"min" (default "sum"); in max and min a NaN of any rank gives NaN
+--- Replaces a tensor on all ranks by the sum of all ranks' tensors, computed in fp32 (fp64 for fp64) and in the order
+--- of ranks, or by the maximum or minimum of their elements. max and min, and sums of int32 and int64, need tensors in
+--- host memory.
+---@param t ps.Tensor of the same shape and type on all ranks
+---@param reduce? "sum"|"max"|"min" (default "sum"); in max and min, a NaN on any rank results in NaN
 ---@return ps.Tensor t
 function Group:all_reduce(t, reduce)
   local number = REDUCTIONS[reduce or "sum"]
@@ -123,8 +124,8 @@ function Group:all_gather(out, input)
   return out
 end
 
---- Overwrites each rank's tensor with that of rank `root`.
----@param t ps.Tensor of one shape and type on all ranks
+--- Overwrites each rank's tensor with the tensor of rank `root`.
+---@param t ps.Tensor of the same shape and type on all ranks
 ---@param root? integer (default 0)
 ---@return ps.Tensor t
 function Group:broadcast(t, root)
@@ -132,18 +133,18 @@ function Group:broadcast(t, root)
   return t
 end
 
---- Returns when all ranks have called it.
+--- Waits until all ranks have called it.
 function Group:barrier() check(C.ps_group_barrier(open(self))) end
 
---- Sends a tensor to one rank, which calls recv at the same time.
+--- Sends a tensor to another rank, which must call recv at the same time.
 ---@param t ps.Tensor
 ---@param peer integer the rank that receives
 function Group:send(t, peer)
   check(C.ps_group_send(open(self), tensor(t, "t", "send"), whole(peer, "peer", "send")))
 end
 
---- Receives a tensor from one rank, which calls send at the same time.
----@param t ps.Tensor of the sent one's shape and type, overwritten
+--- Receives a tensor from another rank, which must call send at the same time.
+---@param t ps.Tensor of the sent tensor's shape and type, overwritten
 ---@param peer integer the rank that sends
 ---@return ps.Tensor t
 function Group:recv(t, peer)
@@ -151,7 +152,7 @@ function Group:recv(t, peer)
   return t
 end
 
---- Closes the group and the groups that were split from it, which cannot be used afterwards. Closing twice does
+--- Closes the group and the groups that were split from it, which cannot be used afterwards. A second call does
 --- nothing. Waits for transfers of GPU memory that are still running, in all groups of the process. If one does not
 --- complete, the call raises an error after it has closed the group.
 function Group:close()
@@ -175,8 +176,9 @@ local function own(backend)
 end
 
 --- Returns a group of some of these ranks, over the same connections. A failure in one group ends all groups that share
---- them. All ranks of this group call it at the same time, each with the list of the new group that it belongs to.
----@param ranks integer[] numbers in this group, in the order of the new group
+--- the connections. All ranks of this group must call it at the same time, each with the list of the new group to which
+--- it belongs.
+---@param ranks integer[] ranks in this group, in the order of the new group
 ---@param axis string the new group's name in errors: 1 to 15 letters, digits and "_"
 ---@return ps.Group
 function Group:split(ranks, axis)
@@ -192,25 +194,25 @@ function Group:split(ranks, axis)
   return group
 end
 
---- Returns the group's name in errors: the axis along which it was cut, or nil if the group of all ranks.
+--- Returns the group's name in errors, which is the axis along which it was cut, or nil for the group of all ranks.
 ---@return string?
 function Group:axis()
   local axis = ffi.string(C.ps_group_axis(open(self)))
   return axis ~= "" and axis or nil
 end
 
---- Returns the number among all ranks of one of this group's ranks.
----@param rank? integer default this one
+--- Returns the global rank of one of this group's ranks.
+---@param rank? integer rank in this group (default: this process)
 ---@return integer
 function Group:world_rank(rank)
   local c = open(self)
   return check(C.ps_group_world_rank(c, whole(rank or C.ps_group_rank(c), "rank", "world_rank")))
 end
 
---- Returns a group of only this process, for scripts that run with and without others.
+--- Returns a group that contains only this process, for scripts that run with and without other processes.
 ---@return ps.Group
 function dist.self()
-  if C.ps_machine_pretended() ~= 0 then                     -- pretended devices have no bytes to send
+  if C.ps_machine_pretended() ~= 0 then                     -- simulated devices have no bytes to send
     check(C.ps_group_pretend(native.ctx, 0, 1, out))
     return own "nobody"
   end
@@ -218,22 +220,23 @@ function dist.self()
   return own "self"
 end
 
--- Returns whether all ranks are certainly on this machine.
+-- Returns whether all ranks are known to be on this machine.
 local function all_here(rendezvous, machines)
   local host = rendezvous:match("^tcp://%[?(.-)%]?:%d+$")
   if not host then return machines == 1 end
   return C.ps_host_is_loopback(host) == 1
 end
 
---- Returns the group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. They prove to
---- each other that they know the secret that ps.dist.secret finds.
+--- Returns the group of ranks that meet at `rendezvous` ("tcp://host:port" or "file:///path"), over Gloo. The ranks
+--- prove to each other that they know the secret that ps.dist.secret finds.
 ---@param rendezvous string
 ---@param rank integer
 ---@param size integer
----@param timeout? number seconds that making the group, and each call, may wait
+---@param timeout? number seconds that the creation of the group, and each call, may wait
 ---@param heartbeat? number seconds after which a silent rank counts as dead
 ---@param run? string the run's name (default PS_RUN_ID)
----@param machines? integer 1: all ranks are on this machine; 2: on several; 0 or absent: unknown
+---@param machines? integer 1 if all ranks are on this machine, 2 if they are on several machines, 0 or nil if this is
+---  unknown
 ---@return ps.Group
 function dist.gloo(rendezvous, rank, size, timeout, heartbeat, run, machines)
   if C.ps_machine_pretended() ~= 0 then                     -- a dry run opens no port
@@ -264,7 +267,7 @@ local function check_options(o)
   end
 end
 
--- Returns the options that are settings of a configuration, by its keys: {value, its name in messages}.
+-- Returns the options that are settings of a configuration, by the configuration's keys: {value, its name in messages}.
 local function asked(o)
   local keys = {}
   for name, path in pairs(ASKED) do
@@ -273,9 +276,9 @@ local function asked(o)
   return keys
 end
 
---- Joins the other ranks. Without a launcher and without explicit values, the process is a world of one. Rank 0 prints
---- once from which source the ranks were read, unless quiet.
----@param options? ps.dist.Options seed: for ps.manual_seed, the same on all ranks
+--- Joins the other ranks. Without a launcher and without explicit values, the process is a world of one. Unless quiet,
+--- rank 0 prints once from which source the ranks were read.
+---@param options? ps.dist.Options seed: argument of ps.manual_seed, equal on all ranks
 ---@return ps.Group
 function dist.init_distributed(options)
   local o = caller.options(options, "ps.init_distributed", OPTIONS)
@@ -302,7 +305,7 @@ function dist.init_distributed(options)
   if e.rank == 0 and e.world_size > 1 and not o.quiet then
     io.stderr:write(("psluajit: %s, %s\n"):format(env.describe(e), group.backend))
   end
-  if devices.must then                            -- so that a failure appears here and not in the first step
+  if devices.must then                            -- detects a failure here instead of in the first step
     local ok, problem = pcall(group.connect, group, "cuda")
     if not ok then
       group:close()
@@ -314,17 +317,17 @@ function dist.init_distributed(options)
   return group
 end
 
---- Returns this process's number among all ranks; 0 before ps.init_distributed.
+--- Returns this process's global rank. It is 0 before ps.init_distributed.
 ---@return integer
 function dist.rank() return mesh.env() and mesh.env().rank or 0 end
---- Returns the number of ranks; 1 without ps.init_distributed.
+--- Returns the number of ranks. It is 1 without ps.init_distributed.
 ---@return integer
 function dist.world_size() return mesh.env() and mesh.env().world_size or 1 end
---- Returns this process's number among those on its machine; 0 before ps.init_distributed.
+--- Returns this process's rank among the processes on its machine. It is 0 before ps.init_distributed.
 ---@return integer
 function dist.local_rank() return mesh.env() and mesh.env().local_rank or 0 end
 
---- Prints on one rank only.
+--- Prints a text on only one rank.
 ---@param text any
 ---@param rank? integer (default 0)
 function dist.print_rank(text, rank)
@@ -333,7 +336,7 @@ function dist.print_rank(text, rank)
   io.stdout:flush()
 end
 
---- Returns whether `flag` is true on any rank. All ranks call it and get the same answer.
+--- Returns whether `flag` is true on any rank. All ranks must call it, and all get the same result.
 ---@param flag boolean
 ---@return boolean
 function dist.any_rank(flag)
@@ -343,7 +346,7 @@ function dist.any_rank(flag)
   return sum:item() > 0
 end
 
---- Returns when all ranks have called it.
+--- Waits until all ranks have called it.
 function dist.synchronize()
   local group = mesh.group "world"
   if group then group:barrier() end

@@ -13,27 +13,27 @@ local error = caller.error
 
 local mesh = {}
 
-mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: most pieces in which rows are sent while products run
-local PIECES = 4                -- the number for tp_overlap_comm = true
+mesh.MOST_PIECES = 8            -- PS_MAX_PIECES: largest number of pieces in which rows are sent while products run
+local PIECES = 4                -- number of pieces for tp_overlap_comm = true
 
 --- Returns the number of pieces that tensor_parallel.tp_overlap_comm selects.
 ---@param overlap? boolean|integer
----@return integer 1: no overlap of communication and products
+---@return integer number of pieces; 1 if communication and products do not overlap
 function mesh.pieces(overlap)
   if type(overlap) == "number" then return overlap end
   return overlap and PIECES or 1
 end
 
 local AXES = { world = true, dp = true, pp = true, tp = true, cp = true, ep = true }
-local CUTS = { "tp", "dp", "pp" }                          -- the fastest first
-local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- an axis's size in a configuration
+local CUTS = { "tp", "dp", "pp" }  -- axes in the order in which ranks are numbered, fastest first
+local KEYS = { pp = "pipeline.stages", tp = "tensor_parallel.size" }        -- keys of an axis's size in a configuration
 local RESERVED = { cp = "context parallelism", ep = "expert parallelism" }
-local joined, env               -- the group of ps.init_distributed; this process's place (ps.dist.Env)
+local joined, env               -- the group of ps.init_distributed, and this process's ranks (ps.dist.Env)
 local wanted = {}               -- settings that scripts made, by configuration key: {value, its name in messages}
-local sizes                     -- of the axes, once the world is cut; nil before
-local groups = {}               -- by axis; groups of one rank are absent
+local sizes                     -- sizes of the axes after the world was cut; nil before
+local groups = {}               -- groups by axis; groups of one rank are absent
 
---- It is called by ps.init_distributed after it has joined the other ranks.
+--- Sets the group of all ranks. ps.init_distributed calls it after it has joined the other ranks.
 ---@param group ps.Group of one rank or more
 ---@param where ps.dist.Env
 ---@param asked? table<string, any[]>
@@ -41,11 +41,11 @@ function mesh.open(group, where, asked)
   joined, env, wanted, sizes, groups = group, where, asked or {}, nil, {}
 end
 
---- Settings with which a configuration must agree, by its keys.
+--- Returns the settings with which a configuration must agree, by its keys.
 ---@return table<string, any[]>
 function mesh.asked() return wanted end
 
---- It is called when a group is closed.
+--- Forgets a group. It is called when the group is closed.
 ---@param group ps.Group
 function mesh.close(group)
   if joined == group then joined, env, wanted, sizes, groups = nil, nil, {}, nil, {} end
@@ -55,7 +55,7 @@ end
 ---@return boolean
 function mesh.is_open() return joined ~= nil end
 
---- Returns the place of this process among all ranks and on its machine; nil before ps.init_distributed.
+--- Returns the ranks of this process, globally and on its machine, or nil before ps.init_distributed.
 ---@return ps.dist.Env?
 function mesh.env() return env end
 
@@ -65,7 +65,7 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- Returns the first of the ranks that differ from a rank only along one axis, and the distance between neighbours.
+-- Returns the first of the ranks that differ from a rank only along one axis, and the distance between adjacent ones.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -75,7 +75,7 @@ local function first_of_line(axis, all, rank)
   return rank - math.floor(rank / stride) % all[axis] * stride, stride
 end
 
--- Returns this rank and those that differ from it only along one axis, in order.
+-- Returns the ranks that differ from this rank only along one axis, including this rank, in order.
 local function line(axis, all)
   local first, stride = first_of_line(axis, all, joined:rank())
   local list = {}
@@ -83,7 +83,8 @@ local function line(axis, all)
   return list
 end
 
--- Returns the sizes of all axes. pp and tp default to 1, and dp to the world's size divided by both.
+-- Returns the sizes of all axes. The defaults of pp and tp are 1, and the default of dp is the world's size divided by
+-- both.
 local function complete(given, world)
   local all = { pp = given.pp or 1, tp = given.tp or 1 }
   for axis, size in pairs(given) do
@@ -116,9 +117,9 @@ local function complete(given, world)
   return all
 end
 
---- Cuts the world along axes, { dp =, pp =, tp = }: numbers of ranks, whose product is the world's size. dp defaults to
---- the size divided by the others. All ranks call it at the same time. A second call with the same sizes does nothing.
---- Make loaders after the call.
+--- Cuts the world along axes, { dp =, pp =, tp = }, which are numbers of ranks whose product is the world's size. The
+--- default of dp is the world's size divided by the others. All ranks must call it at the same time. A second call with
+--- the same sizes does nothing. Create loaders after the call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)
@@ -150,7 +151,7 @@ function mesh.size(axis)
   return sizes and sizes[axis] or 1
 end
 
---- Returns this rank's number along an axis, from 0.
+--- Returns this rank's index along an axis, from 0.
 ---@param axis "world"|"dp"|"pp"|"tp"|"cp"|"ep"
 ---@return integer
 function mesh.rank(axis)
@@ -163,9 +164,9 @@ function mesh.rank(axis)
   return rest
 end
 
---- Returns the first of the ranks that form a group with a rank along an axis; the rank itself if it is alone.
+--- Returns the first rank of the group along an axis to which a rank belongs, which is the rank itself if it is alone.
 ---@param axis "dp"|"pp"|"tp"
----@param rank integer among all ranks
+---@param rank integer global rank
 ---@return integer
 function mesh.line_of(axis, rank)
   if mesh.size(axis) == 1 then return rank end
@@ -191,7 +192,7 @@ function mesh.check_joined(what)
   end
 end
 
---- ps.mesh { pp = 2 } cuts the world, and returns the mesh.
+--- Performs ps.mesh { pp = 2 }, which cuts the world and returns the mesh.
 return setmetatable(mesh, { __call = function(_, given)
   mesh.cut(given)
   return mesh

@@ -14,7 +14,7 @@ local function u64(text)
   return value
 end
 
---- Returns the state as decimal text: {seed = "17", ...}
+--- Returns the state as decimal texts: {seed = "17", ...}.
 ---@return table<string, string>
 function random_state.get()
   local rng, state = random.state(), {}
@@ -22,14 +22,14 @@ function random_state.get()
   return state
 end
 
---- Sets a state that `get` returned. Fields that are missing in it stay.
+--- Sets a state that `get` returned. Fields that the state lacks are not changed.
 ---@param state table<string, string>
 function random_state.set(state)
   local rng = random.state()
   for _, key in ipairs(FIELDS) do if state[key] then rng[key] = u64(state[key]) end end
 end
 
---- Returns a function that restores the present state.
+--- Returns a function that restores the current state.
 ---@return fun()
 function random_state.keep()
   local rng, kept = random.state(), {}
@@ -37,7 +37,7 @@ function random_state.keep()
   return function() for i, key in ipairs(FIELDS) do rng[key] = kept[i] end end
 end
 
---- Sets the state of all ranks to rank 0's.
+--- Sets the state of all ranks to rank 0's state.
 ---@param group ps.Group
 function random_state.share(group)
   local text = agree.first(group, function()

@@ -14,7 +14,7 @@ local EEXIST = 17
 
 local function fail(text, ...) error(text:format(...), 0) end
 
---- 256 random bits, as text.
+--- Returns 256 random bits, as text.
 ---@return string
 function secret.random()
   local f = assert(io.open("/dev/urandom", "rb"))
@@ -49,7 +49,8 @@ local function read(path)
   return text
 end
 
--- Creates the file. The first process wins. The file is complete when it gets its name.
+-- Creates the file of the secret. If several processes try, the first one wins. The file is complete when it gets its
+-- name.
 local function make(path)
   local temp = ("%s.%d-%s"):format(path, unistd.getpid(), secret.random():sub(1, 8))
   local fd, why = fcntl.open(temp, fcntl.O_WRONLY + fcntl.O_CREAT + fcntl.O_EXCL, FILE_MODE)
@@ -87,11 +88,11 @@ local function of_file(path)
   return text
 end
 
---- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none, or the ranks meet by a
---- file, which brings its own. Raises a string.
+--- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none, or if the ranks meet by
+--- a file, which has its own secret. Raises a string.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
----@param here boolean all ranks are on this machine
+---@param here boolean whether all ranks are on this machine
 ---@return string?
 function secret.find(getenv, rendezvous, here)
   local given = getenv("PS_SECRET")
@@ -108,8 +109,8 @@ function secret.find(getenv, rendezvous, here)
   end
 end
 
---- Returns the secret that the launcher passes to the ranks of one attempt on this machine: a new one, unless PS_SECRET
---- is set.
+--- Returns the secret that the launcher passes to the ranks of one attempt on this machine. It is a new secret, unless
+--- PS_SECRET is set.
 ---@param getenv fun(name: string): string?
 ---@return string
 function secret.of_attempt(getenv)

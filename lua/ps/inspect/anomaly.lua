@@ -9,10 +9,10 @@ local ffi, C, ctx = native.ffi, native.C, native.ctx
 
 local anomaly = {}
 
-local places, numbers = {}, {}                      -- lines that called ops, by number, and their numbers
+local places, numbers = {}, {}                      -- lines that called ops by index, and the indices by line
 local found = ffi.new("ps_anomaly_info")
 
--- Passes the line that calls the next op to C.
+-- Passes the line that calls the next op to C, as an index.
 local function here()
   local line = caller.position()
   local number = numbers[line]
@@ -47,11 +47,11 @@ hooks.on("anomaly", text)
 hooks.on("scaled", function() C.ps_anomaly_scaled(ctx, 1) end)
 hooks.on("step", function() C.ps_anomaly_scaled(ctx, 0) end)
 
---- Switches anomaly mode on or off. While it is on, the first op of forward, backward or update that makes a NaN or an
---- infinity raises an error that names the op, the script's line and the module. For an op of backward these are the
---- line and the module of the call whose gradient it computes. Infinities that a script writes itself, such as masks,
---- do not count. Neither does an overflow in the backward of a scaled loss, whose step is skipped. Each op's outputs
---- are read, so training is several times slower.
+--- Switches anomaly mode on or off. While it is on, the first op of forward, backward or update that produces a NaN or
+--- an infinity raises an error that names the op, the script's line and the module. For an op of backward, these are
+--- the line and the module of the call whose gradient it computes. Infinities that a script writes itself, such as
+--- masks, do not count. An overflow in the backward of a scaled loss, whose step is skipped, does not count, either.
+--- The outputs of all ops are read, so training is several times slower.
 ---@param on boolean
 ---@return boolean the previous setting
 function anomaly.set_detect_anomaly(on)
@@ -62,14 +62,14 @@ end
 
 local function restore(was, depth, ok, ...)
   anomaly.set_detect_anomaly(was)
-  C.ps_module_leave(depth)                          -- an error left inner modules without ending them
+  C.ps_module_leave(depth)                          -- the error left inner modules without ending them
   if not ok then error((...), 0) end
   return ...
 end
 
---- Runs fn(...) in anomaly mode (ps.set_detect_anomaly), both its forward and its backward.
+--- Runs fn(...) in anomaly mode (ps.set_detect_anomaly), which covers both its forward and its backward.
 ---@param fn function
----@param ... any for fn
+---@param ... any arguments of fn
 ---@return any ... the results of fn
 function anomaly.detect_anomaly(fn, ...)
   caller.callable(fn, "ps.detect_anomaly")

@@ -21,8 +21,8 @@ local inspect = {}
 
 ---@class ps.inspect.Row
 ---@field name string
----@field group? string of a record
----@field index? integer of a record: its number, from 0, among those of its name and group
+---@field group? string group of a record
+---@field index? integer index of a record, from 0, among the records with its name and group
 ---@field shape integer[]
 ---@field mean number
 ---@field std number
@@ -33,7 +33,7 @@ local inspect = {}
 
 local stats_out, no_values = ffi.new("ps_stats"), ffi.new("double[1]")
 
--- Returns {numel, mean, squares, min, max} of a tensor; squares: the sum of squared differences from the mean.
+-- Returns {numel, mean, squares, min, max} of a tensor. `squares` is the sum of squared differences from the mean.
 local function stats_of(t)
   return scope.no_grad(scope.scope, function()
     native.check(C.ps_tensor_stats(t:to("cpu"), stats_out))
@@ -57,8 +57,8 @@ local function join(a, b)
 end
 
 -- -- entries as text, which ranks send each other ---------------------------------------------------------------------
--- An entry has name, group, index, shape, value and grad (statistics), and part: the number of the part, if ranks have
--- copies.
+-- An entry has name, group, index, shape, value and grad (statistics), and part, which identifies the part of the
+-- tensor if ranks have copies.
 local function write_numbers(list)
   local parts = {}
   for i, x in ipairs(list or {}) do parts[i] = ("%.17g"):format(x) end
@@ -98,8 +98,8 @@ local function read(text)
   return entries
 end
 
--- Returns the entries of all ranks, in the order of ranks. fn returns this rank's. An error of one rank is an error of
--- all.
+-- Returns the entries of all ranks, in the order of ranks. fn returns this rank's entries. An error on one rank is
+-- raised on all ranks.
 local function of_ranks(fn)
   local group = require("ps.dist.mesh").group "world"
   if not group then return { fn() } end
@@ -133,7 +133,7 @@ local function matcher(pattern)
   return table.concat(out) .. "$"
 end
 
--- Parameters of a module without an engine.
+-- Returns the parameters of a module that has no engine.
 local function of_module(module)
   local list = {}
   for name, param in module:named_parameters() do
@@ -142,7 +142,8 @@ local function of_module(module)
   return list
 end
 
--- at: set if this rank has a part of the parameter (ps.nn.sharded). The number of the part is the index.
+-- Returns the entry of a parameter. `at` is set if this rank has a shard of the parameter (ps.nn.sharded). The entry's
+-- index is the shard's index.
 local function entry_of(it, at)
   local cut, value, own_grad = require "ps.nn.sharded", it.value, it.grad
   if at then
@@ -155,8 +156,8 @@ local function entry_of(it, at)
     value = value ~= nil and stats_of(value) or { 0, 0, 0, 0, 0 }, grad = grad }
 end
 
--- Returns a row for each parameter from all ranks' entries: of several copies only the first is used, and parts are
--- combined.
+-- Returns a row for each parameter, made from all ranks' entries. Of several copies only the first is used, and parts
+-- are combined.
 local function put_together(all)
   local found, parts = {}, {}
   for _, entries in ipairs(all) do
@@ -174,12 +175,12 @@ local function put_together(all)
   return found
 end
 
---- Statistics of a model's parameters. For an engine's model they are those of the fp32 values (the masters of half
---- parameters), even while gradients are in the parameters' places. Its gradients are those of the current step,
---- without the loss scale; a gradient that backward has already used for an update has been freed and is missing. All
---- ranks call this, and all get all parameters, including those of other stages.
+--- Returns statistics of a model's parameters. For an engine's model, the values are fp32 values (the masters of half
+--- parameters), even while gradients are stored in the parameters' memory. The gradients are those of the current step,
+--- without the loss scale. A gradient that backward has already used for an update has been freed and is missing. All
+--- ranks must call this, and all get all parameters, including parameters of other stages.
 ---@param model ps.nn.Module|ps.Engine
----@param pattern? string for names, as in Python's fnmatch: *, ?, [abc], [!abc] (default: all)
+---@param pattern? string pattern for names, as in Python's fnmatch: *, ?, [abc], [!abc] (default: all)
 ---@param prefix? string put before each name in the result
 ---@return ps.inspect.Row[]
 function inspect.inspect_model(model, pattern, prefix)
@@ -209,11 +210,11 @@ function inspect.inspect_model(model, pattern, prefix)
   return rows
 end
 
---- Returns a model's modules with their parameters: a list that prints as a table. A parameter that several modules
---- share counts in each of them, and once in the model. model:summary() is the same.
+--- Returns a model's modules with their parameters. The list prints as a table. A parameter that several modules share
+--- counts in each of them, but only once in the model. model:summary() does the same.
 ---@param model ps.nn.Module|ps.Engine
----@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the model first;
----  nbytes: of the parameters themselves
+---@return {name: string, class: string, parameters: integer, trained: integer, nbytes: integer}[] rows the modules,
+---  beginning with the model; nbytes: bytes of the parameters themselves
 function inspect.summary(model)
   local module = handle.module(model)
   if not require("ps.nn.module").is_module(module) then
@@ -225,16 +226,17 @@ end
 -- -- records ----------------------------------------------------------------------------------------------------------
 ---@class ps.inspect.Inspector
 ---@field records {name: string, group?: string, index: integer, tensor: ps.Tensor, leaf?: ps.Tensor, holder?:
----  ps.Tensor}[] in the order of the calls; holder: another record's tensor, which receives the gradient
+---  ps.Tensor}[] records in the order of the calls; `holder` is the tensor of another record that receives the gradient
 local Inspector = {}
 Inspector.__index = Inspector
 
 local open = {}                                    -- inspectors whose scope has not ended, innermost last
 
--- The tensors that record_tensor made in the first run of a recompute segment, which a second run computes again.
+-- The tensors that record_tensor made in the first run of a recompute segment. A second run computes them again.
 local made_in = setmetatable({}, { __mode = "k" })
 
--- By a recorded tensor: the record's tensor that receives its gradient. An op's output has at most one.
+-- the record's tensor that receives the gradient of a recorded tensor, by recorded tensor; an op's output has at most
+-- one
 local keeps = setmetatable({}, { __mode = "k" })
 
 -- Makes a record receive the gradient of x. Returns an error code, or 0.
@@ -249,13 +251,13 @@ local function keep(x, record)
   return rc
 end
 
--- Attaches the second run's tensor to the record of the first.
+-- Attaches the tensor of a second run to the record of the first run.
 local function again(x)
   local run = scope.segment
   while run and not run.again do run = run.outer end
   if not run then return nil end
   local list = made_in[run.segment]
-  if not list then return {} end                   -- there was no inspector in the first run
+  if not list then return {} end                   -- no inspector was open in the first run
   run.at = (run.at or 0) + 1
   local records = list[run.at] or {}
   for _, record in ipairs(records) do
@@ -277,9 +279,9 @@ local function note(inspector, x, name, group)
   return record
 end
 
---- Records a tensor inside a model under a name, for the inspectors whose scope is open; without an open scope it does
---- nothing. Keeps a copy of its values, and of its gradient when backward computes it. In a recomputed block, the
---- gradient of the second run belongs to the record of the first.
+--- Records a tensor inside a model under a name. The record belongs to the inspectors whose scope is open. It does
+--- nothing if no scope is open. Keeps a copy of the tensor's values, and of its gradient when backward computes it. In
+--- a recomputed block, the gradient of the second run belongs to the record of the first.
 ---@param x ps.Tensor
 ---@param name string
 ---@param group? string distinguishes records of the same name
@@ -306,9 +308,9 @@ function inspect.record_tensor(x, name, group)
   return x
 end
 
---- Opens a scope in which ps.inspect.record_tensor records tensors. With a function, the scope ends when the function
---- returns or fails; without one, it ends at inspector:close().
----@param fn? fun() runs the model's forward, and its backward if gradients are wanted
+--- Opens a scope in which ps.inspect.record_tensor records tensors. If a function is given, the scope ends when the
+--- function returns or fails. Otherwise it ends at inspector:close().
+---@param fn? fun() runs the model's forward, and its backward if gradients are needed
 ---@return ps.inspect.Inspector
 function inspect.inspect_tensor(fn)
   if fn ~= nil then caller.callable(fn, "ps.inspect.inspect_tensor") end
@@ -322,19 +324,19 @@ function inspect.inspect_tensor(fn)
   return self
 end
 
---- Ends the scope. No more tensors are recorded; gradients of recorded tensors still are.
+--- Ends the scope. No further tensors are recorded, but gradients of recorded tensors still are.
 function Inspector:close()
   for i = #open, 1, -1 do if open[i] == self then table.remove(open, i) end end
 end
 
--- Returns the open engine, and its name for the recorded parameter, or nil if it is not a parameter of an engine.
+-- Returns the open engine and its name for a recorded parameter, or nil if the record is not a parameter of an engine.
 local function engine_of(record)
   local engine = record.leaf and require("ps.engine.setup").current()
   local name = engine and not engine.closed and require("ps.engine.state.values").name_of(engine, record.leaf)
   if name then return engine, name end
 end
 
--- Returns the gradient of a record, and the factor on it.
+-- Returns the gradient of a record, and the factor by which it is multiplied.
 local function grad_of(record)
   local engine = engine_of(record)
   if engine then return require("ps.engine.state.values").gradient(engine, record.leaf) end
@@ -355,10 +357,10 @@ local function record_entry(record)
   return e
 end
 
---- Statistics of the records: a row for each, in the order of the calls. Records of several ranks with the same name,
---- group and index are combined, as if they were one tensor; all ranks call this. Gradients are those that backward
---- computed, with the loss scale and the weight of the micro-batch in them. A parameter of the engine is an exception:
---- it counts once for all ranks, and its gradient is that of inspect_model, of the current step.
+--- Returns statistics of the records, as a row for each record in the order of the calls. Records of several ranks with
+--- the same name, group and index are combined as if they were one tensor. All ranks must call this. Gradients are as
+--- backward computed them, including the loss scale and the weight of the micro-batch. A parameter of the engine is an
+--- exception: it counts once for all ranks, and its gradient is that of inspect_model for the current step.
 ---@return ps.inspect.Row[]
 function Inspector:get_summary()
   local rows, found, parts = {}, {}, {}
@@ -371,7 +373,7 @@ function Inspector:get_summary()
     for _, e in ipairs(entries) do
       local key = ("%d\t%s\t%s"):format(e.index, e.name, e.group or "")
       local other, part = found[key], e.part and ("%s\t%d"):format(key, e.part)
-      if part and parts[part] then                                   -- a copy; only its owner may have the gradient
+      if part and parts[part] then  -- a copy, for which only the owner may have the gradient
         other.grad = other.grad or e.grad
       elseif other then
         other.value = join(other.value, e.value)
@@ -386,13 +388,13 @@ function Inspector:get_summary()
   return rows
 end
 
---- Returns a recorded tensor of this rank, and its gradient. For a parameter of the engine that is the gradient of the
---- step under way, without the loss scale, the mean over micro-batches and ranks; it is nil if another rank owns it.
+--- Returns a recorded tensor of this rank, and its gradient. For a parameter of the engine, the gradient is that of the
+--- current step without the loss scale, as the mean over micro-batches and ranks. It is nil if another rank owns it.
 ---@param name string
----@param group? string nil: any
----@param index? integer from 0, among those of the name and group; default the last
----@return ps.Tensor? tensor nil: there is no such record
----@return ps.Tensor? grad nil: backward did not compute it
+---@param group? string nil for any group
+---@param index? integer index from 0 among the records with the name and group (default: the last record)
+---@return ps.Tensor? tensor nil if there is no such record
+---@return ps.Tensor? grad nil if backward did not compute it
 function Inspector:get_tensor(name, group, index)
   caller.typed(name, "string", "inspector:get_tensor: the name")
   if index ~= nil then caller.whole(index, "inspector:get_tensor: the index", 0) end
@@ -416,7 +418,7 @@ local function number(x)
   return ("%.4g"):format(x)
 end
 
---- Returns a table of rows, as text.
+--- Returns rows as the text of a table.
 ---@param rows ps.inspect.Row[] the result of inspect_model or get_summary
 ---@return string
 function inspect.format_summary(rows)

@@ -14,7 +14,7 @@ local ACTIONS = { [C.PS_ACT_NONE] = "-", [C.PS_ACT_FORWARD] = "forward", [C.PS_A
   [C.PS_ACT_UPDATE] = "update" }
 local STATES = { [0] = "FREE", "COMPUTE", "HOLD", "HOLD_AFTER_FWD", "HOLD_AFTER_BWD" }
 
---- Returns the tiers, fastest first; nil if no engine is open.
+--- Returns the tiers, fastest first, or nil if no engine is open.
 ---@return ps.view.Tier[]?
 function look.tiers()
   local count = C.ps_engine_tier_count(native.ctx)
@@ -37,7 +37,8 @@ local function known(moment)
 end
 
 --- Returns all chunks.
----@return ps.view.Chunk[] list with open = true if an engine with chunks is open; other ranks may own all its chunks
+---@return ps.view.Chunk[] list the chunks; its field `open` is true if an engine with chunks is open, since other ranks
+---  may own all of its chunks
 function look.chunks()
   local info, list, tiers = ffi.new("ps_chunk_info"), {}, look.tiers()
   list.open, tiers = tiers ~= nil, tiers or {}
@@ -57,10 +58,10 @@ function look.chunks()
   return list
 end
 
---- Returns the trace of a step: its trace indices in order, with the chunks that each uses.
+--- Returns the trace of a step: its trace indices in order, each with the chunks that it uses.
 ---@param id integer
----@return ps.view.Moment[]? moments nil: newer traces have replaced it
----@return table<string, integer>? other by tier: the peak of bytes outside chunks
+---@return ps.view.Moment[]? moments nil if newer traces have replaced it
+---@return table<string, integer>? other peak of the bytes outside chunks, by tier
 function look.trace(id)
   local info, tiers, chunks, moments, other = ffi.new("ps_trace_info"), look.tiers(), {}, {}, {}
   local rc = C.ps_engine_trace_get(native.ctx, id, info, 0, nil)

@@ -8,18 +8,19 @@ local ffi, C = native.ffi, native.C
 local holders = {}
 
 local WHEN = { now = C.PS_HOLD_NOW, peak = C.PS_HOLD_PEAK, failed = C.PS_HOLD_FAILED }
-local LEAST = 2 ^ 12           -- bytes of the smallest tensor that is listed
-local SHOWN = 6                -- tensors in an error
+local LEAST = 2 ^ 12           -- size in bytes of the smallest tensor that is listed
+local SHOWN = 6                -- number of tensors that an error lists
 
 ---@class ps.Holder
 ---@field nbytes integer
----@field op? string that made it; nil for ps.zeros and similar functions, and for parameters
----@field module? string path of the running module; for a backward op that of its forward; "" is the outermost one
----@field class? string of that module
----@field line? string "train.lua:12": for a tensor made outside modules, the line that made it; else the line that
----  first called its module
----@field backward boolean a gradient rule made it
----@field scratch boolean workspace of a kernel
+---@field op? string op that made the tensor; nil for ps.zeros and similar functions, and for parameters
+---@field module? string path of the running module, or of the forward's module for a backward op; "" is the outermost
+---  module
+---@field class? string class of the running module
+---@field line? string for a tensor made outside modules, the script's line that made it ("train.lua:12"); for other
+---  tensors, the line that first called their module
+---@field backward boolean whether a gradient rule made the tensor
+---@field scratch boolean whether it is the workspace of a kernel
 
 local function text(h)
   local what = h.scratch and "workspace of " .. (h.op or "an op") or h.op or "a tensor made without an op"
@@ -41,10 +42,10 @@ local Holders = { __tostring = show }
 
 local list_t, used = ffi.typeof("ps_holder[$]", C.PS_HOLDERS), ffi.new "int64_t[1]"
 
---- Returns the largest tensors, as a list that prints as lines.
+--- Returns the largest tensors as a list that prints as lines.
 ---@param when "now"|"peak"|"failed"
----@param device integer number of the device; -1 with "failed": the device that ran out of memory
----@return ps.Holder[] list with `used`, the bytes in use at that time
+---@param device integer index of the device; with "failed", -1 selects the device that ran out of memory
+---@return ps.Holder[] list the tensors; its field `used` is the number of bytes in use at that time
 function holders.list(when, device)
   local found = list_t()
   local n = C.ps_memory_holders(native.ctx, device, WHEN[when], found, used)
@@ -64,7 +65,8 @@ function holders.list(when, device)
   return list
 end
 
---- Returns the largest tensors when memory last ran out, for its error; nil if no tensor is as large as a page.
+--- Returns the largest tensors at the time when memory last ran out, for the error. Returns nil if no tensor is as
+--- large as a page.
 ---@return ps.Holder[]?
 function holders.refused()
   local list = holders.list("failed", -1)

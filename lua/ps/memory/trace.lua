@@ -9,27 +9,28 @@ local error = caller.error
 local trace = {}
 
 local WIDTH = 100
-local MOST = 40                -- most rows of a trace that are printed without all = true
-local EDGE = 16                -- rows printed at each end of a longer trace
+local MOST = 40                -- largest number of rows of a trace that are printed without all = true
+local EDGE = 16                -- number of rows printed at each end of a longer trace
 
 ---@class ps.view.Use one use of a chunk
 ---@field chunk integer id
 ---@field kind string
----@field nbytes integer of the chunk
+---@field nbytes integer bytes of the chunk
 ---@field tier string the chunk's tier during the op
----@field write boolean the op changes its bytes
----@field ends boolean its contents end with this use
+---@field write boolean whether the op changes the chunk's bytes
+---@field ends boolean whether the chunk's contents are no longer needed after this use
 
 ---@class ps.view.Moment
 ---@field moment integer trace index, from 0
----@field action string "forward", "backward", "update", "reduce", "norm", "input" or "weight" (halves of a backward)
----@field nbytes integer of all chunks that it uses
+---@field action string "forward", "backward", "update", "reduce" or "norm", or "input" or "weight" for the halves of a
+---  backward
+---@field nbytes integer bytes of all chunks that it uses
 ---@field uses ps.view.Use[]
 
 local EMPTY = "no trace: no step has been planned yet, or the model's forward reads values and its first step has " ..
   "not ended"
 
--- "param 0 1*, grad 7-": ids by kind, in the order of the uses.
+-- Returns the uses as text: "param 0 1*, grad 7-". Ids are grouped by kind, in the order of the uses.
 local function uses_text(uses)
   local kinds, ids = {}, {}
   for _, use in ipairs(uses) do
@@ -48,7 +49,7 @@ local function tiers_text(uses)
   return table.concat(names, "+")
 end
 
--- Returns consecutive indices with the same action and uses, as one row: its first and last index, and its cells.
+-- Returns one row for consecutive indices with the same action and uses: its first and last index, and its cells.
 local function rows_of(moments)
   local rows = {}
   for _, m in ipairs(moments) do
@@ -158,7 +159,7 @@ end
 
 --- Returns trace indices as a list that prints as a table.
 ---@param moments ps.view.Moment[]
----@param other table<string, integer> by tier: the peak of bytes outside chunks
+---@param other table<string, integer> peak of the bytes outside chunks, by tier
 ---@param chunks ps.view.Chunk[]
 ---@param options? integer|string|{all?: boolean, action?: string} as in ps.trace
 ---@return ps.view.Moment[]
@@ -178,8 +179,8 @@ function trace.list(moments, other, chunks, options)
   return setmetatable(list, Trace)
 end
 
---- Returns the result of ps.trace.
----@param id? integer of the open engine's trace, or nil if there is none
+--- Performs ps.trace.
+---@param id? integer the open engine's trace, or nil if there is none
 ---@param options? integer|string|{all?: boolean, action?: string}
 ---@return ps.view.Moment[]
 function trace.trace(id, options)

@@ -9,15 +9,15 @@ local error = caller.error
 local view = {}
 
 local WIDTH = 100
-local MOST = 40                -- most rows of a list that are printed without all = true
-local EDGE = 16                -- rows printed at each end of a longer list
+local MOST = 40                -- largest number of rows of a list that are printed without all = true
+local EDGE = 16                -- number of rows printed at each end of a longer list
 local TIERS = { "device", "host", "disk" }
 local LEAST_NAMES = 12         -- smallest number of columns for names
 
 ---@class ps.view.Chunk
 ---@field id integer
 ---@field kind string "param", "param_fp32", "grad", or a state of the optimizer
----@field index integer number within its kind
+---@field index integer index within its kind
 ---@field nbytes integer
 ---@field used_nbytes integer
 ---@field tiers table<string, boolean> tiers ("device", "host", "disk") with a valid copy
@@ -42,7 +42,7 @@ local function common_part(a, b)
   return part
 end
 
--- Returns the common prefix of all names; "" if there are fewer than two.
+-- Returns the common prefix of all names, or "" if there are fewer than two names.
 local function common_prefix(chunks)
   local prefix, count
   for _, chunk in ipairs(chunks) do
@@ -53,7 +53,7 @@ local function common_prefix(chunks)
   return (count or 0) > 1 and prefix or ""
 end
 
--- Returns a name in at most `width` columns: without its last components, or shortened.
+-- Returns a name in at most `width` columns. Omits its last components or shortens it if necessary.
 local function shorten(name, width)
   while #name > width do
     local shorter = name:match("^(.+)%.[^.]*$")
@@ -63,8 +63,9 @@ local function shorten(name, width)
   return name
 end
 
--- "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)" in at most `width` columns. If room is short, the last name is printed
--- without the prefix that it shares with the first, and both without their ends: "h.0.ln_1 .. mlp (12)".
+-- Returns names as text in at most `width` columns: "h.0.attn.c_attn.weight .. h.2.ln_1.bias (14)". If there is too
+-- little room, the last name is printed without the prefix that it shares with the first, and both names are shortened:
+-- "h.0.ln_1 .. mlp (12)".
 local function names_text(tensors, prefix, width)
   local function name(i) return tensors[i]:sub(#prefix + 1) end
   if #tensors == 0 then return "-" end
@@ -94,9 +95,9 @@ end
 
 local function percent(part, whole) return ("%.1f%%"):format(whole > 0 and 100 * part / whole or 0) end
 
--- Sums of bytes by key, as text such as "title: param 2.90 GiB, exp_avg 5.80 GiB", on as many lines as needed. Keys
--- appear in the order of first appearance or of `order`. each(chunk, add) calls add(key) for every key to which the
--- chunk counts.
+-- Returns sums of bytes by key as text, such as "title: param 2.90 GiB, exp_avg 5.80 GiB", on as many lines as needed.
+-- Keys appear in the order of `order`, or of their first appearance. each(chunk, add) calls add(key) for every key to
+-- which the chunk counts.
 local function sums(title, chunks, order, each)
   local names, total = order or {}, {}
   for _, chunk in ipairs(chunks) do
@@ -142,7 +143,7 @@ local COLUMNS = {
   end },
   { title = "last", text = function(c) return moment(c.last_use) end },
   { title = "next", text = function(c) return moment(c.next_use) end },
-  { title = "tensors", left = true },                       -- gets the remaining columns
+  { title = "tensors", left = true },                       -- this column gets the remaining width
 }
 
 local OWNS_NONE = "this rank owns no chunk; other ranks own all of them"
@@ -212,7 +213,7 @@ local function check_filter(chunks, options)
   end
 end
 
--- Returns one chunk with the names of all its tensors.
+-- Returns the text for one chunk, with the names of all its tensors.
 local function show_chunk(self)
   local text = show_chunks(setmetatable({ self, all = true }, nil))
   local lines = { text:match "^[^\n]*\n[^\n]*" }
@@ -222,7 +223,7 @@ end
 
 local Chunk = { __tostring = show_chunk, prints_rows = true }
 
--- "0 to 4, 20, 22 to 29": the chunks' ids, which must be sorted.
+-- Returns the chunks' ids, which must be sorted, as text: "0 to 4, 20, 22 to 29".
 local function ids_text(chunks)
   local parts, i = {}, 1
   while chunks[i] do
@@ -263,8 +264,9 @@ local function chunks_with(chunks, is)
   return list, names
 end
 
--- Returns the chunks that hold a tensor: for a parameter its value, master, state and gradient. The name may lack its
--- first components if only one tensor has this end, or be a module's, since tables print names in both ways.
+-- Returns the chunks that hold a tensor. For a parameter, these are the chunks of its value, master, state and
+-- gradient. The name may lack its first components if only one tensor's name has this end, and it may be the name of a
+-- module, since tables print names in both ways.
 local function holding(chunks, name, who)
   local function shown(list)
     list.all, list.filter = true, "with " .. name
@@ -291,10 +293,10 @@ end
 
 --- Returns the chunks as a list that prints as a table.
 ---@param chunks ps.view.Chunk[]
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id, for that chunk; a
----  tensor's name, for the chunks that hold it; kind, tier and state: only chunks of a kind, with a valid copy on a
----  tier, in a state; all: print every row
----@param who? string the caller's name in errors of an id or a tensor's name (default "ps.chunks")
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} an id selects this
+---  chunk, and a tensor's name selects the chunks that hold it. kind, tier and state select chunks of a kind, chunks
+---  with a valid copy on a tier, and chunks in a state. all: print every row
+---@param who? string the caller's name in errors about an id or a tensor's name (default "ps.chunks")
 ---@return ps.view.Chunk[]
 function view.chunks(chunks, options, who)
   if type(options) == "number" then return one_chunk(chunks, options, who or "ps.chunks") end
@@ -343,8 +345,9 @@ end
 
 local Memory = { __tostring = show_memory, prints_rows = true }
 
---- Returns a device's memory, and the tiers of chunks if there are any, as a table that prints as one.
----@param info {used: number, peak: number, reserved: number, limit: number, device?: string} bytes; device: its name
+--- Returns a device's memory, and the tiers of chunks if there are any. The result prints as a table.
+---@param info {used: number, peak: number, reserved: number, limit: number, device?: string} used, peak, reserved and
+---  limit in bytes; device: name of the device
 ---@param tiers? ps.view.Tier[]
 ---@return table the fields of `info`, and `tiers` (a list, empty without chunks)
 function view.memory(info, tiers)

@@ -11,11 +11,11 @@ local views = {}
 
 local MEMORY = { at = "string", device = "string" }
 
---- Returns a device's memory in bytes, and the tiers of the open engine. It prints as a table. With `at`, the largest
---- tensors outside chunks, each with its bytes, op, module and line: now, or at the peak.
----@param device? string|{at?: "peak"|"now", device?: string} default the first device, "cpu"
+--- Returns a device's memory in bytes, and the tiers of the open engine. The result prints as a table. With `at`,
+--- returns the largest tensors outside chunks, now or at the peak, each with its bytes, op, module and line.
+---@param device? string|{at?: "peak"|"now", device?: string} (default: the first device, "cpu")
 ---@return {device: string, used: integer, peak: integer, reserved: integer, limit: integer, tiers: table[]}|ps.Holder[]
----  limit 0: none; with `at` a list, largest first
+---  memory the memory, whose `limit` is 0 if there is no limit; with `at` a list, largest first
 function views.memory(device)
   if type(device) == "table" then
     local options = caller.options(device, "ps.memory", MEMORY)
@@ -32,10 +32,11 @@ function views.memory(device)
     chunks.tiers())
 end
 
---- Returns the chunks of the open engine, as a list that prints as a table; an empty list without an engine.
----@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id, for this
----  chunk with the names of its tensors; a tensor's name, for the chunks that hold it, its master and its state; kind,
----  tier and state: only chunks of a kind, with a valid copy on a tier, in a state; all = true prints every row
+--- Returns the chunks of the open engine, as a list that prints as a table. The list is empty if no engine is open.
+---@param options? integer|string|{all?: boolean, kind?: string, tier?: string, state?: string} a chunk's id selects
+---  this chunk, with the names of its tensors. A tensor's name selects the chunks that hold it, its master and its
+---  state. kind, tier and state select chunks of a kind, chunks with a valid copy on a tier, and chunks in a state. all
+---  = true prints every row
 ---@return table[] chunks
 function views.chunks(options)
   return view.chunks(chunks.chunks(), options)

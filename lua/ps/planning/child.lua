@@ -11,7 +11,7 @@ local child = {}
 
 local PIECE = 65536
 
--- From now on, discards this process's standard output and, if `quiet`, its standard error.
+-- Redirects this process's standard output, and with `quiet` its standard error, to /dev/null.
 local function silence(quiet)
   local null = fcntl.open("/dev/null", fcntl.O_RDWR)
   unistd.dup2(null, 0)
@@ -23,12 +23,12 @@ local function write_all(fd, text)
   local at = 1
   while at <= #text do
     local n = unistd.write(fd, text:sub(at, at + PIECE - 1))
-    if not n then return end                              -- the reader is gone
+    if not n then return end                              -- the reader no longer exists
     at = at + n
   end
 end
 
--- Refuses to fork this process if the child would be incomplete.
+-- Raises an error if a fork of this process would be incomplete.
 local function check_alone()
   local cause
   if package.loaded["ps.core.ffi"] then cause = 'has loaded psluajit (require "ps")' end
@@ -43,11 +43,11 @@ local function check_alone()
     .. 'require "ps"'):format(cause), 0)
 end
 
---- Starts fn(give) in its own process. give(value) passes a JSON value to the parent process and ends its own process.
---- Its standard output is discarded.
+--- Starts fn(give) in a separate process. give(value) passes a JSON value to the parent process and ends the child
+--- process, whose standard output is discarded. Raises an error if this process has loaded "ps" or has threads.
 ---@param fn fun(give: fun(value: table))
----@param quiet boolean also discard its standard error
----@return {pid: integer, fd: integer} running. An error if this process has loaded "ps", or has threads
+---@param quiet boolean whether to discard its standard error, too
+---@return {pid: integer, fd: integer} running
 function child.begin(fn, quiet)
   check_alone()
   io.stdout:flush()
@@ -70,7 +70,8 @@ function child.begin(fn, quiet)
   give { error = { message = ok and "it returned no result" or tostring(problem) } }
 end
 
---- Waits for a process of child.begin. If it ended without a value (it was killed), the result has an error.
+--- Waits for a process of child.begin. If the process ended without a value, for example because it was killed, the
+--- result contains an error.
 ---@param running {pid: integer, fd: integer}
 ---@return table value
 function child.finish(running)
@@ -90,7 +91,7 @@ function child.finish(running)
   return cjson.decode(text)
 end
 
---- Runs fn(give) in its own process, and returns the value that it passed to give.
+--- Runs fn(give) in a separate process, and returns the value that it passed to give.
 ---@param fn fun(give: fun(value: table))
 ---@param quiet boolean
 ---@return table value

@@ -5,7 +5,7 @@ local child = require "ps.planning.child"
 
 local course = {}
 
--- Simulates the step of a cut (ps.planning.Pipeline). costs: those of its virtual stages (ps.pipe.Cost).
+-- Simulates the step of a cut (ps.planning.Pipeline). `costs` are the costs of its virtual stages (ps.pipe.Cost).
 local function simulated(cut, costs, link)
   local got = child.run(function(give)
     local c = require("ps.parallel.pipeline.table").table({ schedule = cut.schedule, stages = cut.stages,
@@ -18,7 +18,7 @@ local function simulated(cut, costs, link)
   return got
 end
 
---- Returns the peak bytes of activations that each stage holds, by its row of the schedule's table.
+--- Returns the peak bytes of activations that each stage holds, according to its row of the schedule's table.
 ---@param cut ps.planning.Pipeline
 ---@return number[] by stage, from 1
 function course.held(cut)
@@ -27,7 +27,8 @@ function course.held(cut)
   return simulated(cut, costs).held
 end
 
---- Returns the fraction of the ranks' time in which they are idle, by counted operations, if transfers take no time.
+--- Returns the fraction of the ranks' time in which they are idle. Actions take as long as their counted operations,
+--- and transfers take no time.
 ---@param cut ps.planning.Pipeline
 ---@return number
 function course.bubble(cut)
@@ -38,8 +39,9 @@ end
 
 --- Simulates the step in seconds.
 ---@param cut ps.planning.Pipeline
----@param by_stage number[] seconds that each stage computes in a step, by stage from 1; divided by operations
----@param recompute boolean backward repeats the forward
+---@param by_stage number[] compute seconds per step of each stage, by stage from 1, which are divided among its actions
+---  by operations
+---@param recompute boolean whether backward repeats the forward
 ---@param rate number bytes per second from one stage to the next
 ---@return {makespan: number, bubble: number}
 function course.seconds(cut, by_stage, recompute, rate)

@@ -11,7 +11,7 @@ local dry_run = {}
 
 local MUCH = 2 ^ 50
 
--- Uses a trial's settings instead of those of the configuration.
+-- Replaces settings of the configuration by those of a trial.
 local function change_settings(request, seen)
   local budgets = request.budgets or {}
   hooks.on("settings", function(cfg)
@@ -29,12 +29,12 @@ local function change_settings(request, seen)
 end
 
 -- Paces Lua's collector. Otherwise it would run at a different time in each run, and peaks would differ by the bytes of
--- small tensors that wait for it.
+-- small tensors that it has not yet freed.
 local function collect_by_count()
   hooks.on("action", function(action, begins) require("ps.core.collector").pace_script(action, begins) end)
 end
 
--- Notes the part of the run in which each tier's peak last rose: {name -> part}.
+-- Records the phase of the run in which each tier's peak last rose: {name -> phase}.
 local function watch_peaks()
   local C, look = require "ps.core.declared", require "ps.memory.chunks"
   local PARTS = { [C.PS_ACT_FORWARD] = "forward of micro-batch %d", [C.PS_ACT_BACKWARD] = "backward of micro-batch %d",
@@ -55,7 +55,8 @@ local function watch_peaks()
   return when, note
 end
 
--- Counts the rows of the script's micro-batches; in a trial with another number, changes the batches to it.
+-- Counts the rows of the script's micro-batches. In a trial with another number of rows, changes the batches to this
+-- number.
 local function watch_rows(seen, rows)
   local batch = require "ps.data.batch"
   hooks.on("batch", function(engine, given)
@@ -67,7 +68,7 @@ local function watch_rows(seen, rows)
   end)
 end
 
--- Returns the longest list of modules in the module.
+-- Returns the longest list of modules in a module.
 local function longest_list(module)
   local longest
   for _, m in module:named_modules() do
@@ -76,7 +77,7 @@ local function longest_list(module)
   return longest
 end
 
--- Counts the blocks of the script's model; in a trial with another number, later models get it.
+-- Counts the blocks of the script's model. In a trial with another number of blocks, later models get this number.
 local function watch_blocks(seen, blocks)
   hooks.on("model", function(model_func)
     return function()
@@ -95,8 +96,8 @@ local function watch_blocks(seen, blocks)
   end)
 end
 
--- Counts operations and bytes of the first step's ops. Returns a function that returns a list like that of
--- ps.profiler.stop after the step has ended. Ops of the engine's own dry runs are not recorded.
+-- Counts operations and bytes of the first step's ops. Returns a function that, after the step has ended, returns a
+-- list in the form of ps.profiler.stop. Ops of the engine's own dry runs are not recorded.
 local function watch_ops()
   local profiler, counting = require "ps.profile.profiler", false
   hooks.on("action", function()
@@ -114,7 +115,7 @@ local function watch_ops()
 end
 
 -- -- results ----------------------------------------------------------------------------------------------------------
--- Returns the number of parameters that each rank owns; nil if ranks share nothing.
+-- Returns the number of parameters that each rank owns, or nil if ranks share no parameters.
 local function owned(engine)
   if engine.zero_stage == 0 then return nil end
   local list = {}
@@ -132,7 +133,8 @@ end
 
 local function tp_of(engine) return engine.tensor_parallel and engine.tensor_parallel.group:size() or 1 end
 
--- The cut of the model, with the costs of its virtual stages for the script's micro-batches, or nil if it is not cut.
+-- Returns the cut of the model, with the costs of its virtual stages for the script's micro-batches, or nil if it is
+-- not cut.
 ---@return ps.planning.Pipeline?
 local function cut_of(engine)
   local pipe, stages = engine.driver.pipe, engine.stages
@@ -151,7 +153,7 @@ local function cut_of(engine)
     end
     vstages[v + 1] = row
   end
-  for v = 1, pipe.n - 1 do                                 -- between virtual stages v - 1 and v
+  for v = 1, pipe.n - 1 do                                 -- the link between virtual stages v - 1 and v
     local below, above = vstages[v], vstages[v + 1]
     if below.stage ~= above.stage then
       if below.stage == pipe.rank then sent = sent + below.up end
@@ -163,8 +165,8 @@ local function cut_of(engine)
     micro_batches = micros, performed = pipe.performed, vstages = vstages, sent = sent * micros }
 end
 
--- Ends a run of a pipeline before its first step if another rank along dp owns more parameters. The result has the
--- number of that rank, and the facts that hold for all ranks.
+-- Ends a run of a pipeline before its first step if another rank along dp owns more parameters. The result contains the
+-- index of that rank, and the facts that hold for all ranks.
 local function seek_owner(give, seen)
   local off
   off = hooks.on("action", function()
@@ -177,9 +179,9 @@ local function seek_owner(give, seen)
   end)
 end
 
--- Counts the bytes that this rank sends along dp and tp from the first action of a step on; groups whose other ranks
--- are simulated count like others (ps_group_bytes_sent). Returns a function that returns the bytes by axis, and those
--- along tp that are sent in pieces during products, after the step has ended.
+-- Counts the bytes that this rank sends along dp and tp from the first action of a step on. Groups with simulated ranks
+-- count like any other group (ps_group_bytes_sent). Returns a function that, after the step has ended, returns the
+-- bytes by axis, and the bytes along tp that are sent in pieces during products.
 local function watch_sent()
   local C, mesh, before, in_pieces = require "ps.core.declared", require "ps.dist.mesh", {}, 0
   local function sent(axis)
@@ -188,7 +190,7 @@ local function watch_sent()
   end
   hooks.on("action", function(action, begins)
     if not begins or action.kind ~= C.PS_ACT_FORWARD or action.micro > 0 or action.vstage > 0 then return end
-    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- in the end the count of the real step
+    for _, axis in ipairs { "dp", "tp" } do before[axis] = sent(axis) end   -- the last value counts the real step
     in_pieces = before.tp and mesh.group("tp"):bytes_in_pieces() or 0
   end)
   return function(cut)
@@ -202,8 +204,8 @@ local function of_engine(engine, seen, when, tiers, sent)
   local built, forecast, links = engine.built, engine.plan.forecast or nil, {}
   for i, tier in ipairs(tiers) do
     tier.when = when[tier.name]
-    -- Later steps have all chunks, but the first step does not. The forecast of the last tier includes room for all of
-    -- them, which is allocated when chunks are evicted to it.
+    -- The first step does not have all chunks, but later steps do. The forecast of the last tier includes room for all
+    -- chunks, which is allocated when they are evicted to it.
     local steady, last = forecast and forecast.tiers[i], i == #tiers and i > 1
     local rests = last and (forecast and forecast.evicted[i - 1] or 0) == 0
     if steady and steady.peak > tier.peak and not rests then
@@ -229,7 +231,7 @@ local function of_engine(engine, seen, when, tiers, sent)
     model_parameters = cut and engine.module:num_parameters() or nil, notes = seen.notes }
 end
 
--- Without an engine in chunks: the peak of plain memory.
+-- Returns the peak of plain memory, for a run without an engine in chunks.
 local function of_devices(engine, seen)
   local devices, views, plain, device = require "ps.core.devices", require "ps.memory.views", {}, "cpu"
   for _, d in ipairs(devices.all()) do
@@ -240,7 +242,7 @@ local function of_devices(engine, seen)
   return { fits = true, plain = plain, device = device, rows = seen.rows, blocks = seen.blocks }
 end
 
--- Returns the error of a script as a table, with the script's line.
+-- Returns the error of a script as a table that contains the script's line.
 local function explained(problem)
   local caller = require "ps.core.caller"
   local text = caller.at(tostring(problem))
@@ -254,14 +256,14 @@ local function explained(problem)
   return out
 end
 
-local REHEARSED, ROUNDS = 1e12, 8          -- operations: a few seconds
+local REHEARSED, ROUNDS = 1e12, 8          -- number of operations, which take a few seconds
 local STEADY = 2 ^ 18                      -- bytes
 
 -- Returns the bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN
--- keeps after products, and pages of files that only the parent process has touched. It performs products, in rounds
+-- keeps after products, and pages of files that only the parent process has touched. It performs products in rounds
 -- until the process stops growing, since the heap is fragmented and a buffer may not fit at once. Returns nil if the
--- products would need too much time or memory, or the system does not report its pages. The second result is the
--- seconds that it took.
+-- products would need too much time or memory, or if the system does not report its pages. The second result is the
+-- elapsed time in seconds.
 local function kept_by_products(C, pages_before)
   local pages, operations = require "ps.planning.pages", require("ffi").new "double[1]"
   local seconds = require("ps.core.process").now
@@ -291,7 +293,7 @@ local function set_rank(request)
   end
 end
 
--- Rewords errors about ranks for a plan: a plan of several ranks needs a script that joins them.
+-- Rewords errors about ranks for a plan, since a plan of several ranks needs a script that joins them.
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
     return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls "
@@ -304,7 +306,7 @@ local function watch_joining(request)
   end)
 end
 
--- Keeps the text that the script writes to io.stderr, which explains why it ends. Returns a function that returns the
+-- Records the text that the script writes to io.stderr, which explains why it ends. Returns a function that returns the
 -- text after ": ".
 local function keep_errors()
   local real, text = io.stderr, ""
@@ -319,7 +321,7 @@ local function keep_errors()
   return function() return text == "" and "" or ": " .. text:gsub("%s+$", "") end
 end
 
---- Runs a script dry in this process, which then ends.
+--- Performs a dry run of a script in this process, and ends the process.
 ---@param request ps.planning.Request
 ---@param give fun(result: ps.planning.Result)
 function dry_run.perform(request, give)
@@ -357,7 +359,7 @@ function dry_run.perform(request, give)
     caller.error(("the script called os.exit(%s) before the end of its first optimizer:step()%s"):format(
       tostring(code), said()))
   end
-  -- Changes the existing table, since argparse keeps a reference to it.
+  -- The existing table is changed, since argparse keeps a reference to it.
   for i = -9, math.max(#arg, #request.args) do arg[i] = request.args[i] end       -- luacheck: ignore 122
   arg[0] = request.script                                                         -- luacheck: ignore 122
   local chunk, why = loadfile(request.script)

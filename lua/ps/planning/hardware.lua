@@ -9,28 +9,29 @@ local hardware = {}
 
 ---@class ps.planning.Machine
 ---@field text string
----@field source string where the numbers are from
----@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} bytes
----  of memory; number of multiprocessors, on which the work space of kernels depends; operations per second by dtype;
----  bytes per second of that memory; bytes per second to the other GPUs, each way
+---@field source string source of the numbers
+---@field gpu? {nbytes: number, sms?: integer, flops: table<string, number>, bandwidth: number, between: number} nbytes:
+---  bytes of memory. sms: number of multiprocessors, on which the workspace of kernels depends. flops: operations per
+---  second by dtype. bandwidth: bytes per second of the memory. between: bytes per second to the other GPUs in each
+---  direction
 ---@field taken? {what: string, nbytes: number, ranks?: boolean, source: string}[] parts of a GPU's memory that the
----  engine cannot use; ranks: only if there are several ranks
+---  engine cannot use; with `ranks`, only if there are several ranks
 ---@field host {nbytes: number, flops?: table<string, number>, bandwidth?: number}
 ---@field links {up: number, down: number} bytes per second between host and GPU
----@field network? number bytes per second from a GPU to those of other machines, each way
----@field disk? {read: number, write: number} bytes per second; nil: not measured
+---@field network? number bytes per second from a GPU to GPUs of other machines in each direction
+---@field disk? {read: number, write: number} bytes per second, or nil if they were not measured
 ---@field adam {host: number, device?: number} parameters per second
----@field efficiency table<string, number[]> fractions of these speeds that are reached, lowest and highest: compute,
----  links, between, disk
+---@field efficiency table<string, number[]> lowest and highest fraction of these speeds that is reached, by name:
+---  compute, links, between, disk
 ---@field measured? boolean whether probe.lua measured them on the machine itself
 ---@field memory_alone? string the reason why a plan counts only its memory
----@field path string the file
+---@field path string path of the table's file
 
 local FOLDER = "/tools/hardware/"
 
 local function bytes_text(n) return ("%.0f MiB"):format(n / 2 ^ 20) end
 
--- Merges another table's fields over a table's, also in nested tables.
+-- Merges the fields of one table over those of another, also in nested tables.
 local function over(base, other)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -40,8 +41,8 @@ local function over(base, other)
   return out
 end
 
--- Returns all machines by name. If a file does not return a table, the entry is the error text, which is raised only
--- for that machine.
+-- Returns all machines by name. If a file does not return a table, its entry is the error text, which is raised only if
+-- this machine is used.
 local function machines()
   local all = {}
   for file in lfs.dir(paths.root .. FOLDER) do
@@ -59,7 +60,7 @@ local function machines()
   return all
 end
 
--- The required text fields of every table.
+-- text fields that every table must have
 local TEXTS = { "text", "source" }
 local NUMBERS = { "host.nbytes", "links.up", "links.down", "adam.host" }
 local OF_GPU = { "gpu.nbytes", "gpu.bandwidth", "gpu.between" }
@@ -67,7 +68,7 @@ for _, what in ipairs { "compute", "memory", "links", "between", "disk" } do
   for i = 1, 2 do NUMBERS[#NUMBERS + 1] = ("efficiency.%s.%d"):format(what, i) end
 end
 
--- Refuses a table without a field that plans read.
+-- Raises an error if a table lacks a field that plans read.
 local function check(t)
   local function fail(wrong) error(("%s is not a table of a machine: %s"):format(t.path, wrong), 0) end
   if t.wrong then fail(t.wrong) end
@@ -109,16 +110,16 @@ end
 ---@field text string
 ---@field machine {host_nbytes: number, device_nbytes: number, device_total?: number, device_sms?: number} the machine
 ---  that a dry run simulates
----@field rates table<string, number> of ps.rates
+---@field rates table<string, number> speeds in the form of ps.rates
 ---@field table ps.planning.Machine
----@field one string the name of this machine with one GPU
----@field count integer GPUs, or 0 if there is none
+---@field one string name of this machine with one GPU
+---@field count integer number of GPUs
 ---@field taken {what: string, nbytes: number, source: string}[]
 ---@field notes string[]
 
 --- Returns a machine by name.
 ---@param name string
----@param host_nbytes? number of its host memory, instead of the table's
+---@param host_nbytes? number bytes of host memory, instead of the table's value
 ---@return ps.planning.Hardware
 function hardware.find(name, host_nbytes)
   local known = machines()

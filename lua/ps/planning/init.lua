@@ -13,18 +13,18 @@ local trial = require "ps.planning.trial"
 local planning = {}
 
 ---@class ps.planning.Options
----@field script string path
----@field args? string[] of the script
----@field hardware? string name of a machine (planning/hardware.lua); nil: this machine
+---@field script string path of the script
+---@field args? string[] arguments of the script
+---@field hardware? string name of a machine (planning/hardware.lua), or nil for this machine
 ---@field host? number bytes of the machine's host memory
----@field ranks? integer processes; default as many as the hardware has GPUs
----@field find? "budget"|"batch"|"model"|"all"|"nothing" the aim of further dry runs: the least budgets and remedies,
----  the largest batch, the largest model (default: all)
----@field limit? number seconds within which further dry runs begin; values that are not found by then are bounds. 0: no
----  limit (default 60)
----@field quiet? boolean discard the engine's notes
+---@field ranks? integer number of processes (default: the hardware's number of GPUs)
+---@field find? "budget"|"batch"|"model"|"all"|"nothing" goal of further dry runs: the smallest budgets and remedies,
+---  the largest batch, or the largest model (default: all)
+---@field limit? number seconds within which further dry runs may begin, or 0 for no limit (default 60); values that are
+---  not found by then are reported as bounds
+---@field quiet? boolean whether to discard the engine's notes
 
--- Speeds of this machine between its processor and the device sim, measured in its own process.
+-- Returns the speeds of this machine between its processor and the device sim, measured in a separate process.
 local function rates_here()
   local got = child.run(function(give)
     local r = require("ps.engine.plan.rates").measured("sim")
@@ -33,7 +33,7 @@ local function rates_here()
   return not got.error and got or nil
 end
 
--- Returns the tier in which a failed run ran short of memory, with its budget and its least budget.
+-- Returns the tier in which a failed run ran short of memory, with its budget and the smallest budget that it needs.
 local function shortage(request, result)
   local tier = result.error.tier or "host"
   local had = (result.budgets or {})[tier]
@@ -69,9 +69,10 @@ local function look_further(plan, request, result, what)
   if blocks then plan.largest_model = { blocks = blocks, parameters = parameters, is_bound = bound } end
 end
 
--- Returns the bytes of a process of the run, if all its tiers except the disk are memory of this machine. They are the
--- sum of the tiers, of the dry run's process (the same program and script without bytes of tensors), and of other
--- memory that a real process has (result.kept), if it is known. nil for a GPU, whose driver also allocates host memory.
+-- Returns the bytes of a process of the run if all its tiers except the disk are memory of this machine. The bytes are
+-- the sum of the tiers, of the dry run's process (the same program and script without bytes of tensors), and of other
+-- memory of a real process (result.kept), if it is known. Returns nil for a GPU, whose driver also allocates host
+-- memory.
 local function process_of(result)
   if result.device == "cuda" or not result.tiers then return nil end
   local sum, besides = 0, result.rss + (result.kept or 0)
@@ -83,8 +84,8 @@ local OPTIONS = { script = "string", args = "table", hardware = "string", find =
   host = "number", ranks = "whole", limit = "number" }
 local LIMIT_S = 60
 
---- Plans a script. An error other than a shortage of memory (the script fails, reads a value, or has no step) is
---- raised, with the script's line.
+--- Plans a script. Raises any error other than a shortage of memory (the script fails, reads a value, or has no step),
+--- with the script's line.
 ---@param options ps.planning.Options
 ---@return table plan the data that report.lines and --json print
 function planning.plan(options)

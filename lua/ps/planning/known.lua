@@ -5,7 +5,7 @@ local hooks = require "ps.core.hooks"
 
 local known = {}
 
--- Numeric fields of a cost. They are passed as text, since JSON would lose digits.
+-- numeric fields of a cost, which are passed as text since JSON would lose digits
 local NUMBERS = { "forward", "input", "weight", "numel", "nbytes", "activations", "dropouts", "first_dropout",
   "carry_nbytes" }
 
@@ -21,7 +21,7 @@ end
 
 local function as_text(number) return ("%.17g"):format(number) end
 
---- Returns the facts of an engine whose step has run dry, or nil if its model is not cut into stages.
+--- Returns the facts of an engine after the dry run of its step. Returns nil if its model is not cut into stages.
 ---@param engine ps.Engine
 ---@return table? value of JSON
 function known.of(engine)

@@ -15,13 +15,14 @@ local C = require "ps.core.declared"
 
 local outside = {}
 
-local COPIED = 2 ^ 20                      -- bytes per read when a file is appended to
+local COPIED = 2 ^ 20                      -- bytes per read when a file is copied before it is appended to
 local there = ffi.new "char[4096]"         -- a path
 
 local function nothing() return true end
 local function zero() return 0 end
 
--- Returns the actual path of a file: the run's own copy, or, if the script has not written that name, the path itself.
+-- Returns the actual path of a file: the run's own copy, or the path itself if the script has not written a file of
+-- this name.
 local function at(path, writes)
   if type(path) ~= "string" then return path, false end
   local moved = C.ps_file_diverted(path, writes and 1 or 0, there, ffi.sizeof(there))
@@ -29,7 +30,7 @@ local function at(path, writes)
   return ffi.string(there), true
 end
 
--- Copies the user's file to the run's own before it is appended to or modified.
+-- Copies the user's file to the run's own file before it is appended to or modified.
 local function fill(open, path, own)
   local from = lfs.attributes(own) == nil and open(path, "rb")
   if not from then return end
@@ -47,7 +48,7 @@ local function close_io()
     local own, moved = at(path, writes)
     if moved and writes and not how:find "w" then
       fill(open, path, own)
-      -- raises an error: there is no such file
+      -- raises an error, since there is no such file
       if how:find "r" and lfs.attributes(own) == nil then own = path end
     end
     return open(own, mode)
@@ -88,7 +89,7 @@ local function close_os(folder)
   unistd.unlink, stdio.rename = os.remove, os.rename
 end
 
--- Makes folders that the script created appear to exist, empty.
+-- Makes folders that the script created appear to exist and to be empty.
 local function close_folders()
   local made, attributes, dir = {}, lfs.attributes, lfs.dir
   local function name(path) return path:gsub("^%./", ""):gsub("/+$", "") end
@@ -133,7 +134,7 @@ local function close_posix()
   refuse(unistd, { "fork", "exec", "execp", "execx" }, "a dry run does not start programs: posix.unistd.%s")
 end
 
---- Returns the folder for a dry run's files. Its name has the process id; the parent process removes it.
+--- Returns the folder for a dry run's files. Its name contains the process id. The parent process removes it.
 ---@param pid integer
 ---@return string
 function outside.folder(pid) return ("%s/psluajit-dry-%d"):format(os.getenv "TMPDIR" or "/tmp", pid) end
@@ -149,7 +150,7 @@ function outside.remove(pid)
   lfs.rmdir(folder)
 end
 
---- Cuts this process off from files that it could write.
+--- Redirects this process's access to files that it could write.
 function outside.close()
   local folder = outside.folder(unistd.getpid())
   assert(lfs.mkdir(folder))

@@ -6,13 +6,13 @@ local pages = {}
 
 local PAGE = 4096                          -- bytes, on x86-64
 local PRESENT = 128                        -- the highest bit of a page's eight bytes in /proc/self/pagemap
-local LARGEST = 2 ^ 28                     -- bytes of a mapping; larger ones are a script's data
+local LARGEST = 2 ^ 28  -- bytes of the largest mapping that counts; larger mappings are a script's data
 
 ---@class ps.planning.Pages consecutive pages that a process has in memory
----@field first number the address of the first
+---@field first number address of the first page
 ---@field count integer
 
---- Returns the bytes of this process in memory now. Returns nil if the system does not report it.
+--- Returns the number of bytes of this process that are in memory. Returns nil if the system does not report it.
 ---@return integer?
 function pages.resident()
   local f = io.open "/proc/self/smaps_rollup"
@@ -21,13 +21,13 @@ function pages.resident()
   return kib and tonumber(kib) * 1024
 end
 
--- Returns the system's entries for consecutive pages, 8 bytes each, or nil if there is none.
+-- Returns the system's entries for consecutive pages, 8 bytes each, or nil if there are none.
 local function read(map, first, count)
   local text = map:seek("set", first / PAGE * 8) and map:read(count * 8)
   return text and #text == count * 8 and text or nil
 end
 
---- Returns the pages of files that this process has in memory; a fork has them at the same addresses. Returns nil if
+--- Returns the pages of files that this process has in memory. A fork has them at the same addresses. Returns nil if
 --- the system does not report them.
 ---@return ps.planning.Pages[]?
 function pages.of_files()
@@ -56,8 +56,8 @@ function pages.of_files()
   return list
 end
 
---- Returns the bytes of those pages that this process does not have in memory. Returns nil if the system does not
---- report them.
+--- Returns the number of bytes in the given pages that this process does not have in memory. Returns nil if the system
+--- does not report them.
 ---@param list ps.planning.Pages[]
 ---@return integer?
 function pages.missing(list)

@@ -7,15 +7,15 @@ local trial = require "ps.planning.trial"
 
 local search = {}
 
-local NEAR = 1.005             -- least budgets are found to this factor,
-local BELOW = 0.97             -- and a run with this fraction of one was refused
+local NEAR = 1.005             -- smallest budgets are found to within this factor,
+local BELOW = 0.97             -- and a run with this fraction of one failed
 local PAGE = 4096
 local MOST_BYTES = 2 ^ 50
 local MOST_ROWS = 2 ^ 20
 local MOST_BLOCKS = 2 ^ 12
-local GROWTH = 3               -- a run of twice the size takes at most this many times as long
+local GROWTH = 3               -- upper bound of the time of a run of twice the size, as a multiple
 
--- Returns a copy of a request with other fields; dry runs of a search are quiet.
+-- Returns a copy of a request with some fields changed. Dry runs of a search are quiet.
 local function with(request, changes)
   local copy = { quiet = true }
   for key, value in pairs(request) do copy[key] = value end
@@ -24,7 +24,7 @@ local function with(request, changes)
   return copy
 end
 
---- Returns the seconds on a monotonic clock.
+--- Returns the time of a monotonic clock in seconds.
 ---@return number
 function search.now()
   local t = time.clock_gettime(time.CLOCK_MONOTONIC)
@@ -33,17 +33,18 @@ end
 local now = search.now
 
 ---@class ps.planning.Clock
----@field ends number when the time for searches ends
----@field longest number seconds of the longest run so far
----@field over boolean whether a search ended because of it
+---@field ends number time at which searches must end
+---@field longest number duration of the longest run so far, in seconds
+---@field over boolean whether a search ended because the time was used up
 
---- Returns the time that all searches of one request have together; request.clock. Returns nil if there is no limit.
+--- Creates the clock (request.clock) that limits the total time of all searches of one request.
 ---@param seconds number
 ---@param took number seconds of a run of the unchanged script
 ---@return ps.planning.Clock
 function search.clock(seconds, took) return { ends = now() + seconds, longest = took, over = false } end
 
--- Returns whether there is time for a run that takes `times` times as long as the longest so far.
+-- Returns whether there is time for a run that takes `times` times as long as the longest run so far. Returns true if
+-- there is no limit.
 local function in_time(request, times)
   local clock = request.clock
   if not clock or now() + clock.longest * times <= clock.ends then return true end
@@ -51,7 +52,7 @@ local function in_time(request, times)
   return false
 end
 
--- Returns whether a run with these changes fits. An error other than a shortage of memory is raised.
+-- Returns whether a run with these changes fits. Raises any error other than a shortage of memory.
 local function fits(request, changes)
   local began = now()
   local result = trial.run(with(request, changes))
@@ -71,12 +72,12 @@ local function budgets_with(request, tier, nbytes)
   return budgets
 end
 
---- Returns the least budget of a tier, with unchanged budgets of the other tiers.
+--- Returns the smallest budget of a tier with which the script fits, if the budgets of the other tiers are unchanged.
 ---@param request ps.planning.Request
 ---@param tier string "device" or "host"
----@param from integer bytes at which to begin: the budget, or a peak
----@return integer? bytes nil: none does
----@return boolean? bound the time was used up: the least budget is at most this
+---@param from integer bytes at which to begin, which is the budget or a peak
+---@return integer? bytes nil if there is none
+---@return boolean? bound true if the time was used up, so that the smallest budget is at most the returned value
 function search.least_budget(request, tier, from)
   local function ok(nbytes) return (fits(request, { budgets = budgets_with(request, tier, nbytes) })) end
   local high = up_to_page(math.max(from, PAGE))
@@ -96,14 +97,14 @@ function search.least_budget(request, tier, from)
     if below < PAGE then return high end
     if not in_time(request, 1) then return high, true end
     if not ok(below) then return high end
-    -- a larger budget does not always give more room: the search continues below
+    -- a larger budget does not always provide more room, so the search continues below
     low, high = 0, below
   end
 end
 
--- Returns the largest integer up to `most` for which fn is true, 0 if there is none. fn must be true up to some number
--- and false above it. `known` is a number and the value of fn for it. The second result is true if the search ended
--- early: at `most`, or because time was used up.
+-- Returns the largest integer up to `most` for which fn is true, or 0 if there is none. fn must be true up to some
+-- number and false above it. `known` is a number, and `holds` is the value of fn for it. The second result is true if
+-- the search ended early, at `most` or because the time was used up.
 local function largest(request, fn, known, holds, most)
   local low, high = 0, known
   if holds then
@@ -123,12 +124,12 @@ local function largest(request, fn, known, holds, most)
   return low
 end
 
---- Returns the largest number of rows per micro-batch that fits; nil if the rows of the script's batch cannot be
+--- Returns the largest number of rows per micro-batch that fits, or nil if the rows of the script's batch cannot be
 --- counted.
 ---@param request ps.planning.Request
----@param result ps.planning.Result of the unchanged script
+---@param result ps.planning.Result result of the unchanged script
 ---@return integer?
----@return boolean? bound at least this many fit
+---@return boolean? bound true if the returned value is only a lower bound
 function search.largest_batch(request, result)
   if not result.rows then return nil end
   return largest(request, function(rows) return (fits(request, { rows = rows })) end, result.rows, result.fits,
@@ -136,12 +137,12 @@ function search.largest_batch(request, result)
 end
 
 --- Returns the largest number of blocks that fits in the model's longest list of modules, and the number of parameters
---- of that model; nil if the model has no such list, or if the script's own model does not fit.
+--- of the resulting model. Returns nil if the model has no such list, or if the script's own model does not fit.
 ---@param request ps.planning.Request
----@param result ps.planning.Result of the unchanged script
+---@param result ps.planning.Result result of the unchanged script
 ---@return integer? blocks
 ---@return integer? parameters
----@return boolean? bound at least this many fit
+---@return boolean? bound true if the returned numbers are only lower bounds
 function search.largest_model(request, result)
   if not result.blocks or not result.fits then return nil end
   local parameters = { [result.blocks] = result.parameters }
@@ -153,14 +154,14 @@ function search.largest_model(request, result)
   return blocks, parameters[blocks], bound
 end
 
--- Changes that may make a script fit: a description, and the change.
+-- Changes that may make a script fit, each as a description and the change.
 local CHANGES = {
   { "recompute = true in the configuration", { recompute = true } },
   { "a disk tier, memory.disk = { path = FOLDER }", { disk = true } },
   { "a disk tier and recompute = true", { disk = true, recompute = true } },
 }
 
---- Returns the changes that make a script fit, each tested by a run: a list of texts.
+--- Returns the changes that make a script fit, as a list of texts. Each change was tested by a run.
 ---@param request ps.planning.Request
 ---@param result ps.planning.Result
 ---@return string[]

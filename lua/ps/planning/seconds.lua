@@ -12,7 +12,8 @@ local optimizers = require "ps.optimizers"
 
 local seconds = {}
 
--- Returns {least, most} seconds of an amount at a speed, given the range of the fraction of it that is reached.
+-- Returns {least, most} seconds for an amount at a speed. `efficiency` is the range of the fraction of the speed that
+-- is reached.
 local function range(amount, speed, efficiency)
   return { amount / (speed * efficiency[2]), amount / (speed * efficiency[1]) }
 end
@@ -22,12 +23,13 @@ local ZERO = { 0, 0 }
 -- for a disk without speeds: 1 byte per second, so that the missing speed is visible in the result
 local UNKNOWN = { read = 1, write = 1 }
 
--- Ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c).
+-- ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c)
 local ROWS = { column_linear = true, row_linear = true, column_linear_grad = true }
-local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, for the rates of a table (rates.c)
+local ADAM_NBYTES = 28                       -- bytes per parameter that Adam moves, for a table's rates (rates.c)
 
--- For the ops of a step: seconds of all except updates and those whose rows are exchanged in pieces; operations;
--- seconds of the latter; and bytes of the updates. nil if the table lacks a speed.
+-- Returns, for the ops of a step, the seconds of all ops except updates and ops whose rows are exchanged in pieces; the
+-- number of operations; the seconds of the ops whose rows are exchanged in pieces; and the bytes of the updates.
+-- Returns nil if the table lacks a speed.
 local function of_ops(t, result, list, pieces)
   local place, e = result.device == "cuda" and t.gpu or t.host, t.efficiency
   local sum, rows, flops, updates = ZERO, ZERO, 0, 0
@@ -45,7 +47,7 @@ local function of_ops(t, result, list, pieces)
 end
 
 -- Returns the seconds of the updates, which move `nbytes` bytes, in proportion to Adam's rate and bytes. If the plan
--- splits the updates, the longer of host and device, which work at the same time.
+-- splits the updates, returns the longer of the host's and the device's time, since they work at the same time.
 local function of_updates(there, result, nbytes)
   local e = there.table.efficiency.memory
   local own = nbytes / ADAM_NBYTES
@@ -55,17 +57,19 @@ local function of_updates(there, result, nbytes)
   return { math.max(device[1], host[1]), math.max(device[2], host[2]) }
 end
 
--- Products of P seconds whose rows are exchanged in X seconds, in n pieces. The products of a piece begin after it has
--- arrived (or the piece is sent after they have ended). This is a pipeline of two stages with n steps of P / n and n
--- of X / n: the first piece passes both, X / n + P / n, and each further one takes the longer of the two. Together
--- that is max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait, which shortens this.)
+-- Returns the time of products of P seconds whose rows are exchanged in X seconds, in n pieces. The products of a piece
+-- begin after it has arrived (or the piece is sent after they have ended). This is a pipeline of two stages with n
+-- steps of P / n and n steps of X / n: the first piece passes both stages in X / n + P / n, and each further piece
+-- takes the longer of the two. The total is max(P, X) + min(P, X) / n. (A rank's own rows, a share of P, need not wait,
+-- which shortens the total.)
 local function beside(P, X, n)
   local out = {}
   for i = 1, 2 do out[i] = math.max(P[i], X[i]) + math.min(P[i], X[i]) / n end
   return out
 end
 
--- Returns the speed between ranks: that of the network if they are on several machines, or nil if the table lacks it.
+-- Returns the speed between ranks, which is that of the network if they are on several machines. Returns nil if the
+-- table lacks it.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge
@@ -78,8 +82,8 @@ local function apart(result, axis, here)
   return tp * dp * (axis == "dp" and 1 or stages) > here
 end
 
--- Returns the seconds of a rank's ops, with its messages to ranks that share its layers; operations; seconds of its
--- updates. `run` is its ops, axes and pieces. Returns nil if the table lacks a speed.
+-- Returns the seconds of a rank's ops, including its messages to ranks that share its layers; the number of operations;
+-- and the seconds of its updates. `run` has the rank's ops, axes and pieces. Returns nil if the table lacks a speed.
 local function of_rank(there, result, run, here)
   local t, pieces = there.table, run.pieces
   local ops, flops, rows, updates = of_ops(t, result, run.ops, pieces)
@@ -92,8 +96,8 @@ local function of_rank(there, result, run, here)
   return ops, flops, of_updates(there, result, updates)
 end
 
--- Returns the compute of a pipeline: {least, most} seconds of the simulated step, with the messages within layers and
--- the stages' updates, and the bubbles.
+-- Returns the compute of a pipeline: {least, most} seconds of the simulated step, including the messages within layers
+-- and the stages' updates, and the bubbles.
 local function of_stages(there, result, here)
   local t, cut, least, most, flops, updates = there.table, result.cut, {}, {}, 0, ZERO
   for _, run in ipairs(result.runs) do
@@ -118,10 +122,10 @@ local function compute_of(there, result, here)
   return add(ops, updates), flops
 end
 
---- Returns the seconds of a step of a result, as ranges; nil if the table lacks a speed of its device.
+--- Returns the times of a result's step in seconds, as ranges. Returns nil if the table lacks a speed of its device.
 ---@param there ps.planning.Hardware
 ---@param result ps.planning.Result
----@param here integer ranks on one machine
+---@param here integer number of ranks on one machine
 ---@return {compute: number[], transfer: number[], communication: number[], step: number[], bubble?: number[], flops:
 ---  number, lines: string[]}?
 function seconds.of(there, result, here)

@@ -7,28 +7,30 @@ local outside = require "ps.planning.outside"
 
 local trial = {}
 
-local AT_ONCE = 4                          -- dry runs at the same time
+local AT_ONCE = 4                          -- number of dry runs at the same time
 
 ---@class ps.planning.Request
----@field script string path
----@field args string[] of the script
----@field machine {host_nbytes: integer, device_nbytes: integer} 0: this machine's; no GPU
+---@field script string path of the script
+---@field args string[] arguments of the script
+---@field machine {host_nbytes: integer, device_nbytes: integer} bytes of its memory, where a host_nbytes of 0 means
+---  this machine's, and a device_nbytes of 0 means no GPU
 ---@field rates? table speeds of the machine (ps.Rates), by KEYS
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
----@field rank? integer this rank of `ranks`, the others being simulated; nil: one process
+---@field rank? integer index of this rank among `ranks`, of which the others are simulated; nil for one process
 ---@field ranks? integer
 ---@field alone? string the option that plans one process instead
----@field kinds? integer[] the ranks to run, one after the other; nil: those that represent all (trial.run)
+---@field kinds? integer[] the ranks to run, one after the other, or nil for ranks that represent all others (trial.run)
 ---@field ranks_a_machine? integer
----@field recompute? boolean true: backward recomputes the model's blocks
----@field disk? boolean true: there is a disk tier, with room for all
+---@field recompute? boolean whether backward recomputes the model's blocks
+---@field disk? boolean whether there is a disk tier, which has room for everything
 ---@field rows? integer rows of each micro-batch, instead of the script's
 ---@field blocks? integer elements of the model's longest list of modules, instead of the script's
----@field seeks_owner? boolean a pipeline's run ends before its first step if another rank along dp owns more
+---@field seeks_owner? boolean whether a pipeline's run ends before its first step if another rank along dp owns more
+---  parameters
 ---@field known? table facts from a run of another rank of the same mesh (planning/known.lua)
----@field pages? ps.planning.Pages[] pages of files of this process (planning/pages.lua): the run performs its matrix
----  products, to find the bytes that a process keeps of them (`kept`)
----@field quiet? boolean discard the engine's notes
+---@field pages? ps.planning.Pages[] pages of files of this process (planning/pages.lua). If it is set, the run performs
+---  matrix products to measure the bytes that a process keeps for them (`kept`)
+---@field quiet? boolean whether to discard the engine's notes
 
 ---@class ps.planning.Result
 ---@field fits boolean
@@ -36,48 +38,48 @@ local AT_ONCE = 4                          -- dry runs at the same time
 ---@field tiers? {name: string, budget: number, peak: number, other: number, when: string}[]
 ---@field links? {upper: string, lower: string, up: number, down: number}[] bytes per step, once steps repeat
 ---@field parameters? number
----@field model_parameters? number of all stages together, if the model is cut
----@field state_bytes? number of all chunks
+---@field model_parameters? number parameters of all stages together, if the model is cut
+---@field state_bytes? number bytes of all chunks
 ---@field chunk_size? number elements
----@field budgets? table<string, number> after a failed run: bytes by tier
+---@field budgets? table<string, number> after a failed run: budgets in bytes by tier
 ---@field rows? number rows of a micro-batch
 ---@field blocks? number
 ---@field ops? {name: string, flops: number, bytes: number}[] costs of the step's ops
 ---@field rss? number peak bytes of the dry run's process
----@field kept? number other bytes of a process of the run, without these and its tiers, or nil if it is unknown
+---@field kept? number bytes of a process of the run in addition to `rss` and its tiers, or nil if they are unknown
 ---@field kept_s? number seconds in which `kept` was measured
----@field plain? table<string, number> without an engine: peak bytes by device
----@field owned? number[] by rank along dp: parameters that it owns; nil if ranks share nothing
----@field owner? integer the rank along dp, from 0, that owns most
----@field ended? boolean the run ended before its first step (seeks_owner)
+---@field plain? table<string, number> peak bytes by device, for a run without an engine
+---@field owned? number[] number of parameters that each rank along dp owns, or nil if ranks share none
+---@field owner? integer index along dp, from 0, of the rank that owns most parameters
+---@field ended? boolean whether the run ended before its first step (seeks_owner)
 ---@field cut? ps.planning.Pipeline the cut of the model into stages
 ---@field axes? {dp?: number, pp?: number, tp?: number} bytes that a rank sends in a step along each axis; with several
----  ranks, the most
----@field pieces? {count: integer, nbytes: number} of the bytes along tp, those of rows that are exchanged during
----  products; and the number of pieces
+---  ranks, the largest value
+---@field pieces? {count: integer, nbytes: number} nbytes: bytes along tp that belong to rows exchanged during products.
+---  count: number of pieces
 ---@field tp? integer number of ranks that share the same layers
 ---@field known? table facts that hold for all ranks of the mesh (planning/known.lua)
 ---@field kinds? integer[] the ranks that were run
----@field runs? ps.planning.Run[] the result of each of them
----@field notes? string[] differences of a real run
+---@field runs? ps.planning.Run[] the results of these ranks
+---@field notes? string[] differences from a real run
 
 ---@class ps.planning.Pipeline
 ---@field stages integer
 ---@field stage integer stage of the rank that was run, from 0
 ---@field schedule string
----@field virtual_stages integer per stage
+---@field virtual_stages integer number of virtual stages per stage
 ---@field micro_batches integer
----@field performed? integer micro-batches that the engine's dry run performed, or nil if no dry run has ended
+---@field performed? integer number of micro-batches that the engine's dry run performed, or nil if no dry run has ended
 ---@field vstages {stage: integer, parts: integer, numel: number, forward: number, input: number, weight: number, held:
----  number, up: number, down: number}[] operations of a micro-batch, bytes that its forward keeps for backward, bytes
----  that are sent to the next virtual stage, and bytes of gradients that are sent back
----@field sent number bytes that this stage sends to others in a step
+---  number, up: number, down: number}[] forward, input, weight: operations of a micro-batch. held: bytes that its
+---  forward keeps for backward. up: bytes sent to the next virtual stage. down: bytes of gradients sent back
+---@field sent number bytes that this stage sends to other stages in a step
 
 ---@class ps.planning.Run
 ---@field rank integer
 ---@field stage? integer pipeline stage, from 0
 ---@field kind? "first"|"middle"|"before last"|"last"
----@field stands_for? integer[] the stages that need no more than this one
+---@field stands_for? integer[] the stages that need at most as much memory as this stage
 ---@field tiers table[]
 ---@field links table[]
 ---@field axes table<string, number>
@@ -85,7 +87,7 @@ local AT_ONCE = 4                          -- dry runs at the same time
 ---@field parameters number
 ---@field rss number
 
---- Starts a dry run; trial.finish returns its result.
+--- Starts a dry run, whose result trial.finish returns.
 ---@param request ps.planning.Request
 ---@return table running
 function trial.begin(request)
@@ -102,7 +104,7 @@ function trial.finish(running)
   return result
 end
 
--- Returns a copy of a request with other fields.
+-- Returns a copy of a request with some fields changed.
 local function with(request, changes)
   local copy = {}
   for key, value in pairs(request) do copy[key] = value end
@@ -113,7 +115,7 @@ end
 local function of_rank(request, rank) return with(request, { rank = request.ranks and rank or nil }) end
 
 -- -- which ranks stand for all ----------------------------------------------------------------------------------------
--- Returns a text that is equal for two stages if they hold and compute the same.
+-- Returns a text that is equal for two stages if they hold the same state and compute the same operations.
 local function likeness(cut, stage)
   local parts = {}
   for _, row in ipairs(cut.vstages) do
@@ -129,8 +131,8 @@ local function kind_of(stage, stages)
   return stage == 0 and "first" or stage == stages - 1 and "last" or stage == stages - 2 and "before last" or "middle"
 end
 
--- Returns the stages to run: the first, the one before the last, the last, and, of middle stages that hold and compute
--- the same, the one with the most activations.
+-- Returns the stages to run: the first, the second to last and the last stage, and, of middle stages that are equal,
+-- the one with the most activations.
 local function stages_of(cut)
   local held, list, middle = course.held(cut), {}, {}
   for stage = 0, cut.stages - 1 do
@@ -148,8 +150,8 @@ local function stages_of(cut)
   return list
 end
 
--- Returns the ranks along dp that represent all: the first, and the first one for each number of parameters that ranks
--- own. The first rank along tp represents the others, whose parts of layers have the same sizes.
+-- Returns the ranks along dp that represent all ranks: the first rank, and the first rank for each number of owned
+-- parameters. The first rank along tp represents the other ranks along tp, whose parts of layers have the same sizes.
 local function owners(result)
   local list, seen = {}, {}
   for rank, numel in ipairs(result.owned or { 0 }) do
@@ -171,7 +173,7 @@ local function note(runs, rank, result, about)
   runs[#runs + 1] = run
 end
 
--- Merges the results of several ranks: the highest peak of each tier, the most bytes of each link and axis.
+-- Merges the results of several ranks. Keeps the highest peak of each tier, and the most bytes of each link and axis.
 local function joined(first, runs)
   local out, kept = {}, 0
   for key, value in pairs(first) do if key ~= "known" then out[key] = value end end
@@ -197,7 +199,7 @@ local function joined(first, runs)
   return out
 end
 
--- Runs ranks, a few at the same time. Returns their results by rank; those in `done` are not run again.
+-- Runs ranks, several at the same time. Returns their results by rank. Ranks in `done` are not run again.
 local function run_ranks(request, ranks, done)
   local running, first = {}, 1
   local function finish_one()
@@ -212,7 +214,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- Returns the result of several runs: that of the first that failed, else all of them merged.
+-- Returns the result of several runs, which is that of the first run that failed, or all results merged.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -222,8 +224,9 @@ local function one_of(ranks, done, about)
   return joined(done[ranks[1]], runs)
 end
 
--- Returns the ranks of a pipeline that represent all. The rank that owns the most of a stage is known once one rank has
--- laid the stage out. Until then the rank that owns the most of the first stage is used.
+-- Returns the result of the ranks of a pipeline that represent all ranks. The rank that owns the most parameters of a
+-- stage is known once one rank has laid out the stage. Until then, the rank that owns the most parameters of the first
+-- stage is used.
 local function run_stages(request, first)
   local copies, list, ranks, done = request.ranks / first.cut.stages, stages_of(first.cut), {}, {}
   if not first.ended then done[0] = first end
@@ -241,9 +244,9 @@ local function run_stages(request, first)
   return result
 end
 
---- Runs a script dry. With `ranks`, runs each rank that represents others, and all must fit: the first one for each
---- number of parameters that ranks own; in a pipeline the first stage, the one before the last, the last, and, of equal
---- middle stages, the one with the most activations. `kinds` of the request overrides this choice.
+--- Performs a dry run of a script. With `ranks`, runs each rank that represents others, and all of them must fit. These
+--- are the first rank for each number of owned parameters, and in a pipeline the first, the second to last and the last
+--- stage, and, of equal middle stages, the one with the most activations. `kinds` of the request overrides this choice.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)
@@ -255,7 +258,7 @@ function trial.run(request)
   return one_of(ranks, run_ranks(request, ranks, { [0] = first }))
 end
 
---- Returns whether a run failed for lack of memory: then other budgets, rows or blocks may work.
+--- Returns whether a run failed for lack of memory, so that other budgets, rows or blocks may work.
 ---@param result ps.planning.Result
 ---@return boolean
 function trial.is_short(result)

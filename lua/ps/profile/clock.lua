@@ -12,11 +12,11 @@ local C = native.C
 
 local clock = {}
 
-local TRIPS = 16               -- the first one waits for the ranks before this one; the shortest is used
+local TRIPS = 16  -- number of round trips; the first one waits for the previous ranks, and the shortest is used
 local SECOND = 1000000000LL
 
--- Returns a time as a tensor [2] of whole seconds and nanoseconds, since fp64 does not hold all its nanoseconds
--- exactly.
+-- Returns a time as a tensor [2] of whole seconds and nanoseconds, since fp64 cannot represent all nanoseconds of a
+-- time exactly.
 local function told(ns)
   return create.tensor({ tonumber(ns / SECOND), tonumber(ns % SECOND) }, { dtype = "fp64", device = "cpu" })
 end
@@ -47,7 +47,7 @@ local function ask(group)
   return offset, (shortest + 1) / 2
 end
 
--- Returns the earliest of all ranks' times on rank 0's clock; nil if no rank has one.
+-- Returns the earliest of all ranks' times on rank 0's clock, or nil if no rank has a time.
 local function least(group, ns)
   local origin = group:broadcast(told(C.ps_record_clock()), 0)
   local zero = time_of(origin)
@@ -59,10 +59,10 @@ end
 
 --- Aligns this rank's clock with that of rank 0. All ranks must call it.
 ---@param group ps.Group
----@param first? ffi.cdata* int64_t, nanoseconds: this rank's first event, by its own clock, or nil if it has none
----@return ffi.cdata* offset int64_t, nanoseconds to add to this rank's clock
----@return ffi.cdata* wrong int64_t, nanoseconds: the largest error of the offset
----@return ffi.cdata* zero int64_t, nanoseconds by rank 0's clock: the first event of all ranks, or 0
+---@param first? ffi.cdata* int64_t with this rank's first event in nanoseconds of its own clock, or nil if it has none
+---@return ffi.cdata* offset int64_t with the nanoseconds to add to this rank's clock
+---@return ffi.cdata* wrong int64_t with the largest error of the offset in nanoseconds
+---@return ffi.cdata* zero int64_t with the first event of all ranks in nanoseconds of rank 0's clock, or 0
 function clock.align(group, first)
   return scope.no_grad(scope.scope, function()
     local offset, wrong = (group:rank() == 0 and tell or ask)(group)

@@ -10,16 +10,17 @@ local ffi, C = native.ffi, native.C
 local comm = {}
 
 ---@class ps.comm.Row
----@field op string the call, with the axis of its group: "all_reduce of tp"
----@field bytes number of the whole tensor of each call
----@field ranks integer of the group
+---@field op string the call with the axis of its group, such as "all_reduce of tp"
+---@field bytes number bytes of the whole tensor of each call
+---@field ranks integer number of ranks of the group
 ---@field count integer
----@field seconds number of all calls, each from its start on this rank, so with the wait for other ranks
+---@field seconds number total of all calls, each from its start on this rank, so that waits for other ranks are
+---  included
 ---@field algbw number bytes per second: bytes divided by seconds
 ---@field busbw number bytes per second over each link, as in NCCL's tests: algbw times 2 (n - 1) / n for an all-reduce
 ---  of n ranks, (n - 1) / n for a gather or a reduce-scatter, else algbw
 
--- Returns the numbers of the record's calls by name.
+-- Returns the indices of the recorded calls, by name.
 local function numbers()
   local list, number = {}, 0
   while C.ps_record_call_name(number) ~= nil do
@@ -30,7 +31,7 @@ end
 
 --- Begins to count the calls that a configuration's comms_logger selects.
 ---@param settings ps.config.CommsLogger
----@param prints boolean print each call when it ends, if the settings enable that
+---@param prints boolean whether to print each call when it ends, if the settings enable this
 function comm.begin(settings, prints)
   local set, number = 0, numbers()
   for _, call in pairs(number) do set = settings.prof_all and bit.bor(set, bit.lshift(1, call)) or set end
@@ -40,7 +41,7 @@ function comm.begin(settings, prints)
   C.ps_calls_count(set, settings.verbose and prints and 1 or 0)
 end
 
---- Stops counting. The sums stay until comm.begin.
+--- Stops counting. The sums are kept until comm.begin.
 function comm.stop() C.ps_calls_count(0, 0) end
 
 local function gbps(bytes_a_second) return ("%.2f"):format(bytes_a_second * 8e-9) end
@@ -59,8 +60,8 @@ function Summary.__tostring(rows)
     { title = "busbw (Gbps)" } }, lines), "\n")
 end
 
---- Returns the time of calls between ranks so far, by call and size, for the calls that comms_logger of the
---- configuration counts. Each rank has its own sums.
+--- Returns the time spent in calls between ranks so far, by call and size, for the calls that comms_logger in the
+--- configuration selects. Each rank has its own sums.
 ---@return ps.comm.Row[] rows that print as DeepSpeed's table
 function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"
@@ -79,7 +80,7 @@ function comm.log_rows()
   return setmetatable(rows, Summary)
 end
 
---- Returns the rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table; other ranks need not call it.
+--- Returns the rows of ps.comms_logger.log_rows. Rank 0 prints them as DeepSpeed's table. Other ranks need not call it.
 ---@return ps.comm.Row[] rows that print as the table
 function comm.log_summary()
   local rows = comm.log_rows()

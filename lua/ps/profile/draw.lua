@@ -10,8 +10,8 @@ local BANDS = { { "forward", "#2ca02c" }, { "backward", "#1f77b4" }, { "adam", "
 local ORDER = { device = 1, host = 2, disk = 3 }
 local TIERS = { device = "#e9616c", host = "#3385fe", disk = "#e6ab02" }      -- PatrickStar's red and blue
 
--- Returns a text for gnuplot's script. A name from an untrusted file must not end its line, since the rest would be a
--- command.
+-- Returns a text quoted for gnuplot's script. A name from an untrusted file must not contain a line break, since the
+-- next line would be a command.
 local function quote(text)
   if text:find "%c" then
     error(("gnuplot cannot draw the name '%s', which has control characters"):format((text:gsub("%c", "?"))), 0)
@@ -24,7 +24,7 @@ local function gnuplot(path, lines, height)
   if os.execute("command -v gnuplot >/dev/null 2>&1") ~= 0 then
     error("gnuplot is not installed (Debian's gnuplot-nox); --html does not need it", 0)
   end
-  local f, why = io.open(path, "wb")                       -- gnuplot's own message would not state the reason
+  local f, why = io.open(path, "wb")  -- needed because gnuplot's own message would not state the reason
   if not f then error(("cannot write %s"):format(why), 0) end
   f:close()
   local svg = path:match "%.svg$"
@@ -49,7 +49,7 @@ local function gnuplot(path, lines, height)
   end
 end
 
--- Returns a named block of data.
+-- Adds a named block of data to a script.
 local function block(lines, name, rows)
   lines[#lines + 1] = ("$%s << EOD"):format(name)
   for _, row in ipairs(rows) do lines[#lines + 1] = row end
@@ -62,7 +62,8 @@ local function title_of(self, what)
     self.ranks > 1 and (", rank %d of %d"):format(self.rank, self.ranks) or "")
 end
 
---- Draws the memory of a tier over time: total, chunks and the rest, over bands of forward, backward and Adam.
+--- Draws the memory of a tier over time: the total, chunks, and everything else, over bands of forward, backward and
+--- Adam.
 ---@param self ps.Profile
 ---@param tier ps.profile.Tier
 ---@param path string ends in .svg or .png
@@ -90,7 +91,7 @@ function draw.memory(self, tier, path)
       tier.other[i] / MIB)
   end
   local n = #rows
-  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- draw the last values up to the end
+  rows[n + 1] = ("%.6f %s"):format(ms(self.finish), rows[n]:match " (.*)$")        -- extend the last values to the end
   block(lines, "memory", rows)
   for column, name in ipairs { "total", "chunks", "other" } do
     plots[#plots + 1] = ("$memory using 1:%d with steps lw 2 lc rgb '%s' title '%s'"):format(column + 1,
@@ -112,7 +113,8 @@ function draw.memory(self, tier, path)
   gnuplot(path, lines, 600)
 end
 
---- Draws the place of each chunk over time: a row per chunk, by kind from the bottom up, coloured by its fastest tier.
+--- Draws the tier of each chunk over time. Each chunk has a row, by kind from the bottom up, coloured by its fastest
+--- tier.
 ---@param self ps.Profile
 ---@param path string ends in .svg or .png
 function draw.access(self, path)

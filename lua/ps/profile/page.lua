@@ -5,7 +5,7 @@ local paths = require "ps.paths"
 
 local page = {}
 
--- JSON of a list; `each` writes its values. cjson would write an empty list as an object.
+-- Returns the JSON of a list, whose values `each` writes. cjson would write an empty list as an object.
 local function list(values, each)
   local parts = {}
   for i, value in ipairs(values) do parts[i] = each(value) end
@@ -14,7 +14,7 @@ end
 
 local function number(value) return ("%.14g"):format(value) end
 
--- JSON of an object from names and JSON texts, alternating.
+-- Returns the JSON of an object. The arguments are names and JSON texts, alternating.
 local function object(...)
   local parts, given = {}, { ... }
   for i = 1, #given, 2 do parts[#parts + 1] = ('"%s":%s'):format(given[i], given[i + 1]) end
@@ -45,7 +45,7 @@ local function data_of(self, tier)
     end))
 end
 
---- Writes the page. It opens with the tier of this name, or with the first.
+--- Writes the page. It initially shows the tier with this name, or the first tier.
 ---@param self ps.Profile
 ---@param path string
 ---@param tier? string

@@ -12,11 +12,11 @@ local ffi, C = native.ffi, native.C
 
 local profiler = {}
 
-local EVENTS = 2 ^ 18           -- events of 64 bytes each; a step of a small GPT-2 has a few thousand
+local EVENTS = 2 ^ 18           -- number of events of 64 bytes each; a step of a small GPT-2 has a few thousand
 
---- Begins to record; can be called before ps.initialize. An earlier record is discarded.
----@param options? { events?: integer } events: capacity of the record, at 64 bytes each (default 262144); later events
----  overwrite the oldest
+--- Begins to record. It can be called before ps.initialize. An earlier record is discarded.
+---@param options? { events?: integer } events: capacity of the record, at 64 bytes per event (default 262144); if it is
+---  full, new events overwrite the oldest
 function profiler.start(options)
   options = caller.options(options, "ps.profiler.start", { events = "whole" })
   local events = tonumber(options.events or EVENTS)
@@ -27,8 +27,8 @@ function profiler.start(options)
 end
 
 --- Stops recording and keeps the record.
----@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] all calls of each op since
----  the start, including those whose events were overwritten; largest time first
+---@return { name: string, calls: integer, seconds: number, flops: number, bytes: number }[] sums over all calls of each
+---  op since the start, including calls whose events were overwritten, sorted by time, longest first
 function profiler.stop()
   C.ps_record_settle(native.ctx)
   C.ps_record_stop()
@@ -44,14 +44,14 @@ function profiler.stop()
   table.sort(rows, function(a, b) return a.seconds > b.seconds end)
   return rows
 end
-profiler["end"] = profiler.stop                              -- PatrickStar's name, a reserved word in Lua
+profiler["end"] = profiler.stop                              -- PatrickStar's name, which is a reserved word in Lua
 
 --- Writes the record as a file in Chrome's trace format, which Perfetto opens (docs/profiling.md). With several ranks,
 --- each rank that calls it writes its own file, with the rank in its name: profile.rank1.json. The other ranks need not
 --- call it, unless `align` is set.
 ---@param path string
----@param options? { align?: boolean } align: all ranks call it, and times in all files are by rank 0's clock; default:
----  by the machine's clock, which differs between machines
+---@param options? { align?: boolean } align: all ranks must call it, and times in all files are by rank 0's clock
+---  (default: by the machine's clock, which differs between machines)
 ---@return string path the file that this rank wrote
 function profiler.save(path, options)
   if type(path) ~= "string" then error("ps.profiler.save takes the name of a file, not a " .. type(path)) end
@@ -67,10 +67,11 @@ function profiler.save(path, options)
 end
 
 ---@class ps.profiler.Limits
----@field flops number|table<string, number> operations per second that a device reaches in products; or by their type
+---@field flops number|table<string, number> operations per second that a device reaches in products, in total or by
+---  dtype
 ---@field bytes number bytes per second that it reads and writes
 
--- Returns the limits that a script passed, with types by the names in profiles.
+-- Returns the limits that a script passed, with the dtype names that profiles use.
 local function given(limits)
   local function above_0(x) return type(x) == "number" and x > 0 end
   local flops, ok = limits.flops, above_0(limits.bytes)
@@ -87,8 +88,8 @@ local function given(limits)
   return { flops = flops, bytes = limits.bytes }
 end
 
--- Returns the limits of the device of a profile's products, or of `device`. nil and the reason, if they cannot be
--- measured and were not requested explicitly.
+-- Returns the limits of the device of a profile's products, or of `device`. Returns nil and the reason if they cannot
+-- be measured and were not requested explicitly.
 local function measured(profile, device, asked)
   local products = report.products(profile)
   asked = asked or device ~= nil
@@ -104,12 +105,13 @@ local OPTIONS = { by = "string", file = "string", against = "string", limits = "
   quiet = "boolean" }
 
 --- Sums the record by op or by module, per step: time, operations and bytes per second, the share of the machine's
---- limit, waits, idle time. Prints a table. A running record is stopped.
+--- limit, waits and idle time. Prints a table. A running record is stopped.
 ---@param options? { by?: "op"|"module", file?: string, against?: string, limits?: ps.profiler.Limits|boolean, device?:
----  string, quiet?: boolean } by: default "op"; file: a saved profile, instead of the record; against: a saved profile
----  for comparison; limits: per second, flops also by type, `flops = { fp32 = 1e11, bf16 = 1e12 }`; true: measured now
----  for each type of product in the profile, on `device` (default the profile's), which needs 140 MiB; absent: measured
----  if there is memory, or false if there is none; quiet: prints nothing
+---  string, quiet?: boolean } by (default "op"). file: a saved profile, instead of the record. against: a saved profile
+---  for comparison. limits: the machine's limits per second, with flops in total or by dtype, `flops = { fp32 = 1e11,
+---  bf16 = 1e12 }`; true measures them now for each dtype of products in the profile, on `device` (default: the
+---  profile's device), which needs 140 MiB; false uses none; by default they are measured if there is memory. quiet:
+---  prints nothing
 ---@return ps.profiler.Row[] rows that print as the table
 function profiler.report(options)
   options = caller.options(options, "ps.profiler.report", OPTIONS)

@@ -12,7 +12,7 @@ local read = {}
 ---@field path string
 ---@field rank integer
 ---@field ranks integer
----@field dropped integer older events that were overwritten
+---@field dropped integer number of older events that were overwritten
 ---@field begin number time of the first event
 ---@field finish number time at which the last event ends
 ---@field tiers ps.profile.Tier[] tiers with events, fastest first
@@ -21,22 +21,22 @@ local read = {}
 ---@field chunks ps.profile.Chunk[] by kind, then by index
 
 ---@class ps.profile.Tier
----@field name string "device", "host" or "disk"; without chunks the name of a device
----@field budget integer bytes, or 0 if there is no limit
----@field times number[] of changes
----@field held integer[] bytes of chunks from each of these times on
----@field other integer[] bytes of everything else
+---@field name string "device", "host" or "disk"; without chunks, the name of a device
+---@field budget integer limit in bytes, or 0 if there is no limit
+---@field times number[] times of changes
+---@field held integer[] bytes of chunks from each of `times` on
+---@field other integer[] bytes of everything else from each of `times` on
 
 ---@class ps.profile.Chunk
 ---@field id integer
----@field kind string "gone": unknown, as in files of earlier versions for chunks that no longer existed
----@field index integer for a chunk that no longer existed its id
----@field gone boolean it no longer existed when the profile was saved
+---@field kind string kind of the chunk, or "gone" if it is unknown, as in files of earlier versions for chunks that no
+---  longer existed
+---@field index integer index of the chunk, or its id if it no longer existed
+---@field gone boolean whether it no longer existed when the profile was saved
 ---@field nbytes integer
 ---@field tensors string[]
----@field times number[] of changes
----@field on (string|false)[] from each of these times on, the fastest tier on which it has memory, or false if there is
----  none
+---@field times number[] times of changes
+---@field on (string|false)[] the fastest tier on which it has memory from each of `times` on, or false if there is none
 
 -- Returns PatrickStar's order of sections, from the bottom up: FP16_PARAM, FP32_PARAM, VARIANCE, MOMENTUM.
 local function kinds_in_order()
@@ -50,7 +50,8 @@ local BANDS = { forward = "forward", backward = "backward", input = "backward", 
 local rank_of_kind = {}
 for i, kind in ipairs(kinds_in_order()) do rank_of_kind[kind] = i end
 
--- Returns the file's JSON. An error says whether it is not JSON, is cut off, or was written by another program.
+-- Returns the JSON in the file. The error says whether the file is not JSON, is truncated, or was written by another
+-- program.
 local function decoded(path)
   local f, why = io.open(path, "rb")
   local text = f and f:read "*a"
@@ -59,8 +60,8 @@ local function decoded(path)
   local ok, all = pcall(json.decode, text)
   if not ok then
     local what = tostring(all):match "^[^\n]*"
-    -- In a truncated file the parser reports the file's end, or the truncated word or escape, a few characters before
-    -- it.
+    -- In a truncated file, the parser reports the end of the file, or the truncated word or escape, which is a few
+    -- characters before the end.
     local at_end = #text - (tonumber(what:match "character (%d+)") or 0) < 8 or what:find("end of string", 1, true)
     local cut = text == "" or text:find "^%s*{" and at_end
     error(("%s is not a profile: %s (%s)"):format(path, cut and "it is cut off after " .. #text .. " bytes"
@@ -76,7 +77,7 @@ local function decoded(path)
   return all
 end
 
--- Checks values. The errors name the file and the place.
+-- Returns functions that check values. Their errors name the file and the location.
 local function checks(path)
   local function fail(what, value, wanted)
     error(("%s is damaged: %s is %s, not %s"):format(path, what, type(value) == "table" and "a table"
@@ -116,7 +117,7 @@ local function sort(chunks)
   end)
 end
 
--- Returns the chunks that had memory at any time.
+-- Returns the chunks that had memory at some time.
 local function somewhere(chunks)
   local list = {}
   for _, chunk in ipairs(chunks) do
@@ -144,7 +145,7 @@ local function chunks_of(head, check)
   return list, by_id
 end
 
--- Returns the tiers that the head lists, in its order, then those that only events name.
+-- Returns the tiers that the head lists, in its order, followed by tiers that occur only in events.
 local function tier_finder(head, check)
   local list, by_name = {}, {}
   local function find(name)
@@ -173,7 +174,7 @@ local function steps_of(head, check)
   return list
 end
 
--- Functions that add an event, by category: fn(event, args, what, ts).
+-- Returns functions that add an event, by category: fn(event, args, what, ts).
 local function takers(self, find_tier, by_id, check)
   local take = {}
   function take.memory(event, args, what, ts)
@@ -182,7 +183,7 @@ local function takers(self, find_tier, by_id, check)
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
     local n = #tier.times
-    if tier.times[n] ~= ts then n = n + 1 end                -- of changes at the same time the last one counts
+    if tier.times[n] ~= ts then n = n + 1 end  -- of several changes at the same time, the last one is kept
     tier.times[n], tier.held[n], tier.other[n] = ts, held, other
   end
   function take.action(event, _, what, ts)
@@ -213,7 +214,7 @@ local function takers(self, find_tier, by_id, check)
   return take
 end
 
---- Reads a profile. It is an error if it is not a profile, is cut off or damaged, or has another version.
+--- Reads a profile. Raises an error if the file is not a profile, is truncated or damaged, or has another version.
 ---@param path string
 ---@return ps.Profile
 function read.file(path)
@@ -250,7 +251,8 @@ function read.file(path)
   return self
 end
 
--- Cuts `times` and its parallel lists off before `begin`. The values at that time become those of `begin`.
+-- Removes the entries before `begin` from `times` and its parallel lists. The values at that time become the values at
+-- `begin`.
 local function drop_before(times, begin, ...)
   local first = 0
   while times[first + 1] and times[first + 1] <= begin do first = first + 1 end
@@ -262,7 +264,7 @@ local function drop_before(times, begin, ...)
   times[1] = begin
 end
 
---- Drops the first steps, which have no plan, and everything before them. It is an error if no step has a plan.
+--- Drops the first steps, which have no plan, and everything before them. Raises an error if no step has a plan.
 ---@param self ps.Profile
 function read.drop_warmup(self)
   local last
@@ -286,8 +288,8 @@ function read.drop_warmup(self)
   self.steps, self.bands = steps, bands
 end
 
---- Returns the tier by PatrickStar's name GPU, CPU or DISK; without a name the fastest. It is an error if the profile
---- lacks it.
+--- Returns the tier with PatrickStar's name GPU, CPU or DISK, or the fastest tier if no name is given. Raises an error
+--- if the profile lacks the tier.
 ---@param self ps.Profile
 ---@param name? string
 ---@return ps.profile.Tier

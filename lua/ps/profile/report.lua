@@ -6,19 +6,19 @@ local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local error = caller.error
 
-local report = { OUTSIDE = "(no module)" }   -- OUTSIDE: the row of ops outside modules
+local report = { OUTSIDE = "(no module)" }   -- OUTSIDE is the name of the row for ops outside modules
 
 local VERSION = 1
-local UNKNOWN = "?"            -- the type of a product in a file that does not name it
+local UNKNOWN = "?"            -- dtype of a product in a file that does not name it
 local LEAST = 0.001            -- smallest share of the time for which an op has its own row
 
--- The fields that reports sum, by the category of their events.
+-- fields that reports sum, by the category of their events
 local FIELDS = { op = { "flops", "bytes", "step" }, wait = { "step" }, module = { "step" } }
 
--- Optional args that must be texts.
+-- optional args that must be texts
 local TEXTS = { "dtype", "device", "module", "path" }
 
--- Refuses a file whose events or steps do not conform to docs/profiling.md.
+-- Raises an error if the events or steps of a file do not conform to docs/profiling.md.
 local function check_fields(path, profile)
   local function numbers(t, what, names)
     if type(t) ~= "table" then error(("%s is damaged: %s is not an object"):format(path, what)) end
@@ -72,19 +72,20 @@ end
 ---@class ps.profiler.Row
 ---@field name string the op, or the module's path
 ---@field calls number ops per step
----@field seconds number of its ops, per step; for a module including the modules in it
----@field forward number seconds of them in forward
----@field backward number seconds of them in backward
+---@field seconds number of its ops, per step; for a module, including the modules in it
+---@field forward number seconds of its ops in forward
+---@field backward number seconds of its ops in backward
 ---@field flops number operations per step
 ---@field bytes number bytes per step
----@field waits number seconds per step in which it waited for copies, collectives and messages
+---@field waits number seconds per step of waits for copies, collectives and messages
 ---@field idle? number seconds per step of a module's forward that were neither ops nor waits; nil if ops overlapped the
 ---  script, as on a GPU
----@field limit? number the smallest share of `seconds` that the machine could need, or nil if a type's limit is unknown
+---@field limit? number smallest share of `seconds` that the machine could need, or nil if the limit of a dtype is
+---  unknown
 ---@field before? number seconds in the other profile
 
--- Returns the paths of a module and of all modules around it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the outermost
--- module).
+-- Returns the paths of a module and of all modules that contain it: "h.0.attn" -> "h.0.attn", "h.0", "h", "" (the
+-- outermost module).
 local function around(path)
   local list = { path }
   while path ~= "" do
@@ -105,7 +106,8 @@ local function row_of(rows, name)
   return row
 end
 
--- Returns the seconds within steps, of ops and of waits there. If there are no steps, of everything.
+-- Returns the total seconds of steps, and of ops and waits within steps. If there are no steps, returns those of all
+-- events.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }
@@ -139,7 +141,8 @@ local function add(row, e, n)
   if phase == "backward" or phase == "input" or phase == "weight" then row.backward = row.backward + seconds end
 end
 
--- Returns the rows of a profile, per step, largest time first (modules: in the order of the model).
+-- Returns the rows of a profile, per step, sorted by time, longest first. Rows of modules are in the order of the
+-- model.
 local function rows_of(profile, by, n)
   local rows, stepped, order = {}, #profile.psluajit.steps > 0, {}
   for _, e in ipairs(profile.traceEvents) do
@@ -181,7 +184,7 @@ end
 
 local function number(x, format) return x and x > 0 and (format or "%.3f"):format(x) or "-" end
 
--- Returns the shortest time of a row's products in seconds; nil if the rate of a type is unknown.
+-- Returns the shortest possible time of a row's products in seconds, or nil if the rate of a dtype is unknown.
 local function product_seconds(row, flops)
   if type(flops) == "number" then return row.flops / flops end
   local sum = 0
@@ -192,7 +195,7 @@ local function product_seconds(row, flops)
   return sum
 end
 
--- "300.0 GFLOP/s in products", or the same by type.
+-- Returns the rates as text: "300.0 GFLOP/s in products", or the rates by dtype.
 local function rates_text(flops)
   if type(flops) == "number" then return ("%.1f GFLOP/s in products"):format(flops * 1e-9) end
   local list = {}
@@ -263,7 +266,7 @@ local Report = { __tostring = show }
 ---@return string
 function report.summary(rows) return summary(rows) end
 
---- Returns the types of a profile's products, and the device that computed most of them.
+--- Returns the dtypes of a profile's products, and the device that computed most of the products.
 ---@param profile table
 ---@return { dtypes: string[], device: string? }
 function report.products(profile)
@@ -289,8 +292,8 @@ end
 ---@param by "op"|"module"
 ---@param limits? ps.profiler.Limits peak rates of the machine
 ---@param against? table another profile
----@return ps.profiler.Row[] rows; with wall, ops, waits and idle (seconds per step), flops per step, steps, dropped,
----  events
+---@return ps.profiler.Row[] rows; the list also has the fields wall, ops, waits and idle (seconds per step), flops (per
+---  step), steps, dropped and events
 function report.of(profile, by, limits, against)
   local sum = totals(profile)
   local n = sum.steps

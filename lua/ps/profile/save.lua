@@ -10,7 +10,7 @@ local chunks = require "ps.memory.chunks"
 local ffi, C = native.ffi, native.C
 
 local VERSION = 1
--- Streams: work that overlaps the script has its own tracks, as many as the largest number of simultaneous events.
+-- The streams. Work that overlaps the script has its own tracks, as many as the largest number of simultaneous events.
 local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives",
   "kernels" }
 local TRACKS = 1000            -- distance between the first track numbers of two streams
@@ -19,7 +19,7 @@ local function text(value)
   return '"' .. value:gsub('[%c"\\]', function(c) return ("\\u%04x"):format(c:byte()) end) .. '"'
 end
 
--- Returns the number of the stream (from 0) of an event with a duration.
+-- Returns the index, from 0, of the stream of an event with a duration.
 local function stream_of(e)
   if e.kind == C.PS_REC_COPY then return 1 + e.name end
   if e.kind == C.PS_REC_DISK then return 3 + e.name end
@@ -41,7 +41,7 @@ end
 
 function Writer:tier(t) return self.tiers[t + 1] and self.tiers[t + 1].name or "tier " .. t end
 
--- Returns the argument `module` of an event; empty outside modules, and if the module was collected.
+-- Returns the argument `module` of an event, which is empty outside modules and if the module was collected.
 function Writer:in_module(e)
   local module = self.modules[e.module]
   return module and ',"module":' .. text(module.path) or ""
@@ -49,7 +49,7 @@ end
 
 local function device_of(e) return text(native.device_name[e.from] or tostring(e.from)) end
 
--- Name and further arguments of an event, as JSON text.
+-- functions that return the name and further arguments of an event as JSON text, by the event's kind
 local TELLS = {
   [C.PS_REC_OP] = function(w, e)
     return native.op_info[e.name].name, (',"bytes":%d,"flops":%d%s,"device":%s%s'):format(tonumber(e.bytes),
@@ -94,10 +94,10 @@ local TELLS = {
 
 local function micros(ns) return ("%.3f"):format(tonumber(ns) / 1000) end
 
--- Returns a time of this rank's clock as microseconds of rank 0's.
+-- Returns a time of this rank's clock in microseconds of rank 0's clock.
 function Writer:at(ns) return micros(ns + self.offset - self.zero) end
 
--- A counter of a tier's or device's bytes. A counter has only numbers as arguments.
+-- Writes a counter of a tier's or device's bytes. A counter has only numbers as arguments.
 function Writer:counter(e)
   local tier = e.kind == C.PS_REC_TIER
   local name = tier and self:tier(e.to) or native.device_name[e.to] or tostring(e.to)
@@ -143,10 +143,10 @@ function Writer:name_tracks()
   end
 end
 
--- Returns an int64_t with all its decimal digits.
+-- Returns an int64_t as text with all its decimal digits.
 local function whole(ns) return (tostring(ns):gsub("LL$", "")) end
 
--- Returns a list as JSON: [] if it is empty, which encode would write as an object.
+-- Returns a list as JSON. An empty list is [], which encode would write as an object.
 local function json_list(list)
   local parts = {}
   for i, value in ipairs(list) do parts[i] = encode(value) end
@@ -162,9 +162,10 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- Returns the record as the text of a file. Time 0 is the first event. For one of several ranks whose clocks are not
---- aligned it is that of the machine's clock, which the ranks of a machine share.
----@param group? ps.Group all its ranks call this, and their clocks are aligned; nil: only this rank's clock
+--- Returns the record as the text of a file. Time 0 is the first event. If there are several ranks whose clocks are not
+--- aligned, time 0 is that of the machine's clock, which the ranks of a machine share.
+---@param group? ps.Group a group whose ranks all call this and whose clocks are aligned, or nil to use only this rank's
+---  clock
 ---@return string
 return function(group)
   local list, n, order, dropped = events.read()

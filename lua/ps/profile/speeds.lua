@@ -11,7 +11,7 @@ local speeds = {}
 
 local TRIES = 4
 
---- Returns the shortest time of a few calls, in seconds.
+--- Returns the shortest duration of a few calls, in seconds.
 ---@param fn function
 ---@return number
 function speeds.least(fn)
@@ -24,16 +24,16 @@ function speeds.least(fn)
   return seconds
 end
 
---- Returns the speeds of a device. A type that it cannot multiply is absent.
+--- Returns the speeds of a device. dtypes that it cannot multiply are absent.
 ---@param device string
----@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: of the product's square matrices; nbytes: of
----  the copy, larger than the caches of a processor
----@return {flops: table<string, number>, bandwidth: number} flops: by type
+---@param sizes {side: integer, nbytes: integer, dtypes: string[]} side: side of the product's square matrices. nbytes:
+---  size of the copy, which must exceed the caches of a processor
+---@return {flops: table<string, number>, bandwidth: number} flops by dtype
 function speeds.of(device, sizes)
   local flops, bandwidth, side, nbytes = {}, nil, sizes.side, sizes.nbytes
   scope.no_grad(scope.scope, function()
     local one = create.zeros({ 1 }, { device = device })
-    local function wait() return one:sum():item() end       -- waits until the device has finished all work
+    local function wait() return one:sum():item() end       -- Waits until the device has finished all its work.
     for _, dtype in ipairs(sizes.dtypes) do
       local a = create.ones({ side, side }, { device = device, dtype = dtype })
       local ok, seconds = pcall(speeds.least, function()
@@ -78,8 +78,8 @@ end
 
 --- Returns the limits of a device, measured once per process.
 ---@param device string
----@param dtypes string[] types of products; a type that the device cannot multiply has no limit
----@return {flops: table<string, number>, bytes: number} flops: by type
+---@param dtypes string[] dtypes of products; a dtype that the device cannot multiply has no limit
+---@return {flops: table<string, number>, bytes: number} flops by dtype
 function speeds.limits(device, dtypes)
   local limits, sizes = known[device], copied(SIZES)
   sizes.dtypes = {}

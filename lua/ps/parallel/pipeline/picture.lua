@@ -5,15 +5,16 @@ local caller = require "ps.core.caller"
 
 local picture = {}
 
--- Colours of forwards, whole backwards, gradients of inputs and gradients of weights. Row i is for a rank's i-th
--- virtual stage.
+-- Colours of forwards, whole backwards, input gradients and weight gradients. Colour i is for a rank's i-th virtual
+-- stage.
 local COLOURS = {
   F = { "#9ecae1", "#4292c6", "#2171b5", "#084594" }, B = { "#c7e9c0", "#74c476", "#238b45", "#00441b" },
   I = { "#fdd0a2", "#fdae6b", "#f16913", "#a63603" }, W = { "#dadaeb", "#9e9ac8", "#807dba", "#54278f" },
 }
 local LEFT, TOP, WIDTH, LANE, HELD, GAP = 70, 34, 1130, 26, 22, 12
 
--- Only actions that compute are drawn. Transfers and yields take none of a rank's time.
+-- Returns whether an action is drawn. Only actions that compute are drawn, since transfers and yields take no compute
+-- time of a rank.
 local function is_work(action) return COLOURS[action.kind] ~= nil end
 
 local function label(t, action)
@@ -24,7 +25,7 @@ end
 --- Returns the picture as characters, one column per tick. Returns nil if an action begins or ends between two ticks.
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course
----@param most? integer columns; a longer picture is nil (default 400)
+---@param most? integer largest number of columns; a wider picture is not drawn and returns nil (default 400)
 ---@return string?
 function picture.text(t, course, most)
   local wide = 0
@@ -52,8 +53,8 @@ function picture.text(t, course, most)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- Returns the times at which the number of pairs that a rank holds changes, and by how much. A pair is held from its
--- forward to its B or I, and from I to W.
+-- Returns the times at which the number of (virtual stage, micro-batch) pairs that a rank holds changes, and the
+-- changes. A pair is held from its forward to its B or I, and then from I to W.
 local function changes(t, course, rank)
   local list = {}
   for i, action in ipairs(t:row(rank)) do
@@ -138,7 +139,7 @@ end
 
 local function quote(text) return "'" .. text:gsub("'", "''") .. "'" end
 
---- Draws the picture to a PNG file by gnuplot. Returns nil and the reason if gnuplot is absent or fails.
+--- Draws the picture into a PNG file with gnuplot. Returns nil and the reason if gnuplot is missing or fails.
 ---@param path string
 ---@param t ps.pipe.Table
 ---@param course ps.pipe.Course

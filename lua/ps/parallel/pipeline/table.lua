@@ -11,9 +11,9 @@ local pipe = {}
 ---@class ps.pipe.Table
 ---@field c ffi.cdata* ps_pipe_table
 ---@field schedule string
----@field stages integer ranks
----@field virtual_stages integer virtual stages of a rank
----@field vstages integer virtual stages of the model
+---@field stages integer number of ranks
+---@field virtual_stages integer number of virtual stages per rank
+---@field vstages integer number of virtual stages of the model
 ---@field micro_batches integer
 ---@field forward_only boolean
 local Table = {}
@@ -22,12 +22,13 @@ Table.__index = Table
 ---@class ps.pipe.Spec
 ---@field schedule string
 ---@field stages integer
----@field virtual_stages? integer of each rank; default 1, for zb_v 2
+---@field virtual_stages? integer number per rank (default 1, and 2 for zb_v)
 ---@field micro_batches integer
----@field forward_only? boolean for an evaluation
+---@field forward_only? boolean whether the table is for an evaluation
 
 ---@class ps.pipe.Action
----@field kind string "F", "B", "I", "W"; of lowered tables "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE", "YIELD"
+---@field kind string "F", "B", "I" or "W"; in lowered tables also "SEND_F", "RECV_F", "SEND_B", "RECV_B", "REDUCE",
+---  "YIELD"
 ---@field vstage integer
 ---@field micro integer
 
@@ -41,21 +42,21 @@ Table.__index = Table
 ---@field waiting? integer bytes kept from I to W
 
 ---@class ps.pipe.CutTimes
----@field makespan number of a step with this cut
----@field equal number of a step whose virtual stages have equal numbers of parts
----@field bound number no cut is faster
----@field bound_part integer? the part, from 1, that sets the bound; nil: all parts together do
+---@field makespan number simulated time of a step with this cut
+---@field equal number simulated time of a step whose virtual stages have equal numbers of parts
+---@field bound number lower bound of the time with any cut
+---@field bound_part integer? index, from 1, of the part that determines the bound, or nil if all parts together do
 
 ---@class ps.pipe.Link
 ---@field latency? number in the same unit of time as the costs
 ---@field rate? number bytes per unit of time, or 0 if transfers take no time
----@field depth? integer messages that a link can queue; 0: any number
+---@field depth? integer number of messages that a link can queue, or 0 for any number
 
 ---@class ps.pipe.Course
 ---@field makespan number
 ---@field bubble number fraction of the ranks' time in which they are idle
 ---@field ranks {first: number, last: number, busy: number, peak: integer}[]
----@field spans {begin: number, finish: number}[][] of the actions of each rank
+---@field spans {begin: number, finish: number}[][] times of the actions of each rank
 
 local KINDS = { [C.PS_ACT_FORWARD] = "F", [C.PS_ACT_BACKWARD] = "B", [C.PS_ACT_INPUT] = "I", [C.PS_ACT_WEIGHT] = "W",
   [C.PS_ACT_SEND_F] = "SEND_F", [C.PS_ACT_RECV_F] = "RECV_F", [C.PS_ACT_SEND_B] = "SEND_B",
@@ -97,7 +98,7 @@ end
 
 --- Reads a table from text in PyTorch's form.
 ---@param text string
----@param name? string of the file, for messages
+---@param name? string name of the file, for messages
 ---@return ps.pipe.Table
 function pipe.read(text, name)
   caller.typed(text, "string", "pipe.read: the text")
@@ -105,7 +106,8 @@ function pipe.read(text, name)
   return adopt(table_out[0])
 end
 
---- Returns the table as text, in PyTorch's form. all: include the transfers, reductions and yields of a lowered table.
+--- Returns the table as text in PyTorch's form. With `all`, the text includes the transfers, reductions and yields of a
+--- lowered table.
 ---@param all? boolean
 ---@return string
 function Table:text(all)
@@ -128,7 +130,7 @@ function Table:row(rank)
   return list
 end
 
---- Returns the rank that runs a virtual stage, and the virtual stage's number among those of that rank.
+--- Returns the rank that runs a virtual stage, and the virtual stage's index among the virtual stages of that rank.
 ---@param vstage integer
 ---@return integer rank
 ---@return integer index
@@ -137,7 +139,7 @@ function Table:place(vstage)
   return int_out[0], int_out[1]
 end
 
---- Returns the numbers of (virtual stage, micro-batch) pairs that a rank holds at its peak: between forward and
+--- Returns the largest numbers of (virtual stage, micro-batch) pairs that a rank holds at once: between forward and
 --- backward, and between I and W.
 ---@param rank integer
 ---@return integer in_flight
@@ -155,7 +157,7 @@ function Table:lower()
   return self
 end
 
--- Converts costs to C structs. costs: one cost for all n virtual stages or parts, or a list with one for each.
+-- Converts costs to C structs. `costs` is one cost for all n virtual stages or parts, or a list with a cost for each.
 local function costs_of(costs, n, call)
   if costs == nil then return nil end
   local out = cost_array(n)
@@ -174,7 +176,8 @@ local function link_of(link, call)
 end
 
 --- Simulates a step from the costs of its actions.
----@param costs? ps.pipe.Cost|ps.pipe.Cost[] one for all virtual stages, or one for each; default: F, I and W take 1
+---@param costs? ps.pipe.Cost|ps.pipe.Cost[] one cost for all virtual stages, or a list with one for each (default: F, I
+---  and W take 1)
 ---@param link? ps.pipe.Link (default: transfers take no time)
 ---@return ps.pipe.Course
 function Table:simulate(costs, link)
@@ -199,9 +202,9 @@ end
 
 --- Cuts a model into the virtual stages of a table so that the simulated step is as short as possible.
 ---@param t ps.pipe.Table
----@param parts ps.pipe.Cost[] of the model's parts, in order
+---@param parts ps.pipe.Cost[] costs of the model's parts, in order
 ---@param link? ps.pipe.Link
----@return integer[] counts parts of each virtual stage
+---@return integer[] counts number of parts in each virtual stage
 ---@return ps.pipe.CutTimes times
 function pipe.cut(t, parts, link)
   local n, times = #caller.typed(parts, "table", "pipe.cut: the parts"), ffi.new("ps_pipe_cut_times")
@@ -216,7 +219,7 @@ end
 ---@param layout string
 ---@param kinds string a letter for each part of the model
 ---@param vstages integer
----@return integer[] counts parts of each virtual stage
+---@return integer[] counts number of parts in each virtual stage
 function pipe.layout(layout, kinds, vstages)
   caller.typed(layout, "string", "pipe.layout: the layout")
   caller.typed(kinds, "string", "pipe.layout: the parts' letters")

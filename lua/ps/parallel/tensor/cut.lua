@@ -54,12 +54,12 @@ local tensor_parallel = {}
 
 ---@class ps.tensor_parallel.Claim
 ---@field module ps.nn.Module
----@field owner? ps.nn.Module that has `module` as a field; nil: `module` is the model itself
+---@field owner? ps.nn.Module the module that has `module` as a field, or nil if `module` is the model itself
 ---@field key any
 ---@field path string
 ---@field kind string
 ---@field entry table
----@field named string its entry in the table, for errors: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
+---@field named string name of its entry in the table, for errors: "GPT2Model.tensor_parallel[h.*.attn.c_attn]"
 
 -- -- tables -----------------------------------------------------------------------------------------------------------
 -- Calls fn(module, owner, key, path) for each module that a path matches, relative to a module.
@@ -90,10 +90,10 @@ local KINDS = { column = true, row = true, vocabulary = true, head = true, divid
 local KIND_NAMES = "attention, channels, column, columns, divide, enter, head, inside, leave, partial, row, "
   .. "vocabulary, whole and words"
 
--- The layers below a claimed module that are cut with it: { field, kind }.
+-- layers below a claimed module that are cut together with it: { field, kind }
 local WITH = { attention = { "out_proj", "row" } }
 
--- Returns all entries of the tables of a model and of its modules, sorted by path.
+-- Returns the entries in the tables of a model and of its modules, sorted by path.
 local function claims_of(model)
   local claims, by_module, tables = {}, {}, 0
   for prefix, module in model:named_modules() do
@@ -107,7 +107,7 @@ local function claims_of(model)
       end
       local found = false
       local function claim(child, owner, key, at, kind, given)
-        if by_module[child] then return end                   -- by an outer module's table
+        if by_module[child] then return end                   -- claimed by an outer module's table
         by_module[child] = { module = child, owner = owner, key = key, path = at, kind = kind, entry = given,
           named = ("%s.tensor_parallel[\"%s\"]"):format(module.class_name, path) }
         claims[#claims + 1] = by_module[child]
@@ -130,17 +130,17 @@ local function claims_of(model)
 end
 
 -- -- cutting ----------------------------------------------------------------------------------------------------------
----@class ps.tensor_parallel.Cut the cutting of one model
+---@class ps.tensor_parallel.Cut state while one model is cut
 ---@field model ps.nn.Module
 ---@field region ps.nn.Region
----@field made table<ps.nn.Module, ps.nn.Module> the new module of each replaced one
----@field gathered table<ps.nn.Module, boolean> columns whose input is already gathered
+---@field made table<ps.nn.Module, ps.nn.Module> new modules by the modules that they replace
+---@field gathered table<ps.nn.Module, boolean> column layers whose input is already gathered
 ---@field claims ps.tensor_parallel.Claim[]
----@field parts table<integer, ps.Tensor> the shard of a whole parameter, by its address
+---@field parts table<integer, ps.Tensor> shards by the address of the whole parameter
 local Cut = {}
 Cut.__index = Cut
 
--- Replaces a claim's module by another one.
+-- Replaces a claim's module by another module.
 local function put(claim, module)
   rawset(module, "training", claim.module.training)
   module_hooks.move(claim.module, module)
@@ -148,7 +148,7 @@ local function put(claim, module)
   else claim.owner[claim.key] = module end
 end
 
--- Gives `to` the parameter `key` of the claim's module: as a shard if `given` describes one, else the whole parameter.
+-- Copies the parameter `key` of the claim's module to `to`: as a shard if `given` describes a shard, else as a whole.
 function Cut:take(claim, to, key, given)
   local whole = claim.module[key]
   if whole == nil then return end
@@ -165,7 +165,7 @@ function Cut:take(claim, to, key, given)
   to[key] = part
 end
 
--- Linear is [out, in], Conv1D [in, out].
+-- whether a weight is [out, in]; Linear's is [out, in], and Conv1D's is [in, out]
 local OUT_IN = { Linear = true, Conv1D = false }
 local LINEARS = { Linear = true, Conv1D = false, Conv1d = true, Conv2d = true }
 
@@ -187,7 +187,7 @@ local function check_class(claim, classes, what)
   end
 end
 
--- Makes a function that replaces a whole linear layer by one that has this rank's part.
+-- Returns a function that replaces a whole linear layer by a layer with this rank's part of it.
 local function linear(class)
   return function(cut, claim, out_dim)
     local old = claim.module
@@ -206,7 +206,7 @@ end
 
 local column, row = linear(layers.ColumnParallelLinear), linear(layers.RowParallelLinear)
 
--- How a vocabulary is cut by rows, padded to a multiple of the number of ranks.
+-- Describes how a vocabulary is cut by rows: it is padded to a multiple of the number of ranks.
 local function rows_of(cut, whole) return { dim = 0, padded = -whole:size(0) % cut.region.size } end
 
 local REPLACE = {
@@ -240,8 +240,8 @@ local REPLACE = {
   end,
 }
 
--- Gives a module that has a bias over the vocabulary an nn.ParallelLMHead of the table and that bias. A module that has
--- its own weight (decoder) is left as it is.
+-- Adds an nn.ParallelLMHead to a module that has a bias over the vocabulary. The head has the embedding's weight and
+-- the module's bias. A module that has its own weight (decoder) is not changed.
 local function words(cut, claim)
   local module, found = claim.module, nil
   if module.decoder then return end
@@ -255,10 +255,10 @@ local function words(cut, claim)
     biased = module }))
 end
 
--- By attention module, or module inside one: the number of this rank's first head. F.attention with dropout reads it.
+-- index of this rank's first head, by attention module or module inside one; F.attention with dropout reads it
 local first_heads = setmetatable({}, { __mode = "k" })
--- By module with column layers of its own, or inside such a module: the region. Attention in this module has the heads
--- of these columns.
+-- The region, by module with column layers of its own or by module inside such a module. Attention in these modules has
+-- the heads of the column layers.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -268,7 +268,8 @@ end)
 
 local function note_heads(module, first) first_heads[module] = first end
 
--- Notes the modules whose attention has the heads of column layers: those in which all linear layers are cut.
+-- Records the modules whose attention has the heads of column layers, which are the modules in which all linear layers
+-- are cut.
 local function note_columns(cut, claim)
   if not claim.owner then return end
   local claimed = {}
@@ -279,7 +280,7 @@ local function note_columns(cut, claim)
   for _, module in claim.owner:named_modules() do with_columns[module] = cut.region end
 end
 
--- Divides the fields of a module that count things which the ranks share.
+-- Divides the fields of a module that contain counts, if the ranks share the counted objects.
 local function divide(cut, claim)
   local module, size, region = claim.module, cut.region.size, cut.region
   local fields = { unpack(claim.entry, 2) }
@@ -338,8 +339,9 @@ local function divide(cut, claim)
 end
 
 -- -- sequence parallelism ---------------------------------------------------------------------------------------------
--- A module's parameters that are whole on all ranks compute with only this rank's rows, so their gradients are partial.
--- In a forward that does not share rows out, they compute with all rows on all ranks; that gradient counts once.
+-- Marks a module's parameters that are whole on all ranks. They are applied only to this rank's rows, so their
+-- gradients are partial. In a forward that does not distribute rows, they are applied to all rows on all ranks, so that
+-- gradient counts once.
 local function partial_inside(cut, module)
   local names, region = {}, cut.region
   for key, value, kind in registry.members(module) do
@@ -368,7 +370,8 @@ local function partial_inside(cut, module)
   rawset(module, "forward", exact.like(forward_once, forward))
 end
 
--- done: modules that are already marked as inside, or whose parameters are partial in any case.
+-- Marks the modules of a claim as inside the region. `done` contains modules that are already marked, or whose
+-- parameters are partial in any case.
 local function inside(cut, claim, done)
   for _, module in claim.module:named_modules() do
     if not done[module] then partial_inside(cut, module) end
@@ -377,7 +380,7 @@ local function inside(cut, claim, done)
   end
 end
 
--- The region begins at a module's input, or ends after its output.
+-- Makes the region begin at a module's input or end after its output.
 local function enter(cut, claim)
   local module, region = claim.module, cut.region
   local forward = module.forward
@@ -390,14 +393,14 @@ local function leave(cut, claim)
   local forward = module.forward
   local function leaving(...)
     local y = region:leave(forward(...))
-    region.on = false                                       -- the rows after this module are whole
+    region.on = false                                       -- rows after this module are whole
     return y
   end
   rawset(module, "forward", exact.like(leaving, forward))
 end
 
--- A forward of the model begins with all rows on all ranks. So does each part in a step of generation with cached keys.
--- The row of a pipeline restores the state in which a part began (row.lua).
+-- Makes a forward of the model begin with all rows on all ranks. Each part does so, too, in a step of generation with
+-- cached keys. The row of a pipeline restores the state in which a part began (row.lua).
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts
   local function beginning(...)
@@ -423,25 +426,25 @@ local function begin_forwards(model, region)
 end
 
 -- -- tied tables ------------------------------------------------------------------------------------------------------
--- Heads of tables that are cut by rows, for F.linear and F.lm_loss with such a table as their weight.
+-- The heads of embeddings that are cut by rows, for F.linear and F.lm_loss with an embedding's weight.
 local heads = setmetatable({}, { __mode = "k" })
 hooks.on("tied_head", function(weight)
   for head in pairs(heads) do if rawequal(rawget(head, "tied").weight, weight) then return head end end
 end)
 
--- Makes the head of each table that was cut.
+-- Creates the head of each embedding that was cut.
 local function make_heads(cut)
   for _, new in pairs(cut.made) do
     if new.class_name == "VocabParallelEmbedding" then
       local head = layers.ParallelLMHead(new.width, new.rows, { region = cut.region, tied = new })
       heads[head] = true
-      rawset(new, "cut_head", head)                         -- keeps it as long as the table
+      rawset(new, "cut_head", head)                         -- keeps the head alive as long as the embedding
     end
   end
 end
 
--- A linear layer whose weight is a table that was cut becomes a head of that table. Another module that shares a cut
--- weight is refused: it would keep a whole copy, which trains on its own.
+-- Replaces a linear layer whose weight is that of a cut embedding by a head of the embedding. Raises an error for any
+-- other module that shares a cut weight, since it would keep a whole copy that trains separately.
 local function find_tied(cut)
   local tables, found = {}, {}
   for old, new in pairs(cut.made) do
@@ -462,7 +465,7 @@ local function find_tied(cut)
   end)
 end
 
--- Returns the names of parameters that every rank has whole, each once, with "*" for the numbers of layers.
+-- Returns the names of parameters that every rank has as a whole, each once, with "*" for the indices of layers.
 local function replicated(model)
   local seen, list = {}, {}
   for name, p in model:named_parameters() do
@@ -474,9 +477,9 @@ end
 
 ---@class ps.tensor_parallel.How
 ---@field group ps.Group the ranks that share the layers
----@field sequence boolean sequence parallelism
+---@field sequence boolean whether to use sequence parallelism
 ---@field keep_gathered boolean
----@field pieces? integer the number of pieces in which rows are exchanged while products are computed; 1 or nil: rows
+---@field pieces? integer number of pieces in which rows are exchanged while products are computed; with 1 or nil, rows
 ---  are exchanged before and after the products
 ---@field note fun(text: string)
 
@@ -517,7 +520,7 @@ function tensor_parallel.cut(model, how)
       if not new then return end                            -- the module was cut in place
       cut.made[claim.module] = new
       put(claim, new)
-      local cut_into = rawget(claim.module, "cut_into")       -- of a layer with an adapter (ps.lora)
+      local cut_into = rawget(claim.module, "cut_into")       -- function of a layer with an adapter (ps.lora)
       if cut_into then cut_into(claim.module, new, kind, claim, cut) end
     end)
   end
@@ -542,11 +545,11 @@ function tensor_parallel.cut(model, how)
   return region
 end
 
---- Makes a model in which this process has only its part of each layer.
+--- Creates a model in which this process holds only its part of each layer.
 ---@param model_func fun(): ps.nn.Module
 ---@param how ps.tensor_parallel.How
----@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter once it has its
----  values
+---@param where {device: string, stage?: fun(parameter: ps.Tensor)} stage: called with each parameter after its values
+---  were set
 ---@return ps.nn.Module
 ---@return ps.nn.Region
 function tensor_parallel.make(model_func, how, where)

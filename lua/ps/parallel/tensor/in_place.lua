@@ -8,10 +8,10 @@ local functional = require "ps.tensor.functional"
 
 local in_place = {}
 
---- Classes of convolutions that can be cut.
+--- names of classes of convolutions that can be cut
 in_place.CONVOLUTIONS = { Conv1d = true, Conv2d = true }
 
--- Divides a field of the module, a number of things, among the ranks.
+-- Divides a field of the module that contains a count among the ranks.
 local function divided(cut, claim, field)
   local value, size = claim.module[field], cut.region.size
   if value % size ~= 0 then
@@ -29,7 +29,7 @@ local function check_whole_groups(claim)
   end
 end
 
---- A convolution whose output channels are cut.
+--- Cuts the output channels of a convolution.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.conv_column(cut, claim)
@@ -42,7 +42,7 @@ function in_place.conv_column(cut, claim)
   rawset(module, "forward", function(self, x) return forward(self, group:copy_to(x)) end)
 end
 
---- A convolution whose input channels are cut. The bias is added to the sum over the ranks.
+--- Cuts the input channels of a convolution. The bias is added to the sum over the ranks.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.conv_row(cut, claim)
@@ -61,7 +61,7 @@ function in_place.conv_row(cut, claim)
   end)
 end
 
---- An nn.GroupNorm after a column layer: each rank has some of the groups.
+--- Cuts an nn.GroupNorm after a column layer. Each rank has some of the groups.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.channels(cut, claim)
@@ -71,7 +71,8 @@ function in_place.channels(cut, claim)
   cut:take(claim, claim.module, "bias", { dim = 0 })
 end
 
---- An nn.Dropout between a column and a row layer. Its mask is this rank's part of the mask of all columns.
+--- Changes an nn.Dropout between a column and a row layer. Its mask becomes this rank's part of the mask of all
+--- columns.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
 function in_place.columns(cut, claim)
@@ -85,10 +86,10 @@ function in_place.columns(cut, claim)
   end)
 end
 
---- An nn.MultiheadAttention: each rank has some of the heads. The claims have its out_proj as a row layer.
+--- Cuts an nn.MultiheadAttention. Each rank has some of the heads. The claims contain its out_proj as a row layer.
 ---@param cut ps.tensor_parallel.Cut
 ---@param claim ps.tensor_parallel.Claim
----@param note_heads fun(module: ps.nn.Module, first: integer) notes the rank's first head
+---@param note_heads fun(module: ps.nn.Module, first: integer) records the rank's first head
 function in_place.attention(cut, claim, note_heads)
   local module, region = claim.module, cut.region
   divided(cut, claim, "heads")
@@ -122,7 +123,7 @@ end
 
 local KINDS = { attention = "MultiheadAttention", channels = "GroupNorm", columns = "Dropout" }
 
---- Refuses a module of another class than the claim's kind cuts.
+--- Raises an error if a module's class is not one that the claim's kind can cut.
 ---@param claim ps.tensor_parallel.Claim
 function in_place.check(claim)
   local class = KINDS[claim.kind]

@@ -23,8 +23,9 @@ local error = caller.error
 local Region, flat = region_file.Region, region_file.flat
 local all_dims, own_dims = region_file.all_dims, region_file.own_dims
 
--- -- what the layers share ------------------------------------------------------------------------------------------
--- Returns the region in a layer's options, or a new one for the group in them. In a new region the ranks share no rows.
+-- -- shared functions -----------------------------------------------------------------------------------------------
+-- Returns the region in a layer's options, or a new region for the group in them. In a new region the ranks share no
+-- rows.
 local function region_of(options, call)
   local region = options.region
   if region == nil and options.group == nil then error(call .. ": region, or group, is missing") end
@@ -33,7 +34,7 @@ local function region_of(options, call)
   return region or Region.new(options.group)
 end
 
--- Makes this rank's shard of a parameter of a whole layer a parameter of `self`.
+-- Adds this rank's shard of a whole layer's parameter to `self` as a parameter.
 local function take(self, whole, key, cut, call)
   local t = whole[key]
   if t == nil then return end
@@ -66,7 +67,7 @@ local function begin(self, inputs, outputs, given, call)
   self.inputs, self.outputs, self.out_in = inputs, outputs, given.out_in == false and 0 or 1
 end
 
--- Returns the whole layer, as one rank alone has it.
+-- Returns the whole layer, as a single rank would have it.
 local function whole_of(self, of)
   local given = { std = of.std, dtype = of.dtype, device = of.device }
   if self.out_in == 0 then
@@ -84,16 +85,16 @@ end
 local Column = nn_module.class("ColumnParallelLinear")
 Column.unscoped = true
 
---- x weight^T + bias with the outputs shared by the ranks. Its parameters are this rank's parts of those of nn.Linear,
---- or of nn.Conv1D if out_in is false.
+--- Creates a layer that computes x weight^T + bias with the outputs distributed over the ranks. Its parameters are this
+--- rank's shards of the parameters of nn.Linear, or of nn.Conv1D if out_in is false.
 ---@param inputs integer
----@param outputs integer t divides it, and each block of it
+---@param outputs integer must be divisible by t, and so must each block
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
 ---  string, device?: string, blocks?: integer, gather_input?: boolean, gather_output?: boolean, parameters?: boolean}
----  region or group: the ranks. blocks: the outputs are this many equal blocks, and a rank has a part of each; default
----  1. gather_input: true: x has this rank's rows, which are gathered; false: x is a result of region:gather; nil: as
----  the region says. gather_output: all ranks get all outputs. parameters: false: the caller gives the layer its weight
----  and bias
+---  region or group: the ranks. blocks: the outputs consist of this many equal blocks, and a rank has a part of each
+---  (default 1). gather_input: if true, x has this rank's rows, which are gathered; if false, x is a result of
+---  region:gather; nil follows the region. gather_output: all ranks get all outputs. parameters: if false, the caller
+---  sets the layer's weight and bias
 function Column:init(inputs, outputs, options)
   local call = "nn.ColumnParallelLinear"
   options = caller.options(options, call, COLUMN)
@@ -111,7 +112,7 @@ end
 
 --- Returns this rank's outputs for all rows.
 ---@param x ps.Tensor [B T / t, inputs] if the ranks share the region's rows, else [..., inputs]
----@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; with gather_output all outputs
+---@return ps.Tensor [B, T, outputs / t], or [..., outputs / t]; all outputs with gather_output
 function Column:forward(x)
   local region, gather = self.region, self.gather_input
   local begun = region.begun[self]
@@ -135,9 +136,10 @@ function Column:forward(x)
   return self.gather_output and region.group:gather_from(y) or y
 end
 
---- Computes up to three columns of one input whose rows the ranks share. The rows are exchanged once, while the
---- products of all columns are computed. The next forward of each column returns its outputs.
----@param columns ps.nn.ColumnParallelLinear[] 1 to 3 of this region, in the order in which forward calls them
+--- Computes up to three column layers with the same input, whose rows the ranks share. The rows are exchanged once,
+--- while the products of all layers are computed. The next forward of each layer returns its outputs.
+---@param columns ps.nn.ColumnParallelLinear[] 1 to 3 layers of this region, in the order in which their forwards are
+---  called
 ---@param x ps.Tensor [B T / t, inputs]
 function Region:begin_columns(columns, x)
   local first, layers = columns[1], {}
@@ -161,16 +163,17 @@ function Column:extra_repr() return describe(self, "%d, %d", self.inputs, self.o
 local Row = nn_module.class("RowParallelLinear")
 Row.unscoped = true
 
---- x weight^T + bias with the inputs shared by the ranks: the sum of the ranks' products, plus bias and residual. Its
---- weight is this rank's part of that of nn.Linear, or of nn.Conv1D if out_in is false; all ranks have the bias. If
---- each rank has its rows of the result, a rank's gradient of the bias is that of its rows (shard.is_partial).
----@param inputs integer t divides it
+--- Creates a layer that computes x weight^T + bias with the inputs distributed over the ranks. The result is the sum of
+--- the ranks' products, plus bias and residual. Its weight is this rank's shard of the weight of nn.Linear, or of
+--- nn.Conv1D if out_in is false. All ranks have the bias. If each rank has its own rows of the result, a rank's
+--- gradient of the bias is that of its rows (shard.is_partial).
+---@param inputs integer must be divisible by t
 ---@param outputs integer
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
 ---  string, device?: string, split_input?: boolean, all_reduce_output?: boolean, parameters?: boolean} region or group:
----  the ranks. split_input: x has all inputs; this rank takes its part. all_reduce_output: true: all ranks get all rows
----  of the result; false: each gets its rows, equal parts of the first dimension; nil: as the region says. parameters:
----  false: the caller gives the layer its weight and bias
+---  the ranks. split_input: x has all inputs, of which this rank uses its part. all_reduce_output: if true, all ranks
+---  get all rows of the result; if false, each rank gets its rows, which are equal parts of the first dimension; nil
+---  follows the region. parameters: if false, the caller sets the layer's weight and bias
 function Row:init(inputs, outputs, options)
   local call = "nn.RowParallelLinear"
   options = caller.options(options, call, ROW)
@@ -185,7 +188,7 @@ function Row:init(inputs, outputs, options)
 end
 
 --- Returns the sum of the ranks' products, plus bias and residual.
----@param x ps.Tensor [..., inputs / t], with split_input [..., inputs]
+---@param x ps.Tensor [..., inputs / t], or [..., inputs] with split_input
 ---@param residual? ps.Tensor of the result's shape
 ---@return ps.Tensor [B T / t, outputs] if the ranks share the region's rows, else [..., outputs]
 function Row:forward(x, residual)
@@ -211,7 +214,7 @@ end
 function Row:extra_repr() return describe(self, "%d, %d", self.inputs, self.outputs) end
 
 -- -- the vocabulary -------------------------------------------------------------------------------------------------
--- How rows of a vocabulary of n words are cut: padded to a multiple of t.
+-- Describes how the rows of a vocabulary of n words are cut: they are padded to a multiple of t.
 local function rows_of(n, region) return { dim = 0, padded = -n % region.size } end
 
 ---@class ps.nn.VocabParallelEmbedding: ps.nn.Module
@@ -222,14 +225,14 @@ Vocabulary.unscoped = true
 local VOCABULARY = { region = "table", group = "table", std = "number", padding_idx = "whole", dtype = "string",
   device = "string", enter = "boolean", parameters = "boolean" }
 
---- A table of vectors that the ranks share. Its weight is this rank's rows of nn.Embedding's weight. Padding after the
---- last row is 0.
----@param rows integer V, the number of vectors
+--- Creates an embedding that the ranks share. Its weight is this rank's rows of nn.Embedding's weight. Padding after
+--- the last row is 0.
+---@param rows integer V, the number of rows
 ---@param width integer C
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, padding_idx?: integer, dtype?: string,
 ---  device?: string, enter?: boolean, parameters?: boolean} region or group: the ranks. std, padding_idx: as in
----  nn.Embedding. enter: the ranks share the rows of the result, if the region says so. parameters: false: the caller
----  gives the layer its weight
+---  nn.Embedding. enter: the ranks share the rows of the result if the region allows it. parameters: if false, the
+---  caller sets the layer's weight
 function Vocabulary:init(rows, width, options)
   local call = "nn.VocabParallelEmbedding"
   options = caller.options(options, call, VOCABULARY)
@@ -241,7 +244,7 @@ function Vocabulary:init(rows, width, options)
   take(self, whole, "weight", rows_of(rows, self.region), call)
 end
 
---- Returns the vectors at the given indices.
+--- Returns the embedding's rows at the given indices.
 ---@param index ps.Tensor integers [B, T] if the ranks share the region's rows from here on, else [...]
 ---@return ps.Tensor [B T / t, width], or [..., width]
 function Vocabulary:forward(index)
@@ -265,14 +268,15 @@ Head.unscoped = true
 local HEAD = { region = "table", group = "table", std = "number", dtype = "string", device = "string", tied = "table",
   biased = "table", parameters = "boolean" }
 
---- The head of a language model (nn.LMHead) with its logits shared by the ranks: each has the logits of some words.
---- With `tied`, the weight is that of a table of token embeddings, and stays a parameter of the table.
+--- Creates the head of a language model (nn.LMHead) whose logits are distributed over the ranks, so that each rank has
+--- the logits of some words. With `tied`, the weight is that of a token embedding, and remains the embedding's
+--- parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options {region?: ps.nn.Region, group?: ps.Group, std?: number, dtype?: string, device?: string, tied?:
 ---  ps.nn.VocabParallelEmbedding, biased?: ps.nn.Module, parameters?: boolean} region or group: the ranks. std: as in
----  nn.LMHead. `biased` is a module whose `bias` [ceil(V / t)] is added to the logits. parameters: false: the caller
----  gives the head its weight, and its bias if it has one
+---  nn.LMHead. biased: a module whose `bias` [ceil(V / t)] is added to the logits. parameters: if false, the caller
+---  sets the head's weight, and its bias if it has one
 function Head:init(width, words, options)
   local call = "nn.ParallelLMHead"
   options = caller.options(options, call, HEAD)
@@ -280,7 +284,7 @@ function Head:init(width, words, options)
   self.inputs, self.outputs = width, words
   if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
-    rawset(self, "tied", options.tied)               -- not as a child module: the parameter has one name
+    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has one name
     return
   end
   if options.parameters == false then return end
@@ -288,13 +292,13 @@ function Head:init(width, words, options)
   take(self, whole, "weight", rows_of(words, self.region), call)
 end
 
--- [ceil(V / t), C]
+-- Returns the weight [ceil(V / t), C].
 local function weight_of(head)
   local tied = rawget(head, "tied")
   return tied and tied.weight or parts.weight(head)
 end
 
--- [ceil(V / t)], or nil
+-- Returns the bias [ceil(V / t)], or nil.
 local function bias_of(head) return (rawget(head, "biased") or head).bias end
 
 --- Returns the logits of all words.
@@ -307,8 +311,8 @@ function Head:forward(x)
   return region.on and y:numel() == region.rows * y:size(-1) and all_dims(region, y) or y
 end
 
--- Returns a bias for this rank's columns that is very low where a column is not one of `total` words; nil: all columns
--- are words.
+-- Returns a bias for this rank's columns that is very low for columns that are not one of `total` words. Returns nil if
+-- all columns are words.
 local function padding_of(total, first, per, where)
   local words = math.max(0, math.min(per, total - first))
   if words == per then return nil end
@@ -317,9 +321,9 @@ local function padding_of(total, first, per, where)
   return low
 end
 
--- Refuses a target outside [0, total), as the op lm_loss does.
+-- Raises an error for a target outside [0, total), like the op lm_loss.
 local function check_targets(targets, counts, total, call)
-  -- The lookup refuses an index outside [0, total).
+  -- The lookup raises an error for an index outside [0, total).
   local known = tensors.where(counts, targets, 0)
   local ok, problem = pcall(native.ops.embedding, create.zeros({ 1, 1 }, { device = targets:device() }), known, -1,
     total,
@@ -335,14 +339,14 @@ local function check_targets(targets, counts, total, call)
   error(problem, 0)
 end
 
--- Which of the targets [N] count, and checks that they are in [0, total): bool [N].
+-- Returns which of the targets [N] count, as bool [N]. Raises an error if one of these is outside [0, total).
 local function counted(targets, ignore, total, call)
   local counts = targets:ne(ignore)
   check_targets(targets, counts, total, call)
   return counts
 end
 
--- Returns this rank's classes of a tensor over all words [V], padded with 0 after the last word: [per].
+-- Returns this rank's entries of a tensor over all words [V], padded with 0 after the last word: [per].
 local function own_classes(t, first, per)
   local from, words = math.min(first, t:numel()), t:numel()
   local n = math.min(per, words - from)
@@ -351,8 +355,8 @@ local function own_classes(t, first, per)
   return n == 0 and zeros or tensors.cat({ t:narrow(0, from, n), zeros }, 0)
 end
 
--- Returns the weights of a loss: share [N], the weights of the targets' classes, and label smoothing. With label
--- smoothing also this rank's class weights [per] and the sum of all class weights.
+-- Returns the weights of a loss: the weights [N] of the targets' classes, and the label smoothing. With label
+-- smoothing, also returns this rank's class weights [per] and the sum of all class weights.
 local function weights_of(chosen, targets, counts, words, first, per, dtype, call)
   local smooth, weight, share = chosen.label_smoothing or 0, chosen.weight, counts
   if not (smooth >= 0 and smooth <= 1) then
@@ -374,34 +378,34 @@ end
 local LOSS = { ignore_index = "whole", reduction = "string", weight = "tensor", label_smoothing = "number" }
 local MEAN_OR_SUM = { mean = true, sum = true }
 
--- Factors [3, N] of the loss: those of each row's log-sum-exp, of its target's logit and of the sum of its logits.
--- share [N]: the weights of the targets' classes, 0 for rows that do not count. smooth: label smoothing. `mass` is the
--- sum of all class weights. `words` is the number of classes.
+-- Returns factors [3, N] of the loss: the factors of each row's log-sum-exp, of its target's logit and of the sum of
+-- its logits. `share` [N] has the weights of the targets' classes, and 0 for rows that do not count. `smooth` is the
+-- label smoothing, `mass` the sum of all class weights, and `words` the number of classes.
 local function coefficients(share, counts, smooth, mass, words, reduction)
   local one, some = share * (1 - smooth), counts * (smooth / words)
   local all = mass and one + some * mass or one
   local rows = tensors.cat({ all:reshape(1, -1), one:reshape(1, -1), some:reshape(1, -1) }, 0)
   if reduction == "sum" then return rows end
   local sum = share:sum()
-  return rows / tensors.where(sum:eq(0), 1, sum)                                            -- the mean of no rows is 0
+  return rows / tensors.where(sum:eq(0), 1, sum)  -- the mean over no rows is 0
 end
 
--- Returns a power of two that scales gradients in fp16: those of a mean over many rows would underflow. The op lm_loss
--- has the same.
+-- Returns a power of two that scales gradients in fp16, since gradients of a mean over many rows would underflow. The
+-- op lm_loss uses the same factor.
 local function scale_of(dtype, reduction, N)
   local scale = 1
   while dtype == "fp16" and reduction == "mean" and 2 * scale <= N do scale = 2 * scale end
   return scale
 end
 
---- Returns the mean cross entropy of the logits. Logits and their gradients are made in panels of rows, so the whole
---- matrix of logits is never in memory; nothing of it is kept for backward. The ranks exchange three numbers per row:
---- the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3); with label
---- smoothing also the sum of all logits. If the ranks share the rows, these are gathered once.
+--- Returns the mean cross entropy of the logits. Logits and their gradients are computed in panels of rows, so that the
+--- whole matrix of logits is never in memory. No logits are kept for backward. The ranks exchange three numbers per
+--- row: the largest logit, the sum of exponentials and the target's logit (Shoeybi et al. 2019, section 3). With label
+--- smoothing, they also exchange the sum of all logits. If the ranks share the rows, the rows are gathered once.
 ---@param x ps.Tensor [B T / t, C] if the ranks share the region's rows, else [..., C]
----@param targets ps.Tensor integers [B, T], or [...]; -100: ignored
----@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} as
----  in F.lm_loss; weight [V], the same on all ranks
+---@param targets ps.Tensor integers [B, T], or [...]; targets of -100 are ignored
+---@param options? {ignore_index?: integer, reduction?: "mean"|"sum", weight?: ps.Tensor, label_smoothing?: number} the
+---  options of F.lm_loss; weight [V] must be equal on all ranks
 ---@return ps.Tensor of 0 dimensions
 function Head:loss(x, targets, options)
   local call = "nn.ParallelLMHead's loss"
@@ -436,10 +440,11 @@ local CROSS_ENTROPY = { region = "table", group = "table", words = "whole", igno
   reduction = "string" }
 local REDUCTIONS = { none = true, mean = true, sum = true }
 
---- Returns the cross entropy of logits that the ranks share by words. The ranks exchange three numbers per row.
+--- Creates a loss that computes the cross entropy of logits that the ranks share by words. The ranks exchange three
+--- numbers per row.
 ---@param options {region?: ps.nn.Region, group?: ps.Group, words?: integer, ignore_index?: integer, reduction?:
----  "mean"|"sum"|"none"} region or group: the ranks. words: V, default t times the logits of a rank; columns after V
----  are padding. ignore_index, reduction: as in F.cross_entropy
+---  "mean"|"sum"|"none"} region or group: the ranks. words: V (default: t times the number of a rank's logits); columns
+---  after V are padding. ignore_index, reduction: as in F.cross_entropy
 function CrossEntropy:init(options)
   local call = "nn.ParallelCrossEntropy"
   options = caller.options(options, call, CROSS_ENTROPY)
@@ -449,8 +454,8 @@ function CrossEntropy:init(options)
   caller.one_of(self.reduction, REDUCTIONS, call .. ": reduction")
 end
 
--- Statistics [3, n] of logits [n, v]: this rank's largest logit, the sum of exp(logit - largest), and the target's
--- logit, which is 0 if this rank does not have it.
+-- Returns statistics [3, n] of logits [n, v]: this rank's largest logit, the sum of exp(logit - largest), and the
+-- target's logit, which is 0 if another rank has it.
 local function stats_of(logits, low, own, here, dtype)
   logits = logits:to(dtype)
   logits = low and logits + low or logits
@@ -470,7 +475,7 @@ local function losses_of(group, mine, counts)
 end
 
 -- Returns the number of counting targets that equal the first word with the largest logit, and the number of counting
--- targets: int64 [2]; nil: not requested. The ranks exchange two more numbers per row.
+-- targets, as int64 [2]. Returns nil if they were not requested. The ranks exchange two additional numbers per row.
 local function hits_of(group, logits, low, own, here, counts, dtype)
   if loss_weight.wants_hits() == 0 then return nil end
   return scope.no_grad(function()
@@ -489,13 +494,13 @@ end
 local function reduced(losses, share, reduction)
   if reduction == "sum" then return losses:sum() end
   local sum = share:sum()
-  -- the mean of no rows is 0
+  -- the mean over no rows is 0
   return losses:sum() / tensors.where(sum:eq(0), 1, sum)
 end
 
---- Returns the loss, the same on all ranks. The logits get the gradient of this rank's words.
+--- Returns the loss, which is equal on all ranks. The logits get the gradient of this rank's words.
 ---@param logits ps.Tensor [..., ceil(V / t)] of this rank's words
----@param targets ps.Tensor integers [...], the same on all ranks
+---@param targets ps.Tensor integers [...], equal on all ranks
 ---@return ps.Tensor of 0 dimensions, or [...] with reduction "none"
 function CrossEntropy:forward(logits, targets)
   caller.tensor(logits, "nn.ParallelCrossEntropy", "logits")

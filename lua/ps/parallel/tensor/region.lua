@@ -13,39 +13,39 @@ local region = {}
 ---@field group ps.Group
 ---@field size integer t
 ---@field rank integer
----@field wanted boolean sequence parallelism is wanted
----@field keep boolean backward keeps gathered rows
----@field pieces integer the number of pieces in which rows are exchanged while products are computed; 1: before and
----  after them
----@field on boolean each rank has its B T / t rows between layers; false: each has all rows, [B, T, C]
----@field keeps_dims boolean a rank's rows have as many dimensions as all rows; false: they are [B T / t, C]
----@field cached boolean the forward under way uses cached keys, so that all ranks have all rows
+---@field wanted boolean whether sequence parallelism is requested
+---@field keep boolean whether gathered rows are kept for backward
+---@field pieces integer number of pieces in which rows are exchanged while products are computed; with 1, rows are
+---  exchanged before and after the products
+---@field on boolean true if each rank has its B T / t rows between layers, false if each has all rows [B, T, C]
+---@field keeps_dims boolean true if a rank's rows have as many dimensions as all rows, false if they are [B T / t, C]
+---@field cached boolean whether the current forward uses cached keys, so that all ranks have all rows
 ---@field begun table<ps.nn.ColumnParallelLinear, {x: ps.Tensor, y: ps.Tensor}> outputs that begin_columns computed,
 ---  until the column's forward returns them
----@field dims integer[] the dimensions of all rows, such as { B, T }
----@field rows integer their number, B T
+---@field dims integer[] dimensions of all rows, such as { B, T }
+---@field rows integer number of all rows, B T
 local Region = {}
 Region.__index = Region
 region.Region = Region
 
---- Makes the state that the layers of a model share. Until `set` or `enter` is called, all ranks have all rows.
+--- Creates the state that the layers of a model share. Until `set` or `enter` is called, all ranks have all rows.
 ---@param group ps.Group the ranks that share the layers
----@param sequence? boolean share the rows between layers whenever t divides their number
----@param keep? boolean keep gathered rows for backward, which otherwise gathers them again
----@param pieces? integer (default 1); 2 to 8: rows are exchanged in this many pieces while column and row layers
+---@param sequence? boolean whether the ranks share the rows between layers if t divides their number
+---@param keep? boolean whether to keep gathered rows for backward, which otherwise gathers them again
+---@param pieces? integer (default 1); with 2 to 8, rows are exchanged in this many pieces while column and row layers
 ---  compute
 ---@return ps.nn.Region
 function Region.new(group, sequence, keep, pieces)
   if type(group) ~= "table" or not group.copy_to then
-    error(("nn.Region.new takes a group of ranks, not %s: ps.mesh.group \"tp\", say"):format(tostring(group)))
+    error(("nn.Region.new takes a group of ranks, not %s; pass ps.mesh.group \"tp\""):format(tostring(group)))
   end
   return setmetatable({ group = group, size = group:size(), rank = group:rank(), wanted = sequence or false,
     keep = keep or false, pieces = pieces or 1, on = false, keeps_dims = false, cached = false, dims = { 0 }, rows = 0,
     begun = {} }, Region)
 end
 
--- Sets the dimensions of all rows. The ranks share them if sequence parallelism is wanted and t divides their number.
--- Drops outputs of begin_columns that an interrupted forward left.
+-- Sets the dimensions of all rows. The ranks share the rows if sequence parallelism is requested and t divides their
+-- number. Drops outputs of begin_columns that an interrupted forward left.
 function region.set_rows(self, dims)
   local rows = 1
   for _, size in ipairs(dims) do rows = rows * size end
@@ -54,25 +54,25 @@ function region.set_rows(self, dims)
   if next(self.begun) then self.begun = {} end
 end
 
---- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is wanted and t
+--- Sets the number of rows of the next forward. The ranks share the rows if sequence parallelism is requested and t
 --- divides their number. Drops outputs of begin_columns that an interrupted forward left.
----@param B integer samples
----@param T integer positions
----@param cached? boolean the forward uses cached keys, as in decoding: all ranks have all rows
+---@param B integer number of samples
+---@param T integer number of positions
+---@param cached? boolean whether the forward uses cached keys, as in decoding, so that all ranks have all rows
 function Region:set(B, T, cached)
   self.cached = cached and true or false
   region.set_rows(self, { B, T })
 end
 
---- Begins a forward: all ranks have all rows until a module's input enters the region.
----@param cached? boolean the forward uses cached keys: all ranks have all rows
+--- Begins a forward. All ranks have all rows until a module's input enters the region.
+---@param cached? boolean whether the forward uses cached keys, so that all ranks have all rows
 function Region:begin(cached)
   self.on, self.cached = false, cached and true or false
   if next(self.begun) then self.begun = {} end
 end
 
---- Returns the state that `restore` sets before backward runs a function again (ps.recompute), and before a pipeline
---- runs a part of another micro-batch.
+--- Returns the state for `restore`, which is called before backward runs a function again (ps.recompute), and before a
+--- pipeline runs a part for another micro-batch.
 ---@return {on: boolean, cached: boolean, dims: integer[], rows: integer}
 function Region:state() return { on = self.on, cached = self.cached, dims = self.dims, rows = self.rows } end
 
@@ -81,18 +81,18 @@ function Region:restore(state)
   self.on, self.cached, self.dims, self.rows = state.on, state.cached, state.dims, state.rows
 end
 
--- Returns the dimensions of x without the last one.
+-- Returns the dimensions of x except the last one.
 local function rows_dims(x)
   local dims = x:shape()
   dims[#dims] = nil
   return dims
 end
 
--- x [..., C] as [rows, C].
+-- Returns x [..., C] as [rows, C].
 function region.flat(x) return x:dim() == 2 and x or x:reshape(-1, x:size(-1)) end
 
--- Returns a rank's rows [B T / t, C] as they are, or with the number of dimensions that all rows have: [B / t, T, C] if
--- t divides B, else [1, B T / t, C].
+-- Returns a rank's rows [B T / t, C] unchanged, or, with keeps_dims, with the number of dimensions that all rows have:
+-- [B / t, T, C] if t divides B, else [1, B T / t, C].
 function region.own_dims(self, x)
   if not self.keeps_dims then return x end
   local dims, n, C = { unpack(self.dims) }, self.rows / self.size, x:size(-1)
@@ -113,10 +113,10 @@ function region.all_dims(self, x)
   return x:reshape(shape)
 end
 
---- Returns this rank's rows of x, at the place where the ranks begin to share rows.
----@param x ps.Tensor [B, T, C], the same on all ranks
----@return ps.Tensor [B T / t, C]; with keeps_dims [B / t, T, C] if t divides B, else [1, B T / t, C]; x itself if the
----  ranks do not share the rows
+--- Returns this rank's rows of x, where the ranks begin to share rows.
+---@param x ps.Tensor [B, T, C], equal on all ranks
+---@return ps.Tensor [B T / t, C], or with keeps_dims [B / t, T, C] if t divides B, else [1, B T / t, C]; x itself if
+---  the ranks do not share the rows
 function Region:enter(x)
   region.set_rows(self, rows_dims(x))
   if not self.on then return x end
@@ -124,16 +124,16 @@ function Region:enter(x)
 end
 
 --- Returns all rows, for layers that every rank computes in full.
----@param x ps.Tensor of this rank's rows, or of all rows [B, T, C]
+---@param x ps.Tensor with this rank's rows, or with all rows [B, T, C]
 ---@return ps.Tensor [B, T, C]
 function Region:leave(x)
   if not self.on then return x end
   return region.all_dims(self, self:has_part(x) and self.group:gather_from(x, 0) or x)
 end
 
---- Returns all rows, for products of which each rank has a part of the outputs. Gradient: the sum over the ranks, of
---- which each rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
----@param x ps.Tensor of this rank's rows, or of all rows
+--- Returns all rows, for products of which each rank computes a part of the outputs. The gradient is the sum over the
+--- ranks, of which each rank gets its rows, or all rows. After `leave`, all ranks already have all rows.
+---@param x ps.Tensor with this rank's rows, or with all rows
 ---@return ps.Tensor [B, T, C], or all rows in x's shape
 function Region:gather(x)
   if not self:has_part(x) then return self.group:copy_to(x) end
@@ -154,7 +154,7 @@ function Region:reduce(y)
 end
 
 --- Returns the position of x in the tensor of all rows, for F.dropout, or nil if x has all rows.
----@param x ps.Tensor of this rank's rows
+---@param x ps.Tensor with this rank's rows
 ---@return {first: integer, per_sample: integer}?
 function Region:part(x)
   if not self:has_part(x) then return nil end
@@ -162,7 +162,7 @@ function Region:part(x)
 end
 
 --- Returns a parameter that all ranks have, for use on rows that all ranks have. If the ranks share rows, gradients of
---- such parameters are summed over the ranks; the gradient of this use counts once.
+--- such parameters are summed over the ranks. The gradient of this use is counted once.
 ---@param t ps.Tensor
 ---@return ps.Tensor
 function Region:once(t) return self.wanted and not self.on and self.group:counted_once(t) or t end
