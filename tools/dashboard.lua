@@ -7,6 +7,7 @@ local argparse = require "argparse"
 local lfs = require "lfs"
 local paths = require "ps.paths"
 local json = require("cjson").new()
+local entropy = require "ps.core.entropy"
 local command_line = require "ps.core.command_line"
 
 local parser = argparse("tools/dashboard.lua", "Shows a run of ps.train.run as a live page on this machine.")
@@ -32,13 +33,6 @@ local function log_of(run)
   return found[1]
 end
 
-local function random_token()
-  local f = assert(io.open("/dev/urandom", "rb"))
-  local bytes = f:read(16)
-  f:close()
-  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
-end
-
 -- Returns the complete lines of the log from a byte on. A resumed run replaces the file, which is detected by the inode
 -- number.
 local function lines_from(path, from, inode)
@@ -56,7 +50,7 @@ local function serve(log, page)
   local ok, server = pcall(require, "http.server")
   if not ok then error("the dashboard needs Debian's lua-http", 0) end
   local headers = require "http.headers"
-  local token, hosts = random_token(), {}
+  local token, hosts = entropy.hex(16), {}
   local function reply(stream, status, kind, body)
     local h = headers.new()
     h:append(":status", status)

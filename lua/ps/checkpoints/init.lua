@@ -19,6 +19,7 @@ local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
 local copied = require "ps.core.copied"
+local entropy = require "ps.core.entropy"
 local agree = require "ps.dist.agree"
 local background = require "ps.checkpoints.background"
 local sharded = require "ps.nn.sharded"
@@ -221,26 +222,19 @@ local function new_job(path, parts, base)
   return job
 end
 
-local function random_number()
-  local file = assert(io.open("/dev/urandom", "rb"))
-  local bytes = file:read(8)
-  file:close()
-  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
-end
-
 -- Rank 0 creates the folders and draws the number of this save. Afterwards all ranks know it, the number of the run,
 -- and the paths of their files.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
     { "option async", tostring(job.async or false) } })
   local numbers = agree.first(job.group, function()
-    local number = random_number()
+    local number = entropy.hex(8)
     if job.folder then folder.make(job.folder) end
     if job.form == "shards" then
       job.temp = ("%s.tmp-%s"):format(job.final, number)
       folder.make(job.temp)
     end
-    return number .. " " .. (run or random_number())
+    return number .. " " .. (run or entropy.hex(8))
   end)
   job.save, run = numbers:match("^(%x+) (%x+)$")
   job.run, job.file = run, job.final

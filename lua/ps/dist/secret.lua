@@ -6,6 +6,7 @@ local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"
 local unistd = require "posix.unistd"
+local entropy = require "ps.core.entropy"
 
 local secret = {}
 
@@ -17,10 +18,7 @@ local function fail(text, ...) error(text:format(...), 0) end
 --- Returns 256 random bits, as text.
 ---@return string
 function secret.random()
-  local f = assert(io.open("/dev/urandom", "rb"))
-  local bytes = f:read(32)
-  f:close()
-  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
+  return entropy.hex(32)
 end
 
 -- Returns a folder that no other user can read or replace.

@@ -31,12 +31,6 @@ local function arch_of(model)
   return arch, name
 end
 
--- Returns the number of heads for rows that llama.cpp reorders, or nil if it keeps their order.
-local function heads_of(config, rows)
-  if rows == "heads" then return config.num_attention_heads end
-  if rows == "groups" then return config.num_key_value_heads or config.num_attention_heads end
-end
-
 -- -- writing ----------------------------------------------------------------------------------------------------------
 -- Raises an error for adapters that llama.cpp cannot apply.
 local function check_spec(adapters, spec)
@@ -76,7 +70,7 @@ local function place(arch, config, name)
     refuse("target_modules", layer, "its weight is also the head's, and llama.cpp would apply the adapter to both")
   end
   return { name = own .. (part == "A" and ".lora_a" or ".lora_b"), layer = layer, is_b = part == "B",
-    heads = part == "B" and heads_of(config, rows) or nil, transposed = table_part == "A" }
+    heads = part == "B" and names.heads(config, rows) or nil, transposed = table_part == "A" }
 end
 
 -- Returns n values multiplied by a factor, as an fp32 buffer.
@@ -165,7 +159,7 @@ local function present(file, model, arch, prefix)
     if is_b then ranks[layer] = shape[2] end
     file:present(raw, prefix .. layer .. (is_table and ".lora_embedding_" or ".lora_") .. part:upper()
       .. (is_table and "" or ".weight"),
-      { heads = is_b and heads_of(model.config, rows) or nil, transposed = is_table and not is_b })
+      { heads = is_b and names.heads(model.config, rows) or nil, transposed = is_table and not is_b })
   end
   return ranks
 end

@@ -25,6 +25,9 @@ for _, row in ipairs { { "Q4_0", 2, 32, 18 }, { "Q4_1", 3, 32, 20 }, { "Q5_0", 6
   BY_NAME[one.name], BY_NUMBER[one.number] = one, one
 end
 
+-- Replacement types for rows whose length is not a multiple of 256, as in llama-quantize.
+packed.SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }
+
 --- Returns the packed type with a name or number, or nil if there is none.
 ---@param which string|integer
 ---@return ps.nn.PackedType?

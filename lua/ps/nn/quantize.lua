@@ -12,7 +12,6 @@ local error = caller.error
 
 local TYPES = { nf4 = "NF4", q8_0 = "Q8_0", q4_0 = "Q4_0", q4_1 = "Q4_1", q5_0 = "Q5_0", q5_1 = "Q5_1", q4_k = "Q4_K",
   q6_k = "Q6_K" }
-local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }  -- types for rows that 256 does not divide, as in llama-quantize
 local VALUES = 2 ^ 20                                      -- values that are packed at a time
 
 local floats, bytes = array "float", array "uint8_t"
@@ -62,8 +61,8 @@ return function(model, options)
         and not ends_with(name, options.skip or {}) then
         local kind = packed.type(wanted)
         local shape = packed.shape(module, kind)
-        if not shape and SMALLER[wanted] then
-          kind = packed.type(SMALLER[wanted])
+        if not shape and packed.SMALLER[wanted] then
+          kind = packed.type(packed.SMALLER[wanted])
           shape = packed.shape(module, kind)
         end
         if shape then

@@ -222,10 +222,7 @@ end
 local function present(file, arch, fields)
   for _, raw in ipairs(file:names()) do
     local own, rows = names.to_hf(arch, raw)
-    local layout
-    if rows == "swapped" then layout = { transposed = true }
-    elseif rows == "heads" then layout = { heads = fields.num_attention_heads }
-    elseif rows == "groups" then layout = { heads = fields.num_key_value_heads or fields.num_attention_heads } end
+    local layout = rows and { transposed = rows == "swapped" or nil, heads = names.heads(fields, rows) }
     if not own and raw ~= "rope_freqs.weight" then
       refuse(file, "tensor", raw, "psluajit knows no such tensor in this architecture")
     end

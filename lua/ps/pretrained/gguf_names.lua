@@ -134,6 +134,15 @@ end
 ---@return integer? layer
 function names.to_hf(arch, name) return translate(arch, name, 1, 2) end
 
+--- Returns the number of heads in whose order llama.cpp stores the rows of a tensor, or nil if it keeps the row order.
+---@param settings table Hugging Face's settings of the model
+---@param rows "heads"|"groups"|"swapped"|nil the row order that to_hf or to_gguf returned
+---@return integer?
+function names.heads(settings, rows)
+  if rows == "heads" then return settings.num_attention_heads end
+  if rows == "groups" then return settings.num_key_value_heads or settings.num_attention_heads end
+end
+
 --- Returns GGUF's name for a Hugging Face tensor, or nil if the architecture has no such tensor. The body's prefix can
 --- be absent.
 ---@param arch ps.gguf.Architecture

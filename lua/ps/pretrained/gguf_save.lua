@@ -5,6 +5,7 @@ local caller = require "ps.core.caller"
 local agree = require "ps.dist.agree"
 local native = require "ps.core.ffi"
 local names = require "ps.pretrained.gguf_names"
+local packed = require "ps.nn.packed"
 local rope = require "ps.pretrained.rope"
 local save = require "ps.pretrained.save"
 local settings = require "ps.pretrained.settings"
@@ -21,7 +22,6 @@ local gguf = {}
 local TYPES = { f32 = { "F32", 0 }, f16 = { "F16", 1 }, bf16 = { "BF16", 32 }, q8_0 = { "Q8_0", 7 },
   q4_0 = { "Q4_0", 2 }, q4_k_m = { "Q4_K", 15 }, q6_k = { "Q6_K", 18 } }
 local BLOCK = { Q8_0 = 32, Q4_0 = 32, Q5_0 = 32, Q4_K = 256, Q6_K = 256 }
-local SMALLER = { Q4_K = "Q5_0", Q6_K = "Q8_0" }  -- replacement types for rows whose length is not a multiple of 256
 local ALWAYS_F32 = { ["position_embd.weight"] = true, ["token_types.weight"] = true }
 
 -- Returns whether llama-quantize's mixture uses more bits for a layer: in the first eighth and the last eighth of the
@@ -45,7 +45,7 @@ local function type_of(kind, name, shape, layer, layers, tied)
       base = "Q6_K"
     end
   end
-  if row % BLOCK[base] ~= 0 then base = SMALLER[base] or "F16" end
+  if row % BLOCK[base] ~= 0 then base = packed.SMALLER[base] or "F16" end
   if BLOCK[base] and row % BLOCK[base] ~= 0 then base = "F16" end
   return base
 end
@@ -178,10 +178,7 @@ local function declared(model, arch, entries, kind)
     end
     if own then
       local shape = { unpack(entry.shape) }
-      local one = { name = own, shape = shape, transposed = rows == "swapped" }
-      if rows == "heads" then one.heads = config.num_attention_heads
-      elseif rows == "groups" then one.heads = config.num_key_value_heads or config.num_attention_heads
-      end
+      local one = { name = own, shape = shape, transposed = rows == "swapped", heads = names.heads(config, rows) }
       one.type = type_of(kind, own, one.transposed and { shape[2], shape[1] } or shape, layer, layers, tied)
       list[#list + 1], by_name[entry.name] = one, one
       parameters = parameters + entry.numel

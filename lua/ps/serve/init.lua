@@ -5,6 +5,7 @@
 local json = require("cjson").new()
 local answer = require "ps.serve.answer"
 local caller = require "ps.core.caller"
+local entropy = require "ps.core.entropy"
 local request = require "ps.serve.request"
 local error = caller.error
 
@@ -12,13 +13,6 @@ local serve = {}
 
 local MOST = 8 * 2 ^ 20                                    -- largest body of a request, in bytes
 local PATIENCE = 30                                        -- time limit for reading a request's body, in seconds
-
-local function random_token()
-  local f = assert(io.open("/dev/urandom", "rb"))
-  local bytes = f:read(16)
-  f:close()
-  return (bytes:gsub(".", function(c) return ("%02x"):format(c:byte()) end))
-end
 
 -- Compares two texts in a time that does not depend on where they differ.
 local function same(a, b)
@@ -46,7 +40,7 @@ function serve.run(model, tok, options)
   if not ok then error("the server needs Debian's lua-http", 0) end
   local headers, cqueues, condition = require "http.headers", require "cqueues", require "cqueues.condition"
   local host = options.host or "127.0.0.1"
-  local token = not options.no_token and (options.token or random_token()) or nil
+  local token = not options.no_token and (options.token or entropy.hex(16)) or nil
   if not token and not local_address(host) then
     error(("serve: without a token the server listens only on this machine, not on %s; pass a token"):format(host), 0)
   end
