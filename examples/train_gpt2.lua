@@ -246,12 +246,12 @@ local function report(args, result, text)
     progress.count(result.tokens_per_s), progress.clock(result.seconds)))
 end
 
--- Returns the number of steps between evaluations of the held-out loss. A forward costs a third of a training step with
--- the same batch.
-local function eval_every(args)
-  local tenth = 10 * args.eval_batches / (3 * args.accumulate)
-  return math.ceil(math.max(1, args.steps / settings.evals, tenth))
-end
+-- Returns the number of steps that take ten times as long as an evaluation of the held-out loss. A forward costs a
+-- third of a training step with the same batch.
+local function tenth(args) return 10 * args.eval_batches / (3 * args.accumulate) end
+
+-- Returns the number of steps between evaluations of the held-out loss.
+local function eval_every(args) return math.ceil(math.max(1, args.steps / settings.evals, tenth(args))) end
 
 -- Returns the number of steps that fit into args.minutes on this machine. It runs and discards a few steps and an
 -- evaluation.
@@ -268,8 +268,10 @@ local function measured_steps(args, learn, windows)
   evaluating = ps.now() - evaluating
   local count = math.ceil(math.min(20, math.max(2, 2 / first)))
   local step_s = go(warm, warm + count) / count
-  local left = 60 * args.minutes - (ps.now() - began) - settings.evals * evaluating
-  local steps = math.max(1, math.floor(left / step_s))
+  local left = 60 * args.minutes - (ps.now() - began)
+  -- The run evaluates the held-out loss at its end and `evals` times, or once in `tenth` steps if that is less often.
+  local steps = math.max(1, math.floor(math.max((left - settings.evals * evaluating) / step_s,
+    (left - evaluating) / (step_s + evaluating / tenth(args)))))
   if steps >= 100 then steps = steps - steps % 10 end
   print(("measured %d steps: %.3f s each on this machine, %.1f s for the held-out loss; %s minutes have room for %d "
     .. "steps (to change that, use --steps)"):format(count, step_s, evaluating, args.minutes, steps))

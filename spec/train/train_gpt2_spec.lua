@@ -159,6 +159,15 @@ describe("train_gpt2.lua", function()
     assert.truthy(tonumber(steps) > 1, text)
   end)
 
+  it("--minutes leaves most of the time to the steps, also if measuring the held-out loss takes long", function()
+    write("long.txt", ("words in a line\n"):rep(4000))
+    local text, code = example(SMALL .. "--data long.txt --out long --minutes 0.03 --eval-batches 250")
+    assert.equal(0, code, text)
+    local step_s, eval_s, steps = text:match "steps: ([%d.]+) s each on this machine, ([%d.]+) s .-room for (%d+) "
+    assert.is_true(tonumber(eval_s) > 20 * tonumber(step_s), text)
+    assert.is_true(steps * step_s > 0.5 * (1.8 - 4 * eval_s), text)
+  end)
+
   it("train_chunked.lua names in one line the fault of its configuration, files and budgets", function()
     write("key.json", '{ "optimzer": {} }')
     write("value.json", '{ "optimizer": { "params": { "lr": -1 } } }')
