@@ -5,8 +5,9 @@
 -- Prints one line per file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The
 -- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
 -- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
--- run at the same time, except those of alone.txt, which run before them, one by one. With --only WORDS,
--- only tests whose full name (as a failure prints it) contains these words run: `run.lua ops --only softplus`.
+-- run at the same time, except those of alone.txt: these run before the others, one by one, or while the others run, if
+-- alone.txt says that they wait. With --only WORDS, only tests whose full name (as a failure prints it) contains these
+-- words run: `run.lua ops --only softplus`.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
 ---@return string[] every spec, in order
@@ -48,17 +49,17 @@ local function specs_in(name)
   return found
 end
 
--- Returns the specs that a list in spec/ names, one per line. A name without a spec ends the run, since the spec was
--- moved or is misspelt.
+-- Returns the specs that a list in spec/ names, one per line, with the word after each name, or "". A name without a
+-- spec ends the run, since the spec was moved or is misspelt.
 local function listed(list)
   local found = {}
   for line in io.lines(("%s/%s"):format(folder, list)) do
-    local name = line:match "^[^#%s]+"
+    local name, word = line:match "^([^#%s]+)%s*(%S*)"
     if name and not path_of(name) then
       io.stderr:write(("spec/run.lua: %s names '%s', and there is no such spec\n"):format(list, name))
       os.exit(1)
     end
-    if name then found[path_of(name)] = true end
+    if name then found[path_of(name)] = word end
   end
   return found
 end
@@ -118,10 +119,10 @@ end
 ---@return string
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- Runs files in their own processes, `number` at a time, prints their lines and counts their results. If several run
--- at a time, the lines of a file are printed together at its end.
-local function run_apart(list, number)
-  if #list == 0 then return end
+-- Runs files in their own processes, `number` at a time, and those of `beside` one by one at the same time. Prints
+-- their lines and counts their results. If several run at a time, the lines of a file are printed together at its end.
+local function run_apart(list, number, beside)
+  if #list + #beside == 0 then return end
   local END = "spec/run.lua: that was "
   local lock = os.tmpname()
   local run = ("%s %s %s \"$1\" 2>&1; echo \"%s$1\""):format(quoted(arg[-1]), quoted(arg[0]),
@@ -129,10 +130,14 @@ local function run_apart(list, number)
   if number > 1 then
     run = ("said=$(mktemp) && { %s; } >\"$said\"; flock \"$0\" cat \"$said\"; rm \"$said\""):format(run)
   end
-  local names = {}
-  for i, file in ipairs(list) do names[i] = quoted(file) end
-  local child = assert(io.popen(("printf '%%s\\0' %s | xargs -0 -n 1 -P %d sh -c %s %s"):format(
-    table.concat(names, " "), number, quoted(run), quoted(lock))))
+  local lanes, all = {}, {}
+  for _, lane in ipairs { { list, number }, { beside, 1 } } do
+    local names = {}
+    for i, file in ipairs(lane[1]) do names[i], all[#all + 1] = quoted(file), file end
+    lanes[#lanes + 1] = #names > 0 and ("printf '%%s\\0' %s | xargs -0 -n 1 -P %d sh -c %s %s & "):format(
+      table.concat(names, " "), lane[2], quoted(run), quoted(lock)) or nil
+  end
+  local child = assert(io.popen(table.concat(lanes) .. "wait"))
   local ended, counted = {}, false
   for line in child:lines() do
     local p, f, s = line:match("^busted: (%d+) passed, (%d+) failed, (%d+) skipped$")
@@ -147,7 +152,7 @@ local function run_apart(list, number)
   end
   child:close()
   os.remove(lock)
-  for _, file in ipairs(list) do
+  for _, file in ipairs(all) do
     if not ended[file] then
       print(("FAILED: %s did not run to its end"):format(file))
       failed = failed + 1
@@ -155,21 +160,14 @@ local function run_apart(list, number)
   end
 end
 
--- The files of alone.txt run first: nothing else may run at the same time.
----@param list string[]
----@return string[] alone
----@return string[] others
-local function parted(list)
-  local alone, others = {}, {}
-  for _, file in ipairs(list) do table.insert(alone_ones[file] and alone or others, file) end
-  return alone, others
-end
-
 if #files > 1 then
-  local alone, others = files, {}
-  if jobs > 1 then alone, others = parted(files) end
-  run_apart(alone, 1)
-  run_apart(others, jobs)
+  local alone, waiting, others = {}, {}, {}
+  for _, file in ipairs(files) do
+    local word = jobs > 1 and alone_ones[file]
+    table.insert(word == "waits" and waiting or (word or jobs == 1) and alone or others, file)
+  end
+  run_apart(alone, 1, {})
+  run_apart(others, jobs, waiting)
   finish()
 end
 

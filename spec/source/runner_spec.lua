@@ -103,6 +103,32 @@ describe("the runner of specs", function()
     assert.matches("computing.txt names 'gone', and there is no such spec", run())
   end)
 
+  it("runs specs of alone.txt first, and those that wait beside the others", function()
+    local tree = folder .. "/lanes"
+    assert(os.execute(("mkdir -p '%s/spec/a' && cp '%s/spec/run.lua' '%s/spec/'"):format(tree, paths.root, tree)) == 0)
+    local begin = ([[
+      local function is(name) return (io.open("%s/" .. name)) ~= nil end
+      local function begin(name) io.open("%s/" .. name, "w"):close() end
+      local function wait(name)
+        for _ = 1, 6000 do if is(name) then return end os.execute "sleep 0.01" end
+        error(name .. " did not begin at the same time")
+      end
+    ]]):format(tree, tree)
+    local function spec(name, body)
+      check.write(("%s/spec/a/%s_spec.lua"):format(tree, name), ("%s it(%q, function() %s end)"):format(begin, name,
+        body))
+    end
+    spec("first", 'assert(not is "other" and not is "waits") begin "first"')
+    spec("other", 'assert(is "first") begin "other" wait "waits"')
+    spec("waits", 'assert(is "first") begin "waits" wait "other"')
+    check.write(tree .. "/spec/alone.txt", "# comment\nfirst\nwaits waits\n")
+    for _, list in ipairs { "computing.txt", "check.txt" } do check.write(tree .. "/spec/" .. list, "") end
+    local p = assert(io.popen(("'%s' '%s/spec/run.lua' --jobs 2 2>&1"):format(paths.exe, tree)))
+    local text = p:read "*a"
+    p:close()
+    assert.matches("busted: 3 passed, 0 failed, 0 skipped\n$", text)
+  end)
+
   it("lists the skipped tests, by reason, in the lines before the last", function()
     local build = paths.exe:match "^(.*)/"
     local p = assert(io.popen(("cd '%s' && CI= PS_TEST_ISA=none tools/test.sh '%s' '%s/skips_spec.lua' "
