@@ -8,6 +8,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 local command_line = require "ps.core.command_line"
 local folder = require "ps.pretrained.folder"
+local formats = require "ps.data.formats"
 local posix = require "posix.unistd"
 local whole = command_line.whole
 
@@ -47,8 +48,9 @@ end
 -- Returns the ids and mask of a row, and the indices of its messages whose reasoning the template omits.
 local function example(tok, rows, form, i)
   local messages, tools = ps.data.conversation(rows, i, form)
-  local ids, mask = tok:apply_chat_template(messages, { train_on = args.train_on, date = args.date, tools = tools })
-  local rendered = tok:render_chat(messages, { train_on = args.train_on, date = args.date, tools = tools })
+  local how = { train_on = args.train_on, date = args.date, tools = tools }
+  local ids, mask = formats.of_row(rows, i, tok.apply_chat_template, tok, messages, how)
+  local rendered = tok:render_chat(messages, how)
   return ids, mask, rendered.dropped
 end
 

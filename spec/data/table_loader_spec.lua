@@ -79,6 +79,15 @@ describe("a loader of a table", function()
     fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template = function()
       return { 1, 2 }, { 1, 1 } end }, { __index = tok }) }) end, "all of its 2 tokens are trained")
     fails(function() loader { { chosen = "a", rejected = "b" } } end, "training by preferences")
+    local refused = talk("Q", "b")
+    refused.messages[1].role = "critic"
+    local strict = tokens.gpt2({ { "a", "b" } }, { ["tokenizer_config.json"] = { chat_template =
+      "{% for m in messages if m.role == 'critic' %}{{ raise_exception('no critics') }}{% endfor %}" .. TEMPLATE } })
+    fails(function() loader({ talk("Q", "b"), refused }, { tokenizer = ps.tokenizer.from_pretrained(strict) }) end,
+      "rows[2]: ", "no critics")
+    tokens.remove(strict)
+    fails(function() loader({ talk("Q", "b") }, { tokenizer = setmetatable({ apply_chat_template =
+      function() error "of the script" end }, { __index = tok }) }) end, "rows[1]: ", "of the script")
     for want, row in pairs {
       ["rows[1]: 1 labels for 2 input_ids"] = { input_ids = { 1, 2 }, labels = { 1 } },
       ["input_ids[2] is 258; the vocabulary has the ids 0 to 257"] = { input_ids = { 1, 258 } },

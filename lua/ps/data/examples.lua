@@ -198,12 +198,11 @@ local function fill(handle, rows, tokenizer, form, given)
       end
     else
       local messages, tools = formats.conversation(rows, i, form)
+      local how = { train_on = train_on, date = given.date, tools = tools }
       if threaded then
-        encoder:put(tokenizer:render_chat(messages, { train_on = train_on, date = given.date, tools = tools }), need,
-          weight)
+        encoder:put(formats.of_row(rows, i, tokenizer.render_chat, tokenizer, messages, how), need, weight)
       else
-        local ids, mask = tokenizer:apply_chat_template(messages,
-          { train_on = train_on, date = given.date, tools = tools })
+        local ids, mask = formats.of_row(rows, i, tokenizer.apply_chat_template, tokenizer, messages, how)
         add(handle, ids, labels_of(ids, mask, place(i), train_on), nil, weight)
       end
     end

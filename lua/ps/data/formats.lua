@@ -185,6 +185,19 @@ local function check_messages(messages, fail)
   end
 end
 
+-- Returns the results of a call, or raises its error, after the row's place.
+local function at_place(rows, i, ok, ...)
+  if ok then return ... end
+  error(("%s: %s"):format(rows:place(i), tostring((...))), 0)
+end
+
+--- Calls fn(...), such as a chat template, for a row. If it fails, the error names the row's file and line.
+---@param rows ps.DataTable
+---@param i integer
+---@param fn function
+---@return any ... the results of fn
+function formats.of_row(rows, i, fn, ...) return at_place(rows, i, pcall(fn, ...)) end
+
 --- Returns a row as a conversation, which is a list of messages for tokenizer:apply_chat_template. Rows in the forms
 --- "messages", "sharegpt", "prompt and completion", "alpaca" and "squad" are conversations. Keys keep the file's order.
 ---@param rows ps.DataTable

@@ -93,8 +93,8 @@ local function windows_of(tok, rows, n, options)
       if form == "ids" then ids, labels = formats.ids(rows, i, tok.vocab_size)
       else
         local messages, tools = formats.conversation(rows, i, form)
-        ids, mask = tok:apply_chat_template(messages, { train_on = options.train_on or "assistant",
-          date = options.date, tools = tools })
+        ids, mask = formats.of_row(rows, i, tok.apply_chat_template, tok, messages,
+          { train_on = options.train_on or "assistant", date = options.date, tools = tools })
       end
       if labels then
         mask = {}
@@ -191,8 +191,8 @@ local function asked(tok, rows, i, chat, date)
     local all = formats.conversation(rows, i)
     local last = #messages < #all and values.get(all[#messages + 1], "content")
     if not text.is(last) then error(rows:place(i) .. ": the last turn of the assistant has no text") end
-    return tok:apply_chat_template(messages, { add_generation_prompt = true, date = date, tools = tools }),
-      { text.flat(last) }
+    return formats.of_row(rows, i, tok.apply_chat_template, tok, messages,
+      { add_generation_prompt = true, date = date, tools = tools }), { text.flat(last) }
   end
   local question = rows_of.question(row, rows:place(i))
   if row.context and row.question then question = row.context .. "\n\n" .. question end
