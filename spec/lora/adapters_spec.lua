@@ -231,6 +231,12 @@ describe("ps.lora.wrap", function()
     fails(function() ps.lora.wrap(m, { dropout = 1 }) end, "dropout = 1")
     fails(function() ps.lora.wrap(m, { modules_to_save = { "scor" } }) end, "scor")
     fails(function() ps.lora.wrap(m, { rank_pattern = { q_proj = 0 } }) end, "rank_pattern", "q_proj")
+    fails(function() ps.lora.wrap(m, { rank_pattern = { q_prj = 2 } }) end, "rank_pattern['q_prj'] matches none of")
+    fails(function() ps.lora.wrap(m, { alpha_pattern = { ["layers.9"] = 2 } }) end, "alpha_pattern['layers.9']")
+    fails(function() ps.lora.wrap(m, { alpha_pattern = { q_proj = 0 } }) end, "alpha_pattern['q_proj'] = 0")
+    for _, alpha in ipairs { 0 / 0, math.huge, 0 } do
+      fails(function() ps.lora.wrap(m, { alpha = alpha }) end, "lora: alpha = ", "finite")
+    end
     fails(function() ps.lora.wrap(m, { bias = "some" }) end, "bias")
     fails(function() ps.lora.wrap(m, { name = "a.b" }) end, "a.b")
     fails(function() ps.lora.wrap(m, { alpa = 3 }) end, "alpa", "alpha")

@@ -141,6 +141,10 @@ local function add(model, name, spec)
   end
   if self then self:activate(nil) end
   local found = targets.find(model, spec)
+  if not spec.from_file then
+    targets.check_patterns("rank_pattern", spec.rank_pattern, found)
+    targets.check_patterns("alpha_pattern", spec.alpha_pattern, found)
+  end
   local list = modules_to_save(model, spec)
   check_tied(model, list, spec)
   if not self then

@@ -45,12 +45,21 @@ local function heads_of(model, task)
   return #list > 0 and list or nil
 end
 
+-- Returns whether a value can be an adapter's alpha.
+local function usable(alpha)
+  return type(alpha) == "number" and alpha == alpha and alpha ~= 0 and math.abs(alpha) < math.huge
+end
+
 local function check_numbers(spec)
   if spec.r < 1 then
     error(("lora: r = %.14g; the rank of an adapter must be a whole number of at least 1, such as 16"):format(spec.r))
   end
   if not (spec.dropout >= 0 and spec.dropout < 1) then
     error(("lora: dropout = %.14g; it must be in [0, 1)"):format(spec.dropout))
+  end
+  if not usable(spec.alpha) then
+    error(("lora: alpha = %.14g; the scale alpha / r of an adapter must be a finite number other than 0"):format(
+      spec.alpha))
   end
   for pattern, r in pairs(spec.rank_pattern or {}) do
     if type(r) ~= "number" or r < 1 or r % 1 ~= 0 then
@@ -59,8 +68,9 @@ local function check_numbers(spec)
     end
   end
   for pattern, alpha in pairs(spec.alpha_pattern or {}) do
-    if type(alpha) ~= "number" then
-      error(("lora: alpha_pattern['%s'] = %s; it must be a number"):format(tostring(pattern), tostring(alpha)))
+    if not usable(alpha) then
+      error(("lora: alpha_pattern['%s'] = %s; it must be a finite number other than 0"):format(tostring(pattern),
+        tostring(alpha)))
     end
   end
 end

@@ -149,4 +149,19 @@ function targets.pattern_value(patterns, name, default)
   return found and patterns[found] or default
 end
 
+--- Raises an error if a pattern of rank_pattern or alpha_pattern matches no layer that gets an adapter.
+---@param what string the option's name
+---@param patterns? table<string, number>
+---@param found {name: string}[] the layers
+function targets.check_patterns(what, patterns, found)
+  for key in pairs(patterns or {}) do
+    local fits, matches = regex.compile("(.*\\.)?(" .. key .. ")"), false
+    for _, entry in ipairs(found) do matches = matches or fits(entry.name) end
+    if not matches then
+      error(("lora: %s['%s'] matches none of the %d layers that get an adapter, such as %s"):format(what, key, #found,
+        found[1].name))
+    end
+  end
+end
+
 return targets
