@@ -5,6 +5,7 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local tokens = require "spec.tokenizer_lib"
 local lfs = require "lfs"
+local random = require "ps.core.random"
 local fails = check.fails
 
 local bytes = setmetatable({ vocab_size = 2000 }, { __index = ps.tokenizer.bytes() })
@@ -213,6 +214,64 @@ describe("packing", function()
     end
     assert.equal(count, n)
     assert.near(sum / count, loss:item(), 3e-6)
+  end)
+end)
+
+describe("dropout of packed rows", function()
+  -- Runs a batch with the masks of dropout of its rows. Returns the sum of the losses, and gradients by name.
+  local function run(model, batch)
+    local rng = random.state()
+    rng.sample, rng.op = 40, 0
+    model:zero_grad()
+    local loss = model(batch).loss * model:count_targets(batch)
+    loss:backward()
+    local grads = {}
+    for name, p in model:named_parameters() do if p:grad() ~= nil then grads[name] = p:grad():clone() end end
+    return loss:item(), grads
+  end
+
+  it("does not depend on the other examples of a row", function()
+    local function gpt2() return require("models.gpt2").new("tiny", { vocab_size = 1100, dropout = 0.3 }) end
+    local function llama()
+      local model = require("models.llama").new("tiny", { vocab_size = 1100, attention_dropout = 0.3 })
+      return ps.lora.wrap(model, { r = 2, dropout = 0.3, modules_to_save = { "norm" } })
+    end
+    for family, made in pairs { gpt2 = gpt2, llama = llama } do
+      local model = made():train()
+      local batch = loader(rows_of(9, lengths), { packing = true, batch = 3 }):next()
+      local sum, want = run(model, batch)
+      assert.are_not.equal(sum, (run(model:eval(), batch)))
+      model:train()
+      local segments, seen, all, grads = batch.segment_ids:tolist(), {}, 0, {}
+      for r, row in ipairs(segments) do
+        for _, segment in ipairs(row) do
+          if segment > 0 and not seen[100 * r + segment] then
+            seen[100 * r + segment] = true
+            local alone = {}                               -- this example at its place, and padding
+            for name, t in pairs(batch) do
+              local list = t:tolist()
+              for q, values in ipairs(list) do
+                for k in ipairs(values) do
+                  if q ~= r or segments[q][k] ~= segment then values[k] = name == "labels" and -100 or 0 end
+                end
+              end
+              alone[name] = ps.tensor(list, { dtype = "int32" })
+            end
+            local loss, own = run(model, alone)
+            all = all + loss
+            for name, g in pairs(own) do grads[name] = grads[name] and grads[name] + g or g end
+          end
+        end
+      end
+      local count = 0
+      for _ in pairs(seen) do count = count + 1 end
+      assert(count >= 6, count)
+      assert(math.abs(all - sum) < 2e-6 * sum, ("%s: %.9g, not %.9g"):format(family, all, sum))
+      for name, g in pairs(want) do
+        local off = (g - grads[name]):abs():max():item()
+        assert(off <= 1e-5 * g:abs():max():item(), ("%s: %s is %g off"):format(family, name, off))
+      end
+    end
   end)
 end)
 
