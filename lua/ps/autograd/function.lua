@@ -13,8 +13,9 @@
 --   end
 --   local y = Exp.apply(x)                       -- or Exp(x)
 --
--- forward runs without recording. C has a node for the call (src/grad/call.c), at which a walk stops, and backward runs
--- here. Saved tensors belong to the node, so that their bytes are freed when the walk has passed it.
+-- forward runs without recording. C has a node for the call (src/grad/call.c). When a backward walk reaches the node,
+-- it stops, and backward runs here. Saved tensors belong to the node, so that their bytes are freed when the walk has
+-- passed it.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local scope = require "ps.core.scope"

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autograd.gradcheck: gradients against finite differences.
+-- ps.autograd.gradcheck: compares gradients with finite differences.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"

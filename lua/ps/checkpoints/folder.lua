@@ -2,12 +2,12 @@
 -- A folder of checkpoints: names, `latest`, the order in which checkpoints are tried, and their removal. It contains
 --   step-00000012.safetensors    a whole checkpoint (one process), or
 --   step-00000012/               one of several processes: a file of each rank and index.json
---   latest                       the name of the newest complete one, and in a second line its run's number
+--   latest                       the name of the newest complete checkpoint, and in a second line the number of its run
 -- and, while a checkpoint is being written or after a crash, step-00000012.tmp-* and similar names. One run at a time
 -- writes into a folder. Only the process that commits (rank 0) creates and removes files in it. If a file system cannot
 -- exchange two names (NFS), saving a step again renames the older folder to step-00000012.tmp-*-aside for a moment
--- (ps_file_swap_folder). After a crash at that moment it still has that name. It then counts as a checkpoint until
--- another folder gets the step's own name.
+-- (ps_file_swap_folder). After a crash at that time the older folder still has this temporary name. It then counts as a
+-- checkpoint until another folder gets the step's name.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local lfs = require "lfs"
@@ -68,7 +68,7 @@ local function is_leftover(name)
   return name:match("^step%-%d+%.tmp%-") or name:match("^step%-%d+%.safetensors%.tmp%-") or name:match("^latest%.tmp%-")
 end
 
--- Checkpoints in a folder, newest first: {name, step}.
+-- Returns the checkpoints in a folder, newest first: {name, step}.
 local function list(path)
   local all = {}
   if lfs.attributes(path, "mode") ~= "directory" then return all end
@@ -92,8 +92,8 @@ function folder.names(path)
   return names
 end
 
--- Returns the lines of `latest`; nil if there is no such file. A file that cannot be read is an error: a run that took
--- it for missing would begin again.
+-- Returns the lines of `latest`, or nil if there is no such file. Raises an error if the file cannot be read, since a
+-- run that regarded it as missing would begin again.
 local function read_latest(path)
   local file, why, code = io.open(path .. "/latest", "rb")
   if not file and (code == errno.ENOENT or code == errno.ENOTDIR) then return nil end
@@ -110,7 +110,7 @@ local function read_latest(path)
   return name or "", run and run:match("^%x+$")
 end
 
---- Writes `latest`; `name` is the newest complete checkpoint.
+--- Writes the file `latest`. `name` is the newest complete checkpoint.
 ---@param path string
 ---@param name string
 ---@param run string
@@ -120,12 +120,12 @@ function folder.set_latest(path, name, run)
 end
 
 --- Returns the checkpoints to try, in order: the latest, then earlier ones. Checkpoints of later steps belong to
---- another run. Without the file `latest` there are none. If that file is damaged, all are tried, and `problem` says
---- so.
+--- another run. If the file `latest` is missing, there are none. If it is damaged, all checkpoints are returned, and
+--- `problem` describes the damage.
 ---@param path string
 ---@return string[] names
 ---@return string? problem
----@return string? run of the latest, if the file has it
+---@return string? run of the latest checkpoint, if the file contains it
 function folder.candidates(path)
   local latest, run = read_latest(path)
   local all, names, problem = list(path), {}, nil
@@ -142,9 +142,9 @@ function folder.candidates(path)
   return names, problem, newest and run
 end
 
---- It is called when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier ones, `keep` in all,
---- and removes older ones, the same step in the other form, and leftovers of crashes. Later steps belong to another run
---- and stay.
+--- Removes old checkpoints when checkpoint `name` of step `step` is complete. Keeps it and the newest earlier
+--- checkpoints, `keep` in total. Removes older checkpoints, the same step in the other form, and leftovers of crashes.
+--- Checkpoints of later steps belong to another run and are kept.
 ---@param path string
 ---@param step integer
 ---@param keep integer
@@ -163,7 +163,7 @@ function folder.prune(path, step, keep, name)
     if goes then
       local at, aside = path .. "/" .. entry.name, ("%s/%s.tmp-old"):format(path, folder.name(entry.step, true))
       if lfs.attributes(at, "mode") == "directory" and os.rename(at, aside) then at = aside end
-      folder.remove(at)                                    -- a half-removed folder must not look like a checkpoint
+      folder.remove(at)                                    -- a partly removed folder must not look like a checkpoint
     end
   end
 end

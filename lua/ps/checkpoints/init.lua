@@ -4,17 +4,17 @@
 --   tensors    the model's by name, and "optimizer.<parameter>.<state>"
 --   metadata   "format" = "pt" (required by Hugging Face's readers) and "psluajit": JSON with the step, optimizer
 --              settings, schedule, loss scale, data position, random numbers and the caller's `extra`
--- Several processes write a folder together, each its share of these tensors (checkpoints/rank_files.lua): the tensors
--- that it owns, or if all hold all tensors, those assigned to it. The folder gets its name when all files are on disk.
--- In a folder of checkpoints each has the number of its run. A process draws that number at its first save (rank 0, for
--- all), or gets it from the checkpoint that it loads. A single file there has it as "psluajit_run" in its metadata, the
--- folder of several processes in its index. A file that is saved or merged elsewhere has no such number, so its bytes
--- depend only on the state.
+-- Several processes write a folder together (checkpoints/rank_files.lua). Each process writes the tensors that it owns,
+-- or, if all processes hold all tensors, the tensors that are assigned to it. The folder gets its name when all files
+-- are on disk. In a folder of checkpoints, each checkpoint has the number of its run. Rank 0 draws the number for all
+-- processes at the first save, or gets it from the checkpoint that the run loads. A single file has the number as
+-- "psluajit_run" in its metadata, and a folder of several processes has it in its index. A file that is saved or merged
+-- elsewhere has no such number, so its bytes depend only on the state.
 -- With an engine (ps.initialize) the tensors are the fp32 values, written and read one at a time. The engine's schedule
 -- and loss scale are included. A checkpoint can be loaded with any budget, policy, chunk size and device, into plain
 -- memory and by ps.optim. With `async` the state is copied, and a thread writes the copy (checkpoints/background.lua).
--- Rank 0 checks in the folder that the others' files are complete, and commits between two steps, in wait, in the next
--- save or when the script ends.
+-- Rank 0 checks that the other ranks' files in the folder are complete, and commits the checkpoint between two steps,
+-- in wait, in the next save, or when the script ends.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local caller = require "ps.core.caller"
@@ -38,13 +38,13 @@ local error = caller.error
 local checkpoint = { make_folder = folder.make }
 
 local PREFIX = "optimizer."
-local EXIT_S, FAILED_S = 10, 1                             -- seconds that a script's end waits for other ranks' files
-local pending, unlisten                                    -- the running save; a function that unsubscribes from steps
-local run                                                  -- this process's run, from its first save or load on
+local EXIT_S, FAILED_S = 10, 1  -- seconds for which a script's end waits for other ranks' files
+local pending, unlisten  -- the running save, and a function that unsubscribes from steps
+local run                                                  -- id of this process's run, from its first save or load on
 
 local function is_file_path(path) return path:match("%.safetensors$") ~= nil end
 
--- The keys of save and load: parts, which have a state, and options. One table can be passed to both calls.
+-- The keys of save and load: parts, which have a state, and options. The same table can be passed to both calls.
 local PARTS = { "model", "optimizer", "sched", "loader", "scaler" }
 local OPTIONS = { step = "whole", extra = "any", keep = "whole", async = "boolean", quiet = "boolean",
   shards = "boolean", verify = "boolean", fallback = "boolean", tensors = "table" }
@@ -84,17 +84,17 @@ end
 ---@field loader? ps.Loader
 ---@field scaler? ps.LossScaler (default: the engine's)
 ---@field step? integer (default: the optimizer's)
----@field extra? table any value that JSON can hold
+---@field extra? table any value that JSON can represent
 ---@field tensors? table<string, ps.Tensor> further tensors of the script, such as an exponential moving average, which
----  are equal on all ranks: rank 0 saves them; load writes into the given tensors
----@field keep? integer in a folder: number of newest checkpoints to keep (default 2)
----@field async? boolean save returns once the state is copied to host memory
----@field quiet? boolean no message about the memory that async takes
----@field shards? boolean one process writes a folder, too
----@field verify? boolean for load: false does not compare checksums
----@field fallback? boolean for load: false makes a damaged checkpoint an error even if there is an earlier one
+---  must be equal on all ranks; rank 0 saves them, and load writes into the given tensors
+---@field keep? integer number of newest checkpoints to keep in a folder (default 2)
+---@field async? boolean whether save returns once the state is copied to host memory
+---@field quiet? boolean whether to print no message about the memory that async needs
+---@field shards? boolean whether a single process writes a folder, too
+---@field verify? boolean false makes load skip the comparison of checksums
+---@field fallback? boolean false makes load raise an error for a damaged checkpoint even if there is an earlier one
 
--- Returns the schedule and the loss scale: those passed, or the engine's.
+-- Returns the schedule and the loss scale, which are those in `parts` or the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -103,14 +103,14 @@ local function parts_of(parts)
 end
 
 -- -- the saved state ------------------------------------------------------------------------------------------------
--- Returns the base model of a model with adapters (ps.lora), whose frozen values are not saved; nil: all values are
--- saved.
+-- Returns the base model of a model with adapters (ps.lora), whose frozen values are not saved. Returns nil if all
+-- values are saved.
 local function base_of(model)
   local adapters = rawget(handle.module(model), "adapters_")
   return adapters and adapters:frozen_base()
 end
 
--- Returns the state on this rank: tensors by name, and the rest as a table.
+-- Returns the state on this rank: tensors by name, and everything else as a table.
 local function gather(parts, step, base)
   local with, tensors = parts_of(parts), {}
   local state = { version = 2, step = step, rng = random_state.get(), extra = parts.extra }
@@ -131,7 +131,7 @@ local function gather(parts, step, base)
   return tensors, state, own
 end
 
--- Returns whether each parameter has one owner, so that state_dict returns only this rank's.
+-- Returns whether each parameter has one owner, so that state_dict returns only this rank's parameters.
 local function are_owned(model)
   local engine = handle.of(model)
   local built = engine and engine.built
@@ -141,7 +141,7 @@ local function are_owned(model)
   return false
 end
 
--- Returns the names of all parameters if no rank holds the whole model, or nil if each rank does.
+-- Returns the names of all parameters if no rank holds the whole model, or nil if each rank holds it.
 local function names_of(model, base)
   local engine, names = handle.of(model), {}
   local stages = engine and engine.stages
@@ -158,9 +158,9 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
--- Reduces the tensors to those that this rank along tp saves: its pieces of cut ones, without padding, and on rank 0
--- the tensors that are whole on all ranks. Returns the places of the pieces, for the file's metadata, or nil if nothing
--- is cut.
+-- Removes all tensors except those that this rank along tp saves: its pieces of cut tensors, without padding, and on
+-- rank 0 the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's metadata, or nil if
+-- nothing is cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -177,8 +177,8 @@ local function keep_pieces(tensors, model)
   return pieces
 end
 
--- Returns this rank's share of the tensors, and the names that all shares together must have. Ranks with the same
--- tensors get disjoint shares. If stages share a table, one of them saves it.
+-- Returns this rank's share of the tensors, and the names that all shares together must contain. Ranks with the same
+-- tensors get disjoint shares. If stages share an embedding, one of them saves it.
 local function share(job, tensors, model)
   local engine = handle.of(model)
   local stages = engine and engine.stages
@@ -199,8 +199,8 @@ local function share(job, tensors, model)
 end
 
 -- -- a save ---------------------------------------------------------------------------------------------------------
--- Returns the files of a save and their writers. form "file": written by rank 0 alone; "shards": a folder, written by
--- all.
+-- Returns the files of a save and their writers. If `form` is "file", rank 0 writes one file. If it is "shards", all
+-- ranks write into a folder.
 local function new_job(path, parts, base)
   local group = mesh.group "world"
   local step = parts.step or parts.optimizer and parts.optimizer.steps or 0
@@ -222,7 +222,7 @@ local function new_job(path, parts, base)
   return job
 end
 
--- Rank 0 creates the folders and draws the number of this save. Afterwards all ranks know it, the number of the run,
+-- Creates the folders and draws the id of this save, on rank 0. Afterwards all ranks know this id, the id of the run,
 -- and the paths of their files.
 local function prepare(job)
   agree.same(job.group, "checkpoint.save", { { "step", tostring(job.step) }, { "path", job.final },
@@ -274,7 +274,7 @@ local function write(job, parts)
   end
 end
 
--- Makes the checkpoint valid. It is called by rank 0 when all files exist.
+-- Makes the checkpoint valid. Rank 0 calls it when all files exist.
 local function commit(job)
   if job.form == "shards" then
     rank_files.write_index(job.temp, { save = job.save, run = job.run, step = job.step, world_size = job.size,
@@ -303,7 +303,7 @@ end
 
 local function ready(job) return job.form == "file" or rank_files.all_there(job.temp, job.size) end
 
--- It is called between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
+-- Checks the running save between two steps. Rank 0 commits once all files are complete. `wait` reports problems.
 local function between_steps()
   local job = pending
   if not job or job.rank > 0 or job.committed or job.problem or background.busy() then return end
@@ -321,8 +321,8 @@ local function take_pending()
   return job
 end
 
--- Waits with the other ranks, and commits. job.unsure: this rank has not received the others' results, so it does not
--- know whether rank 0 has committed.
+-- Waits together with the other ranks, and commits. job.unsure means that this rank has not received the other ranks'
+-- results, so it does not know whether rank 0 has committed.
 local function finish(job)
   local function heard() job.unsure = false end
   job.unsure = job.rank > 0
@@ -334,8 +334,8 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- Does the same by the files alone, if the other ranks cannot be reached. They began when this rank did, so they
--- need about as long. A rank that died never completes its file, so the wait has a limit.
+-- Does the same only by looking at the files, if the other ranks cannot be reached. They began at the same time as this
+-- rank, so they need about as long. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -354,7 +354,7 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  -- the checkpoint is complete; only the removal of older ones failed
+  -- the checkpoint is complete, and only the removal of older ones failed
   if job.committed then error(problem, 0) end
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"
@@ -365,9 +365,9 @@ local function finished(job, how, patience)
   error(text:format(job.final, tostring(problem)), 0)
 end
 
---- Waits for a running save with `async`, and commits it. Its error is raised here. All ranks must call it.
----@return string? path of the checkpoint; nil if no save was running
----@return number? seconds of the thread
+--- Waits for a running save with `async`, commits it and raises its error. All ranks must call it.
+---@return string? path of the checkpoint, or nil if no save was running
+---@return number? seconds that the thread took
 function checkpoint.wait()
   local job = take_pending()
   if not job then return nil end
@@ -385,10 +385,10 @@ function checkpoint.at_exit(failed)
 end
 
 -- -- the calls ------------------------------------------------------------------------------------------------------
---- Writes a checkpoint. Earlier ones are kept until the new one is complete. All ranks call it; an error of one is
---- raised on all. With async = true it returns when the state has been copied to host memory. The checkpoint is then
---- complete some steps later, or after checkpoints.wait().
----@param path string a folder, or a .safetensors file (which rank 0 writes alone)
+--- Writes a checkpoint. Earlier checkpoints are kept until the new one is complete. All ranks must call it. An error on
+--- one rank is raised on all ranks. With async = true, it returns when the state has been copied to host memory. The
+--- checkpoint is then complete some steps later, or after checkpoints.wait().
+---@param path string a folder, or a .safetensors file (which only rank 0 writes)
 ---@param parts ps.CheckpointParts
 ---@return string path of the checkpoint
 function checkpoint.save(path, parts)
@@ -418,7 +418,8 @@ function checkpoint.save(path, parts)
   return job.final
 end
 
---- Returns the checkpoint at a path: the path itself, or the newest of a folder; nil if the folder has none.
+--- Returns the checkpoint at a path, which is the path itself, or the newest checkpoint of a folder. Returns nil if the
+--- folder has none.
 ---@param path string
 ---@return string?
 ---@return string? why the reason why there is none
@@ -429,25 +430,26 @@ function checkpoint.find(path)
   return nil, restore.why_none(path)
 end
 
---- Returns a checkpoint's step and `extra`, without its tensors. In a folder it is the newest checkpoint that can be
---- read.
----@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+--- Returns a checkpoint's step and `extra`, without its tensors. If the path is a folder of checkpoints, uses the
+--- newest one that can be read.
+---@param path string a folder of checkpoints, a checkpoint's own folder, or a .safetensors file
 ---@return {step: integer, extra?: table, file: string}
 function checkpoint.info(path)
   return restore.info(caller.typed(path, "string", "ps.checkpoints.info: the path"))
 end
 
---- Restores the given parts, and the random numbers, on any number of ranks. A part that the checkpoint lacks is an
---- error. If the newest checkpoint of a folder is damaged or incomplete, load prints a message and uses the one before
---- it of the same run. All ranks call it; an error of one is raised on all.
----@param path string a folder (its newest), a checkpoint's own folder, or a .safetensors file
+--- Restores the given parts, and the random numbers, on any number of ranks. Raises an error if the checkpoint lacks a
+--- part. If the newest checkpoint of a folder is damaged or incomplete, load prints a message and uses the previous
+--- checkpoint of the same run. All ranks must call it. An error on one rank is raised on all ranks.
+---@param path string a folder of checkpoints (of which the newest is used), a checkpoint's own folder, or a
+---  .safetensors file
 ---@param parts ps.CheckpointParts
 ---@return {step: integer, extra?: table, file: string, skipped: {file: string, problem: string}[]}
 function checkpoint.load(path, parts)
   agree.run(mesh.group "world", function() check_parts("load", path, parts) end)
   checkpoint.wait()
   local from, its_run = restore.load(path, parts, parts_of(parts))
-  run = its_run                                            -- nil: an older checkpoint without a run; save draws one
+  run = its_run  -- nil for an older checkpoint without a run, in which case save draws an id
   return from
 end
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Merges the shards of a checkpoint (files that each rank wrote with its part of the state) into one file
--- (tools/merge.lua). Each shard's tables are laid over those of the ranks before it:
+-- (tools/merge.lua). Each shard's tables are merged into those of the ranks before it:
 --   tables    are joined key by key, at every depth: dicts, and lists as the Lua tables 1 .. n
 --   tensors   in several shards must agree in type and shape; if their values differ, the last one is used (noted)
 --   values    numbers, strings: the last one is used, noted if they differ; None counts as absent
@@ -8,9 +8,9 @@
 -- Tensors whose pieces are in several shards (ps.tensor.shard) are assembled if the places of the pieces are known, as
 -- in a checkpoint's folder and in one of save_parallelized; files without places are refused.
 -- A checkpoint's folder (ps.checkpoints of several processes) becomes the one file that one process would have written.
--- Names that share a tensor or a table in their shard share it in a .pt result, and a view whose elements share bytes
--- (expand) stays one there. Memory: a few hundred bytes per tensor, and one piece of tensors' bytes at a time. The
--- result appears only when it is complete.
+-- Names that share a tensor or a table in their shard also share it in a .pt result, and a view whose elements share
+-- bytes (expand) stays such a view. Memory: a few hundred bytes per tensor, and one piece of tensors' bytes at a time.
+-- The result appears only when it is complete.
 local native = require "ps.core.ffi"
 local shard_note = require "ps.io.shard_note"
 local caller = require "ps.core.caller"
@@ -27,7 +27,7 @@ local error = caller.error
 local merge = {}
 
 local value_out = ffi.new("ps_pt_value")
-local CHECKSUMS = "xxh3_64"                                -- of a safetensors file, in its metadata
+local CHECKSUMS = "xxh3_64"                                -- key of the checksums in a safetensors file's metadata
 
 -- -- merging --------------------------------------------------------------------------------------------------------
 local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. shape_text(node) or class(node) end
@@ -76,8 +76,8 @@ local function joined(a, b, label, state)
   return b
 end
 
--- Lays `b` over `a`. state: differ, called if they differ; known[a][b]: the result for a pair of nodes, since the same
--- pair may occur at many paths.
+-- Merges `b` into `a`. state.differ is called if they differ. state.known[a][b] is the result for a pair of nodes,
+-- since the same pair may occur at many paths.
 function join(a, b, label, state)
   local known = state.known[a] or {}
   state.known[a] = known
@@ -198,11 +198,11 @@ local function write(format, root, path, metadata)
   check(format.new(path, out))
   local writer = ffi.gc(out[0], format.free)
   local ok, problem = pcall(format.write, writer, root, path, metadata)
-  format.free(ffi.gc(writer, nil))                         -- immediately, because it removes the temporary file
+  format.free(ffi.gc(writer, nil))                         -- freed immediately, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 
--- Returns the number of tensors, each counted once, and their bytes.
+-- Returns the number of tensors and their bytes. Each tensor is counted once.
 local function count(node, seen, total)
   if seen[node] then return total end
   seen[node] = true
@@ -219,7 +219,7 @@ local function count(node, seen, total)
   return total
 end
 
--- Removes a tensor from the shards' dicts. Returns its entries by the shard's path.
+-- Removes a tensor from the shards' dicts. Returns the removed entries by the shard's path.
 local function take_out(shards, name)
   local token, found = KIND.STRING .. ":" .. name, {}
   for _, file in ipairs(shards) do
@@ -234,7 +234,8 @@ local function take_out(shards, name)
   return found
 end
 
--- Assembles tensors from pieces: they are removed from the shards' dicts, and the first shard gets the whole ones.
+-- Assembles tensors from pieces. Removes the pieces from the shards' dicts, and adds the whole tensors to the first
+-- shard.
 local function put_together(shards, pieced)
   local names, whole = {}, {}
   for name in pairs(pieced) do names[#names + 1] = name end
@@ -258,7 +259,7 @@ local function put_together(shards, pieced)
   end
 end
 
--- Refuses files that each have parts of the same layers: laid over each other they would give a wrong model.
+-- Raises an error for files that each have parts of the same layers, since merging them would result in a wrong model.
 local function refuse_parts(paths, shards)
   local ranks = {}
   for i, path in ipairs(paths) do
@@ -323,12 +324,13 @@ end
 
 local OPTIONS = { out = "string", strict = "boolean", note = "callable", metadata = "table", pieces = "table" }
 
---- Merges files, in the order of ranks, into options.out. An older file is replaced only when all is on disk.
+--- Merges files, in the order of ranks, into options.out. An older file is replaced only when the new file is complete
+--- on disk.
 ---@param paths string[] .pt or safetensors files, recognized by their contents
----@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?,
----  pieces: table<string, table>? } strict: a difference is an error; else note is called for it; metadata: of a
----  safetensors result, instead of the shards'; pieces: tensors of which files have rectangles, by name: { dtype,
----  shape, pieces = { { path, offset, shape, at } } }
+---@param options { out: string, strict: boolean?, note: fun(text: string)?, metadata: table<string, string>?, pieces:
+---  table<string, table>? } strict: whether a difference raises an error; otherwise `note` is called with it. metadata:
+---  metadata of a safetensors result, instead of the shards' metadata. pieces: tensors of which the files contain
+---  rectangles, by name: { dtype, shape, pieces = { { path, offset, shape, at } } }
 ---@return { tensors: integer, nbytes: integer } total
 function merge.run(paths, options)
   caller.typed(paths, "table", "merge.run: the list of files")
@@ -345,7 +347,7 @@ function merge.run(paths, options)
   return result
 end
 
---- Makes one file of a checkpoint's folder. ps.checkpoints.load accepts it like the folder.
+--- Merges a checkpoint's folder into one file, which ps.checkpoints.load accepts like the folder.
 ---@param path string the checkpoint's own folder
 ---@param out string a .safetensors file
 ---@return { tensors: integer, nbytes: integer } total

@@ -11,7 +11,7 @@ local C, check = native.C, native.check
 
 local tree = {}
 
-local PIECE = 8 * 2 ^ 20                                   -- most bytes in memory at a time
+local PIECE = 8 * 2 ^ 20                                   -- largest number of bytes in memory at a time
 ffi.cdef "int memcmp(const void *a, const void *b, size_t n);"
 
 local KIND = {}
@@ -35,30 +35,30 @@ local byte_array = array "uint8_t"
 ---@class ps.merge.Node
 ---@field kind integer PS_PT_*
 ---@field file ps.merge.File
----@field id integer of the value in its file
----@field text string? of a key that is not in a file; or `number`
----@field keys string[]? of a dict: tokens, in order
+---@field id integer id of the value in its file
+---@field text string? text of a key that is not in a file; the key may have `number` instead
+---@field keys string[]? tokens of a dict's keys, in order
 ---@field entries table<string, { key: ps.merge.Node, value: ps.merge.Node }>?
----@field items ps.merge.Node[]? of a list
----@field dtype integer? of a tensor; with shape, numel, nbytes
----@field tensor ffi.cdata*? ps_pt_tensor, of a tensor in a .pt file
----@field dense boolean? its elements are in the file in the order in which they are written
----@field span integer? for a view whose elements share bytes, which stays a view: elements from its first to its last
----  in the file
+---@field items ps.merge.Node[]? items of a list
+---@field dtype integer? dtype of a tensor, which also has shape, numel and nbytes
+---@field tensor ffi.cdata*? the ps_pt_tensor of a tensor in a .pt file
+---@field dense boolean? whether its elements are in the file in the order in which they are written
+---@field span integer? number of elements from the first to the last one in the file, for a view whose elements share
+---  bytes and that is written as a view
 ---@field identity string? equal for entries of a file that are one tensor
----@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? of a tensor whose pieces
----  are in several tensors: its rectangles, each with its place in the node's tensor
+---@field parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]? rectangles of a tensor
+---  whose pieces are in several tensors, each with its offset in the node's tensor
 
--- Raises `problem` with a text before its own.
+-- Raises `problem`, preceded by a text.
 local function raise(problem, ...)
   error(("%s: %s"):format(string.format(...), tostring(problem)), 0)
 end
 
 -- -- shards as trees ------------------------------------------------------------------------------------------------
---- "a.b" for the item b of a.
+--- Returns the path of the item `key` of `label`, such as "a.b".
 function tree.inside(label, key) return label == "" and key or label .. "." .. key end
 
---- Returns type and shape of a tensor, for comparison and messages: "fp32 [2, 3]".
+--- Returns the dtype and the shape of a tensor as text, for comparison and messages: "fp32 [2, 3]".
 function tree.shape_text(node)
   return ("%s [%s]"):format(ffi.string(C.ps_dtype_name(node.dtype)), table.concat(node.shape, ", "))
 end
@@ -92,7 +92,7 @@ local function pt_tensor(node, label)
   return node
 end
 
--- Returns the name of a key for errors, and a text that is unique for the key.
+-- Returns the name of a key for errors, and a text that identifies the key.
 local function key_text(key, label)
   local v, kind, text = value_out, key.kind, nil
   check(C.ps_pt_get(key.file.pt, key.id, v))
@@ -107,7 +107,7 @@ local function key_text(key, label)
   return text, kind .. ":" .. text
 end
 
--- Returns the tree of a .pt file's value. A value that the file shares is one node.
+-- Returns the tree of a .pt file's value. A value that occurs several times in the file is one node.
 local function pt_node(file, id, label, made)
   if made[id] then return made[id] end
   check(C.ps_pt_get(file.pt, id, value_out))
@@ -149,7 +149,7 @@ local function st_node(file)
   return root
 end
 
---- Returns a tensor whose pieces are in several files.
+--- Returns the node of a tensor whose pieces are in several files.
 ---@param name string
 ---@param entry { dtype: string, shape: integer[] }
 ---@param parts { node: ps.merge.Node, offset: integer[], shape: integer[], at: integer[] }[]
@@ -175,7 +175,7 @@ end
 local CLASS = { [KIND.DICT] = "a dict", [KIND.LIST] = "a list", [KIND.TUPLE] = "a list", [KIND.SET] = "a list",
   [KIND.TENSOR] = "a tensor" }
 
---- Returns a list as a dict with the keys 1 .. n, like its Lua table.
+--- Returns a list's node as the node of a dict with the keys 1 .. n, which is the form of a list in Lua.
 ---@param node ps.merge.Node
 ---@return ps.merge.Node
 function tree.as_dict(node)
@@ -192,7 +192,7 @@ end
 ---@return string "a dict", "a list", "a tensor" or "a value"
 function tree.class(node) return CLASS[node.kind] or "a value" end
 
---- Opens a .pt or safetensors file and reads all of it except tensors' bytes.
+--- Opens a .pt or safetensors file and reads everything except the tensors' bytes.
 ---@param path string
 ---@return ps.merge.File
 function tree.open(path)
@@ -232,9 +232,9 @@ end
 
 local lender_of
 
--- Compares a tensor with its checksum, and returns two functions: lend(at, n) returns n bytes from byte `at` on, valid
--- until the next call; done() releases their pages. as_is: in the file's order, from the first element on; else
--- row-major.
+-- Compares a tensor with its checksum, and returns two functions. lend(at, n) returns n bytes from byte `at` on, which
+-- are valid until the next call. done() releases their pages. With as_is, bytes are in the file's order, beginning with
+-- the first element; otherwise they are in row-major order.
 local function lender(node, as_is)
   if node.parts then return tree.lend_parts(node) end
   local file, each = node.file, tonumber(C.ps_dtype_size(node.dtype))
@@ -267,7 +267,8 @@ local function lender(node, as_is)
 end
 
 -- Returns the runs of a part that are contiguous both in the whole tensor and in the part's own tensor: their length,
--- their number, and place(i): the first element of run i, from 0, in the whole and in the part's own tensor.
+-- their number, and a function place(i), which returns the index of the first element of run i, from 0, in the whole
+-- tensor and in the part's own tensor.
 local function runs_of(node, part)
   local d, length, count = #node.shape, 1, 1
   while d > 0 do
@@ -292,10 +293,10 @@ local function runs_of(node, part)
   return length, count, place
 end
 
--- Copies a part's elements among the n elements of the whole from `first` on into the buffer, which holds these n.
+-- Copies a part's elements into the buffer, which holds the n elements of the whole tensor from `first` on.
 local function take_part(part, buffer, first, n, each)
   local length, low, high = part.length, 0, part.count
-  while low < high do                                      -- the first run that ends after `first`
+  while low < high do                                      -- find the first run that ends after `first`
     local middle = math.floor((low + high) / 2)
     if part.place(middle) + length > first then high = middle else low = middle + 1 end
   end
@@ -312,7 +313,7 @@ local function take_part(part, buffer, first, n, each)
   end
 end
 
--- Like lender, for a tensor in pieces: each call assembles the requested bytes.
+-- Like lender, for a tensor that consists of pieces. Each call assembles the requested bytes.
 function tree.lend_parts(node)
   local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
   for i, part in ipairs(node.parts) do
@@ -354,20 +355,20 @@ local function same_bytes(a, b, label, nbytes, as_is)
   return same
 end
 
--- Returns the bytes of a tensor in a .pt result.
+-- Returns the size of a tensor in a .pt result, in bytes.
 local function kept_nbytes(node) return (node.span or node.numel) * tonumber(C.ps_dtype_size(node.dtype)) end
 tree.kept_nbytes = kept_nbytes
 
 local function same_tensors(a, b, label)
   if a.nbytes == 0 then return true end
-  -- Two views of the same strides are equal if everything between their first and last elements is; else compare each
-  -- element.
+  -- Two views with the same strides are equal if all bytes between their first and last elements are equal. Otherwise
+  -- each element is compared.
   if a.span and b.span and C.memcmp(a.tensor.stride, b.tensor.stride, ffi.sizeof(a.tensor.stride)) == 0
     and same_bytes(a, b, label, kept_nbytes(a), true) then return true end
   return same_bytes(a, b, label, a.nbytes, false)
 end
 
---- Returns whether two tensors of one type and shape, or two plain values, are the same.
+--- Returns whether two tensors of the same type and shape, or two plain values, are equal.
 ---@param a ps.merge.Node
 ---@param b ps.merge.Node
 ---@param label string for errors
@@ -383,8 +384,8 @@ function tree.same(a, b, label)
   return v.integer == w.integer and (v.number == w.number or v.number ~= v.number and w.number ~= w.number)
 end
 
---- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`: row-major, or, for a view that stays one
---- (node.span), in the file's order.
+--- Writes a tensor's bytes with put(pointer, nbytes) to the file `path`. Bytes are in row-major order, or, for a view
+--- that is written as a view (node.span), in the file's order.
 ---@param node ps.merge.Node
 ---@param label string
 ---@param path string

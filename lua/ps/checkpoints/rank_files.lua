@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A checkpoint of several processes: a folder with a safetensors file of each rank and index.json. Every file's
--- metadata ("psluajit_shard") has the save, step and rank of the file, so that files of two checkpoints are never
--- mixed. The index has the place of each tensor, and all state that is not a tensor:
+-- metadata ("psluajit_shard") has the save, step and rank of the file, so that files of different checkpoints are never
+-- mixed. The index has the place of each tensor, and all state that is not in tensors:
 --   { "xxh3_64": of all that follows this value, "version": 3, "save": a number of this save alone,
 --     "run": of its run, "step", "world_size", "mesh": { axis: ranks }, "files": [...],
 --     "tensors": { tensor: { "dtype", "shape": of the whole, "pieces": [ { "file", "offset": of its first element in
@@ -9,12 +9,12 @@
 --     tensor } ] } },
 --     "rng": [of each rank], "updates": { parameter: number of its updates }, "state": as in a single file, under
 --     "psluajit" }
--- Pieces cover the whole tensor, each element once, and they cover the tensors of the files, too. A rank's file has its
--- pieces under the tensor's name. If they are not the whole tensor, the file's metadata has "pieces": { tensor: {
--- "shape": of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
+-- Each element of the whole tensor is in exactly one piece, and each element of the files' tensors is in a piece. A
+-- rank's file has its pieces under the tensor's name. If they are not the whole tensor, the file's metadata has
+-- "pieces": { tensor: { "shape": of the whole, "parts": [ { "offset", "shape", "at" } ] } }.
 -- Versions 1 and 2 are also read. Version 2 has one piece of a tensor in a file, so pieces have no "at", and in the
--- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written if nothing is cut.
--- Version 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
+-- file's metadata "pieces" is { tensor: { "offset", "shape": of the whole } }. It is written if nothing is cut. Version
+-- 1 has whole tensors: "weight_map": { tensor: file }, "checksums": { tensor: as in the file }, and no mesh.
 local native = require "ps.core.ffi"
 local json = require("cjson").new()
 local bit = require "bit"
@@ -30,7 +30,7 @@ local error = require("ps.core.caller").error
 local rank_files = {}
 
 local INDEX, KEY, VERSION = "/index.json", "psluajit_shard", 3
-local UNCUT = 2                                            -- the version of files without cut tensors
+local UNCUT = 2                                            -- version of files without cut tensors
 local HEAD = "{\"xxh3_64\":\""
 
 ---@param rank integer
@@ -58,8 +58,8 @@ function rank_files.deal(nbytes, size)
   return rank_of
 end
 
---- Returns the metadata of a rank's file. about: { save, step, rank, world_size, rng, updates, pieces }; pieces: {
---- tensor = { shape, parts } } of cut tensors, nil if there are none.
+--- Returns the metadata of a rank's file. `about` is { save, step, rank, world_size, rng, updates, pieces }. Its field
+--- `pieces` is { tensor = { shape, parts } } with the cut tensors, or nil if there are none.
 ---@param about table
 ---@return table<string, string>
 function rank_files.metadata(about)
@@ -67,7 +67,7 @@ function rank_files.metadata(about)
   return { format = "pt", [KEY] = encode(about) }
 end
 
--- Refuses a file of a later version.
+-- Raises an error for a file of a later version.
 local function check_version(path, version)
   if version == 1 or version == UNCUT or version == VERSION then return end
   error(("%s has version %s of checkpoints; this psluajit reads versions 1 to %d"):format(path, tostring(version),
@@ -82,8 +82,8 @@ local function about_of(file)
   return about
 end
 
---- Returns the names of the tensors of which a file, by its metadata, has only a piece, or nil if the file is not a
---- rank's, or has only whole tensors.
+--- Returns the names of the tensors of which a file, according to its metadata, contains only a piece. Returns nil if
+--- the file is not a rank's file, or contains only whole tensors.
 ---@param metadata table<string, string>
 ---@return string[]?
 function rank_files.pieces_in(metadata)
@@ -94,8 +94,8 @@ function rank_files.pieces_in(metadata)
   return #names > 0 and names or nil
 end
 
--- Opens rank `rank`'s file in `folder` and checks that it belongs to this checkpoint; wanted: { save, step, world_size
--- }.
+-- Opens the file of rank `rank` in `folder` and checks that it belongs to this checkpoint. `wanted` is { save, step,
+-- world_size }.
 local function open_shard(folder, rank, wanted, options)
   local path = folder .. "/" .. rank_files.file_name(rank, wanted.world_size)
   local there, why, code = io.open(path, "rb")
@@ -124,7 +124,7 @@ local function open_shard(folder, rank, wanted, options)
 end
 
 -- -- writing --------------------------------------------------------------------------------------------------------
---- Returns whether every rank's file exists, complete.
+--- Returns whether every rank's file exists and is complete.
 ---@param folder string
 ---@param size integer
 ---@return boolean
@@ -142,7 +142,8 @@ local function file_of(piece) return piece.file end
 -- Checks that pieces cover the whole tensor.
 local function check_pieces(name, entry) rectangles.check(name, entry.shape, entry.pieces, file_of) end
 
--- Returns the place of each part of a file's tensor, a list of { offset, shape, at }, and the shape of the whole.
+-- Returns the parts of a tensor that a file contains, as a list of { offset, shape, at }, and the shape of the whole
+-- tensor.
 local function parts_of(file, tensor, of)
   local shape = file:shape(tensor)
   if not of then return { { offset = zeros(shape), shape = shape } }, shape end
@@ -178,7 +179,7 @@ local function add(index, file, about)
   end
 end
 
---- Writes the index of a folder that has all ranks' files. expected: names of tensors that must be among them.
+--- Writes the index of a folder that has all ranks' files. `expected` are names of tensors that the files must contain.
 ---@param folder string
 ---@param about {save: string, run: string, step: integer, world_size: integer, mesh: table<string, integer>}
 ---@param state_text string JSON
@@ -202,8 +203,8 @@ function rank_files.write_index(folder, about, state_text, expected)
 end
 
 -- -- reading --------------------------------------------------------------------------------------------------------
----@class ps.checkpoints.RankFiles: ps.Pieced a folder's files as one file
----@field files ps.SafeTensors[] by rank, from 1
+---@class ps.checkpoints.RankFiles: ps.Pieced all files of a folder, seen as one file
+---@field files ps.SafeTensors[] open files by rank, from 1
 local RankFiles = setmetatable({}, { __index = Pieced })
 RankFiles.__index = RankFiles
 
@@ -228,7 +229,7 @@ function RankFiles:close()
   for _, file in ipairs(self.files) do file:close() end
 end
 
---- Returns the index of a checkpoint's folder. It is an error if it is missing or damaged.
+--- Returns the index of a checkpoint's folder. Raises an error if the index is missing or damaged.
 ---@param folder string
 ---@return table
 function rank_files.index(folder)
@@ -247,7 +248,7 @@ function rank_files.index(folder)
   return index
 end
 
--- Returns the tensors of a version 1 index in the form of version 2. Shapes and types are read from the files.
+-- Returns the tensors of a version 1 index in the form of version 2. Reads shapes and types from the files.
 local function of_version_1(index, files)
   local tensors = {}
   for tensor, name in pairs(index.weight_map) do
@@ -282,7 +283,7 @@ local function check_pieces_of(self, file, tensor, pieces)
   rectangles.check(tensor, shape, places, function() return file.path end)
 end
 
--- Checks that every piece in the index is in its file with the same checksum, and that no file has other tensors.
+-- Checks that every piece in the index is in its file with the same checksum, and that no file contains other tensors.
 local function check_tensors(self, index)
   local files, pieces = {}, {}
   for _, file in ipairs(self.files) do files[file.path:match("[^/]+$")] = file end
@@ -305,7 +306,7 @@ local function check_tensors(self, index)
   for name, entry in pairs(self.tensors) do check_pieces(name, entry) end
 end
 
---- Opens a folder's files and checks that they belong together. Tensors' bytes are not read.
+--- Opens a folder's files and checks that they belong together. Does not read the tensors' bytes.
 ---@param path string
 ---@param options? {verify?: boolean}
 ---@return ps.checkpoints.RankFiles

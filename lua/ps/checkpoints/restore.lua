@@ -16,7 +16,7 @@ local rectangles = require "ps.core.rectangles"
 local restore = {}
 
 local PREFIX = "optimizer."
--- The prefix of tensors of the script. No parameter has such a name.
+-- prefix of the names of the script's own tensors; no parameter has such a name
 local SCRIPT = "script:"
 restore.SCRIPT = SCRIPT
 
@@ -26,9 +26,9 @@ restore.SCRIPT = SCRIPT
 ---@field tensors ps.SafeTensors|ps.checkpoints.RankFiles
 ---@field state table
 ---@field run? string
----@field rng table[] of each rank that saved
----@field mesh? table<string, integer> the ranks along each axis, if a folder's index has them
----@field elsewhere? fun(name: string): boolean? set by check: whether the base model's folder has a value
+---@field rng table[] random numbers of each rank that saved
+---@field mesh? table<string, integer> number of ranks along each axis, if a folder's index has it
+---@field elsewhere? fun(name: string): boolean? returns whether the base model's folder contains a value; set by check
 
 local function open_file(path, options)
   local file = safetensors.open(path, options)
@@ -58,7 +58,7 @@ local function open_at(path, options)
   return (lfs.attributes(path, "mode") == "directory" and restore.open_folder or open_file)(path, options)
 end
 
--- Returns the run of a checkpoint; "": it has none (an older version), or nil if it cannot be read.
+-- Returns the run of a checkpoint. Returns "" if it has none (an older version), and nil if it cannot be read.
 local function run_of(path)
   local ok, holder = pcall(function()
     if lfs.attributes(path, "mode") == "directory" then return rank_files.index(path) end
@@ -69,7 +69,7 @@ local function run_of(path)
   if ok then return holder.run or "" end
 end
 
--- Compares this rank's share of the tensors with their checksums.
+-- Compares this rank's share of the tensors with the checksums of these tensors.
 local function verify(opened, group)
   local rank, size = group and group:rank() or 0, group and group:size() or 1
   local tensors, nbytes = opened.tensors, {}
@@ -83,9 +83,9 @@ local function verify(opened, group)
   end
 end
 
--- Opens one checkpoint and compares its checksums, on all ranks. Returns it, or nil and the problem; if one rank has a
--- problem, all get it. Lack of memory is raised, since it does not mean that the checkpoint is damaged. `run` is the
--- run that the checkpoint must have, if given.
+-- Opens one checkpoint and compares its checksums, on all ranks. Returns the checkpoint, or nil and the problem. If one
+-- rank has a problem, all ranks get it. Lack of memory is raised as an error, since it does not mean that the
+-- checkpoint is damaged. `run` is the run that the checkpoint must have, if given.
 local function open(path, group, options, run)
   local opened, memory
   local ok, problem = pcall(agree.run, group, function()
@@ -107,11 +107,12 @@ local function open(path, group, options, run)
   return nil, problem
 end
 
---- Returns the checkpoints at a path in the order in which they are tried: the path itself, or those of the folder.
+--- Returns the checkpoints at a path in the order in which they are tried: the path itself, or the checkpoints in the
+--- folder.
 ---@param path string
 ---@return string[] paths
 ---@return string? problem
----@return string? run of the newest, if it is known without opening it
+---@return string? run of the newest checkpoint, if it is known without opening it
 function restore.candidates(path)
   path = path:gsub("(.)/+$", "%1")
   local name = path:match("[^/]*$")
@@ -121,8 +122,9 @@ function restore.candidates(path)
   return names, problem, run
 end
 
--- Returns rank 0's list of candidates on all ranks, and the run of the first one, to which all must belong. The run
--- is unknown only if the first cannot be read and `latest` was written by hand or by an older version, or is damaged.
+-- Returns rank 0's list of candidates on all ranks, and the run of the first candidate, to which all must belong. The
+-- run is unknown only if the first candidate cannot be read and `latest` was written by hand or by an older version, or
+-- is damaged.
 local function agreed_candidates(path, group)
   local problem
   local text = agree.first(group, function()
@@ -142,7 +144,8 @@ local function say(text)
   if dist.rank() == 0 then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Returns the reason why a path has no candidates, as text. A folder with checkpoints may lack the file `latest`.
+--- Returns the reason why a path has no candidates, as text. One reason is that a folder with checkpoints lacks the
+--- file `latest`.
 ---@param path string
 ---@return string
 function restore.why_none(path)
@@ -157,7 +160,7 @@ function restore.why_none(path)
     there[1], #there > 1 and (" and %d more"):format(#there - 1) or "", path)
 end
 
--- Returns the first checkpoint that can be used, and the skipped ones with the reasons.
+-- Returns the first checkpoint that can be used, and the skipped checkpoints with the reasons.
 local function open_first(path, parts, group)
   local names, problem, run = agreed_candidates(path, group)
   if #names == 0 then error(restore.why_none(path), 0) end
@@ -182,7 +185,7 @@ end
 
 -- -- loading ----------------------------------------------------------------------------------------------------------
 -- Returns the optimizer's tensors of a file, by name. A tensor is read when it is indexed, or by read_into. If the file
--- has no masters (an engine wrote it), the model's tensors have their values.
+-- has no masters because an engine wrote it, the masters are read from the model's tensors.
 local function optimizer_tensors(file)
   local view = { whole = true }
   function view.has(_, name) return file:has(PREFIX .. name) end
@@ -196,8 +199,8 @@ local function optimizer_tensors(file)
   end })
 end
 
--- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. For an engine, whose
--- parameters have masters from the start, a master in the file is read instead of the rounded parameter.
+-- Returns the model's tensors of a file, with the methods that Module:load_state_dict calls. An engine's parameters
+-- have masters from the beginning, so for an engine, a master in the file is read instead of the rounded parameter.
 local function model_view(file, for_engine)
   local function source(name)
     local master = PREFIX .. name .. ".master"
@@ -228,8 +231,8 @@ function restore.mesh_sizes()
   return sizes
 end
 
--- Returns whether the same number of ranks saved, cut along the same axes. A checkpoint without a mesh has ranks only
--- along dp.
+-- Returns whether the checkpoint was saved by the same number of ranks, cut along the same axes. A checkpoint without a
+-- mesh has ranks only along dp.
 local function same_mesh(opened, group)
   local sizes = restore.mesh_sizes()
   local was = opened.mesh or { dp = #opened.rng, pp = 1, tp = 1 }
@@ -237,7 +240,8 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- Returns the random numbers for this rank: its own if the mesh equals that of the ranks that saved, else rank 0's.
+-- Returns the random numbers for this rank. They are its own if the mesh equals the mesh of the ranks that saved, else
+-- rank 0's.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -253,9 +257,9 @@ local function own_rng(opened, group)
   return all[1]
 end
 
--- A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The others are in a folder, from
--- which the model must have been loaded. Returns a function that tells whether the folder has a value, or nil if the
--- checkpoint has all values.
+-- Returns a function that tells whether the base model's folder contains a value, or nil if the checkpoint contains all
+-- values. A checkpoint of a model with adapters (ps.lora) may contain only the trained values. The other values are in
+-- a folder, from which the model must have been loaded.
 local function of_base(opened, model)
   local saved = opened.state.base
   if not saved then return nil end
@@ -274,7 +278,7 @@ end
 
 local function check(opened, parts, with)
   local state = opened.state
-  -- saved without a loss scale, which starts from its initial value
+  -- saved without a loss scale, so the scale keeps its initial value
   if not parts.scaler and not state.scaler then with.scaler = nil end
   for _, part in ipairs { "optimizer", "sched", "loader", "scaler" } do
     if with[part] and not state[part] then error(("%s: this checkpoint has no %s"):format(opened.path, part), 0) end
@@ -299,14 +303,15 @@ local function apply(opened, parts, with, group)
   if with.optimizer then
     with.optimizer:load_state_dict({ tensors = optimizer_tensors(tensors), values = state.optimizer }, parts.model)
   end
-  if with.sched then with.sched:load_state_dict(state.sched) end       -- after the optimizer, whose rate it sets
+  -- The schedule is loaded after the optimizer, since it sets the optimizer's learning rate.
+  if with.sched then with.sched:load_state_dict(state.sched) end
   parts.model:load_state_dict(model_view(tensors, handle.of(parts.model) ~= nil),
     { elsewhere = opened.elsewhere })
   for name, tensor in pairs(parts.tensors or {}) do tensors:read_into(SCRIPT .. name, tensor) end
   random_state.set(own_rng(opened, group))
 end
 
---- Like checkpoint.info. A checkpoint that cannot be opened is skipped, as in restore.load, but without a message.
+--- Like checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but without a message.
 ---@param path string
 ---@return {step: integer, extra?: table, file: string}
 function restore.info(path)

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel
--- processes. A missing one is computed from the others. Processes that share a model's stages or layers get the same
+-- processes. A missing value is computed from the others. Processes that share a model's stages or layers get the same
 -- rows.
 local hooks = require "ps.core.hooks"
 local types = require "ps.core.types"

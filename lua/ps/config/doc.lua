@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints the schema as the reference tables of docs/config.md. tools/config_doc.lua writes them; a spec compares them.
+-- Prints the schema as the reference tables of docs/config.md. tools/config_doc.lua writes these tables, and a spec
+-- checks that they are up to date.
 local schema = require "ps.config.schema"
 local check = require "ps.config.check"
 local wrap = require "ps.core.wrap"

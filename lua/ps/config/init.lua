@@ -3,8 +3,9 @@
 --
 --   local cfg, notes = config.read("ds_config.json", { available = { host = bytes } })
 --
--- The keys are the rows of config/schema.lua, which docs/config.md lists. Names and nesting are DeepSpeed's. `notes`
--- are texts about keys that were accepted but have no effect, and about decisions made for the user. Print each once.
+-- docs/config.md lists the keys, which are the rows of config/schema.lua. Names and nesting are DeepSpeed's. `notes` is
+-- a list of texts about keys that were accepted but have no effect, and about decisions made for the user. Callers
+-- print each text once.
 local caller = require "ps.core.caller"
 local source = require "ps.config.source"
 local check = require "ps.config.check"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A strict JSON reader for configuration files. A duplicate key is an error, and every error names its line and column.
--- null becomes json.null, so that a key with null is visible. (cjson keeps the last of two equal keys and reports
--- neither.) Comments begin with // and end with their line.
+-- null becomes json.null, so that a key with null is visible. (cjson silently keeps the last of two equal keys.)
+-- Comments begin with // and end with their line.
 local json = { null = setmetatable({}, { __tostring = function() return "null" end }) }
 
 local DEEPEST = 100

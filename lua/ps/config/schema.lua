@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Every key of a configuration. This table is the only source for reading, errors and docs/config.md. The sections
--- below have keys that act here. schema_mesh.lua has those that cut a model among processes, and schema_deepspeed.lua
--- the rest of DeepSpeed's. They are joined into one list.
+-- Every key of a configuration. Reading, errors and docs/config.md all use this table. The sections below have keys
+-- that have an effect here. schema_mesh.lua has the keys that split a model among processes, and schema_deepspeed.lua
+-- the remaining keys of DeepSpeed. All are joined into one list.
 --
 -- A section: { path, its description, rows }. `of`: the rows apply only if the parent's `type` has this value. `acts`:
 -- the default of `acts` for honoured rows.
@@ -66,98 +66,102 @@ local function one_of_optimizers(value)
 end
 
 local sections = {
-  { "", "The file itself. Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps"
-    .. " x data-parallel processes (all processes, but those that share a model's stages and layers count once). "
-    .. "A missing size is computed from the others. With no batch size at all nothing is checked.", {
-    { "train_batch_size", T.integer(1), nil, H, "samples of one optimizer step, over all processes", acts = BATCH },
-    { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "samples of one forward and backward pass; in training, "
-      .. "a batch of another size is an error", acts = SAMPLES },
-    { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "micro-batches of one optimizer step",
-      acts = SETUP },
+  { "", "The keys at the top of the file. train_batch_size is train_micro_batch_size_per_gpu x "
+    .. "gradient_accumulation_steps x the number of data-parallel processes, where processes that share one model's "
+    .. "stages and layers count as one. A missing size is computed from the others. Without any batch size, nothing is "
+    .. "checked.", {
+    { "train_batch_size", T.integer(1), nil, H, "number of samples per optimizer step, over all processes",
+      acts = BATCH },
+    { "train_micro_batch_size_per_gpu", T.integer(1), nil, H, "number of samples per forward and backward pass; in "
+      .. "training, a batch of another size is an error", acts = SAMPLES },
+    { "gradient_accumulation_steps", T.integer(1, T.MICRO_BATCHES), nil, H, "number of micro-batches per optimizer "
+      .. "step", acts = SETUP },
     { "sequence_parallel_size", T.integer(1), 1, L, "sequences are not split among processes" },
     { "managed_gradient_accumulation", T.boolean, true, R, "the engine counts the micro-batches of a step" },
-    { "steps_per_print", T.integer(0), nil, H, "steps between printed lines; absent or 0: no lines", acts = REPORT },
-    { "wall_clock_breakdown", T.boolean, false, H, "adds to those lines the times of forward, backward and step, the "
-      .. "process's TFLOP/s (of products and attention, recomputation included) and, if a batch size is given, the "
-      .. "samples per second of all processes; without steps_per_print: every 10 steps", acts = REPORT },
-    { "gradient_clipping", T.number(), 0, H, "bound on the global norm; 0, -1 and absent: off (DeepSpeed: 1.0 "
-      .. "when absent)", check = function(value)
+    { "steps_per_print", T.integer(0), nil, H, "number of steps between printed lines; by default, and with 0, there "
+      .. "are no lines",
+      acts = REPORT },
+    { "wall_clock_breakdown", T.boolean, false, H, "adds to the printed lines the times of forward, backward and step, "
+      .. "the process's TFLOP/s (of products and attention, including recomputation) and, if a batch size is given, "
+      .. "the samples per second of all processes; without steps_per_print, a line is printed every 10 steps",
+      acts = REPORT },
+    { "gradient_clipping", T.number(), 0, H, "upper bound on the global norm; 0 and -1 disable clipping, as does the "
+      .. "default (DeepSpeed's default is 1.0)", check = function(value)
         if value < 0 and value ~= -1 then return "a norm is not negative; 0 turns clipping off" end
       end, acts = OPTIMIZER },
-    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto: cuda if there is one, else "
-      .. "cpu", acts = SETUP },
+    { "device", T.enum("auto|cpu|sim|cuda"), "auto", H, "the device that computes; auto selects cuda if there is a "
+      .. "GPU, else cpu", acts = SETUP },
     { "memory", T.either(T.enum("plain|chunk"), T.tree), nil, H, "see the section memory", acts = ENGINE },
-    { "chunk_size", T.integer(1), nil, H, "elements (not bytes) of a chunk; absent: the size with the least waste",
-      acts = OPTIONS },
+    { "chunk_size", T.integer(1), nil, H, "number of elements (not bytes) of a chunk (default: the size with the least "
+      .. "waste)", acts = OPTIONS },
     { "default_chunk_size", T.integer(1), nil, A, "chunk_size" },
-    { "compare_ranks_every", T.integer(0), 100, H, "steps between comparisons of the state that must be equal on all "
-      .. "processes; 0: never", acts = ENGINE },
-    { "strict_gradients", T.boolean, false, H, "true: parameters without a gradient in the first step are an error; "
-      .. "false: a line names them. Frozen ones do not count", acts = UNUSED },
+    { "compare_ranks_every", T.integer(0), 100, H, "number of steps between comparisons of the state that must be "
+      .. "equal on all processes; 0 disables them", acts = ENGINE },
+    { "strict_gradients", T.boolean, false, H, "whether parameters without a gradient in the first step are an error; "
+      .. "if false, a printed line names them. Frozen parameters do not count", acts = UNUSED },
     { "eviction", T.enum(table.concat(policies, "|")), "plan", H, "the policy that selects the chunk to evict from a "
       .. "full tier; plan and belady use the traced step", acts = SETUP },
-    { "prefetch", T.either(T.boolean, T.bytes), true, H, "fetch chunks before their use; bytes: the most that are in "
-      .. "flight at once", acts = SETUP },
-    { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "a chunk's Adam runs during backward; auto: "
-      .. "if that is exact", acts = SETUP },
-    { "recompute", T.boolean, false, H, "blocks recompute their activations in backward", acts = SETUP },
-    { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "the plan is printed before step 1; true: by rank 0, "
-      .. "all: by each rank", acts = PLANNED },
-    { "seed", T.integer(0), nil, H, "seeds the random numbers; absent: their state stays", acts = SETUP },
+    { "prefetch", T.either(T.boolean, T.bytes), true, H, "whether chunks are fetched before their use, or the largest "
+      .. "number of bytes that are fetched at once", acts = SETUP },
+    { "overlap_optimizer", T.either(T.boolean, T.enum("auto")), "auto", H, "whether a chunk is updated during "
+      .. "backward; auto does so if the result is exact", acts = SETUP },
+    { "recompute", T.boolean, false, H, "whether blocks recompute their activations in backward", acts = SETUP },
+    { "plan_print", T.either(T.boolean, T.enum("all")), true, H, "whether rank 0 prints the plan before step 1; with "
+      .. "all, each rank prints it", acts = PLANNED },
+    { "seed", T.integer(0), nil, H, "seed of the random numbers (default: their state is not changed)", acts = SETUP },
     { "release_after_init", T.boolean, false, I, "a parameter is moved to its tier and its owner as soon as it is "
-      .. "made; "
-      .. "the weights are those of one process all the same" },
-    { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "embeddings are computed on the host; auto: "
-      .. "if that makes a step shorter (PatrickStar: true)", acts = EMBED },
+      .. "created, with the weights that a single process would create" },
+    { "use_cpu_embedding", T.either(T.boolean, T.enum("auto")), "auto", H, "whether embeddings are looked up on the "
+      .. "host; auto does so if it makes a step shorter (PatrickStar's default is true)", acts = EMBED },
     { "mem_tracer", T.tree, nil, A, "client.mem_tracer" },
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
     { "bfloat16", T.tree, nil, A, "bf16" },
   } },
-  { "memory", 'Budgets. "plain": everything stays where it was made; "chunk" (or absent): chunks, with budgets from '
-    .. "client.mem_tracer.", acts = SETUP, {
-    { "kind", T.enum("chunk|plain"), "chunk", H, "as memory = \"plain\"", acts = ENGINE },
-    { "master", T.enum("auto|full|remainder"), "full", H, "remainder: of the fp32 value of a bf16 parameter only the "
-      .. "lower half is kept in addition to it, 2 bytes instead of 4; auto: if that takes less memory", acts = SETUP },
-    { "device", T.budget, nil, H, "budget of the accelerator; absent: the share overall_gpu_mem_ratio of its free "
-      .. "memory" },
-    { "host", T.budget, nil, H, "budget of the host; absent: the share overall_cpu_mem_ratio of its free memory" },
+  { "memory", 'Memory budgets. With "plain", everything stays where it was created. With "chunk", the default, memory '
+    .. "is managed in chunks, with budgets from client.mem_tracer.", acts = SETUP, {
+    { "kind", T.enum("chunk|plain"), "chunk", H, "\"plain\" has the same effect as memory = \"plain\"", acts = ENGINE },
+    { "master", T.enum("auto|full|remainder"), "full", H, "how fp32 values are kept. With remainder, only the lower "
+      .. "half of the fp32 value is kept in addition to a bf16 parameter, which takes 2 bytes instead of 4; auto does "
+      .. "so if it saves memory", acts = SETUP },
+    { "device", T.budget, nil, H, "budget of the accelerator (default: the share overall_gpu_mem_ratio of its free "
+      .. "memory)" },
+    { "host", T.budget, nil, H, "budget of the host (default: the share overall_cpu_mem_ratio of its free memory)" },
   } },
-  { "memory.disk", "The third tier: one file, removed at exit.", acts = SETUP, {
+  { "memory.disk", "The third tier, which is one file that is removed at exit.", acts = SETUP, {
     { "path", T.path, nil, H, "folder for the file" },
-    { "limit", T.budget, nil, H, "largest size of the file; absent: the bytes that the plan needs" },
-    { "checksums", T.boolean, false, H, "bytes that are read from the file are compared with those that were written; "
-      .. "damage is an error" },
+    { "limit", T.budget, nil, H, "largest size of the file (default: the bytes that the plan needs)" },
+    { "checksums", T.boolean, false, H, "whether bytes read from the file are compared with the written bytes; damage "
+      .. "is then an error" },
   } },
-  { "rates", "Speeds with which the plan of an accelerator decides where Adam runs and where embeddings are looked up; "
-    .. "absent: measured once per process (docs/memory.md).", acts = RATES, {
+  { "rates", "Speeds with which the plan of an accelerator decides where Adam runs and where embeddings are looked up. "
+    .. "Missing speeds are measured once per process (docs/memory.md).", acts = RATES, {
     { "host_adam", T.above_zero, nil, H, "parameters per second that Adam updates on the host while copies run" },
     { "device_adam", T.above_zero, nil, H, "parameters per second that Adam updates on the device" },
     { "up", T.bytes, nil, H, "bytes per second from the host to the device, with both directions busy" },
     { "down", T.bytes, nil, H, "bytes per second from the device to the host, with both directions busy" },
     { "at_once", T.ratio, nil, H, "share of the device's time in Adam during which the host is free to work" },
   } },
-  { "optimizer", "Absent: Adam with its defaults.", {
+  { "optimizer", "Without this section, the optimizer is Adam with its defaults.", {
     { "type", T.string, "Adam", H, "a name of ps.optim (docs/optimizers.md), DeepSpeed or Hugging Face. "
-      .. "Adam is plain Adam (decay added to the gradient) "
-      .. "as in PyTorch and PatrickStar, unless adam_w_mode is true (DeepSpeed: true when absent)",
+      .. "Adam adds the decay to the gradient, as in PyTorch and PatrickStar, unless adam_w_mode is true (which is "
+      .. "DeepSpeed's default)",
       check = one_of_optimizers, acts = OPTIMIZER },
     { "legacy_fusion", T.boolean, false, I, "the update is always one pass" },
   } },
-  { "optimizer.params", "DeepSpeed's defaults.", acts = GROUPS, {
+  { "optimizer.params", "The defaults are DeepSpeed's.", acts = GROUPS, {
     { "lr", T.fp32, 1e-3, H, "learning rate" },
-    { "betas", T.betas, { 0.9, 0.999 }, H, "of Adam, LAMB and Lion (there by default 0.9, 0.99): decay "
-      .. "of the averages" },
-    { "eps", T.fp32, 1e-8, H, "of Adam, LAMB and RMSprop: added to the root; of Muon: the least norm" },
-    { "weight_decay", T.fp32, 0, H, "see type; SGD's is added to the gradient" },
-    { "momentum", T.fp32, nil, H, "of SGD and RMSprop, default 0: no state for it; of Muon, default "
-      .. "0.95" },
-    { "alpha", T.ratio, nil, H, "of RMSprop, default 0.99: decay of the average of squares" },
-    { "dampening", T.fp32, nil, H, "of SGD, default 0: 1 - dampening of a gradient is added to the momentum" },
-    { "nesterov", T.boolean, nil, H, "of SGD, default false, and Muon, default true: Nesterov's momentum" },
+    { "betas", T.betas, { 0.9, 0.999 }, H, "decay of the averages in Adam, LAMB and Lion (default 0.9, 0.99 in Lion)" },
+    { "eps", T.fp32, 1e-8, H, "addend to the root in Adam, LAMB and RMSprop, and smallest norm in Muon" },
+    { "weight_decay", T.fp32, 0, H, "weight decay (see type); SGD adds it to the gradient" },
+    { "momentum", T.fp32, nil, H, "momentum of SGD and RMSprop (default 0, which needs no state) and of Muon (default "
+      .. "0.95)" },
+    { "alpha", T.ratio, nil, H, "decay of the average of squares in RMSprop (default 0.99)" },
+    { "dampening", T.fp32, nil, H, "in SGD, 1 - dampening of a gradient is added to the momentum (default 0)" },
+    { "nesterov", T.boolean, nil, H, "whether SGD (default false) and Muon (default true) use Nesterov's momentum" },
     { "maximize", T.boolean, false, R, "not implemented" },
-    { "adam_w_mode", T.boolean, nil, H, "true: AdamW; false: Adam; absent: by type", acts = SETTLED },
-    { "use_hybrid_adam", T.boolean, true, H, "state that fits on the device with the model is updated there, SGD's, "
-      .. "too; false: all of it on the host", acts = HYBRID },
+    { "adam_w_mode", T.boolean, nil, H, "true selects AdamW, false Adam (default: according to type)", acts = SETTLED },
+    { "use_hybrid_adam", T.boolean, true, H, "whether state that fits on the device next to the model is updated "
+      .. "there, also with SGD; if false, all state is updated on the host", acts = HYBRID },
     { "torch_adam", T.boolean, false, I, "there is one Adam, and it is fused" },
     { "amsgrad", T.boolean, false, R, "not implemented" },
     { "bias_correction", T.boolean, true, R, "Adam here always corrects its bias" },
@@ -167,65 +171,71 @@ local sections = {
     { "factor_min", T.any, nil, R, OTHER }, { "factor_threshold", T.any, nil, R, OTHER },
     { "freeze_step", T.any, nil, R, OTHER }, { "cuda_aware", T.any, nil, R, OTHER },
     { "comm_backend_name", T.any, nil, R, OTHER },
-    { "muon_lr", T.fp32, nil, H, "of Muon: the rate of its matrices; absent: lr" },
-    { "adam_lr", T.fp32, nil, H, "of Muon: the rate of all other parameters; absent: lr" },
-    { "ns_coefficients", T.tree, nil, H, "of Muon: a, b and c of an iteration" },
-    { "ns_steps", T.integer(1, 99), nil, H, "of Muon: iterations" },
+    { "muon_lr", T.fp32, nil, H, "in Muon, the rate of its matrices (default lr)" },
+    { "adam_lr", T.fp32, nil, H, "in Muon, the rate of all other parameters (default lr)" },
+    { "ns_coefficients", T.tree, nil, H, "in Muon, the coefficients a, b and c of an iteration" },
+    { "ns_steps", T.integer(1, 99), nil, H, "in Muon, the number of iterations" },
     { "adjust_lr_fn", T.enum("original|match_rms_adamw|spectral_unclamped"), nil, H,
-      "of Muon: how the rate follows from the shape, in PyTorch's words" },
-    { "beta2_decay", T.number(nil, 0), nil, H, "of Adafactor: averages keep 1 - step ^ beta2_decay" },
-    { "decay_rate", T.number(nil, 0), nil, H, "of HuggingFaceAdafactor: the same" },
-    { "eps1", T.number(0), nil, H, "of both Adafactors: the first of their eps" },
-    { "eps2", T.number(0), nil, H, "of both Adafactors: the second of their eps" },
-    { "d", T.number(1), nil, H, "of Adafactor: bound on the root mean square of an update" },
-    { "clip_threshold", T.number(0), nil, H, "of HuggingFaceAdafactor: the same" },
-    { "scale_parameter", T.boolean, nil, H, "of HuggingFaceAdafactor: rates are multiples of a parameter's size" },
-    { "relative_step", T.boolean, nil, H, "of HuggingFaceAdafactor: the rate follows from the step" },
-    { "warmup_init", T.boolean, nil, H, "of HuggingFaceAdafactor: the rate of relative_step rises slowly" },
-    { "grad_averaging", T.boolean, nil, H, "of LAMB: the average takes 1 - beta1 of a gradient, not all of it" },
-    { "always_adapt", T.boolean, nil, H, "of LAMB: rates follow from norms without weight decay, too" },
-    { "trust_clip", T.boolean, nil, H, "of LAMB: the ratio of norms is at most 1" },
+      "in Muon, how the rate depends on the shape, by PyTorch's names" },
+    { "beta2_decay", T.number(nil, 0), nil, H, "in Adafactor, averages keep the share 1 - step ^ beta2_decay" },
+    { "decay_rate", T.number(nil, 0), nil, H, "in HuggingFaceAdafactor, what beta2_decay is in Adafactor" },
+    { "eps1", T.number(0), nil, H, "in both Adafactors, the first number of their eps" },
+    { "eps2", T.number(0), nil, H, "in both Adafactors, the second number of their eps" },
+    { "d", T.number(1), nil, H, "in Adafactor, the upper bound on the root mean square of an update" },
+    { "clip_threshold", T.number(0), nil, H, "in HuggingFaceAdafactor, what d is in Adafactor" },
+    { "scale_parameter", T.boolean, nil, H, "in HuggingFaceAdafactor, whether rates are multiples of a parameter's "
+      .. "size" },
+    { "relative_step", T.boolean, nil, H, "in HuggingFaceAdafactor, whether the rate depends on the step" },
+    { "warmup_init", T.boolean, nil, H, "in HuggingFaceAdafactor, whether the rate of relative_step rises slowly" },
+    { "grad_averaging", T.boolean, nil, H, "in LAMB, whether the average adds 1 - beta1 of a gradient instead of all "
+      .. "of it" },
+    { "always_adapt", T.boolean, nil, H, "in LAMB, whether rates depend on norms without weight decay, too" },
+    { "trust_clip", T.boolean, nil, H, "in LAMB, whether the ratio of norms is limited to 1" },
     { "ns_method", T.any, nil, R, OTHER },
   } },
-  { "fp16", "fp16 parameters, fp32 masters, a loss scale. With neither fp16 nor bf16: fp32.", acts = SETUP, {
-    { "enabled", T.boolean, nil, H, "absent: true with init_scale or loss_scale \"dynamic\", else false",
-      acts = SETTLED },
+  { "fp16", "Training with fp16 parameters, fp32 masters and a loss scale. If neither fp16 nor bf16 is enabled, "
+    .. "training uses fp32.", acts = SETUP, {
+    { "enabled", T.boolean, nil, H, "whether to train in fp16 (default: true with init_scale or loss_scale "
+      .. "\"dynamic\", else false)", acts = SETTLED },
     { "loss_scale", T.either(T.number(0, 2 ^ 127), T.enum("dynamic")), 0, H,
-      "0 or \"dynamic\": adapts to overflows; else fixed", acts = SETTLED },
-    { "initial_scale_power", T.integer(0, 127), 16, H, "the first scale is 2 to this power", acts = SETTLED },
-    { "init_scale", T.scale, nil, H, "the first scale itself (PatrickStar's later spelling)", acts = SETTLED },
-    { "loss_scale_window", T.integer(1), 1000, H, "steps without an overflow before the scale doubles" },
-    { "hysteresis", T.integer(1), 2, H, "overflows before the scale halves" },
-    { "consecutive_hysteresis", T.boolean, false, H, "a step without an overflow restores the whole hysteresis" },
+      "a fixed scale, or 0 or \"dynamic\" for a scale that adapts to overflows", acts = SETTLED },
+    { "initial_scale_power", T.integer(0, 127), 16, H, "the initial scale is 2 to this power", acts = SETTLED },
+    { "init_scale", T.scale, nil, H, "the initial scale itself (PatrickStar's later spelling)", acts = SETTLED },
+    { "loss_scale_window", T.integer(1), 1000, H, "number of steps without an overflow before the scale is doubled" },
+    { "hysteresis", T.integer(1), 2, H, "number of overflows before the scale is halved" },
+    { "consecutive_hysteresis", T.boolean, false, H, "whether a step without an overflow restores the whole "
+      .. "hysteresis" },
     { "min_loss_scale", T.scale, 1, H, "the smallest scale" },
     { "auto_cast", T.boolean, false, I, "models read token ids; there is no input to cast" },
     { "fp16_master_weights_and_grads", T.boolean, false, R, "masters and the optimizer's state are fp32" },
   } },
-  { "bf16", "bf16 parameters, fp32 masters.", {
-    { "enabled", T.boolean, false, H, "bf16 training", acts = SETTLED },
-    { "check_grad_overflow", T.boolean, false, H, "a step whose gradients are not finite is skipped; off by default, "
-      .. "because it needs all gradients before the first update (DeepSpeed: on)", acts = SETUP },
+  { "bf16", "Training with bf16 parameters and fp32 masters.", {
+    { "enabled", T.boolean, false, H, "whether to train in bf16", acts = SETTLED },
+    { "check_grad_overflow", T.boolean, false, H, "whether a step is skipped if its gradients are not finite; it is "
+      .. "off by default (in DeepSpeed on), because it needs all gradients before the first update", acts = SETUP },
     { "immediate_grad_update", T.boolean, false, I, "gradients are always accumulated as soon as they are computed" },
     { "bf16_master_weights_and_grads", T.boolean, false, R, "masters are fp32" },
     { "bf16_optimizer_states", T.boolean, false, R, "the optimizer's state is fp32" },
   } },
   { "data_types", "", {
-    { "grad_accum_dtype", T.dtype, nil, H, "the type in which gradients accumulate: fp32 or the parameters'; "
-      .. "absent: fp32 with more than one micro-batch", acts = SETTLED },
-    { "param_dtype", T.dtype, nil, H, "must agree with fp16 and bf16", acts = SETTLED },
+    { "grad_accum_dtype", T.dtype, nil, H, "dtype in which gradients are accumulated: fp32 or the parameters' dtype "
+      .. "(default: fp32 with more than one micro-batch)", acts = SETTLED },
+    { "param_dtype", T.dtype, nil, H, "dtype of the parameters, which must agree with fp16 and bf16", acts = SETTLED },
     { "buffer_dtype", T.dtype, nil, I, "the model sets the types of its buffers" },
   } },
-  { "zero_optimization", "Sharding among several processes. A single process holds everything, at every stage.", {
-    { "stage", T.integer(0, 3), 0, H, "state that is sharded over the processes: 1 optimizer state; 2 also gradients; "
-      .. "3 also parameters; 0 none (docs/zero.md)", acts = SETUP },
-    { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "of stage 3, when parameters of other processes "
-      .. "are gathered. always: for each forward and each backward; never: once per step, and kept until its end; "
-      .. "auto: "
-      .. "never in a model of several pipeline stages, else always. In such a model, never and auto also sum the "
-      .. "gradients of stages 2 and 3 over the processes once per step, and always does so in each backward",
+  { "zero_optimization", "Sharding of the state over several processes. A single process holds all state at every "
+    .. "stage.", {
+    { "stage", T.integer(0, 3), 0, H, "the state that is sharded over the processes: none (0), optimizer state (1), "
+      .. "also gradients (2), or also parameters (3) (docs/zero.md)", acts = SETUP },
+    { "reshard_after_forward", T.enum "auto|always|never", "auto", H, "in stage 3, when parameters of other processes "
+      .. "are gathered: for each forward and each backward (always), or once per step, after which they are kept until "
+      .. "the end of the step (never). auto selects never in a model of several pipeline stages, else always. In such "
+      .. "a model, never and auto also sum the gradients of stages 2 and 3 over the processes once per step, and "
+      .. "always does so in each backward",
       acts = AGREEMENT },
-    { "cpu_offload", T.boolean, false, H, "old spelling of offload_optimizer = {device = \"cpu\"}", acts = BUDGETS },
-    { "cpu_offload_params", T.boolean, false, H, "old spelling of offload_param = {device = \"cpu\"}", acts = BUDGETS },
+    { "cpu_offload", T.boolean, false, H, "former spelling of offload_optimizer = {device = \"cpu\"}", acts = BUDGETS },
+    { "cpu_offload_params", T.boolean, false, H, "former spelling of offload_param = {device = \"cpu\"}",
+      acts = BUDGETS },
     { "cpu_offload_use_pin_memory", T.boolean, false, I, PINNED },
     { "contiguous_gradients", T.boolean, true, I, "gradients are in chunks" },
     { "reduce_scatter", T.boolean, true, I, REDUCE },
@@ -267,11 +277,12 @@ local sections = {
     { "save_muon_momentum_buffer_in_memory", T.boolean, false, I, "the plan decides which states stay in memory" },
   } },
   { "zero_optimization.offload_optimizer", "Where masters, exp_avg and exp_avg_sq are stored.", {
-    { "device", T.enum("none|cpu|nvme"), "none", H, "cpu: updates run on the host, and their state stays there; nvme: "
-      .. "as cpu, with a disk tier; an explicit none: state and updates stay on the device, or it is an error; absent: "
-      .. "divided between host and device for the shortest step", acts = HYBRID },
-    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
-    { "ratio", T.ratio, 1.0, H, "with cpu and nvme: share of the updates that run on the host, in parameters",
+    { "device", T.enum("none|cpu|nvme"), "none", H, "with cpu, updates run on the host and their state stays there; "
+      .. "nvme adds a disk tier; an explicit none keeps state and updates on the device, or is an error if they do not "
+      .. "fit. By default, they are divided between host and device so that a step is as short as possible",
+      acts = HYBRID },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, like memory.disk.path", acts = BUDGETS },
+    { "ratio", T.ratio, 1.0, H, "with cpu and nvme, the share of the updates, in parameters, that run on the host",
       acts = HYBRID },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 4, I, COPIES },
@@ -282,9 +293,9 @@ local sections = {
     { "cpuadam_cores_perc", T.ratio, 0.8, I, "Adam runs on the compute threads" },
   } },
   { "zero_optimization.offload_param", "Where parameters are stored.", {
-    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu have no effect, and a note "
-      .. "says so: parameters are on the device while memory.device has room, otherwise on the host", acts = BUDGETS },
-    { "nvme_path", T.path, nil, H, "folder of the disk tier, as memory.disk.path", acts = BUDGETS },
+    { "device", T.enum("none|cpu|nvme"), "none", H, "nvme adds the disk tier; none and cpu have no effect and print a "
+      .. "note: parameters are on the device while memory.device has room, otherwise on the host", acts = BUDGETS },
+    { "nvme_path", T.path, nil, H, "folder of the disk tier, like memory.disk.path", acts = BUDGETS },
     { "ratio", T.ratio, 1.0, I, PLAN },
     { "pin_memory", T.boolean, true, I, PINNED },
     { "buffer_count", T.integer(1), 5, I, COPIES },
@@ -292,24 +303,24 @@ local sections = {
     { "max_in_cpu", T.integer(0), 1e9, I, "memory.host is the limit" },
   } },
   { "activation_checkpointing", "", {
-    { "cpu_checkpointing", T.boolean, false, H, "activations are kept on the host until backward", acts = SETUP },
+    { "cpu_checkpointing", T.boolean, false, H, "whether activations are kept on the host until "
+      .. "backward", acts = SETUP },
     { "partition_activations", T.boolean, false, I, "each process keeps its own activations" },
     { "contiguous_memory_optimization", T.boolean, false, I, "activations are in arenas, which do not fragment" },
     { "number_checkpoints", T.integer(0), nil, I, "no memory is reserved for them" },
     { "synchronize_checkpoint_boundary", T.boolean, false, I, "a debugging aid for streams" },
     { "profile", T.boolean, false, I, "ps.profiler.report { by = \"module\" } reports the time of each" },
   } },
-  { "client", "PatrickStar's client; any part may be absent.", {
+  { "client", "PatrickStar's client. Each key is optional.", {
     { "memtracer", T.tree, nil, A, "client.mem_tracer" },
   } },
   { "client.mem_tracer", "Budgets as shares, if the section memory has none.", {
     { "warmup_gpu_chunk_mem_ratio", T.share, 0.1, I, "a dry run precedes the first step, which is planned like the "
       .. "others" },
-    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device's memory that is free or this process's own",
+    { "overall_gpu_mem_ratio", T.share, 0.8, H, "share of the device memory that is free or held by this process",
       acts = BUDGETS },
-    { "overall_cpu_mem_ratio", T.share, 0.8, H, "share of the host's memory that is free or this process's own, "
-      .. "divided "
-      .. "equally among the processes of a machine",
+    { "overall_cpu_mem_ratio", T.share, 0.8, H, "share of the host memory that is free or held by this process, "
+      .. "divided equally among the processes of a machine",
       acts = BUDGETS },
     { "margin_use_ratio", T.ratio, 0.8, H, "share of the device's remaining memory for optimizer chunks",
       acts = HYBRID },
@@ -318,7 +329,8 @@ local sections = {
     { "use_fake_dist", T.boolean, false, R, "several processes on one device are not simulated" },
   } },
   { "client.opts", "", {
-    { "with_async_move", T.boolean, nil, H, "as prefetch (PatrickStar: false)", acts = SETTLED },
+    { "with_async_move", T.boolean, nil, H, "another name for prefetch (PatrickStar's default is "
+      .. "false)", acts = SETTLED },
     { "with_mem_saving_comm", T.boolean, false, I, REDUCE },
     { "with_mem_cache", T.boolean, false, I, "the memory of a freed chunk is always kept for the next one" },
   } },

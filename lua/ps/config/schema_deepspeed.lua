@@ -65,13 +65,14 @@ end
 
 -- Returns the section of a monitor that writes files.
 local function monitor(T, path, files)
-  return { path, "Loss (over all ranks and micro-batches), learning rate and loss scale of each step as " .. files
+  return { path, "Writes the loss (over all ranks and micro-batches), the learning rate and the loss scale of each "
+    .. "step as " .. files
     .. ", with `wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples "
     .. "so "
     .. "far, which needs a batch size in the configuration.", acts = MONITOR, {
-    { "enabled", T.boolean, false, H, "rank 0 writes " .. files },
-    { "output_path", T.string, "", H, "the folder; empty: the working folder of the script" },
-    { "job_name", T.path, "DeepSpeedJobName", H, "a subfolder, created if missing" } } }
+    { "enabled", T.boolean, false, H, "whether rank 0 writes " .. files },
+    { "output_path", T.string, "", H, "the folder, or empty for the script's working folder" },
+    { "job_name", T.path, "DeepSpeedJobName", H, "a subfolder, which is created if it is missing" } } }
 end
 
 ---@param T table ps.core.types
@@ -94,9 +95,10 @@ return function(T)
   end
 
   local sections = {
-    { "", "DeepSpeed's other keys at the top.", {
-      { "memory_breakdown", T.boolean, false, H, "after each line of steps_per_print (without it: every 10 steps), the "
-        .. "current and peak bytes of each tier, and the largest tensors of the device's peak", acts = REPORT },
+    { "", "DeepSpeed's other keys at the top of the file.", {
+      { "memory_breakdown", T.boolean, false, H, "whether to print, after each line of steps_per_print (by default "
+        .. "every 10 steps), the current and peak bytes of each tier, and the largest tensors of the device's "
+        .. "peak", acts = REPORT },
       { "dump_state", T.boolean, false, I, "the plan is printed instead (plan_print)" },
       { "dataloader_drop_last", T.boolean, false, I, "a script makes its own loader" },
       { "log_level", T.any, nil, I, "the environment variable PS_LOG sets the log level" },
@@ -111,7 +113,7 @@ return function(T)
       { "seq_parallel_communication_data_type", T.string, "fp32", I, SEQUENCE },
       { "fp32_allreduce", T.boolean, false, I, TRAVEL },
       { "disable_allgather", T.boolean, false, I, "a parameter sharded by stage 3 is gathered when it is read" },
-      { "zero_allow_untested_optimizer", T.boolean, false, I, "chunks support only Adam, AdamW and SGD" },
+      { "zero_allow_untested_optimizer", T.boolean, false, I, "only the optimizers of ps.optim are supported" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "every tier has the same optimizers" },
       { "vocabulary_size", T.integer(1), nil, H, "a size that is not a multiple of 8 is noted, because products with "
         .. "it "
@@ -157,17 +159,18 @@ return function(T)
       { "autoep_size", T.integer(1), 1, I, OFF }, { "preset_model", T.string, nil, I, OFF },
       { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
     } },
-    { "flops_profiler", "Time, operations and bytes of one step by module, from the record of events "
+    { "flops_profiler", "Reports time, operations and bytes of one step by module, from the record of events "
       .. "(docs/profiling.md), printed once. With several processes rank 0 writes its own. Starting it discards a "
       .. "record "
       .. "that ps.profiler.stop ended before that step.", acts = FLOPS, {
-      { "enabled", T.boolean, false, H, "writes the report after that step" },
-      { "profile_step", T.integer(0), 1, H, "the number of steps before it" },
-      { "module_depth", T.integer(-1), -1, H, "levels of modules below the model that are reported; -1: all" },
-      { "top_modules", T.integer(0), 1, H, "number of modules of each level that are named: those with the most time, "
+      { "enabled", T.boolean, false, H, "whether to write the report after the profiled step" },
+      { "profile_step", T.integer(0), 1, H, "number of steps before the profiled step" },
+      { "module_depth", T.integer(-1), -1, H, "number of levels of modules below the model that are reported, or -1 "
+        .. "for all" },
+      { "top_modules", T.integer(0), 1, H, "number of modules of each level that are listed: those with the most time, "
         .. "and those with the most operations" },
-      { "detailed", T.boolean, true, H, "adds the table of all modules" },
-      { "output_file", T.path, nil, H, "the file for the report; absent: the terminal" },
+      { "detailed", T.boolean, true, H, "whether to add the table of all modules" },
+      { "output_file", T.path, nil, H, "file for the report (default: the terminal)" },
       { "recompute_fwd_factor", T.number(0), 0, I, "the record contains recomputed forwards, so they are counted" } } },
     monitor(T, "tensorboard", "event files of TensorBoard"),
     never("wandb", ACCOUNT, {
@@ -177,13 +180,13 @@ return function(T)
       { "samples_log_interval", T.integer(1), 100 }, { "project", T.string }, { "workspace", T.string },
       { "api_key", T.string }, { "experiment_name", T.string }, { "experiment_key", T.string },
       { "online", T.boolean }, { "mode", T.string } }),
-    { "comms_logger", "Calls between processes, counted and timed by call and size, from the record of events "
+    { "comms_logger", "Counts and times calls between processes, by call and size, from the record of events "
       .. "(docs/profiling.md).", acts = COMMS, {
-      { "enabled", T.boolean, false, H, "counts the calls; rank 0 prints DeepSpeed's table when the engine is closed, "
-        .. "and "
-        .. "in ps.comms_logger.log_summary()", acts = REPORT },
-      { "verbose", T.boolean, false, H, "rank 0 prints each call when it ends" },
-      { "prof_all", T.boolean, true, H, "all calls; false: those of prof_ops" },
+      { "enabled", T.boolean, false, H, "whether to count the calls; rank 0 prints DeepSpeed's table when the engine "
+        .. "is closed, and in ps.comms_logger.log_summary()", acts = REPORT },
+      { "verbose", T.boolean, false, H, "whether rank 0 prints each call when it ends" },
+      { "prof_all", T.boolean, true, H, "whether to count all calls; if false, only the calls in prof_ops are "
+        .. "counted" },
       { "prof_ops", T.list, nil, H, "names of calls, such as \"all_reduce\"; a call on chunks has the name of its "
         .. "operation, so a gather of chunks is an \"all_gather\"", check = known_calls },
       { "debug", T.boolean, false, R, "C begins most calls, so they have no calling function in the script; a profile "

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Keys that cut a model among processes, and their aliases in DeepSpeed, OSLO and BMTrain: a part of schema.lua, in its
--- form.
+-- Keys that split a model among processes, and their aliases in DeepSpeed, OSLO and BMTrain: a part of schema.lua, in
+-- its form.
 jit.off(true, true)                    -- compiled traces would keep this file in memory after it is unloaded
 local H, I, A = "honoured", "ignored", "alias"
 
@@ -16,20 +16,22 @@ local OWN = "DeepSpeed's way to cut layers; here the model defines how its layer
 ---@return table[] sections
 return function(T)
   return {
-    { "", "Numbers of micro-batches, as OSLO and BMTrain spell them.", {
+    { "", "The numbers of micro-batches, in the spelling of OSLO and BMTrain.", {
       { "micro_batch_size", T.integer(1), nil, A, "train_micro_batch_size_per_gpu" },
       { "num_micro_batches", T.integer(1, T.MICRO_BATCHES), nil, A, "gradient_accumulation_steps" },
     } },
-    { "pipeline", "A model that is cut into stages on different processes.", {
+    { "pipeline", "Settings for a model that is cut into stages on different processes.", {
       { "stages", T.integer(1), 1, H, "number of pipeline stages, each on its own process (docs/pipeline.md)",
         acts = SETUP },
       { "schedule", T.enum "gpipe|1f1b|interleaved|looped_bfs|zb_h1|zb_v", "1f1b", H,
         "the order of forwards and backwards", acts = ROW },
-      { "virtual_stages", T.integer(1), nil, H, "stages per process; absent: 1, or 2 with zb_v", acts = ROW },
-      { "partition", T.string, "best", H, "best: the cut with the shortest simulated step; uniform: equal numbers of "
-        .. "parts; parameters: equal numbers of parameters; or Megatron's layout string "
-        .. "(docs/pipeline.md)", acts = ROW },
-      { "activation_checkpoint_interval", T.integer(0), 0, H, "1: as recompute = true; 0: recompute decides",
+      { "virtual_stages", T.integer(1), nil, H, "number of virtual stages per process (default 1, or 2 with "
+        .. "zb_v)", acts = ROW },
+      { "partition", T.string, "best", H, "how the model is cut. best selects the cut with the shortest simulated "
+        .. "step, uniform equal numbers of parts, and parameters equal numbers of parameters; any other text is "
+        .. "Megatron's layout string (docs/pipeline.md)", acts = ROW },
+      { "activation_checkpoint_interval", T.integer(0), 0, H, "1 has the same effect as recompute = true; with 0, "
+        .. "recompute decides",
         check = function(value)
           if value > 1 then return "each block is its own recompute segment; set 1, or 0 for none" end
         end, acts = SETTLED },
@@ -37,17 +39,17 @@ return function(T)
       { "pipe_partitioned", T.boolean, true, I, STAGES }, { "grad_partitioned", T.boolean, true, I, STAGES },
       { "use_reentrant", T.boolean, true, I, "there is one implementation of recomputation" },
     } },
-    { "tensor_parallel", "Layers that are cut among processes.", acts = SETUP, {
-      { "size", T.integer(1), 1, H, "number of processes that each have a part of every layer "
+    { "tensor_parallel", "Settings for layers that are cut among processes.", acts = SETUP, {
+      { "size", T.integer(1), 1, H, "number of processes, each of which has a part of every layer "
         .. "(docs/tensor_parallel.md)" },
-      { "sequence_parallel", T.boolean, true, H, "between layers each process has only its share of the rows" },
-      { "tp_keep_gathered", T.boolean, false, H, "backward keeps the rows that a layer gathered in the forward; false: "
-        .. "it gathers them again" },
+      { "sequence_parallel", T.boolean, true, H, "whether each process has only its share of the rows between layers" },
+      { "tp_keep_gathered", T.boolean, false, H, "whether backward keeps the rows that a layer gathered in the "
+        .. "forward; if false, it gathers them again" },
       { "autotp_size", T.integer(0), nil, A, "tensor_parallel.size",
         as = function(value) return value > 0 and value end },
       { "preset_model", T.string, nil, I, OWN }, { "partition_config", T.tree, nil, I, OWN },
-      { "tp_overlap_comm", T.either(T.boolean, T.integer(1, 8)), false, H, "communication of rows overlaps with the "
-        .. "products of column and row layers; a number: in this number of pieces; true: in 4" },
+      { "tp_overlap_comm", T.either(T.boolean, T.integer(1, 8)), false, H, "whether communication of rows overlaps "
+        .. "with the products of column and row layers, in the given number of pieces; true means 4 pieces" },
       { "dtype", T.string, "fp16", I, "the sections fp16 and bf16 set the type" },
       { "keep_module_on_host", T.boolean, false, I, "parameters are moved to their tiers as they are made" },
     } },

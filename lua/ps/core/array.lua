@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- C arrays whose length is known only at run time. LuaJIT converts such a length to an int32: it silently drops the
--- high bits of an int64_t, and the array would be too short for the data written into it. Only this file makes such
--- arrays (spec/source/lint_spec.lua), and it checks their length.
+-- C arrays whose length is known only at run time. LuaJIT converts such a length to an int32: the conversion silently
+-- drops the high bits of an int64_t, and the array would be too short for its data. Only this file makes such arrays
+-- (spec/source/lint_spec.lua), and it checks their length.
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 

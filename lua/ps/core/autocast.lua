@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ps.autocast: inside of a region, products run in a half type and ops that need its range or its digits run in fp32,
--- with the lists of ops that PyTorch's autocast has for CUDA. Parameters stay as they are. core/ffi.lua calls `cast`
--- with the inputs of each op. Ops of backward are not cast: a gradient has the type of its tensor.
+-- ps.autocast: inside a region, products run in a half type, and ops that need the range or the precision of fp32 run
+-- in fp32. The lists of ops are those of PyTorch's autocast for CUDA. Parameters stay as they are. core/ffi.lua calls
+-- `cast` with the inputs of each op. Ops of backward are not cast: a gradient has the type of its tensor.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"

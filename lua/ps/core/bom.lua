@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The byte order mark that some editors write before UTF-8 text. Settings and vocabularies are read without it.
+-- The byte order mark that some editors write before UTF-8 text. Settings and vocabularies are read without the mark.
 
 local MARK = "\239\187\191"
 

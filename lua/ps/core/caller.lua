@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Errors about a script's mistake. Their messages begin with the script's position instead of a position in psluajit's
--- own files, no matter how deep in these files the mistake was found. Only this file knows how to find that position.
--- Modules raise a script's mistakes with caller.error (which they name `error`) and check arguments with the functions
--- below. Lua itself also raises errors in these files (an index of nil, a conversion). The program's handler passes
--- them through caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
+-- own files, no matter how deep in these files the mistake was found. Only this file finds that position. Modules raise
+-- a script's mistakes with caller.error (which they name `error`) and check arguments with the functions below. Lua
+-- itself also raises errors in these files (an index of nil, a conversion). The program's handler passes them through
+-- caller.at, and tracebacks through caller.trace, which keeps only the script's own frames.
 local ffi = require "ffi"
 local environment = require "ps.core.environment"
 local lfs = require "lfs"

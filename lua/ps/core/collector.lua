@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The pace of Lua's garbage collector. The bytes of small tensors and of tensor headers become free only when the
 -- collector runs. If nothing controls it, the collector runs at different times in each run, and the peaks of two runs
--- differ by these bytes. Each function here is a moment at which the library collects. core/ffi.lua, which runs every
--- full collection, also collects when tensors have grown and when memory is short.
+-- differ by these bytes. Each function of this file is called at one of the times at which the library collects.
+-- core/ffi.lua, which runs every full collection, also collects when tensors have grown and when memory is short.
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The devices that this process has opened: their names, their abilities, and the memory that tensors use on them.
+-- The devices that this process has opened: the names of the devices, their abilities, and the memory that tensors use
+-- on each device.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Public functions refuse arguments that they do not have. Lua drops such arguments, so an argument of PyTorch's
--- (dtype, norm_type, rounding_mode) would be lost silently. A function with `...` checks its arguments itself.
+-- Makes public functions refuse arguments that they do not have. Lua drops such arguments, so an argument that only
+-- PyTorch's function has (dtype, norm_type, rounding_mode) would be lost silently. A function with `...` checks its
+-- arguments itself.
 local caller = require "ps.core.caller"
 
 local exact = {}

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The kinds of chunks (PS_KIND_ of src/ps.h), and the bytes of a chunk of each kind. An update reads chunks of several
--- kinds at once, so their tensors begin at different offsets. PS_KIND_SHIFT (src/ps.h) gives the reason.
+-- kinds at once, so their tensors begin at different offsets. The comment at PS_KIND_SHIFT (src/ps.h) gives the reason.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 

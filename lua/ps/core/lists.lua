@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Lua's functions on lists, extended to lists of modules (ps.nn.ModuleList), whose items count from 0: ipairs and pairs
 -- return 0, first; 1, second; and so on, unpack returns the modules, and table.insert and table.remove call the list's
--- methods. Without this file Lua's functions would read the table that stands for the list, which is empty, and raise
--- no error. The program loads this file before the script. Other values are passed to Lua's own functions.
+-- methods. Without this file, Lua's functions would silently read the table that stands for the list, which is empty.
+-- The program loads this file before the script. Other values are passed to Lua's own functions.
 --
 -- A list's metatable holds its functions in `ps_list`: each, get, size, insert, remove. The operator # cannot be
 -- changed: it returns 0 for every list (ps.nn.container).

@@ -2,15 +2,15 @@
 -- The weight of a loss: the divisor of its mean. Losses of micro-batches, ranks and evaluation batches are averaged by
 -- these weights. The loss functions (F.cross_entropy, F.lm_loss, F.nll_loss, nn.ParallelLMHead's) note the weight of
 -- their targets, so that every ignore_index and every class weight is counted. A loss that a script makes from noted
--- ones, by factors or as a sum, has their weight: the tape knows which ops made it. A loss made of losses with
--- different weights has no weight.
+-- losses, by factors or as a sum, has the weight of these losses. The tape tells which ops made it. A loss made of
+-- losses with different weights has no weight.
 --
 -- A note also has the hits of a loss: the number of targets whose logit is the largest of its row (of several equal
 -- ones, the first). The ops count them while they compute the largest logit. They are counted only while a user of
 -- loss_weight.watch reads hits.
 --
 -- A note stores the number of the op that made the loss, since a script's inner losses may be collected before
--- backward. It holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
+-- backward. A note holds numbers and labels on the host, never a loss with a history, so it keeps no graph alive.
 local array = require "ps.core.array"
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The random numbers of the process: one state from which every op that draws gets its stream (Philox, src/base).
+-- The random numbers of the process: one state, from which every op that draws random numbers gets its stream (Philox,
+-- src/base).
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 

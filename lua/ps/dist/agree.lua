@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Short messages between ranks. All ranks receive each rank's message, and an error of one rank is raised on all, so no
--- rank waits for one that has failed. Every rank makes the same calls; `group` nil: one process. A call is one exchange
--- of short messages, or two if a message is long.
+-- Short messages between ranks. All ranks receive each rank's message, and an error of one rank is raised on all ranks,
+-- so that no rank waits for a rank that has failed. Every rank makes the same calls. If `group` is nil, there is one
+-- process. A call is one exchange of short messages, or two if a message is long.
 local create = require "ps.tensor.create"
 local devices = require "ps.core.devices"
 local native = require "ps.core.ffi"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources with
--- values is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
+-- This process's rank and the number of ranks, from the variables that a launcher set. The first of these sources that
+-- has values is used: explicit values > torchrun's variables (RANK, WORLD_SIZE; also launch.lua's and PyTorchJob's) >
 -- Open MPI's > PMI's (MPICH, Intel MPI) > Slurm's > one process. Nothing is guessed: a malformed or missing value is an
 -- error that names the variable, its value and the expected form. docs/distributed.md describes this for users.
 local env = {}

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of ps.Group that are ops: each returns a new tensor with a gradient (src/tensor_parallel/). dist/init.lua
+-- Methods of ps.Group that are ops. Each returns a new tensor that has a gradient (src/tensor_parallel/). dist/init.lua
 -- adds them to the class. copy_to, reduce_from, scatter_to and gather_from have Megatron's names.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"

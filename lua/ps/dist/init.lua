@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Several processes. ps.init_distributed makes the group of all ranks from a launcher's environment (ps/dist/env.lua)
--- or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo sends those in host
--- memory, NCCL those on NVIDIA GPUs. The groups' collectives with gradients are in group_ops.lua.
+-- or from explicit values. Groups send tensors between ranks (see "groups of ranks" in ps.h): Gloo sends tensors in
+-- host memory, and NCCL sends tensors on NVIDIA GPUs. The groups' collectives with gradients are in group_ops.lua.
 local native = require "ps.core.ffi"
 local environment = require "ps.core.environment"
 local array = require "ps.core.array"

@@ -6,7 +6,7 @@
 --           loaders, gradients, losses
 --   pp      ranks with one stage each of a model, in the order of the model
 --   tp      ranks with one part each of the same layers
--- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is cut, dp is all of it.
+-- Ranks are numbered with tp fastest, then dp, and pp slowest. Until the world is split into groups, dp has all ranks.
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"
 local error = caller.error

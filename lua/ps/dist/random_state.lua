@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The whole state of the random numbers (ps.rng): saved and restored, as text for files, and shared by all ranks. Its
--- numbers have 64 bits, more than numbers in Lua or JSON hold exactly, so they are saved as decimal text.
+-- The whole state of the random numbers (ps.rng): saved and restored, as text for files, and shared by all ranks. The
+-- state consists of 64-bit numbers, which numbers in Lua and JSON cannot hold exactly, so they are saved as decimal
+-- text.
 local random = require "ps.core.random"
 local agree = require "ps.dist.agree"
 

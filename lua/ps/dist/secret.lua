@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The secret that only the ranks of a run know (docs/distributed.md, "Authentication"). It is PS_SECRET. Without
--- PS_SECRET, if all ranks are on this machine, it is the contents of a file that all runs of this user on this machine
--- share. src/rendezvous/proof.c proves knowledge of the secret and never sends it.
+-- The secret that only the ranks of a run know (docs/distributed.md, "Authentication"). The secret is PS_SECRET. If
+-- PS_SECRET is not set and all ranks are on this machine, the secret is read from a file that all runs of this user on
+-- this machine share. src/rendezvous/proof.c proves knowledge of the secret and never sends it.
 local bit = require "bit"
 local fcntl = require "posix.fcntl"
 local stat = require "posix.sys.stat"

@@ -11,7 +11,7 @@
 --
 -- The model behaves like the module that it holds (model:parameters(), model:generate(...), model.config). A call with
 -- gradients enabled begins a step. Before the first step of each shape, a dry run records which chunks each op uses.
--- The engine makes the step's plan from that record, prints it and carries it out (engine/plan/forecast.lua,
+-- The engine makes the step's plan from that record, prints the plan and carries it out (engine/plan/forecast.lua,
 -- src/chunk/).
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"

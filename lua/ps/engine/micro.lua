@@ -7,9 +7,9 @@
 --     optimizer:step()
 --   end
 --
--- Each micro-batch is weighted by its targets, so that the gradient is that of the batch's mean loss. Random numbers
--- are those of the uncut batch: dropout counts samples by their position in the batch. engine/step/loops.lua performs
--- the turns.
+-- Each micro-batch is weighted by its targets, so that the gradient is that of the batch's mean loss. Random numbers do
+-- not depend on the micro-batches, since dropout counts samples by their position in the whole batch.
+-- engine/step/loops.lua performs the turns of the loop.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Loads a model's state in an engine of several ranks. A state is whole, or this rank's own, as model:state_dict()
--- returns it: without the tensors that other ranks own. Buffers that all ranks have are only in the state of the first
--- rank, which sends them to the others.
+-- Loads a model's state in an engine of several ranks. A state has either all tensors, or only those that this rank
+-- owns, as model:state_dict() returns it. Buffers that all ranks have are only in the first rank's state, and the first
+-- rank sends them to the other ranks.
 local scope = require "ps.core.scope"
 local hooks = require "ps.core.hooks"
 local agree = require "ps.dist.agree"

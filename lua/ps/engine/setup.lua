@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Makes an engine: reads the arguments of ps.initialize, applies the configuration to this machine, sets budgets,
--- builds the module in staging chunks, and decides where updates run. Files about several ranks are loaded only when
--- there are several: each full collection of Lua's garbage walks everything that is loaded.
+-- builds the module in staging chunks, and decides where updates run. Files for several ranks are loaded only if there
+-- are several ranks, because each full collection of Lua's garbage walks everything that is loaded.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"

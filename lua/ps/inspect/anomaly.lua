@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Anomaly mode, as PyTorch's detect_anomaly: the first op that makes a NaN or an infinity raises an error that names
--- the op, the script's line that called it, and the module. src/tensor/anomaly.c checks the values; this file keeps
--- the script's lines.
+-- the op, the script's line that called it, and the module. src/tensor/anomaly.c checks the values, and this file
+-- stores the script's lines.
 local native = require "ps.core.ffi"
 local caller = require "ps.core.caller"
 local hooks = require "ps.core.hooks"

@@ -7,7 +7,8 @@
 --   print(ps.inspect.format_summary(inspector:get_summary()))     -- the tensors passed to ps.inspect.record_tensor
 --
 -- All numbers are computed in fp64 (ps_tensor_stats). std divides by the number of elements minus one, as in PyTorch,
--- and is NaN for a single element. Parameters and records of several ranks are combined, so all ranks make those calls.
+-- and is NaN for a single element. Parameters and records of several ranks are combined, so all ranks must make the
+-- same calls.
 local native = require "ps.core.ffi"
 local handle = require "ps.nn.handle"
 local exact = require "ps.core.exact"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A file that a run appends to: its log, or the events of a monitor. Bytes that cannot be written stay in memory, and
--- are tried again at each later write, since a full disk under the log should not end a run.
+-- A file that a run appends to: its log, or the events of a monitor. Bytes that cannot be written stay in memory and
+-- are tried again at each later write, since a full disk should not end a run.
 local fcntl = require "posix.fcntl"
 local unistd = require "posix.unistd"
 local EINTR = require("posix.errno").EINTR
@@ -9,10 +9,10 @@ local appended = {}
 
 ---@class ps.Appended
 ---@field path string
----@field private what string the kind of file, for messages: "log"
+---@field private what string kind of the file for messages, such as "log"
 ---@field private fd integer
----@field private unwritten string bytes that are not in the file yet
----@field private problem string? the reason
+---@field private unwritten string bytes that are not yet in the file
+---@field private problem string? the error of the last write, if it failed
 local Appended = {}
 Appended.__index = Appended
 
@@ -30,11 +30,11 @@ local function flush(self)
   end
 end
 
---- Opens a file at its end, and writes its first bytes. It is an error if it cannot be written.
+--- Opens a file at its end, and writes its first bytes. Raises an error if the file cannot be written.
 ---@param path string
----@param what string the kind of file, for messages: "log"
+---@param what string kind of the file for messages, such as "log"
 ---@param first? string
----@param create? boolean creates a missing file
+---@param create? boolean whether to create a missing file
 ---@return ps.Appended
 function appended.open(path, what, first, create)
   local self = setmetatable({ path = path, what = what, unwritten = first or "" }, Appended)
@@ -52,7 +52,7 @@ end
 
 --- Adds lines or bytes.
 ---@param text string
----@return string? problem at the first write that fails; nil on success, and for later failures in a row
+---@return string? problem the error of the first write that fails; nil on success, and for further consecutive failures
 function Appended:write(text)
   local failed = self.problem ~= nil
   self.unwritten = self.unwritten .. text
@@ -64,11 +64,11 @@ function Appended:write(text)
 end
 
 --- Closes the file. A second call does nothing.
----@return string? problem what was lost, and why
+---@return string? problem the bytes that were lost, and the reason
 function Appended:close()
   if not self.fd then return nil end
   flush(self)
-  local closed, why = unistd.close(self.fd)                -- NFS and quotas may report only now that there is no room
+  local closed, why = unistd.close(self.fd)                -- NFS and quotas may report only now that there is no space
   self.fd = nil
   if self.unwritten == "" and closed then return nil end
   local _, lines = self.unwritten:gsub("\n", "")

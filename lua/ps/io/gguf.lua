@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- GGUF, the files of llama.cpp: reads their metadata and tensors (src/io/gguf.c). A file in parts, as llama.cpp's
 -- gguf-split writes them (NAME-00001-of-00003.gguf), is opened by the path of any part. Tensors have the names of the
--- file, unless `present` gives them others.
+-- file, unless `present` gives them other names.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -18,22 +18,22 @@ local gguf = {}
 local VALUES = { [0] = "uint8", "int8", "uint16", "int16", "uint32", "int32", "float32", "bool", "string", "array",
   "uint64", "int64", "float64" }
 local STRING, ARRAY, BOOL, UINT64, FLOAT32, FLOAT64 = 8, 9, 7, 10, 6, 12
-local EXACT = 2 ^ 53                                       -- whole numbers up to here are exact in Lua
+local EXACT = 2 ^ 53                                       -- Lua represents whole numbers up to this one exactly
 
 ---@class ps.Gguf an open file, or all parts of a file that was split
----@field path string of the first part
----@field private mmap boolean the bytes of tensors stay in the file, if possible
+---@field path string path of the first part
+---@field private mmap boolean whether tensors use the mapped bytes of the file, if possible
 ---@field private parts ffi.cdata*[] the open parts
----@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> by the name under
----  which a tensor is read
----@field private order string[] those names, in file order
+---@field private home table<string, {g: ffi.cdata*, i: integer, heads?: integer, packed?: boolean}> location of a
+---  tensor, by the name under which it is read
+---@field private order string[] names under which tensors are read, in file order
 local File = {}
 File.__index = File
 
 local OPEN = { mmap = "boolean" }
 
--- Returns the paths of a file's parts, and the number of the given part, from 0 on, or nil if it is not the name of a
--- part.
+-- Returns the paths of a file's parts, and the index of the given part, from 0. Returns nil if the path is not the name
+-- of a part.
 local function parts_of(path)
   local stem, number, count = path:match("^(.*)%-(%d%d%d%d%d)%-of%-(%d%d%d%d%d)%.gguf$")
   if not stem then return nil end
@@ -98,7 +98,7 @@ local function open_parts(self, paths)
 end
 
 --- Opens a file and checks its whole header.
----@param path string of the file, or of any part of a file that was split
+---@param path string path of the file, or of any part of a file that was split
 ---@param options? {mmap?: boolean} mmap = true: see ps.load
 ---@return ps.Gguf
 function gguf.open(path, options)
@@ -116,7 +116,7 @@ function gguf.open(path, options)
   error(problem, 0)
 end
 
---- Calls fn with an opened file, and closes the file, also after an error.
+--- Opens a file, calls fn with it, and closes the file, even after an error.
 ---@param path string
 ---@param fn fun(file: ps.Gguf): any
 ---@return any result of fn
@@ -153,8 +153,8 @@ function File:keys()
   return keys
 end
 
--- Returns the types and the number of values of an entry of the metadata, with its part and number, or nil if there is
--- none.
+-- Returns the types and the number of values of an entry of the metadata, with its part and index. Returns nil if there
+-- is no such entry.
 local function meta_of(self, key)
   local g, out = opened(self), ffi.new("ps_gguf_value")
   local i = C.ps_gguf_meta_find(g, key)
@@ -163,10 +163,11 @@ local function meta_of(self, key)
   return out, g, i
 end
 
---- Returns a value of the metadata: a number, string or boolean; a list for an array. Returns nil if there is none.
+--- Returns a value of the metadata, which is a number, string or boolean, or a list for an array. Returns nil if there
+--- is no such entry.
 ---@param key string
 ---@return any value
----@return string? type such as "uint32"; of an array, the type of its values
+---@return string? type such as "uint32"; for an array, the type of its values
 ---@return boolean? is_array
 function File:meta(key)
   local out, g, i = meta_of(self, key)
@@ -184,7 +185,7 @@ function File:meta(key)
   return list, kind, true
 end
 
---- Returns the number of values of an array of the metadata, or nil if there is no such entry.
+--- Returns the number of values in an array of the metadata, or nil if there is no such entry.
 ---@param key string
 ---@return integer?
 function File:meta_length(key)
@@ -192,7 +193,8 @@ function File:meta_length(key)
   return out and tonumber(out.n) or nil
 end
 
---- Returns a value of the metadata that must have a kind; an absent one is nil, or an error if it is needed.
+--- Returns a value of the metadata that must be of a kind. If there is no such entry, returns nil, or raises an error
+--- if `needed` is true.
 ---@param key string
 ---@param kind "number"|"whole"|"string"|"boolean"|"strings"|"numbers"
 ---@param needed? boolean
@@ -231,8 +233,8 @@ local function entry_of(self, name)
 end
 
 --- Renames a tensor, and sets how it is read (ps_gguf_layout in src/ps.h).
----@param raw string its name in the file
----@param name string? nil: it is left out of names()
+---@param raw string the tensor's name in the file
+---@param name string? new name, or nil to omit the tensor from names()
 ---@param layout? {heads?: integer, transposed?: boolean}
 function File:present(raw, name, layout)
   local home = home_of(self, raw)
@@ -267,12 +269,12 @@ function File:has(name)
   return self.home[name] ~= nil
 end
 
---- Reads a matrix of blocks as it is, from now on: as uint8 [rows, bytes of a row]. Its rows are in the order of
---- `present`, and its dimensions are not swapped.
+--- Makes later reads return a matrix of blocks unconverted, as uint8 [rows, bytes of a row]. Its rows are in the order
+--- of `present`, and its dimensions are not swapped.
 ---@param name string
 function File:keep_packed(name) home_of(self, name).packed = true end
 
---- Returns the shape of a tensor, from the outermost dimension on.
+--- Returns the shape of a tensor, beginning with the outermost dimension.
 ---@param name string
 ---@return integer[]
 function File:shape(name)
@@ -286,13 +288,13 @@ function File:shape(name)
   return shape
 end
 
---- Returns the type of a tensor in the file: "F32", "Q4_0", ...
+--- Returns the type of a tensor in the file, such as "F32" or "Q4_0".
 ---@param name string
 ---@return string
 function File:type(name) return ffi.string(C.ps_gguf_type_name((entry_of(self, name)).type)) end
 
---- Returns the dtype of the values that are read: fp32 for blocks. If the type is not supported: nil, and the type's
---- name.
+--- Returns the dtype of the values that are read, which is fp32 for blocks. If the type is not supported, returns nil
+--- and the type's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -309,7 +311,7 @@ local function known_dtype(self, name)
   return dtype
 end
 
---- Fails if `name` is missing or has a type that this engine lacks.
+--- Raises an error if there is no tensor of this name, or if its type is not supported.
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
@@ -318,11 +320,11 @@ function File:check(name) known_dtype(self, name) end
 ---@return integer
 function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
--- Fills a contiguous tensor of the entry's dtype. The bytes of the file are its values.
+-- Fills a contiguous tensor of the entry's dtype. The bytes of the file must be the tensor's values.
 local function fill(self, entry, home, tensor)
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_gguf_lend, home.g, entry.at, entry.nbytes)
-    if rc ~= C.PS_EUNSUP then return check(rc) end         -- EUNSUP: on another device, or a part of a tensor; read it
+    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_gguf_read, home.g, entry.at, entry.nbytes)
 end
@@ -359,7 +361,7 @@ end
 --- rectangle are read.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] of the rectangle
+---@param offset integer[] offset of the rectangle
 function File:read_part(name, tensor, offset)
   local entry, home = entry_of(self, name)
   local dtype, shape = known_dtype(self, name), tensor:shape()
@@ -383,7 +385,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_gguf_drop(home.g, home.i) end
 end
 
---- Closes the file. Tensors read from it stay, and the map stays for tensors that have their bytes in it.
+--- Closes the file. Tensors that were read from it remain valid. The map remains as long as tensors have their bytes in
+--- it.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   for _, g in ipairs(self.parts) do C.ps_gguf_close(ffi.gc(g, nil)) end

@@ -31,10 +31,10 @@ end
 
 ---@class ps.gguf.Entry an entry of the metadata
 ---@field [1] string the key
----@field [2] string the type: "uint32", "string", ...; of an array, the type of its values
+---@field [2] string the type: "uint32", "string", ...; for an array, the type of its values
 ---@field [3] any the value; a list is an array
 
---- Returns the bytes of entries, as in files.
+--- Returns entries as bytes in the form of a file.
 ---@param entries ps.gguf.Entry[]
 ---@return string
 function writing.entries(entries)
@@ -55,7 +55,7 @@ function writing.entries(entries)
   return table.concat(parts)
 end
 
---- Overwrites the value of an entry in a file. The entry must exist, with a number of the same type.
+--- Overwrites the value of an entry in a file. The file must have the entry, with a number of the same type.
 ---@param path string
 ---@param entry ps.gguf.Entry
 function writing.replace(path, entry)
@@ -77,7 +77,7 @@ function writing.replace(path, entry)
 end
 
 ---@class ps.gguf.Declared a tensor that will be written
----@field name string in the file
+---@field name string name in the file
 ---@field type string "F32", "Q4_0", ...
 ---@field shape integer[] in the order in which values are appended
 ---@field heads? integer see ps_gguf_layout in src/ps.h
@@ -88,7 +88,7 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file. It replaces an older one only at commit. Close the writer in any case.
+--- Begins a file, which replaces an older file only at commit. The writer must be closed in any case.
 ---@param path string
 ---@param entries ps.gguf.Entry[]
 ---@param tensors ps.gguf.Declared[]
@@ -111,7 +111,7 @@ end
 
 --- Appends the next values of a tensor, converted to its type.
 ---@param name string
----@param dtype string of the values
+---@param dtype string dtype of the values
 ---@param data ffi.cdata*
 ---@param numel integer
 function Writer:append(name, dtype, data, numel)

@@ -6,13 +6,13 @@ local native = require "ps.core.ffi"
 local rectangles = require "ps.core.rectangles"
 local error = require("ps.core.caller").error
 
----@class ps.PieceInFile: ps.Rectangle of the whole tensor
+---@class ps.PieceInFile: ps.Rectangle rectangle of the whole tensor
 ---@field from table the open file (ps.SafeTensors, ps.TorchFile)
----@field name string of the tensor in that file that has the piece
----@field at? integer[] the place of the piece in that tensor; default: its first element
+---@field name name of the tensor in the file that contains the piece
+---@field at? integer[] offset of the piece in that tensor (default: its first element)
 
 ---@class ps.PiecedTensor
----@field shape integer[] of the whole tensor
+---@field shape integer[] shape of the whole tensor
 ---@field dtype string
 ---@field pieces ps.PieceInFile[]
 
@@ -56,7 +56,7 @@ function Pieced:nbytes(name)
   return rectangles.numel(entry.shape) * tonumber(native.C.ps_dtype_size(native.dtype_code(entry.dtype)))
 end
 
---- Fails if a piece is missing or has a type that this engine lacks.
+--- Raises an error if a piece is missing or has a type that is not supported.
 ---@param name string
 function Pieced:check(name)
   for _, piece in ipairs(entry_of(self, name).pieces) do piece.from:check(piece.name) end
@@ -64,7 +64,7 @@ end
 
 --- Compares the bytes of all pieces with their checksums.
 ---@param name string
----@return boolean has false: a piece has no checksum
+---@return boolean has false if a piece has no checksum
 function Pieced:verify(name)
   local all = true
   for _, piece in ipairs(entry_of(self, name).pieces) do all = piece.from:verify(piece.name) and all end
@@ -74,7 +74,7 @@ end
 --- Reads a rectangle of a tensor into a tensor of the rectangle's shape, and converts the type if it differs.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] of the rectangle
+---@param offset integer[] offset of the rectangle
 function Pieced:read_part(name, tensor, offset)
   local entry, wanted = entry_of(self, name), { offset = offset, shape = tensor:shape() }
   if not rectangles.inside(entry.shape, offset, wanted.shape) then

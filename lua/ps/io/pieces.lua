@@ -17,12 +17,13 @@ local byte_array = array "uint8_t"
 ---@return ffi.cdata*
 function pieces.buffer(nbytes) return byte_array(math.max(1, math.min(nbytes, PIECE))) end
 
---- Returns the number of elements of a type in a piece.
+--- Returns the number of elements of a dtype that fit into a piece.
 ---@param dtype string
 ---@return integer
 function pieces.elements(dtype) return PIECE / tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 
--- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on. part: the run as a tensor.
+-- Calls fn(part, first, n) for runs of n elements of a contiguous tensor, from `first` on. `part` is the run as a
+-- tensor.
 local function each(tensor, fn)
   local flat = tensor:detach():reshape(-1)
   local numel, step = flat:numel(), PIECE / tonumber(C.ps_dtype_size(flat.dtype_))
@@ -32,7 +33,7 @@ local function each(tensor, fn)
   end
 end
 
---- Copies a tensor's bytes in row-major order: put(buffer, nbytes) is called for each piece, in order.
+--- Copies a tensor's bytes in row-major order. put(buffer, nbytes) is called for each piece, in order.
 ---@param tensor ps.Tensor
 ---@param buffer ffi.cdata* see pieces.buffer
 ---@param put fun(buffer: ffi.cdata*, nbytes: integer)
@@ -59,9 +60,9 @@ function pieces.write(tensor, get)
   end)
 end
 
---- Fills any tensor with values of a type. get(buffer, first, n) copies n elements of the type, from `first` on in the
---- tensor's row-major order, into the buffer. It needs the memory of one extra piece, or of two if the tensor is not
---- contiguous or has another type.
+--- Fills any tensor with values of a dtype. get(buffer, first, n) copies n elements of this dtype, from `first` on in
+--- the tensor's row-major order, into the buffer. It needs memory for one additional piece, or for two if the tensor is
+--- not contiguous or has another dtype.
 ---@param tensor ps.Tensor
 ---@param dtype string
 ---@param get fun(buffer: ffi.cdata*, first: integer, n: integer)

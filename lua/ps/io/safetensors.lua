@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- safetensors files. A whole tensor is read directly into its memory, a part of one through the memory map. With mmap =
 -- true a tensor's bytes are those of the map itself, and nothing is read before its use. Files are written completely
--- or not at all (a temporary file, fsync, rename). If a file has checksums (checkpoints do), they are compared when it
--- is opened and as tensors are read.
+-- or not at all (a temporary file, fsync, rename). If a file has checksums (as those of checkpoints do), they are
+-- checked when the file is opened and when tensors are read.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -24,9 +24,9 @@ for i = 0, C.PS_DTYPE_COUNT - 1 do DTYPE[ffi.string(C.ps_dtype_name(i))] = i end
 ---@class ps.SafeTensors an open file
 ---@field path string
 ---@field metadata table<string, string>
----@field private compares boolean tensors are compared with their checksums
----@field private mmap boolean tensors have their bytes in the file, if possible
----@field private compared table<integer, boolean> the tensors that were compared
+---@field private compares boolean whether tensors are compared with their checksums
+---@field private mmap boolean whether tensors have their bytes in the mapped file, if possible
+---@field private compared table<integer, boolean> whether a tensor was compared, by index
 local File = {}
 File.__index = File
 
@@ -64,7 +64,7 @@ local function entry_of(self, name)
   return entry, i
 end
 
---- Returns the tensors that are shards of tensor parallelism, by name (ps.save notes them).
+--- Returns the descriptions of tensors that are shards of tensor parallelism, by name. ps.save writes them.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   opened(self)
@@ -97,7 +97,7 @@ function File:shape(name)
   return shape
 end
 
---- Returns the type by this engine's name; for a type that it lacks, nil and the file's name.
+--- Returns the dtype of a tensor. If its type is not supported, returns nil and the type's name in the file.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -113,20 +113,21 @@ local function known_dtype(self, name)
   return dtype
 end
 
---- Fails if `name` is missing or has a type that this engine lacks.
+--- Raises an error if there is no tensor of this name, or if its type is not supported.
 ---@param name string
 function File:check(name) known_dtype(self, name) end
 
---- Compares a tensor's bytes with their checksum, once. A damaged tensor is an error that names it and the file.
+--- Compares a tensor's bytes with their checksum, once. If the tensor is damaged, raises an error that names the tensor
+--- and the file.
 ---@param name string
----@return boolean has false: the file has no checksums
+---@return boolean has false if the file has no checksums
 function File:verify(name)
   local _, i = entry_of(self, name)
   if self.compared[i] == nil then self.compared[i] = check(C.ps_st_verify(self.st, i)) == 1 end
   return self.compared[i]
 end
 
---- Returns a tensor's checksum in the file, 16 hexadecimal digits; nil if it has none.
+--- Returns a tensor's checksum in the file as 16 hexadecimal digits, or nil if it has none.
 ---@param name string
 ---@return string?
 function File:checksum(name)
@@ -142,8 +143,9 @@ function File:nbytes(name) return tonumber((entry_of(self, name)).nbytes) end
 
 local hash_out = ffi.new "uint64_t[1]"
 
--- Compares the bytes that have been read with their checksum: verify read them before, through the map, and the disk
--- may return other bytes the second time. Tensors without bytes (in a dry run) and of other devices are not compared.
+-- Compares the bytes that have been read with their checksum. `verify` has read them before through the map, but the
+-- disk may return other bytes the second time. Tensors without bytes (in a dry run) and tensors on other devices are
+-- not compared.
 local function compare(self, name, tensor)
   local saved = self:checksum(name)
   local rc = saved and C.ps_tensor_hash(tensor, hash_out)
@@ -155,23 +157,23 @@ local function compare(self, name, tensor)
     .. "or the memory is failing"):format(self.path, name, found, saved), 0)
 end
 
--- Fills a contiguous tensor of the file's type with all of `name`.
+-- Fills a contiguous tensor of the file's type with all values of `name`.
 local function fill(self, name, entry, tensor)
   if self.compares then self:verify(name) end
   if self.mmap then
     local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at, entry.nbytes)
-    if rc ~= C.PS_EUNSUP then return check(rc) end         -- EUNSUP: on another device, or a part of a tensor; read it
+    if rc ~= C.PS_EUNSUP then return check(rc) end  -- EUNSUP: on another device, or a part of a tensor, so read it
   end
   native.retry(C.ps_tensor_load, tensor, C.ps_st_read, self.st, entry.at, entry.nbytes)
   if self.compares then compare(self, name, tensor) end
 end
 
--- Integer types that no tensor here has: their C type, and the next type here that holds all their values.
+-- integer types that tensors do not support: their C type, and the next larger type, which holds all their values
 local WIDER = { I8 = { "int8_t", "int32" }, I16 = { "int16_t", "int32" }, U16 = { "uint16_t", "int32" },
   U32 = { "uint32_t", "int64" } }
 local wide_array = { int32 = array "int32_t", int64 = array "int64_t" }
 
--- Returns all of `name`, converted from an integer type that no tensor here has to a wider one.
+-- Returns all values of `name`, converted from an integer type that tensors do not support to a wider type.
 local function widened(self, name, wider, device)
   local st = opened(self)
   local _, i = entry_of(self, name)
@@ -193,8 +195,8 @@ local function new_tensor(self, name, device)
   return tensor
 end
 
---- Returns a new tensor with the values of `name`. It outlives scopes. Integers of a type that this engine lacks are
---- converted to the next larger one: int32 for I8, I16 and U16, int64 for U32.
+--- Returns a new tensor with the values of `name`. It outlives scopes. Integers of an unsupported type are converted to
+--- the next larger type: int32 for I8, I16 and U16, and int64 for U32.
 ---@param name string
 ---@param device? string
 ---@return ps.Tensor
@@ -219,10 +221,10 @@ function File:read_into(name, tensor)
 end
 
 --- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
---- read; if the file has checksums, all of `name` is read once.
+--- read. If the file has checksums, all of `name` is read once to compare them.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] of the rectangle
+---@param offset integer[] offset of the rectangle
 ---@return ps.Tensor tensor
 function File:read_part(name, tensor, offset)
   local entry, i = entry_of(self, name)
@@ -243,7 +245,8 @@ function File:read_part(name, tensor, offset)
   if entry.nbytes > 0 then C.ps_st_drop(self.st, i) end
 end
 
---- Closes the file. Tensors read from it stay, and the map stays for tensors that have their bytes in it.
+--- Closes the file. Tensors that were read from it remain valid. The map remains as long as tensors have their bytes in
+--- it.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.st then
@@ -273,7 +276,7 @@ local function declare(writer, entries, metadata, checksums)
   check(C.ps_stw_begin(writer))
 end
 
--- Tensors by name as entries, sorted by name.
+-- Returns tensors by name as a list of entries, sorted by name.
 local function entries_of(tensors)
   local entries = {}
   for name, t in pairs(caller.typed(tensors, "table", "ps.safetensors.save: the tensors by name")) do
@@ -287,8 +290,9 @@ local function entries_of(tensors)
   return entries
 end
 
--- A tensor that has several names is written once, under the first one in order. As in the package safetensors, the
--- metadata names it for each of the others. A new table of metadata if there are any.
+-- Removes repeated entries of tensors that have several names. Such a tensor is written once, under the first name in
+-- order. For each further name, the metadata contains the first name, as in the package safetensors. Returns new
+-- metadata if there are such tensors.
 local function once(entries, metadata)
   local list, first, all = {}, {}, nil
   for _, entry in ipairs(entries) do
@@ -327,11 +331,12 @@ end
 local Writer = {}
 Writer.__index = Writer
 
---- Begins a file with these entries. It replaces an older one only at commit. Close the writer in any case.
+--- Begins a file with these entries, which replaces an older file only at commit. The writer must be closed in any
+--- case.
 ---@param path string
 ---@param entries ps.SafeTensorsEntry[]
 ---@param metadata? table<string, string>
----@param checksums? boolean writes a checksum for each tensor
+---@param checksums? boolean whether to write a checksum for each tensor
 ---@return ps.SafeTensorsWriter
 function safetensors.writer(path, entries, metadata, checksums)
   caller.typed(entries, "table", "ps.safetensors.writer: the list of tensors")
@@ -353,12 +358,12 @@ function Writer:close()
   self.w = nil
 end
 
---- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when all is on disk.
---- A tensor that has several names (a tied weight) is written once, under the first of them in order.
+--- Writes tensors to a file, sorted by name, one piece at a time. An older file is replaced only when the new file is
+--- complete on disk. A tensor that has several names (a tied weight) is written once, under the first name in order.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata? table<string, string>
----@param options? {checksums?: boolean} checksums: writes a checksum for each tensor
+---@param options? {checksums?: boolean} checksums: whether to write a checksum for each tensor
 function safetensors.save(path, tensors, metadata, options)
   local checksums = caller.options(options, "ps.safetensors.save", SAVE).checksums
   if metadata ~= nil then caller.typed(metadata, "table", "ps.safetensors.save: the metadata") end
@@ -385,7 +390,7 @@ local function copy_out(tensor, to)
   end)
 end
 
---- Copies tensors to memory in the layout of a file, for ps_saver_start. The file's space is reserved afterwards.
+--- Copies tensors to memory in the layout of a file, for ps_saver_start. Afterwards the file's disk space is reserved.
 ---@param path string
 ---@param tensors table<string, ps.Tensor>
 ---@param metadata table<string, string>

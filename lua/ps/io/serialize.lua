@@ -50,8 +50,8 @@ local function check_flat(path, value)
   end
 end
 
---- Writes a value to a file. An older file is replaced only when the new one is complete on disk. Tensors are
---- written one at a time.
+--- Writes a value to a file. An older file is replaced only when the new file is complete on disk. Tensors are written
+--- one at a time.
 ---@param value any for .safetensors: table<string, ps.Tensor>
 ---@param path string *.pt, *.pth, *.bin, *.ckpt or *.safetensors
 function serialize.save(value, path)
@@ -71,10 +71,10 @@ function serialize.save(value, path)
   end
 end
 
---- Returns the format of a file, from its contents: "safetensors" or "pt" (PyTorch's archives, and pickles, which the
---- reader refuses by name); nil: neither, or no such file. Byte 9 of a safetensors file, after the length of its
---- header, is the header's "{". Bytes 5 to 8 are 0, because that length is below 2^32. The length may begin like an
---- archive or a pickle.
+--- Returns the format of a file, derived from its contents: "safetensors" or "pt". "pt" includes PyTorch's archives,
+--- and pickles, about which the reader raises an error. Returns nil for any other file, or if there is no file. Byte 9
+--- of a safetensors file, after the length of its header, is the header's "{". Bytes 5 to 8 are 0, because the length
+--- is below 2^32. The length may begin like an archive or a pickle.
 ---@param path string
 ---@return "pt"|"safetensors"|nil
 function serialize.format(path)
@@ -88,15 +88,15 @@ end
 
 local OPTIONS = { lazy = "boolean", verify = "boolean", device = "string", mmap = "boolean" }
 
---- Reads a file: .pt in full as tables, safetensors as name -> tensor. With lazy = true it reads nothing yet and
---- returns the open file, a ps.TorchFile or ps.SafeTensors, from which Module:load_state_dict streams. With mmap = true
---- tensors on the cpu have their bytes in a safetensors file. Its pages are loaded as they are used, the system may
---- evict them, processes share them, and no budget counts them. Writes to such a tensor stay in memory and do not
---- change the file. If another program writes to the file, using the tensors is an error. Replacing the file by another
---- is not.
+--- Reads a file: a .pt file completely as tables, a safetensors file as a table from name to tensor. With lazy = true
+--- it reads no tensors and returns the open file, a ps.TorchFile or ps.SafeTensors, from which Module:load_state_dict
+--- streams. With mmap = true, tensors on the cpu have their bytes in the mapped safetensors file. Its pages are loaded
+--- when they are used, the system may evict them, processes share them, and they count towards no budget. Writes to
+--- such a tensor stay in memory and do not change the file. If another program writes to the file, using the tensors
+--- raises an error. Replacing the file by another file is safe.
 ---@param path string
----@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: of the tensors, default
----  "cpu"; verify = false: checksums are not compared
+---@param options? {lazy?: boolean, device?: string, verify?: boolean, mmap?: boolean} device: device of the tensors
+---  (default "cpu"); verify = false: checksums are not compared
 ---@return any
 function serialize.load(path, options)
   if type(path) ~= "string" then error("ps.load(path): the path must be a string, not a " .. type(path)) end
@@ -114,7 +114,7 @@ function serialize.load(path, options)
     if format == "pt" then value = file:value(options.device)
     else
       for _, name in ipairs(file:names()) do value[name] = file:tensor(name, options.device or "cpu") end
-      for name, first in pairs(file.metadata) do            -- further names of a tensor (ps.safetensors.save)
+      for name, first in pairs(file.metadata) do            -- add further names of a tensor (ps.safetensors.save)
         if value[name] == nil then value[name] = value[first] end
       end
     end

@@ -7,7 +7,7 @@ local shard = require "ps.tensor.shard"
 
 local shard_note = {}
 
---- Returns the raw descriptions in a note, by place. A damaged note, or a note of another kind, has none.
+--- Returns the raw descriptions in a note, by path. A damaged note, or a note of another kind, has none.
 ---@param text? string
 ---@return table<string, any>
 function shard_note.entries(text)
@@ -15,7 +15,7 @@ function shard_note.entries(text)
   return ok and type(note) == "table" and type(note.shards) == "table" and note.shards or {}
 end
 
---- Returns the shards of a note, by place, without invalid descriptions.
+--- Returns the shards that a note describes, by path, without invalid descriptions.
 ---@param text? string
 ---@return table<string, ps.nn.Shard>
 function shard_note.read(text)
@@ -27,10 +27,10 @@ function shard_note.read(text)
   return found
 end
 
---- Attaches to each tensor in a value the description of its shard.
+--- Attaches the description of its shard to each tensor in a value.
 ---@param value any
----@param shards table<string, ps.nn.Shard> by place
----@param place? string of the value
+---@param shards table<string, ps.nn.Shard> descriptions by path
+---@param place? string path of the value
 function shard_note.mark(value, shards, place)
   if next(shards) == nil then return end
   if scope.is_tensor(value) then

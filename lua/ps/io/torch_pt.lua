@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reads PyTorch's .pt files; torch_pt_write.lua writes them. An open file reads its values and tensors one at a time.
--- Nothing in a file is ever executed. Memory: an open file needs a few hundred bytes per tensor. Bytes of tensors are
--- copied from the map directly into the tensor that is read, those of strided ones through a small buffer. A tensor
--- that repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is expanded, as in
--- PyTorch.
+-- Nothing in a file is ever executed. Memory: an open file needs a few hundred bytes per tensor. The bytes of a tensor
+-- are copied from the memory map directly into the tensor that is read, or, if the tensor is strided, through a small
+-- buffer. A tensor that repeats its elements with strides of 0 takes only the memory of its bytes in the file: it is
+-- expanded, as in PyTorch.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
@@ -17,16 +17,16 @@ local error = caller.error
 
 local torch_pt = {}
 
-local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
+local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below this are exact as doubles
 
 --- Represents None inside lists, and is written as None. In a dict, a key whose value is None is absent.
 torch_pt.none = setmetatable({}, { __tostring = function() return "none" end })
 
--- The kind of a table in the file, or as marked: { kind = "list" or "dict", keys = keys in order }.
+-- the kind of a table, as in the file or as marked: { kind = "list" or "dict", keys = keys in order }
 local marks = setmetatable({}, { __mode = "k" })
 
---- Marks a table as a list or dict if its keys are ambiguous: an empty one (a dict unless marked), or a dict with the
---- keys 1 .. n.
+--- Marks a table as a list or dict if its keys are ambiguous. This is so for an empty table (a dict unless marked), and
+--- for a dict with the keys 1 .. n.
 ---@param kind "list"|"dict"
 ---@param value table
 ---@param keys? any[] a dict's keys in order
@@ -36,12 +36,12 @@ function torch_pt.mark(kind, value, keys)
   return value
 end
 
---- "list" or "dict" if the table was read from a file or marked.
+--- Returns "list" or "dict" if the table was read from a file or marked, else nil.
 ---@param value table
 ---@return string?
 function torch_pt.kind(value) return marks[value] and marks[value].kind end
 
---- Returns the keys of a table that was read from a file, in the file's order; nil for other tables.
+--- Returns the keys of a table that was read from a file, in the file's order. Returns nil for other tables.
 ---@param value table
 ---@return any[]?
 function torch_pt.keys(value) return marks[value] and marks[value].keys end
@@ -49,7 +49,7 @@ function torch_pt.keys(value) return marks[value] and marks[value].keys end
 -- -- reading --------------------------------------------------------------------------------------------------------
 ---@class ps.TorchFile an open .pt file, or one dict in it (see at)
 ---@field path string
----@field place string "" or the path of this dict: "model.encoder"
+---@field place string path of this dict, such as "model.encoder", or ""
 local File = {}
 File.__index = File
 
@@ -73,7 +73,8 @@ local function whole(n)
   return n + 0LL                                           -- exact as an int64_t
 end
 
--- Returns a value without items: the Lua value and its kind. For other values: nil, the kind, and the number of items.
+-- Returns a value without items as a Lua value and its kind. For other values, returns nil, the kind, and the number of
+-- items.
 local function plain(pt, id)
   check(C.ps_pt_get(pt, id, value_out))
   local v = value_out
@@ -95,7 +96,7 @@ local function key_of(self, pt, id)
   return key
 end
 
--- Returns the dict's keys, each once, and key -> value. For a duplicate key the last value counts.
+-- Returns the dict's keys, each once, and a table from key to value. For a duplicate key, the last value is used.
 local function dict_items(self, pt, id, count)
   local keys, values = {}, {}
   for i = 0, count - 2, 2 do
@@ -131,7 +132,7 @@ local function is_dense(t)
   return true
 end
 
--- Fills a contiguous tensor of the file's type and of the sizes of `t`; dense ones directly from the map.
+-- Fills a contiguous tensor of the file's type and of the sizes of `t`. Dense tensors are filled directly from the map.
 local function fill(self, pt, id, t, tensor)
   if self.file.verify then check(C.ps_pt_verify(pt, id)) end
   local nbytes = C.ps_tensor_nbytes(tensor)
@@ -145,9 +146,9 @@ local function fill(self, pt, id, t, tensor)
   C.ps_pt_drop(pt, id)
 end
 
--- A tensor whose strides let elements share bytes is a view in PyTorch. Strides of 0 give a view here, too (expand).
--- Other such tensors become tensors with all their elements. A file of a few bytes can declare any number of these, so
--- their total size is limited.
+-- A tensor whose strides let elements share bytes is a view in PyTorch. Strides of 0 result in a view here, too
+-- (expand). Other such tensors become tensors with all their elements. A file of a few bytes can declare any number of
+-- them, so their total size is limited.
 local MOST_SHARED = 2 ^ 28
 
 local function check_shared(self, t, nbytes, label, made)
@@ -162,10 +163,10 @@ local function check_shared(self, t, nbytes, label, made)
   end
 end
 
--- made: the tensors and bytes that this call has read (see build).
+-- Reads a tensor. `made` contains the tensors and the number of bytes that this call has read (see build).
 local function new_tensor(self, pt, id, label, made)
   local t = ffi.new("ps_pt_tensor", entry_at(self, pt, id, label))
-  local shape, once, repeats = {}, {}, false               -- once: the sizes without repetitions
+  local shape, once, repeats = {}, {}, false               -- `once` are the sizes without repetitions
   local nbytes = tonumber(C.ps_dtype_size(t.dtype))
   for d = 0, t.ndim - 1 do
     shape[d + 1] = tonumber(t.shape[d])
@@ -179,8 +180,8 @@ local function new_tensor(self, pt, id, label, made)
   return repeats and scope.no_grad(tensor.expand, tensor, shape) or tensor
 end
 
--- Returns a key that is equal for two entries of a file if they are one tensor. They become one tensor, so tied weights
--- stay tied.
+-- Returns a key that is equal for two entries of a file that are the same tensor. They become one tensor, so that tied
+-- weights stay tied.
 local function identity(pt, id)
   check(C.ps_pt_tensor_get(pt, id, tensor_out))
   local t = tensor_out
@@ -191,7 +192,7 @@ local function identity(pt, id)
   return table.concat(parts, ":")
 end
 
--- Returns a whole value. A value that the file shares is shared here, too.
+-- Returns a value with all its items. A value that occurs several times in the file becomes one Lua value.
 local function build(self, pt, id, label, made)
   if made[id] ~= nil then return made[id] end
   local value, kind, count = plain(pt, id)
@@ -223,7 +224,7 @@ end
 
 local OPEN = { verify = "boolean" }
 
---- Opens a file and checks all of it except the tensors' bytes, which are checked as they are read.
+--- Opens a file and checks all of it except the tensors' bytes, which are checked when they are read.
 ---@param path string
 ---@param options? { verify: boolean? } verify = false: checksums are not compared
 ---@return ps.TorchFile
@@ -235,7 +236,7 @@ function torch_pt.open(path, options)
   return setmetatable({ path = path, place = "", file = file, id = C.ps_pt_root(out[0]) }, File)
 end
 
--- Returns this dict's keys and items; an error for other values.
+-- Returns this dict's keys and items. Raises an error for other values.
 local function items_of(self)
   local pt = opened(self)
   if not self.order then
@@ -253,12 +254,13 @@ local function kind_of(pt, id)
   return value_out.kind
 end
 
---- Returns the file's value as Lua tables, numbers, strings, booleans and tensors. All of it is read.
----@param device? string of the tensors (default "cpu")
+--- Returns the file's whole value as Lua tables, numbers, strings, booleans and tensors.
+---@param device? string device of the tensors (default "cpu")
 ---@return any
 function File:value(device) return build(self, opened(self), self.id, self.place, { device = device }) end
 
---- Returns the tensors that are shards of tensor parallelism, by their places below this dict (ps.save notes them).
+--- Returns the descriptions of tensors that are shards of tensor parallelism, by their paths below this dict. ps.save
+--- writes them.
 ---@return table<string, ps.nn.Shard>
 function File:shards()
   local nbytes = check(C.ps_pt_note(opened(self), note_out))
@@ -282,9 +284,9 @@ function File:holds(key)
   return items[key] ~= nil
 end
 
---- Returns the whole value of one key; nil if there is none.
+--- Returns the whole value of a key, or nil if there is no such key.
 ---@param key any
----@param device? string of the tensors in it (default "cpu")
+---@param device? string device of the tensors in it (default "cpu")
 ---@return any
 function File:get(key, device)
   local _, items = items_of(self)
@@ -293,8 +295,8 @@ function File:get(key, device)
   return build(self, self.file.pt, items[key], place, { device = device })
 end
 
---- Returns a dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of them closes
---- all.
+--- Returns a dict inside this one as a file object: file:at("model"), file:at("a", "b"). Closing one of these objects
+--- closes all.
 ---@param key any
 ---@param ... any
 ---@return ps.TorchFile
@@ -351,7 +353,7 @@ function File:shape(name)
   return shape_at(pt, id)
 end
 
---- Returns the type by this engine's name; for a type that it lacks, nil and PyTorch's name.
+--- Returns the dtype of a tensor. If its type is not supported, returns nil and PyTorch's name.
 ---@param name string
 ---@return string? dtype
 ---@return string? other
@@ -362,7 +364,7 @@ function File:dtype(name)
   return ffi.string(C.ps_dtype_name(tensor_out.dtype))
 end
 
---- Fails if `name` is missing or has a type that this engine lacks.
+--- Raises an error if there is no tensor of this name, or if its type is not supported.
 ---@param name string
 function File:check(name)
   local id, pt = id_of(self, name)
@@ -402,10 +404,10 @@ function File:read_into(name, tensor)
 end
 
 --- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
---- read; to compare the checksum, all of `name` is read once.
+--- read. To compare the checksum, all of `name` is read once.
 ---@param name string
 ---@param tensor ps.Tensor
----@param offset integer[] of the rectangle
+---@param offset integer[] offset of the rectangle
 function File:read_part(name, tensor, offset)
   local id, pt = id_of(self, name)
   local shape = tensor:shape()
@@ -427,7 +429,7 @@ function File:read_part(name, tensor, offset)
   C.ps_pt_drop(pt, id)
 end
 
---- Closes the file. Tensors read from it stay.
+--- Closes the file. Tensors that were read from it remain valid.
 function File:close()
   if getmetatable(self) ~= File then opened(self) end
   if self.file.pt then

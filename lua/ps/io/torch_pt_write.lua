@@ -14,14 +14,14 @@ local torch_pt = require "ps.io.torch_pt"
 local utf8 = require "ps.core.utf8"
 local C, check = native.C, native.check
 
-local MAX_DEPTH = 200                                      -- as in src/io/pickle.h; here the error can name the place
-local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below are exact as doubles
+local MAX_DEPTH = 200  -- the limit in src/io/pickle.h; an error raised here can name the path
+local EXACT_BELOW = 2 ^ 53                                 -- whole numbers below this are exact as doubles
 
 local function refuse(label, what)
   error(("cannot save %s: %s"):format(label == "" and "this value" or "'" .. label .. "'", what), 0)
 end
 
--- Returns a container's number in the file.
+-- Writes a container. Returns its index in the file.
 local function put(writer, kind, fields)
   fields = fields or {}
   fields.kind = kind
@@ -49,7 +49,7 @@ local function put_tensor(state, t, label)
   local same = ("%s:%d:%s:%s:%s"):format(tostring(ffi.cast("void *", t.storage)), t.dtype_, tostring(t.offset),
     table.concat(shape, ","), table.concat(t:stride(), ","))
   local entry = ffi.new("ps_pt_tensor", { ndim = #shape })
-  local stride, once = 1, t                                -- once: without the repetitions of expand
+  local stride, once = 1, t                                -- `once` is the tensor without the repetitions of expand
   for d = #shape - 1, 0, -1 do
     entry.shape[d], entry.stride[d] = shape[d + 1], stride
     if t.stride_[d] == 0 and shape[d + 1] > 1 and t.numel_ > 0 then
@@ -67,7 +67,8 @@ local function put_tensor(state, t, label)
   check(C.ps_ptw_tensor(state.writer, entry))
 end
 
--- Keys in an order that is the same in every run: the file's order if the table was read from one, else sorted.
+-- Returns keys in an order that is the same in every run: the file's order if the table was read from a file, else
+-- sorted.
 local function ordered_keys(t)
   local keys, known = {}, {}
   for _, key in ipairs(torch_pt.keys(t) or {}) do
@@ -88,7 +89,7 @@ local function is_list(t)
   if kind == "dict" or next(t) == nil then return kind == "list" end
   local n = 0
   for _ in pairs(t) do n = n + 1 end
-  for i = 1, n do if t[i] == nil then return false end end   -- #t alone may be n in a table with holes, too
+  for i = 1, n do if t[i] == nil then return false end end   -- #t alone may be n even if the table has holes
   return true
 end
 
@@ -119,7 +120,7 @@ local function put_dict(state, t, label, depth)
   return height
 end
 
--- `height`: the depth of nested tables in a table, including itself.
+-- Writes a table. `height` is the depth of nested tables in a table, including the table itself.
 local function put_table(state, t, label, depth)
   local meta, height = getmetatable(t), state.height
   if meta and meta.ps_module then refuse(label, "a module; save its state_dict()") end
@@ -137,7 +138,7 @@ local function put_table(state, t, label, depth)
   return height[t]
 end
 
--- Returns the height of tables, 0 for other values.
+-- Writes a value. Returns the height of a table, or 0 for other values.
 function put_value(state, value, label, depth)
   local kind, writer = type(value), state.writer
   if scope.is_tensor(value) then put_tensor(state, value, label)
@@ -174,15 +175,16 @@ local function write(writer, value)
   check(C.ps_ptw_commit(writer))
 end
 
---- Writes a value. An older file is replaced only when all is on disk. A tensor that occurs twice is written once.
+--- Writes a value. An older file is replaced only when the new file is complete on disk. A tensor that occurs twice is
+--- written once.
 ---@param path string
----@param value any tensors, numbers, strings, booleans and tables of these
+---@param value any a tensor, number, string or boolean, or a table of such values
 local function save(path, value)
   local out = ffi.new("ps_ptw *[1]")
   check(C.ps_ptw_new(path, out))
   local writer = ffi.gc(out[0], C.ps_ptw_free)
   local ok, problem = pcall(write, writer, value)
-  C.ps_ptw_free(ffi.gc(writer, nil))                       -- at once: it removes the temporary file
+  C.ps_ptw_free(ffi.gc(writer, nil))                       -- freed at once, because this removes the temporary file
   if not ok then error(problem, 0) end
 end
 

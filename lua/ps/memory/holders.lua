@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reports what holds memory: the largest tensors of a device now, at its peak, or when memory last ran out, each with
--- the op and the module that made it and the script's line. Errors about memory list the tensors at that time.
+-- the op and the module that made it and the script's line. Errors about memory list the tensors at the time of the
+-- error.
 local native = require "ps.core.ffi"
 local readable = require "ps.core.readable"
 local ffi, C = native.ffi, native.C

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The results of ps.chunks() and ps.memory(): lists that scripts can index and that print as tables of at most 100
--- columns. Works on plain lists and changes none of their rows. It does not depend on the engine.
+-- columns. This file works on plain lists, does not change their rows, and does not depend on the engine.
 local caller = require "ps.core.caller"
 local readable = require "ps.core.readable"
 local nearest = require "ps.core.nearest"

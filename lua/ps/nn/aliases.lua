@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods of modules for which PyTorch has one call and this engine another: lists, types, devices.
+-- Module methods with PyTorch's names for calls that have another name here: lists, types, devices.
 
 -- Returns the values of an iterator over names and values, as a list.
 local function values(next_one)

@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- nn.MultiheadAttention: attention from queries to keys and values, which may have other widths than queries. It has
--- PyTorch's parameter names, masks (true hides) and layout ([T, B, C] unless batch_first), and a cache for decoding.
+-- nn.MultiheadAttention: attention from queries to keys and values, whose widths may differ from that of the queries.
+-- It has PyTorch's parameter names, masks (true hides a position) and layout ([T, B, C] unless batch_first), and a
+-- cache for decoding.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local native = require "ps.core.ffi"

@@ -2,8 +2,8 @@
 -- Norms over channels: BatchNorm1d and 2d, SyncBatchNorm (over the batch of all data-parallel ranks), GroupNorm.
 --
 -- The running statistics are updated once per forward of a micro-batch in training. They are not updated when backward
--- recomputes the forward, or in a dry run. In a step of an engine the first forward saves a copy of them; a step that
--- is abandoned or skipped (an error, an overflow) restores the copy.
+-- recomputes the forward, or in a dry run. In a step of an engine, the first forward saves a copy of the statistics. A
+-- step that is abandoned or skipped (after an error or an overflow) restores the copy.
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"
 local images = require "ps.tensor.images"

@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Embedding: a table of vectors looked up by integer.
+-- nn.Embedding: looks up the vectors of integer ids.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Hooks of modules: functions of the script that run before and after a module's forward, and in backward when the
--- gradients of its inputs are complete. For the last kind, the inputs and the outputs each pass through a function of
--- ps.autograd (as in PyTorch's BackwardHook).
+-- gradients of its inputs are complete. For hooks of backward, the module's inputs and outputs each pass through a
+-- function of ps.autograd (as in PyTorch's BackwardHook).
 local caller = require "ps.core.caller"
 local scope = require "ps.core.scope"
 local tensor_hooks = require "ps.tensor.hooks"

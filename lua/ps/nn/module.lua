@@ -9,10 +9,10 @@
 --   function Net:forward(x) return self.fc(x) * self.scale end
 --   local net = Net(64); local y = net(x)
 --
--- Calling a module runs :forward inside a scope: when it returns, temporaries that neither the result nor the tape
--- needs are freed. If a class's forward makes no temporaries, `Class.unscoped = true` omits the scope. Names and their
--- order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's own tensors come before
--- those of its modules. A tied tensor is listed once, under its first name; state_dict has all
+-- Calling a module runs :forward inside a scope. When forward returns, temporaries that neither the result nor the tape
+-- needs are freed. If a class's forward makes no temporaries, `Class.unscoped = true` omits the scope. The names of
+-- parameters and their order are those of PyTorch's named_parameters ("h.0.attn.weight"; ps.nn.registry): a module's
+-- own tensors come before those of its modules. A tied tensor is listed once, under its first name; state_dict has all
 -- of its names. Modules keep no activations.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Layers whose weights are packed numbers, such as Q4_K of GGUF files. The weight is a buffer, uint8 [out, bytes], in
 -- rows of blocks. It has no gradient. Products of few rows use the blocks as they are; others unpack tiles of the
--- weight, so that an unpacked weight never exists as a whole. Tables of tokens unpack the rows that are looked up.
+-- weight, so that an unpacked weight never exists as a whole. Token embeddings unpack only the rows that are looked up.
 local caller = require "ps.core.caller"
 local native = require "ps.core.ffi"
 local registry = require "ps.nn.registry"

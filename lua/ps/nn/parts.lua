@@ -9,9 +9,9 @@
 --   end
 --   function Net:forward(batch) return parts.fold(self:parts(), batch) end
 --
--- A part uses only the parameters of its modules, and those of the model that `parameters` names. The carry is
--- everything that it gets from the part before it: a table of tensors, {} for the first part. The batch is the same for
--- all parts: ids, masks and targets, never values that parts computed. The model's method batch_of(...) makes the
+-- A part uses only the parameters of its modules, and the model's parameters that `parameters` names. The carry is
+-- everything that a part gets from the part before it: a table of tensors, {} for the first part. The batch is the same
+-- for all parts: ids, masks and targets, never values that parts computed. The model's method batch_of(...) makes the
 -- batch from a call's arguments. Without batch_of, the batch is the call's only table, or else the list of its
 -- arguments.
 local nearest = require "ps.core.nearest"

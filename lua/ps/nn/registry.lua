@@ -3,8 +3,8 @@
 -- its buffers, then its modules, each kind in the order in which a script assigned them.
 --
 -- Lua evaluates the right side of `self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)` from left to right, but assigns
--- from right to left: it assigns b before a. So if one line assigns members one after the other, with no module and no
--- parameter made in between, they are put into the order in which they were made.
+-- from right to left, so it assigns b before a. If one line assigns several members, and no module or parameter is made
+-- between the assignments, the members are therefore put into the order in which they were made.
 --
 -- Files outside of lua/ps/nn/ reach the members of a module only through this file: registry.walk, members, tensors,
 -- kind and put.

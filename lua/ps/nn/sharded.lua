@@ -1,9 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sharded parameters (ps.tensor.shard) in saved states. Files have whole tensors, in pieces or not, without padding. An
--- exponential average or master of a parameter is sharded like the parameter.
+-- Sharded parameters (ps.tensor.shard) in saved states. Files contain whole tensors, possibly in pieces, without
+-- padding. An exponential average or master of a parameter is sharded like the parameter.
 --
--- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. It has whole
--- tensors, from which a rank reads its pieces. A rank's own state_dict has the shards themselves, with their padding.
+-- A source of values is an open file (has, shape, read_into, read_part by names), or a table of tensors. A source has
+-- whole tensors, from which a rank reads its pieces. Only a rank's own state_dict has the shards themselves, with their
+-- padding.
 local scope = require "ps.core.scope"
 local handle = require "ps.nn.handle"
 local rectangles = require "ps.core.rectangles"

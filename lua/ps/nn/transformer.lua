@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The two halves of a transformer block, for models that need no particular parameter names.
+-- The attention and the MLP of a transformer block, for models that need no particular parameter names.
 local functional = require "ps.tensor.functional"
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"

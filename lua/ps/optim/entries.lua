@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The parameters of an optimizer in plain memory: the types and shapes of their states, and their names in saved
--- states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each state }.
+-- The parameters of an optimizer in plain memory, with the types and shapes of their optimizer states and their names
+-- in saved states. An entry is one parameter: { param, group, name, t (updates so far), master, and a tensor for each
+-- state }.
 local create = require "ps.tensor.create"
 local caller = require "ps.core.caller"
 local sharded = require "ps.nn.sharded"

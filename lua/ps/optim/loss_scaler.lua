@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). It is fixed, or adapts:
--- an overflow lowers it, and a window of steps without one raises it. There are two constructors, because two update
--- rules are in use.
+-- The loss scale of fp16 training (Micikevicius et al., "Mixed precision training", ICLR 2018). The scale is fixed or
+-- adapts: an overflow lowers it, and a window of steps without an overflow raises it. There are two constructors,
+-- because two update rules are in use.
 --
 -- `new` has the settings and the rule of DeepSpeed's fp16 block. An overflow first uses up the hysteresis, then halves
--- the scale. The step after `loss_scale_window` good ones doubles the scale and restores the hysteresis, and so does
+-- the scale. The step after `loss_scale_window` good steps doubles the scale and restores the hysteresis, and so does
 -- every further window of good steps. Source: DynamicLossScaler.update_scale in deepspeed/runtime/fp16/loss_scaler.py
 -- of DeepSpeed 0.19.6. FP16_Optimizer._update_scale has the same window, but no hysteresis. Earlier releases of
 -- DynamicLossScaler doubled one step sooner.

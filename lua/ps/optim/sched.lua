@@ -6,7 +6,7 @@
 -- (sched_torch.lua) and of Hugging Face (sched_hugging_face.lua) compute each group's rate from its initial one.
 -- warmup_cosine, warmup_linear and constant set the optimizer's own rate, and groups with another rate keep their ratio
 -- to it (optimizer:set_lr).
--- A skipped step (its gradients overflowed) does not count: call :step() only after real ones.
+-- A skipped step (its gradients overflowed) does not count: call :step() only after a step that was not skipped.
 local caller = require "ps.core.caller"
 local foreign = require "ps.core.foreign"
 local schedule = require "ps.optim.schedule"

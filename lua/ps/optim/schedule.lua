@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- What learning-rate schedules share: the class, how a schedule sets several groups, the options of a call, and a
--- schedule's state. ps.optim.sched has the schedules.
+-- The shared code of learning-rate schedules: the class, how a schedule sets several groups, the options of a call, and
+-- a schedule's state. ps.optim.sched has the schedules.
 local caller = require "ps.core.caller"
 local exact = require "ps.core.exact"
 local mesh = require "ps.dist.mesh"

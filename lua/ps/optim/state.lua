@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Saves and loads the state of an engine's optimizer, a tensor at a time. There are two forms: PyTorch's, with
--- parameters numbered in the order of groups, and the form by name that ps.checkpoints writes. Either may be in tables
--- or in an open file (ps.load with lazy = true), which is never read as a whole. The whole state is checked before the
--- first value is written.
+-- parameters numbered in the order of groups, and the form by name that ps.checkpoints writes. Either form may be in
+-- tables, or in an open file (ps.load with lazy = true), which is never read as a whole. The whole state is checked
+-- before the first value is written.
 --
 -- The optimizer of this file has: kind, steps, groups (each with its optimizer's name, kind), group_of (from 0, by
 -- parameter), and

@@ -1,5 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Prints an optimizer at the prompt: a line for itself and one for each group of parameters, at most ten.
+-- Prints an optimizer at the prompt, in at most ten lines after the first: a line for the optimizer, and one for each
+-- parameter group.
 local LINES = 10
 
 ---@param group {lr: number, betas?: number[], momentum?: number, eps?: number, weight_decay?: number}

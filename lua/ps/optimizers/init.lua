@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The optimizers, by name. Each is a description in a file of this folder: its states, its update, its settings and its
 -- names elsewhere. The rest of the engine (layouts, plans, forecasts, ZeRO, pipelines, checkpoints, files of PyTorch)
--- follows from it. CONTRIBUTING.md says how to add one. This file does not load the engine; update.lua calls it.
+-- follows from it. CONTRIBUTING.md says how to add one. This file does not load the engine, which only update.lua
+-- calls.
 local dtypes = require "ps.core.dtype"
 
 ---@class ps.optimizers.State a tensor that an optimizer keeps for a parameter

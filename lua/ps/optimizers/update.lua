@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Passes the descriptions of optimizers to C: kinds of chunks for states, and attributes of update ops. Also runs
+-- Passes the descriptions of optimizers to C, as kinds of chunks for states and as attributes of update ops, and runs
 -- updates.
 local native = require "ps.core.ffi"
 local chunk_kinds = require "ps.core.kinds"

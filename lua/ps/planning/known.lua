@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Facts that a dry run of one pipeline rank found and that hold for all ranks: the costs of the model's parts, and the
--- cut of the model. Dry runs of other ranks use them (ps/core/hooks.lua) instead of counting again.
+-- Results of one pipeline rank's dry run that are the same for all ranks: the costs of the model's parts, and the cut
+-- of the model. Dry runs of other ranks use them (ps/core/hooks.lua) instead of counting again.
 local hooks = require "ps.core.hooks"
 
 local known = {}

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Protects the user's files from a dry run. Files that the script writes go to a separate folder, where the script can
 -- read them under the same paths (ps_file_divert); the folder is removed after the run. Folders that the script makes
--- are noted, but not made. It starts no program, and removes and renames only its own files. Used only in the process
--- of a dry run, which ends afterwards.
+-- are noted, but not made. The script can start no program, and can remove and rename only files that it wrote. This
+-- file is used only in the process of a dry run, which ends afterwards.
 local ffi = require "ffi"
 local fcntl = require "posix.fcntl"
 local lfs = require "lfs"

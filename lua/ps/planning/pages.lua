@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Memory of this process as the operating system sees it (/proc/self). A forked process lacks its parent's pages of
--- files (the program, libraries) until it touches them itself, so a dry run's process is smaller than one that was
--- started for the script. The sizes of both processes are counted from the pages that each has.
+-- Memory of this process as the operating system sees it (/proc/self). A forked process does not have its parent's file
+-- pages (the program, libraries) until it touches them itself, so a dry run's process is smaller than a process that
+-- was started for the script. The sizes of both processes are counted from their pages.
 local pages = {}
 
 local PAGE = 4096                          -- bytes, on x86-64

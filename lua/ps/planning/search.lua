@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Searches, by dry runs of a script, for the least budget, the largest batch and the largest model with which its first
--- step fits. Every answer comes from a run: the reported value has fitted, and its neighbour has not. If the time for
--- all searches of a request (search.clock) is used up, the answer is a bound: the best value that has fitted so far.
+-- step fits. Every answer comes from runs: the run with the reported value fitted, and the run with the next value did
+-- not. If the time for all searches of a request (search.clock) is used up, the answer is a bound: the best value that
+-- fitted so far.
 local time = require "posix.time"
 local trial = require "ps.planning.trial"
 

@@ -1,12 +1,12 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The seconds of a step, by parts, from the counts of a dry run and a machine's speeds. For a simulated machine they
--- are a range, between the lowest and the highest fraction of its speeds that is assumed to be reached (`efficiency` in
--- its table). Compute: for each op (ps_op_cost as counted in the dry run, recomputation included) the longer of its
--- operations and its bytes, plus the updates; for a pipeline the simulated step of its stages, with the messages
--- between them, plus the updates. Messages between ranks that share layers count as compute, which waits for them;
--- `beside` has the rows that are exchanged during products. Transfer: the bytes over each link. Communication: the
--- bytes of the ranks along dp. The parts overlap as far as the plan allows: a step takes at least the longest part and
--- at most their sum.
+-- The seconds of a step, by parts, from the counts of a dry run and a machine's speeds. For a simulated machine each
+-- time is a range, between the lowest and the highest fraction of the machine's speeds that is assumed to be reached
+-- (`efficiency` in its table). Compute is the sum over ops (ps_op_cost as counted in the dry run, with recomputation)
+-- of the longer of the times for operations and for bytes, plus the updates. For a pipeline, compute is the simulated
+-- step of its stages, with the messages between them, plus the updates. Messages between ranks that share layers count
+-- as compute, since compute waits for them; `beside` has the rows that are exchanged during products. Transfer is the
+-- time for the bytes over each link, and communication the time for the bytes of the ranks along dp. The parts overlap
+-- as far as the plan allows, so a step takes at least the longest part and at most the sum of all parts.
 local course = require "ps.planning.course"
 local optimizers = require "ps.optimizers"
 

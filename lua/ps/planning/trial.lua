@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Dry runs of a script (planning/dry_run.lua), each in its own process, for the ranks that represent all.
+-- Dry runs of a script (planning/dry_run.lua), each in its own process, for the ranks that represent all ranks.
 local child = require "ps.planning.child"
 local course = require "ps.planning.course"
 local dry_run = require "ps.planning.dry_run"

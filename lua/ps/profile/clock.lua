@@ -2,9 +2,9 @@
 -- Aligns the clocks of ranks, for ps.profiler.save: computes the offset to add to this rank's clock so that it agrees
 -- with rank 0's.
 --
--- Rank 0 sends its time to one rank after the other, several times. The time was read between the question and the
--- answer, so the error of their midpoint is at most half of the round trip (Cristian 1989, "Probabilistic clock
--- synchronization"). The shortest round trip is used.
+-- Rank 0 sends its time to one rank after the other, several times. Rank 0 read the time between the rank's question
+-- and the answer, so the error of the midpoint of these two is at most half of the round trip (Cristian 1989,
+-- "Probabilistic clock synchronization"). The shortest round trip is used.
 local native = require "ps.core.ffi"
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"

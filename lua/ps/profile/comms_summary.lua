@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Sums of the calls between ranks (src/comm/count.c), for comms_logger of a configuration, as DeepSpeed's table:
--- ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
+-- Sums of the calls between ranks (src/comm/count.c), for a configuration's comms_logger, in the form of DeepSpeed's
+-- table: ps.comms_logger.log_summary(), and its rows: ps.comms_logger.log_rows().
 local native = require "ps.core.ffi"
 local call_names = require "ps.core.call_names"
 local readable = require "ps.core.readable"

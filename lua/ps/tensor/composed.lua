@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Methods and functions of tensors that are composed of others: they have no kernels of their own, and their gradients
--- are those of their parts. Names and meanings are PyTorch's.
+-- Methods and functions of tensors that are composed of other ops. They have no kernels, and autograd differentiates
+-- the ops of which they consist. Names and meanings are PyTorch's.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- ps.functional (ps.F): stateless functions over tensors, with PyTorch's names. Random masks are computed from counters
 -- (seed, optimizer step, dropout number in the forward, global sample), so micro-batches and recomputation have the
--- same.
+-- same masks.
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"
 local losses = require "ps.tensor.losses"

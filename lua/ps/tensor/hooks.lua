@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- t:register_hook: functions that see, and may replace, the gradient of a tensor. A walk stops where the gradient is
--- complete (src/grad/hook.c).
+-- t:register_hook: functions that see, and may replace, the gradient of a tensor. A backward walk stops when such a
+-- gradient is complete (src/grad/hook.c).
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local unscaled = require "ps.tensor.unscaled"

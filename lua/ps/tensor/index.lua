@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- t[key], t[key] = value and t:index_put(key, value), with numbers, ranges, new axes, index tensors and masks, by
 -- PyTorch's rules. Numbers, ranges and new axes return a view. Index tensors and masks copy from that view, or write
--- into it. Several of them are broadcast together, and each position selects one element. If they are neighbours, the
--- broadcast dimensions replace them, else they come first.
+-- into it. Several index tensors are broadcast together, and each position selects one element. If they are next to
+-- each other, the broadcast dimensions take their place, else the broadcast dimensions come first.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local C, ops, caller = native.C, native.ops, native.caller

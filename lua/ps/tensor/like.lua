@@ -1,5 +1,5 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Tensors with the shape of another one, and random draws: ps.full_like, ps.rand_like, ps.randperm,
+-- Tensors with the shape of another tensor, and random draws: ps.full_like, ps.rand_like, ps.randperm,
 -- ps.bernoulli, ps.multinomial. Draws depend on ps.manual_seed and on the draws before them, by Philox counters, and
 -- not on the device or the number of threads.
 local native = require "ps.core.ffi"

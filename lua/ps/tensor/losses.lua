@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Losses composed of other ops, with PyTorch's names and formulas. ps.functional also offers them (F.mse_loss).
--- Shapes must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly always a mistake.
+-- The shapes of input and target must be equal and are not broadcast, since a loss of [N] against [N, 1] is nearly
+-- always a mistake.
 local autocast = require "ps.core.autocast"
 local native = require "ps.core.ffi"
 local tensor = require "ps.tensor"

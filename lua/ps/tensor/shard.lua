@@ -5,7 +5,7 @@
 --
 -- A dimension may consist of several equal blocks, like GPT-2's queries, keys and values in one weight. Then each block
 -- is cut, and a rank has its part of each. A dimension that the number of ranks does not divide (a vocabulary) may be
--- padded at its end. The padding is in the last shards, and in no file.
+-- padded at its end. The last shards contain the padding, and files never contain it.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local caller = require "ps.core.caller"

@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Gradients as a script sees them in hooks and in the backward of its own functions: those of the micro-batch's own
--- loss. In the walk of an engine all gradients have a factor, the micro-batch's weight times the loss scale
--- (engine/step/weigh.lua). The walk divides by the factor before the script's function runs, and multiplies by it
--- afterwards. Both are exact if the factor is a power of two, and round otherwise. In an engine a gradient of fp16 is
--- given in fp32: without the loss scale, small gradients would be zero in fp16.
+-- Gradients as a script gets them in hooks and in the backward of its own functions: the gradients of the micro-batch's
+-- loss, without any factor. In the walk of an engine all gradients have a factor, the micro-batch's weight times the
+-- loss scale (engine/step/weigh.lua). The walk divides by the factor before the script's function runs, and multiplies
+-- by it afterwards. Both are exact if the factor is a power of two, and round otherwise. In an engine, a script gets
+-- fp16 gradients in fp32, because small gradients without the loss scale would be zero in fp16.
 local scope = require "ps.core.scope"
 
 local unscaled = {}

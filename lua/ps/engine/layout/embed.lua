@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Embeddings on the host (use_cpu_embedding). If a device computes, a table that only lookups use can stay in host
--- memory. Indices are copied to the host, the rows found are copied to the device, and their gradients are copied back
--- to the host. Values are the same. Dry runs with a table on the host show whether other ops use it (a tied head, a
--- slice of positions): such an op fails, since its other inputs are on the device. The bytes that a step copies in a
--- dry run, divided by measured rates (ps/engine/plan/rates.lua), show whether the host makes the step shorter. With
--- several ranks, a table moves to the host only if all of them choose that.
+-- Embeddings on the host (use_cpu_embedding). If a device computes, an embedding matrix that only lookups use can stay
+-- in host memory. Indices are copied to the host, the rows that were found are copied to the device, and the gradients
+-- of the rows are copied back to the host. Values do not change. Dry runs with the matrix on the host show whether
+-- other ops use it (a tied head, a slice of positions). Such an op fails, since its other inputs are on the device. The
+-- bytes that a step copies in a dry run, divided by measured rates (ps/engine/plan/rates.lua), show whether the host
+-- makes the step shorter. With several ranks, a matrix moves to the host only if all ranks choose that.
 local native = require "ps.core.ffi"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"

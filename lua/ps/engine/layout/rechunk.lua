@@ -2,7 +2,7 @@
 -- Makes smaller chunks for a step that does not fit. The search for a chunk size (layout/pack.lua) knows the model and
 -- the budgets, but not the other tensors of a step. If a dry run shows that an op's chunks do not fit next to them, and
 -- the configuration does not set the chunk size, the model gets a new layout between two steps. Values do not depend on
--- the layout. All ranks use the same size; any of them may be the one without room.
+-- the layout. All ranks use the same chunk size, even if only one rank has no room.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local pack = require "ps.engine.layout.pack"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Splits a layout (layout/pack.lua) into smaller chunks. A chunk's tensors are divided among several chunks, in order,
--- which keep the owner. Chunks that are small enough, or hold one tensor, stay as they are. Pure functions: all ranks
+-- Splits a layout (layout/pack.lua) into smaller chunks. A chunk's tensors are divided, in order, among several chunks
+-- with the same owner. Chunks that are small enough, or hold only one tensor, are not split. Pure functions: all ranks
 -- get the same result.
 local pack = require "ps.engine.layout.pack"
 

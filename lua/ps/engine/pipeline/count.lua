@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The costs of a model's parts (ps.nn.parts), counted in one forward of the whole model on meta: floating-point
--- operations of forward and of both halves of backward, bytes, numbers of dropouts, and the tensors that one part
--- passes to the next. Nothing is computed, so a model of any size can be counted, with or without data.
+-- The costs of a model's parts (ps.nn.parts), counted in one forward of the whole model on meta. The costs are the
+-- floating-point operations of forward and of both halves of backward, bytes, the number of dropouts, and the tensors
+-- that a part passes to the next part. Nothing is computed, so a model of any size can be counted, with or without
+-- data.
 --
--- The count has the multiplications and additions of products and attention, as in ps_op_cost. Backward is split as in
--- schedules: INPUT computes the gradients of a part's inputs, WEIGHT those of its parameters. In backward a product
--- has, for each input that requires a gradient, as many operations as in forward. Attention's backward has two and a
--- half times the operations of its forward, since it computes the scores again.
+-- As in ps_op_cost, the multiplications and additions of products and attention are counted. Backward is split as in
+-- schedules: INPUT computes the gradients of a part's inputs, and WEIGHT the gradients of its parameters. In backward a
+-- product has, for each input that requires a gradient, as many operations as in forward. Attention's backward has two
+-- and a half times the operations of its forward, since it computes the scores again.
 local create = require "ps.tensor.create"
 local random = require "ps.core.random"
 local scope = require "ps.core.scope"

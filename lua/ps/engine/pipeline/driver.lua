@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The driver of a model that is cut into stages. It runs loops over the micro-batches of a step or of an evaluation,
--- and the forwards of generate, at the pace of the script. A pipeline runs one of these at a time, and its ranks
--- compare what they begin. engine/step/table.lua has the interface, engine/pipeline/row.lua the row under way.
+-- and the forwards of generate, at the pace of the script. A pipeline runs only one loop or forward at a time, and its
+-- ranks check that all of them begin the same one. engine/step/table.lua describes the interface, and
+-- engine/pipeline/row.lua runs a row.
 local batch = require "ps.data.batch"
 local caller = require "ps.core.caller"
 local module_hooks = require "ps.nn.hooks"

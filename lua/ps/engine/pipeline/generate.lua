@@ -1,10 +1,10 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- model:generate for a model that is cut into stages, or whose layers ranks share. All these ranks call it with the
--- same request, and get the same ids. In a pipeline, each token takes a forward through the stages. Each stage keeps
--- the keys and values of its own layers. The last stage's logits go to all ranks, which choose the same token from
--- them. Ranks that share layers keep the keys and values of their own heads, and the head gives all of them the logits.
--- ps/pretrained/generate.lua runs on every rank with a stand-in for the model, which has the module's fields and these
--- functions.
+-- model:generate for a model that is cut into stages, or whose layers ranks share. All ranks call it with the same
+-- request, and get the same ids. In a pipeline, each token needs a forward through the stages. Each stage keeps the
+-- keys and values of its own layers. The last stage's logits go to all ranks, which choose the same token from these
+-- logits. Ranks that share layers keep the keys and values of their own heads, and the head returns the logits on every
+-- rank. ps/pretrained/generate.lua runs on every rank with a stand-in for the model, which has the module's fields and
+-- these functions.
 local create = require "ps.tensor.create"
 local agree = require "ps.dist.agree"
 local caller = require "ps.core.caller"

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Measures the seconds that a model's parts (ps.nn.parts) take on a device. Each kind of part runs forward and backward
 -- a few times, by itself, with tensors of zeros instead of the model's: the time of a product does not depend on
--- values. At most one part's tensors are in memory.
+-- values. Only one part's tensors are in memory at a time.
 local create = require "ps.tensor.create"
 local scope = require "ps.core.scope"
 local count = require "ps.engine.pipeline.count"

@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A step of a model that is cut into stages, on one rank: the forwards and backwards of its virtual stages, in the
--- order of the rank's row of the schedule's table. C performs the row (src/pipe/exec.c): transfers, weight gradients
--- that were put off, reductions. This file runs the model's code in between. engine/pipeline/driver.lua performs
--- forwards as actions of the step, at the pace of the script's loop.
+-- A step of a model that is cut into stages, on one rank. The rank's row in the schedule's table gives the order of the
+-- forwards and backwards of its virtual stages. C performs the row (src/pipe/exec.c): transfers, delayed weight
+-- gradients, and reductions. This file runs the model's code in between. engine/pipeline/driver.lua performs forwards
+-- as actions of the step, at the pace of the script's loop.
 local create = require "ps.tensor.create"
 local environment = require "ps.core.environment"
 local devices = require "ps.core.devices"

@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- A model that is cut into virtual stages: the parts (ps.nn.parts) of each, the rank that runs it, and the parameters
--- that a rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the pipeline. A process
--- makes the whole model without data (ps.deferred), and fills in the values of its own virtual stages.
+-- A model that is cut into virtual stages: the parts (ps.nn.parts) of each virtual stage, the rank that runs it, and
+-- the parameters that each rank holds. Virtual stages count from 0 in the order of the model, ranks from 0 along the
+-- pipeline. A process makes the whole model without data (ps.deferred), and fills in the values of its own virtual
+-- stages.
 local caller = require "ps.core.caller"
 local devices = require "ps.core.devices"
 local scope = require "ps.core.scope"

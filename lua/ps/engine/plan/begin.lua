@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Begins a step. The plan comes from a trace of a step with the same shapes, or from a dry run. If the plan finds too
 -- little room, room is made in this order: by collecting Lua's garbage, by finishing the checkpoint that is being
--- saved, and by smaller chunks (engine/layout/rechunk.lua). Either all ranks begin a step, or none.
+-- saved, and by smaller chunks (engine/layout/rechunk.lua). A step begins on all ranks or on none.
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"
 local forecasts = require "ps.engine.plan.forecast"

@@ -4,9 +4,8 @@
 -- the host, the host updates, and the parameters are copied back; or the state is fetched to the device for its update
 -- and evicted again. The host and the link work at the same time, so the fastest split keeps both busy until the end.
 -- The search for that split uses dry runs, which count the bytes that a step moves, and the speeds of rates.lua. Units
--- of both kinds alternate, so that copies run while the host updates. Values are the same wherever Adam runs. The
--- exchanges between ranks are also the same, since they involve only gradients and parameters: each rank splits its own
--- units.
+-- of both kinds alternate, so that copies run while the host updates. Values are the same wherever Adam runs. Each rank
+-- can split its own units, since the exchanges between ranks involve only gradients and parameters.
 local native = require "ps.core.ffi"
 local optimizers = require "ps.optimizers"
 local C = native.C

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Explains memory that ran out while a model was made and put into chunks. The error names the tensor for which there
--- was no room. This file adds the bytes of the whole model, the bytes of the budgets, and, if the budgets are too
--- small, the keys to change.
+-- was no room. This file adds the bytes of the whole model, the budgets, and, if the budgets are too small, the
+-- configuration keys to change.
 local chunks = require "ps.memory.chunks"
 local readable = require "ps.core.readable"
 

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Plans one step: runs it dry, with the places of embeddings and updates decided first; refuses the plan if it moves
--- chunks that the configuration keeps in place; and prints it if it differs from the printed ones.
+-- Plans one step. The devices of embeddings and updates are decided first, then the step is run dry. A plan that moves
+-- chunks which the configuration keeps in place is refused. A plan that differs from all printed plans is printed.
 local mesh = require "ps.dist.mesh"
 local embed = require "ps.engine.layout.embed"
 local forecasts = require "ps.engine.plan.forecast"

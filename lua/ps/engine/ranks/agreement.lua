@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Training with several processes. Each has its own rows of each batch. Gradients are summed with the weights of the
--- ranks' targets, so that a step equals that of one process with all rows. src/zero/shard.h and src/zero/reduce.c have
--- each rank's share and the exchanges. This file has the agreements of ranks before a model, a plan and a step.
+-- Training with several processes. Each process has its own rows of each batch. Gradients are summed with the weights
+-- of the ranks' targets, so a step has the same result as a step of one process with all rows. src/zero/shard.h defines
+-- each rank's share, and src/zero/reduce.c exchanges gradients. In this file the ranks agree on a model, a plan and a
+-- step before they begin it.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Compares state that must be equal on all ranks. Before the first step, ranks compare the model's parameters and every
--- setting that decides a value or an order (budgets and prints may differ). They compare a hash of the whole text. Only
--- if hashes differ do they exchange the texts, so that every rank raises the same error, which names the first
--- difference. The state must also stay equal: a flipped bit in one rank's memory, or different code, would otherwise
--- show weeks later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the optimizer's
--- settings, the loss scale, the random numbers, buffers, and the fp32 values of the parameters that have copies: along
--- dp all of them (stage 0), and along tp those that are not cut. State that only one rank owns has no copy to be
--- compared with. That is why the settings are compared, too: a difference in them would not show in such state.
+-- setting that decides a value or an order (budgets and prints may differ). They compare a hash of these values as
+-- text. If the hashes differ, the ranks exchange the texts, so that every rank raises the same error, which names the
+-- first difference. The state must also stay equal: a flipped bit in one rank's memory, or different code, would
+-- otherwise show weeks later, if at all. Every compare_ranks_every steps the ranks compare hashes of step counts, the
+-- optimizer's settings, the loss scale, the random numbers, buffers, and the fp32 values of the parameters that have
+-- copies: along dp all parameters (stage 0), and along tp the parameters that are not cut. State that only one rank
+-- owns has no copy with which it could be compared. The settings are compared because a difference in them would not be
+-- found in such state.
 local native = require "ps.core.ffi"
 local random = require "ps.core.random"
 local optim_groups = require "ps.optim.groups"

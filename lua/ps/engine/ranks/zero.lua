@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- ZeRO for layout/build.lua: the parts of chunks that ranks share (src/zero/shard.h). layout/share.lua assigns the
--- owner of each chunk.
+-- ZeRO for layout/build.lua: the ranks' shares of the chunks (src/zero/shard.h). layout/share.lua assigns the owner of
+-- each chunk.
 local native = require "ps.core.ffi"
 local ffi, C = native.ffi, native.C
 

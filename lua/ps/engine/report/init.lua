@@ -4,8 +4,8 @@
 -- bytes moved between tiers. With wall_clock_breakdown it also has the seconds of forward, backward and step, and
 -- PatrickStar's two speeds: operations per second of this process, and samples per second of all processes. With
 -- memory_breakdown, lines about memory follow. Rank 0 writes the line, with the mean loss of all ranks. The
--- configuration's monitors (ps.monitor) get each step's numbers, its flops_profiler gets those of one step, and its
--- comms_logger counts the calls between ranks. An engine without any of these settings has no report.
+-- configuration's monitors (ps.monitor) get each step's numbers, its flops_profiler gets the numbers of one step, and
+-- its comms_logger counts the calls between ranks. An engine without any of these settings has no report.
 local loss_weight = require "ps.core.loss_weight"
 local native = require "ps.core.ffi"
 local views = require "ps.memory.views"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The optimizer of an engine, which ps.initialize returns together with the model: one of ps.optimizers on chunks, with
--- the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad are those of ps.optim.
+-- the configuration's clipping, loss scale and accumulation. Groups, set_lr, step and zero_grad work as in ps.optim.
 local native = require "ps.core.ffi"
 local array = require "ps.core.array"
 local exact = require "ps.core.exact"

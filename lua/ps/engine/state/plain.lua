@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- The engine over plain memory (memory = "plain"): the same configuration, model and optimizer calls, but parameters
--- stay where they were made, and ps.optim has the optimizer. Specs compare chunks with it, bit for bit. Models with
--- parameters of other dtypes use it.
+-- The engine in plain memory (memory = "plain"). Configuration and calls are the same, but parameters stay where they
+-- were made, and the optimizer is one of ps.optim. Specs compare its results with those of chunks, bit for bit. Models
+-- with dtypes that chunks cannot hold use it.
 local create = require "ps.tensor.create"
 local native = require "ps.core.ffi"
 local scope = require "ps.core.scope"

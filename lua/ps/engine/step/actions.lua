@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Performs the actions of a step. C owns the step's table of actions and says which action is due (ps_step,
 -- src/base/step.h). Only this file calls ps_step: it begins a step with its table, performs actions, and ends it. The
--- engine's driver (engine/step/table.lua) knows the actions of a step, and Lua's work for each.
+-- engine's driver (engine/step/table.lua) defines the actions of a step, and the work that Lua does for each action.
 local array = require "ps.core.array"
 local collector = require "ps.core.collector"
 local hooks = require "ps.core.hooks"

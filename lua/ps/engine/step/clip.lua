@@ -1,9 +1,9 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Access to an engine's gradients between the last backward of a step and optimizer:step(): nn.clip_grad_norm,
 -- module:zero_grad() and p:grad(). Gradients are in chunks, possibly on other ranks. They are sums over micro-batches
--- and ranks, and include the loss scale. A norm that is returned does not include it. Clipping sets a factor for the
--- gradients in the update that follows. If backward updates parameters (overlap_optimizer), the gradients no longer
--- exist and each of these calls is an error.
+-- and ranks, and are multiplied by the loss scale. The norm that is returned does not include the loss scale. Clipping
+-- sets a factor for the gradients in the update that follows. If backward updates parameters (overlap_optimizer), the
+-- gradients no longer exist and each of these calls is an error.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 local hooks = require "ps.core.hooks"

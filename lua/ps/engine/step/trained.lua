@@ -1,7 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- An engine trains the parameters that its module had when the engine was made. A parameter that was added to the
 -- module later has no place for a gradient and no optimizer state: it would take part in the forward but never be
--- updated. The same holds for one that was frozen then and is not now. Ranks compare which parameters are frozen.
+-- updated. The same is true of a parameter that was frozen at that time and is no longer frozen. Ranks compare which
+-- parameters are frozen.
 local caller = require "ps.core.caller"
 local nn_module = require "ps.nn.module"
 

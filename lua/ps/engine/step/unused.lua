@@ -1,8 +1,8 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Reports parameters that got no gradient in the first step. A model whose forward skips a layer by mistake would train
--- without it, and nothing else would show this. After the first update, one line names such parameters; with
--- strict_gradients it is an error. Frozen parameters do not count. Ranks combine their information, and rank 0 writes
--- the line.
+-- without that layer, and nothing else would report the mistake. After the first update, one line names such
+-- parameters; with strict_gradients it is an error. Frozen parameters do not count. Ranks combine their information,
+-- and rank 0 writes the line.
 local agree = require "ps.dist.agree"
 local nn_module = require "ps.nn.module"
 local lists = require "ps.core.lists"

@@ -1,12 +1,13 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The weight of a micro-batch in a step of an engine, in chunks or in plain memory. Let w_i be its weight: the sum over
--- its targets of each target's weight (core/loss_weight.lua). The step's gradient is that of sum(w_i loss_i) /
--- sum(w_i), over micro-batches and ranks: the mean over a batch's tokens does not depend on the cut into micro-batches.
+-- its targets of each target's weight (core/loss_weight.lua). The step's gradient is the gradient of sum(w_i loss_i) /
+-- sum(w_i), over micro-batches and ranks, so the mean over a batch's tokens does not depend on how the batch is cut
+-- into micro-batches.
 --
 -- Backward starts from loss_i * scale * w_i / unit, and the update divides by scale * sum(w_i) / unit. In fp16, `unit`
 -- is the power of two nearest to the sum(w_i) of a step without ignored targets. Gradients before the update are then
--- about `scale` times those of the step's mean loss, as in DeepSpeed, and no bit depends on `unit`. With other dtypes
--- `unit` is 1.
+-- about `scale` times the gradients of the step's mean loss, as in DeepSpeed, and no bit depends on `unit`. With other
+-- dtypes `unit` is 1.
 --
 -- A step whose weights sum to 0 is skipped: parameters, optimizer state and the loss scale do not change.
 local scope = require "ps.core.scope"

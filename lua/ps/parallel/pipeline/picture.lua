@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
--- Draws a pipeline's table: a lane for each rank with its actions over time, and below it the number of (virtual stage,
--- micro-batch) pairs that the rank holds. The output is text, SVG, or PNG (by gnuplot).
+-- Draws a pipeline's table: a lane for each rank with the rank's actions over time, and below the lane the number of
+-- (virtual stage, micro-batch) pairs that the rank holds. The output is text, SVG, or PNG (by gnuplot).
 local caller = require "ps.core.caller"
 
 local picture = {}

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Cuts modules that keep their class: convolutions, nn.GroupNorm, nn.MultiheadAttention, and nn.Dropout between a
--- column and a row layer. Their parameters become this rank's shards, and their forward exchanges what the ranks share.
--- cut.lua calls these functions with the cut under way (ps.tensor_parallel.Cut) and a claim.
+-- column and a row layer. Their parameters become this rank's shards, and their forward exchanges the values that the
+-- ranks share. cut.lua calls these functions with the cut under way (ps.tensor_parallel.Cut) and a claim.
 local caller = require "ps.core.caller"
 local create = require "ps.tensor.create"
 local functional = require "ps.tensor.functional"

@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Whether the ranks of tensor parallelism share the rows between layers (sequence parallelism, Korthikanti et al. 2022,
--- "Reducing Activation Recomputation in Large Transformer Models"). The layers of a model share one Region. It
+-- "Reducing Activation Recomputation in Large Transformer Models"). The layers of a model share one Region, which
 -- takes the number of rows from the input of the module at which sequence parallelism begins.
 --
 -- Sizes: B samples, T positions, t ranks.
