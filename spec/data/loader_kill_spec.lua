@@ -6,6 +6,7 @@ local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
 local KILLS, EXAMPLES, EPOCHS = os.getenv "PS_FULL" == "1" and 20 or 6, 75, 12
+local MOST_STEPS = 5             -- that an attempt notes before it is killed
 
 -- Arguments: the folder, and the number of the attempt. Each rank notes the examples of each step.
 local TRAIN = [[
@@ -77,8 +78,9 @@ local function write(name, text)
   f:close()
 end
 
--- Runs one attempt. If `seconds` is given, kills a random rank, or all, this long after the first step.
-local function start(size, attempt, seconds)
+-- Runs one attempt. If `seconds` is given, kills a random rank, or all, this long after rank 0 has noted `noted` steps,
+-- so that the speed of the machine does not matter.
+local function start(size, attempt, noted, seconds)
   local parts = { ("n=$(cat '%s/log0' 2>/dev/null | wc -l)"):format(folder) }
   for rank = 0, size - 1 do
     parts[#parts + 1] = ("RANK=%d LOCAL_RANK=%d WORLD_SIZE=%d LOCAL_WORLD_SIZE=%d OMP_NUM_THREADS=1 "
@@ -86,8 +88,8 @@ local function start(size, attempt, seconds)
       size, size, paths.exe, folder, folder, attempt, folder, rank, rank)
   end
   if seconds then
-    parts[#parts + 1] = ("for i in $(seq 3000); do [ \"$(cat '%s/log0' 2>/dev/null | wc -l)\" -gt $n ] && break; "
-      .. "sleep 0.01; done; sleep %.3f"):format(folder, seconds)
+    parts[#parts + 1] = ("while kill -0 $p0 && [ \"$(cat '%s/log0' | wc -l)\" -lt $((n + %d)) ]; do sleep 0.01; done; "
+      .. "sleep %.3f"):format(folder, noted, seconds)
     local one = draw(size)
     for rank = 0, size - 1 do
       if rank == one or draw(2) == 0 then parts[#parts + 1] = ("kill -9 $p%d 2>/dev/null"):format(rank) end
@@ -153,7 +155,9 @@ after_each(function() lib.remove(folder) end)
 local function killed(sizes)
   local began = seed
   local ok, problem = pcall(function()
-    for attempt = 1, KILLS do start(sizes[(attempt - 1) % #sizes + 1], attempt, draw(100) / 1000) end
+    for attempt = 1, KILLS do
+      start(sizes[(attempt - 1) % #sizes + 1], attempt, 1 + draw(MOST_STEPS), draw(30) / 1000)
+    end
     local code = start(sizes[#sizes], KILLS + 1)
     assert.equal(0, code, io.open(folder .. "/out0"):read "*a")
     local steps, attempts, different = steps_of(), {}, 0
