@@ -193,7 +193,7 @@ describe("several processes", function()
       for rank = 0, 1 do
         assert.equal(1, all[rank].code)
         assert.truthy(all[rank].text:find("the ranks' optimizers differ: parameter group 1: " .. differ
-          .. "; set rates and step schedules on all ranks alike", 1, true), all[rank].text)
+          .. "; set the same rates and step the schedules on all ranks", 1, true), all[rank].text)
         assert.truthy(all[rank].text:find("step\t2\n", 1, true) and not all[rank].text:find("step\t3", 1, true))
       end
     end
@@ -219,7 +219,7 @@ describe("several processes", function()
       assert.equal(1, all[rank].code)
       assert.truthy(all[rank].text:find("gradients of other parameters", 1, true), all[rank].text)
     end
-    for rank, missing in pairs { [0] = "b.weight, b.bias", "none whose gradient is not reduced already" } do
+    for rank, missing in pairs { [0] = "b.weight, b.bias", "none (all other gradients are reduced)" } do
       local text = "without a gradient on rank " .. rank .. ": " .. missing
       assert.truthy(all[rank].text:find(text, 1, true), all[rank].text)
     end

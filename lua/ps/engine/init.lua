@@ -50,15 +50,15 @@ local C = native.C
 ---@field built ps.engine.Built
 ---@field steps integer calls of optimizer:step() that ended a step, including skipped updates
 ---@field micro integer micro-batches of the step whose backward has run (engine/step/state.lua)
----@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle:
----  whether the model and the optimizer have values of two steps, and the error that their use raises
----@field plain boolean parameters are in plain memory (engine/state/plain.lua), not in chunks
----@field driver ps.engine.Driver performs the actions of its steps (engine/step/table.lua)
----@field plan ps.engine.PlanState of engine/plan/
+---@field torn false|{model: boolean, optimizer: boolean, text: string} set when an update failed in the middle. Says
+---  whether the model and the optimizer hold values of two steps, and has the error that using them raises
+---@field plain boolean true if parameters are in plain memory (engine/state/plain.lua) instead of chunks
+---@field driver ps.engine.Driver performs the actions of the engine's steps (engine/step/table.lua)
+---@field plan ps.engine.PlanState the plans (engine/plan/)
 ---@field begin_step fun(self: ps.Engine, args: any[]) called before the first forward of a step
 local Engine = {}
 
---- Writes a note to stderr, each text once.
+--- Writes a note to stderr. Writes the same text only once.
 ---@param text string
 function Engine:note(text)
   if self.said[text] then return end
@@ -66,38 +66,39 @@ function Engine:note(text)
   if not self.quiet then io.stderr:write("psluajit: ", text, "\n") end
 end
 
---- Returns true between the first and the last micro-batch of a step.
+--- Returns true after the first and before the last micro-batch of a step.
 ---@return boolean
 function Engine:accumulating()
   self = handle.own(self, "accumulating")
   return self.micro > 0 and self.micro < step.count(self)
 end
---- Returns true once backward of the last micro-batch has run.
+--- Returns true once the backward of the step's last micro-batch has run.
 ---@return boolean
 function Engine:at_boundary()
   self = handle.own(self, "at_boundary")
   return self.micro == step.count(self)
 end
 
---- Refuses an engine that was closed: its chunks may belong to another engine now. The error has the script's line.
+--- Raises an error if the engine was closed, since its chunks may belong to another engine now. The error names the
+--- script's line.
 function Engine:check_open()
   if self.closed then caller.error "this engine was closed; ps.initialize makes another" end
 end
 
---- Refuses a torn model, whose values are those of two steps.
+--- Raises an error if the model is torn, which means that it holds values of two steps.
 function Engine:check_whole() step.check_whole(self) end
 
---- Abandons the step under way. Drops its gradients. The parameters are those from before the step.
+--- Abandons the current step and drops its gradients. The parameters keep the values that they had before the step.
 function Engine:abandon() step.give_up(self) end
 
 Engine.backward = step.backward
 Engine.micro_batches = micro.batches
 
---- Sets the number of steps that have ended, when a state was loaded.
+--- Sets the number of finished steps after a state was loaded.
 ---@param steps integer
 function Engine:set_steps(steps) self.steps = steps end
 
---- Replaces the masters after the model got a new layout, and drops the plans of the old layout.
+--- Replaces the masters and drops the plans after the model got a new layout.
 ---@param new_masters ps.engine.Masters
 function Engine:laid_out(new_masters)
   self.masters, self.traces, self.unplanned = new_masters, {}, {}
@@ -118,16 +119,16 @@ function Engine:finish_step(info)
   if not info.skipped then unused.look(self) end
 end
 
---- Sets the module to training mode, or to evaluation mode. ps.initialize leaves the modes as they are.
----@param mode? boolean default true
+--- Sets the module to training mode or to evaluation mode. ps.initialize does not change the mode.
+---@param mode? boolean (default true)
 ---@return ps.Engine self
 function Engine:train(mode)
   self = handle.own(self, "train")
   self.module:train(mode)
   return self.handle
 end
---- Sets the module to evaluation mode: no dropout. A step still works as in training mode; only ps.no_grad stops
---- gradients.
+--- Sets the module to evaluation mode, in which dropout does nothing. A step still computes gradients as in training
+--- mode; only ps.no_grad disables gradients.
 ---@return ps.Engine self
 function Engine:eval()
   self = handle.own(self, "eval")
@@ -136,13 +137,14 @@ function Engine:eval()
 end
 local STATE = { tied = "boolean" }
 Engine.to = trained.to
--- Methods that convert the module. An engine refuses them.
+-- methods of a module that convert it, which an engine refuses
 local CONVERTERS = { "to", "half", "bfloat16", "float", "double", "cpu", "cuda" }
 
---- Name -> tensor: fp32 values (the masters of half parameters) and buffers, as the host sees them. If ranks share the
---- state (zero_optimization.stage 1 to 3), each rank gets the tensors that it owns, and rank 0 also the buffers. The
---- tensors are lent: read or save them before the next step.
----@param options? {tied?: boolean} tied = false: a tied weight only has its first name; default: all names
+--- Returns a table from name to tensor with the fp32 values (the masters of half parameters) and the buffers, as the
+--- host sees them. If ranks share the state (zero_optimization.stage 1 to 3), each rank gets the tensors that it owns,
+--- and rank 0 also gets the buffers. The tensors are lent: read or save them before the next step.
+---@param options? {tied?: boolean} tied = false lists a tied weight only under its first name (default: under all
+---  names)
 ---@return table<string, ps.Tensor>
 function Engine:state_dict(options)
   self = handle.own(self, "state_dict")
@@ -156,9 +158,9 @@ function Engine:state_dict(options)
 end
 
 --- Calls the module's save_pretrained with the fp32 values. All ranks call it; rank 0 writes.
----@param folder string|{save_directory: string} also by name among the options
+---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {max_shard_size?: integer|string} the options of the module's save_pretrained
----@return any ... its results
+---@return any ... the results of save_pretrained
 function Engine:save_pretrained(folder, options)
   self = handle.own(self, "save_pretrained")
   local save = self.module.save_pretrained
@@ -168,7 +170,7 @@ function Engine:save_pretrained(folder, options)
   return save(self.module, folder, self.handle, options)
 end
 
---- Calls the module's save_gguf with the fp32 values. All ranks call it; rank 0 writes.
+--- Calls the module's save_gguf with the fp32 values. All ranks must call it; only rank 0 writes.
 ---@param path string
 ---@param options? {type?: string, name?: string, pre?: string} the options of the module's save_gguf
 function Engine:save_gguf(path, options)
@@ -178,10 +180,11 @@ function Engine:save_gguf(path, options)
   write(self.module, path, self.handle, options)
 end
 
---- Calls the module's save_parallelized with the fp32 values. All ranks call it, also between backward and step.
----@param folder string|{save_directory: string} also by name among the options
+--- Calls the module's save_parallelized with the fp32 values. All ranks must call it. It may be called between backward
+--- and step.
+---@param folder string|{save_directory: string} the folder, or a table with the folder and the options
 ---@param options? {merge_checkpoints?: boolean}
----@return any ... its results
+---@return any ... the results of save_parallelized
 function Engine:save_parallelized(folder, options)
   self = handle.own(self, "save_parallelized")
   local write = self.module.save_parallelized
@@ -189,7 +192,8 @@ function Engine:save_parallelized(folder, options)
   return write(self.module, folder, self.handle, options)
 end
 
---- Calls the module's generate. If a model is cut into stages or layers, all its ranks call it.
+--- Calls the module's generate. If the model is cut into stages or its layers are cut, all ranks of the model must call
+--- it.
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids
 function Engine:generate(...)
@@ -201,11 +205,11 @@ function Engine:generate(...)
   return self.module:generate(...)
 end
 
---- Copies values into the model by name; for half parameters, into their masters. Abandons a step under way. Only one
---- tensor at a time is in memory, regardless of the budgets. If ranks share the state, each rank loads the tensors that
---- it owns. If a state has none of the other ranks' tensors, it is treated as this rank's own state, as state_dict
---- returns it: it may lack those tensors, and missing buffers come from rank 0. All ranks call this, and an error of
---- one rank is an error of all.
+--- Copies values into the model by name. The values of half parameters are copied into their masters. Abandons the
+--- current step. Only one tensor at a time is in memory, regardless of the budgets. If ranks share the state, each rank
+--- loads the tensors that it owns. A state without any tensor of another rank is treated as this rank's own state,
+--- which state_dict returns: the other ranks' tensors may be missing from it, and missing buffers are sent by rank 0.
+--- All ranks must call this, and an error on one rank is raised on all ranks.
 ---@param state table<string, ps.Tensor>|table an open file (ps.safetensors.open, ps.load with lazy = true), or a table
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
@@ -215,7 +219,7 @@ function Engine:load_state_dict(state, options)
   return own_state.load(self, state, options)
 end
 
---- Abandons a step that has begun. The engine is then between steps, without gradients.
+--- Abandons a step that has begun. Afterwards the engine is between steps and has no gradients.
 function Engine:end_step()
   if step.acts(self) then
     caller.error "a state cannot be loaded inside the model's forward, or inside its backward: load it between steps"
@@ -223,7 +227,8 @@ function Engine:end_step()
   if step.is_open(self) then step.give_up(self) end
 end
 
---- Ends the engine. Frees its chunks, budgets and disk file, and with them the bytes of the parameters.
+--- Closes the engine. Frees its chunks, its budgets and its disk file. The bytes of the parameters are freed with the
+--- chunks.
 function Engine:close()
   self = handle.own(self, "close")
   if self.closed then return end
@@ -242,7 +247,7 @@ function Engine:close()
   scope.collect_all()
 end
 
--- The methods of the model that scripts may call, by name. The other methods are for files of psluajit.
+-- names of the methods that scripts may call; only psluajit's own files call the other methods
 Engine.PUBLIC = { "micro_batches", "backward", "train", "eval", "state_dict", "load_state_dict", "save_pretrained",
   "save_gguf", "save_parallelized", "generate", "accumulating", "at_boundary", "close", "to" }
 
@@ -250,9 +255,9 @@ Engine.methods = {}
 for _, name in ipairs(Engine.PUBLIC) do
   Engine.methods[name] = exact.of(assert(Engine[name]), "model:" .. name, true)
 end
-for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- refuses all of them with a reason
+for _, name in ipairs(CONVERTERS) do Engine.methods[name] = trained.to end     -- always raises an error
 
---- Calls the model. With gradients enabled this is the forward of a micro-batch, which may begin a step.
+--- Calls the model. If gradients are enabled, the call is the forward of a micro-batch and can begin a step.
 ---@param ... any
 ---@return any ...
 function Engine:call(...)
@@ -262,7 +267,7 @@ end
 
 local HANDLE = handle.instance(Engine.methods, Engine.call)
 
--- The metatable of an engine: fields that it lacks are methods, or state of its step.
+-- metatable of an engine: a field that the engine lacks is a method, or a field of the step's state
 local INSTANCE = { __index = function(self, key)
   local field = step.fields[key]
   if field then return field(self) end
@@ -272,7 +277,7 @@ end, __newindex = function(self, key, value)
   rawset(self, key, value)
 end }
 
--- Runs one part of making an engine. An error ends the engine.
+-- Runs one phase of ps.initialize. If it fails, closes the engine and raises the error.
 local function making(self, fn)
   local ok, problem = pcall(fn)
   if ok then return end
@@ -281,14 +286,14 @@ local function making(self, fn)
   error(problem, 0)
 end
 
--- Adds to an engine the fields that one of the files that make it returned.
+-- Copies the fields that a setup file returned into an engine.
 local function assemble(self, fields)
   for name, value in pairs(fields) do self[name] = value end
 end
 
---- Opens an engine without its model: reads the configuration and opens the chunks, so that parameters can be moved
---- into chunks as they are made. engine:take gives it the model.
----@param request table of setup.request, or its fields: config, quiet, loss, param_groups, ...
+--- Opens an engine that has no model yet: reads the configuration and opens the chunks, so that parameters can be moved
+--- into chunks as they are created. engine:take sets the model.
+---@param request table the result of setup.request, or a table with its fields: config, quiet, loss, param_groups, ...
 ---@return ps.Engine
 local function open(request)
   local self = setmetatable({ said = {}, traces = {}, unplanned = {}, steps = 0, closed = false, updates = {},
@@ -311,8 +316,8 @@ local function open(request)
   return self
 end
 
--- Refuses to train a model of which nothing trains. A frozen model without an optimizer in the configuration may be
--- evaluated.
+-- Raises an error if no parameter of the model trains. A frozen model may be evaluated if the configuration has no
+-- optimizer.
 local function check_trains(self)
   if #self.built.list > 0 or #(self.built.elsewhere or {}) > 0 or not self.cfg.optimizer_given then return end
   caller.error("ps.initialize: every parameter of the model is frozen, so the optimizer has nothing to train; thaw "
@@ -333,8 +338,8 @@ local function take_plain(self, request)
   self.report = report.new(self)
 end
 
---- Makes the model of a request, puts its parameters into chunks and makes their optimizer. A failure closes the
---- engine.
+--- Creates the model of a request, moves its parameters into chunks and creates the optimizer. Closes the engine if
+--- this fails.
 ---@param request table
 function Engine:take(request)
   self.param_groups = request.param_groups
@@ -357,12 +362,13 @@ function Engine:take(request)
   if request.optimizer then adopt.become(request.optimizer, self.optimizer) end
 end
 
---- Makes an engine.
----@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function; a module; or a table of these arguments by
----  name, which may also have param_groups; optimizer, an unused optimizer of ps.optim over `model`, which becomes this
----  model's; loss, a function of the model's output and the batch; and example, a batch as the model takes it, with
----  which a pipeline counts the parts of the model before it cuts it
----@param local_rank? integer|table|string or the configuration, as the second argument
+--- Creates an engine.
+---@param model_func fun(): ps.nn.Module|ps.nn.Module|table a function that returns a module, a module, or a table of
+---  these arguments by name. The table can also have these fields: param_groups; optimizer, an unused optimizer of
+---  ps.optim over `model`, which becomes the engine's optimizer; loss, a function of the model's output and the batch;
+---  example, a batch in the form that the model accepts, which a pipeline uses to count the cost of the model's parts
+---  before it cuts the model
+---@param local_rank? integer|table|string the local rank, or the configuration as the second argument
 ---@param cfg? table|string configuration: a table, or the path of a .lua or .json file (docs/config.md)
 ---@param client? table memory settings, for a module that already exists
 ---@return ps.Engine model

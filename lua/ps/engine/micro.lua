@@ -27,7 +27,7 @@ local function is_options(value)
   return type(value) == "table" and getmetatable(value) == nil and #value == 0
 end
 
--- Returns the arguments of micro_batches: options, the loader or nil, the batch (a list with n) or nil.
+-- Returns the arguments of micro_batches as options, the loader or nil, and the batch (a list with n) or nil.
 local function request(...)
   local given = { n = select("#", ...), ... }
   local first = given[1]
@@ -53,8 +53,8 @@ local function drawn(loader, number, count)
   return given
 end
 
--- Returns the number of micro-batches for a batch of `rows` rows, the same on all ranks. The configuration sets it; if
--- it does not, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
+-- Returns the number of micro-batches for a batch of `rows` rows, which is the same on all ranks. If the configuration
+-- does not set the number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row.
 local function count_of(engine, rows, trains)
   local cfg = engine.cfg
   local most, size = engine.accumulate, cfg.train_micro_batch_size_per_gpu
@@ -80,10 +80,10 @@ end
 
 ---@class ps.engine.MicroBatches: ps.engine.Loop
 ---@field engine ps.Engine
----@field trains boolean true: forwards of a step; false: forwards without gradients
----@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
+---@field trains boolean true for the forwards of a step, false for forwards without gradients
+---@field take fun(number: integer): any[] returns a micro-batch and sets the state of its random numbers
 ---@field ended boolean
----@field sample integer the number of the batch's first sample when the loop began
+---@field sample integer index of the batch's first sample when the loop began
 local Loop = {}
 Loop.__index = Loop
 
@@ -100,13 +100,13 @@ function Loop:next()
   local engine = self.engine
   if self.trains then return step.next(engine, self) end
   local ok, out = pcall(engine.driver.look, engine.driver, self)
-  if not ok then engine.driver:abandon(out) end              -- so that other ranks get the reason
+  if not ok then engine.driver:abandon(out) end              -- so that other ranks report the cause
   if not (ok and out) then self:left() end
   if not ok then error(out, 0) end
   return out
 end
 
---- Returns the micro-batch of the next turn.
+--- Returns the micro-batch of the next iteration.
 ---@return any[] given
 function Loop:draw()
   self.given = nil
@@ -115,12 +115,12 @@ function Loop:draw()
   return self.given
 end
 
---- Cleans up after the loop. Called once.
+--- Cleans up after the loop. It is called once.
 function Loop:left()
   if self.sample then random.state().sample = self.sample end
 end
 
--- Makes a loop over the rows of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
+-- Creates a loop over the rows of a batch. If the rows do not divide evenly, the first micro-batches have one row more.
 local function split_rows(self, given)
   local engine, rng = self.engine, random.state()
   local rows = batch.rows(engine.module, given)
@@ -137,15 +137,15 @@ local function split_rows(self, given)
   return self
 end
 
---- A loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. Takes x and y (y[i] is the target of
---- x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, from which it reads one batch per
---- micro-batch. There are gradient_accumulation_steps micro-batches, or fewer if the batch has fewer rows. If the
---- configuration does not set that number, a micro-batch has train_micro_batch_size_per_gpu rows, or one row. out.loss
---- is the mean loss of the micro-batch. Call model:backward(out.loss), or out.loss:backward(), in each turn, and
---- optimizer:step() after the loop; the gradient is that of the mean over all targets. In ps.no_grad the loop runs only
---- forwards. All ranks call it.
----@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean} (gather: all ranks get
----  the tensors other than the loss, such as out.logits, not only the ranks that computed them)
+--- Returns a loop over a step's micro-batches: `for out in model:micro_batches(x, y) do`. The arguments are x and y
+--- (y[i] is the target of x[i]), one table with names ({ input_ids =, labels =, ... }), or a loader, from which it
+--- reads one batch per micro-batch. There are gradient_accumulation_steps micro-batches, or fewer if the batch has
+--- fewer rows. If the configuration does not set that number, a micro-batch has train_micro_batch_size_per_gpu rows, or
+--- one row. out.loss is the mean loss of the micro-batch. Call model:backward(out.loss), or out.loss:backward(), in
+--- each iteration, and optimizer:step() after the loop. The gradient is that of the mean over all targets. In
+--- ps.no_grad the loop runs only forwards. All ranks must call it.
+---@param ... any x, y, or a batch by names, or a loader; then optionally {gather?: boolean}. With `gather`, all ranks
+---  get the tensors other than the loss, such as out.logits; otherwise only the ranks that computed them do
 ---@return fun(): table? turns
 function micro.batches(engine, ...)
   engine = handle.own(engine, "micro_batches")
@@ -163,7 +163,7 @@ function micro.batches(engine, ...)
   return self
 end
 
---- Calls a model that is cut into stages: a batch by names returns a loop over its micro-batches.
+--- Calls a model that is cut into stages. If the argument is a batch by names, returns a loop over its micro-batches.
 ---@param engine ps.Engine
 ---@return fun(): table? turns
 function micro.call(engine, ...)

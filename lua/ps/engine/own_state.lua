@@ -10,8 +10,9 @@ local step = require "ps.engine.step"
 
 local own_state = {}
 
--- Returns the groups of ranks in which only the first rank's state has buffers: the ranks that share the state, and the
--- stages of a pipeline. everywhere: a buffer that only one stage has is not sent between stages.
+-- Returns the groups of ranks in which only the first rank's state contains buffers: the ranks that share the state,
+-- and the stages of a pipeline. `everywhere` marks a group whose first rank only holds buffers that all stages have,
+-- since other buffers are not sent between stages.
 local function groups(engine)
   local list = {}
   if engine.ranks and engine.zero_stage > 0 then list[1] = { group = engine.ranks.dp } end
@@ -19,7 +20,8 @@ local function groups(engine)
   return list
 end
 
--- Returns the buffers of this rank's layers, in the order of the model; everywhere: only those that all stages have.
+-- Returns the buffers of this rank's layers, in the order of the model. With `everywhere`, returns only buffers that
+-- all stages have.
 local function buffers(engine, everywhere)
   local stages, list = engine.stages, {}
   for name, tensor in engine.module:named_buffers() do
@@ -62,7 +64,7 @@ local function merged(options, elsewhere)
   return more
 end
 
--- A function that tells whether a source has a name.
+-- Returns a function that tells whether a source contains a name.
 local function holder(state)
   if not state.read_into then return function(name) return state[name] ~= nil end end
   local set = {}
@@ -70,10 +72,10 @@ local function holder(state)
   return function(name) return set[name] end
 end
 
---- Loads a state into the module of an engine; all ranks call it. An error of one rank is an error of all, unless the
---- state has the field `whole`: its reader then compares the ranks itself.
+--- Loads a state into the module of an engine. All ranks must call it. An error on one rank is raised on all ranks,
+--- unless the state has the field `whole`: in this case its reader compares the ranks itself.
 ---@param engine ps.Engine
----@param state table<string, ps.Tensor>|table or an open file
+---@param state table<string, ps.Tensor>|table a table of tensors or an open file
 ---@param options? {strict?: boolean, check_only?: boolean}
 ---@return {missing: string[], unexpected: string[]}
 function own_state.load(engine, state, options)
@@ -93,7 +95,7 @@ function own_state.load(engine, state, options)
 end
 
 -- -- saving -----------------------------------------------------------------------------------------------------------
----@type table<table, {engine: ps.Engine, have: integer, all: integer}> by state
+---@type table<table, {engine: ps.Engine, have: integer, all: integer}> the partial states
 local parts = setmetatable({}, { __mode = "k" })
 
 local function count(state)
@@ -102,7 +104,7 @@ local function count(state)
   return n
 end
 
---- Removes from a state the tensors that other ranks own, and remembers that it is a part.
+--- Removes the tensors of other ranks from a state, and remembers that the state is partial.
 ---@param engine ps.Engine
 ---@param state table<string, ps.Tensor> of the module
 function own_state.keep(engine, state)
@@ -113,7 +115,7 @@ function own_state.keep(engine, state)
   if have < all then parts[state] = { engine = engine, have = have, all = all } end
 end
 
--- Returns the part that a value is, or has as a field.
+-- Returns the entry of a partial state that is the value itself or one of its fields.
 local function part_in(value)
   if type(value) ~= "table" then return nil end
   if parts[value] then return parts[value] end
@@ -122,14 +124,14 @@ local function part_in(value)
   end
 end
 
--- If a file's name has no rank in it, either the script means to save the whole model, or the ranks overwrite each
+-- If a file's name contains no rank, either the script means to save the whole model, or the ranks overwrite each
 -- other's file. Rank 0 prints a note.
 hooks.on("saves", function(value, path)
   local part, rank = part_in(value), mesh.env() and mesh.env().rank or 0
   if not part or rank > 0 or path:match("[^/]*$"):find "0" then return end
-  part.engine:note(("ps.save: '%s' gets %d of the model's %d tensors, those of rank 0: model:state_dict() is the part "
-    .. "that a rank owns. Let all ranks save theirs, each with its number in the file's name (docs/zero.md), or write "
-    .. "the whole model by model:save_pretrained or ps.checkpoints.save"):format(path, part.have, part.all))
+  part.engine:note(("ps.save: '%s' contains only rank 0's %d of the model's %d tensors, because model:state_dict() "
+    .. "returns the tensors that a rank owns. Save on all ranks, with the rank in the file's name (docs/zero.md), or "
+    .. "save the whole model with model:save_pretrained or ps.checkpoints.save"):format(path, part.have, part.all))
 end)
 
 return own_state

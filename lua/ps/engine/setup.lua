@@ -34,14 +34,14 @@ local error = caller.error
 
 local setup = {}
 
-local open                  -- the engine that owns the context's chunks, until it is closed
+local open                  -- engine that owns the context's chunks until it is closed
 
 local int_out = ffi.new("int[1]")
 local ARGUMENTS = { model_func = "function|table", model = "table", local_rank = "whole", config = "any",
   client = "table", param_groups = "any", quiet = "boolean", auto = "table", loss = "callable", optimizer = "table",
   example = "table|tensor" }
 
--- Returns the keys of a group of parameters, and the types of their values.
+-- Returns the keys of a group of parameters, with the types of their values.
 local function group_keys()
   local keys = { match = "function", optimizer = "string" }
   for _, name in ipairs(optimizers.names) do
@@ -50,8 +50,8 @@ local function group_keys()
   return keys
 end
 
--- Checks groups of parameters. A parameter belongs to the first group whose match returns true; the last group may have
--- no match, and gets the remaining parameters.
+-- Checks groups of parameters. A parameter belongs to the first group whose match returns true. The last group may have
+-- no match function; it then gets the remaining parameters.
 local function check_groups(groups)
   local function refuse(text, ...) error(("ps.initialize: param_groups" .. text):format(...)) end
   if groups == nil then return end
@@ -74,7 +74,7 @@ local function check_groups(groups)
   end
 end
 
--- Refuses settings of groups that their optimizer does not have.
+-- Raises an error if a group has settings that its optimizer does not have.
 local function check_kind(list, default)
   for i, group in ipairs(list or {}) do
     local kind = group.optimizer and optimizers.find(group.optimizer) or default
@@ -147,8 +147,8 @@ end
 
 local held_out = ffi.new("ps_memory_info")
 
--- Returns the bytes of the host and of the named device to which ratios and shares of the configuration refer: free
--- bytes plus those that this process holds, since budgets include the latter.
+-- Returns the bytes of the host and of the named device to which ratios and shares in the configuration refer. They are
+-- the free bytes plus the bytes that this process holds, since budgets include the latter.
 local function available(device)
   local sharing = mesh.group "world" and mesh.env().local_world_size or 1    -- ranks on this machine
   local function held(name)
@@ -161,7 +161,8 @@ local function available(device)
   return there
 end
 
--- Returns the device of "auto": cuda if a GPU can be used. Prints a note if there is a GPU that cannot be used.
+-- Returns the device that "auto" selects, which is cuda if a GPU can be used. Prints a note if there is a GPU that
+-- cannot be used.
 local function choose_device(engine)
   local ok, err = pcall(devices.open, "cuda")
   if ok then return "cuda" end
@@ -169,14 +170,15 @@ local function choose_device(engine)
   return "cpu"
 end
 
--- Settings made outside the configuration (by the mesh, by the script's optimizer), by keys of the configuration.
+-- Returns the settings made outside the configuration (by the mesh or by the script's optimizer), by keys of the
+-- configuration.
 local function asked(request)
   local all = copied(mesh.asked())
   for key, said in pairs(request.optimizer and adopt.settings(request.optimizer) or {}) do all[key] = said end
   return all
 end
 
-local said = {}                 -- notes on configurations; a job prints each once, for all its engines
+local said = {}                 -- notes on configurations; a process prints each note once, for all its engines
 
 local function note_of_job(engine, text)
   if said[text] then return end
@@ -184,14 +186,14 @@ local function note_of_job(engine, text)
   engine:note(text)
 end
 
--- Returns the way in which ranks share the layers of a model; false: they share none.
+-- Returns how ranks share the layers of a model, or false if they do not share layers.
 local function layers_of(engine, cfg)
   local group, how = mesh.group "tp", cfg.tensor_parallel
   if not group then return false end
   local function note(text) if mesh.group("world"):rank() == 0 then engine:note(text) end end
   local layers = { group = group, sequence = how.sequence_parallel, keep_gathered = how.tp_keep_gathered,
     pieces = mesh.pieces(how.tp_overlap_comm), note = note }
-  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"          -- rows are exchanged during products
+  layers.beside = layers.pieces > 1 and not cfg.device:find "^cuda"  -- whether rows are exchanged during products
   if layers.pieces > 1 and not layers.beside then
     local text = "tp_overlap_comm: on " .. cfg.device .. " rows are exchanged before and after whole products"
     note(text)
@@ -200,7 +202,7 @@ local function layers_of(engine, cfg)
   return layers
 end
 
--- Returns whether tables of nn.Embedding may be looked up on the host.
+-- Returns whether embedding matrices of nn.Embedding may be looked up on the host.
 local function lookups_of(engine, fields)
   local wanted = embed.wanted(fields, function(text) engine:note(text) end)
   if not wanted or fields.zero_stage == 0 then return wanted end
@@ -211,14 +213,15 @@ local function lookups_of(engine, fields)
   return false
 end
 
--- Returns whether every update runs inside backward, by the configuration: gradients then need no place of their own.
+-- Returns whether, by the configuration, every update runs inside backward. In this case gradients need no memory of
+-- their own.
 local function updates_inside(fields, cfg)
   return fields.device == fields.host and not mesh.group "world" and not fields.adds_up and cfg.gradient_clipping <= 0
     and cfg.overlap_optimizer ~= false and not (cfg.precision == "bf16" and cfg.bf16.check_grad_overflow)
 end
 
--- Returns whether masters are kept as remainders. Without accumulation and with clipping, a gradient lies in its
--- parameter's place, which remainders need: nothing is saved then.
+-- Returns whether masters are kept as remainders. With clipping and without accumulation, a gradient is stored in its
+-- parameter's memory. Remainders need the parameter, so they would save nothing.
 local function keeps_remainders(engine, fields, cfg)
   local wanted = cfg.memory.master
   if not wanted then return false end
@@ -239,9 +242,9 @@ local function keeps_remainders(engine, fields, cfg)
 end
 
 --- Reads the configuration.
----@param engine ps.Engine gets notes
+---@param engine ps.Engine the engine, which prints the notes
 ---@param request table
----@param config table ps.config
+---@param config table the module ps.config
 ---@return table fields of the engine that follow from the configuration
 ---@return ps.engine.Pipeline? pipeline how the configuration cuts the model into stages, or nil if it does not
 function setup.configure(engine, request, config)
@@ -280,7 +283,7 @@ function setup.configure(engine, request, config)
   return fields, pipeline
 end
 
--- Returns the number of a module's parameters, and of those that train.
+-- Returns the number of a module's parameters, and the number of parameters that train.
 local function count(module)
   local numel, trained = 0, 0
   for _, p in ipairs(module:parameters()) do
@@ -289,10 +292,12 @@ local function count(module)
   return { numel = numel, trained = trained }
 end
 
--- Returns the function that makes the model: the script's, or that of a planner which tries other sizes.
+-- Returns the function that creates the model: the script's function, or the function of a planner that tries other
+-- sizes.
 local function model_of(model_func) return hooks.ask("model", model_func) or model_func end
 
--- Returns the same counts for a model that is made on the meta device; nil if its function cannot run there.
+-- Returns the same counts for a model that is created on the meta device, or nil if the model's function cannot run
+-- there.
 local function count_parameters(model_func)
   local restore = random_state.keep()
   local was = create.set_default_device("meta")
@@ -305,13 +310,14 @@ local function count_parameters(model_func)
   return ok and module or nil
 end
 
--- Returns the function that cuts the layers of a model without data, or nil if ranks share no layers.
+-- Returns the function that cuts the layers of a model without data, or nil if ranks do not share layers.
 local function cutter(engine)
   local how = engine.tensor_parallel
   return how and function(module) require("ps.parallel.tensor.cut").cut(module, how) end or nil
 end
 
--- Returns the number of parameters that this rank has of a cut model. All ranks call this. The cut into stages is kept.
+-- Returns the number of parameters that this rank holds of a cut model. All ranks must call it. Keeps the computed cut
+-- into stages.
 local function count_own(engine, pipeline)
   local model_func, cut, restore = model_of(engine.request_model_func), cutter(engine), random_state.keep()
   local numel, module, made = 0
@@ -330,7 +336,7 @@ local function count_own(engine, pipeline)
   return numel
 end
 
--- Returns the number of parameters whose state this process keeps, or shares; nil if they cannot be counted.
+-- Returns the number of parameters whose state this process keeps or shares, or nil if they cannot be counted.
 local function count_kept(engine, pipeline)
   if not engine.request_model_func then return nil end
   if pipeline or engine.tensor_parallel then return count_own(engine, pipeline) end
@@ -338,8 +344,8 @@ local function count_kept(engine, pipeline)
   return counted and counted.numel
 end
 
--- Returns the most bytes per parameter that this process keeps: state, gradient and staging. If ranks share these, it
--- is this rank's share plus 10 %, since shares are uneven.
+-- Returns the largest number of bytes per parameter that this process keeps: state, gradient and staging. If ranks
+-- share the state, it is this rank's share plus 10 %, since shares are uneven.
 local function bytes_a_parameter(engine)
   local group = mesh.group "dp"
   local share = group and 1.1 / group:size() or 1
@@ -349,8 +355,8 @@ local function bytes_a_parameter(engine)
   return (stage >= 1 and state * share or state) + (stage >= 2 and 4 * share or 4) + (stage >= 3 and 10 * share or 10)
 end
 
--- Returns the bytes of the disk file: the limit, or the bytes for this process's share of the model's state and for the
--- staging of its parameters.
+-- Returns the size of the disk file in bytes: the configured limit, or the size of this process's share of the model's
+-- state and of the staging of its parameters.
 local function disk_bytes(engine, pipeline)
   local disk = engine.cfg.memory.disk
   if not disk then return 0 end
@@ -361,20 +367,20 @@ local function disk_bytes(engine, pipeline)
   if not free then return 2 ^ 30 end
   engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half "
     .. "of the disk's "
-    .. "free space is set aside")
+    .. "free space is reserved")
   return math.floor(free / 2)
 end
 
---- Notes that an engine is closed. Another one may then be opened.
+--- Records that an engine was closed, so that another engine can be opened.
 ---@param engine ps.Engine
----@return boolean was this engine owned the context's chunks, or false if another engine owns them, or none does
+---@return boolean was true if this engine owned the context's chunks, false if another engine or none owns them
 function setup.closed(engine)
   if open ~= engine then return false end
   open = nil
   return true
 end
 
---- Returns the engine that owns the context's chunks, or nil if none does.
+--- Returns the engine that owns the context's chunks, or nil if there is none.
 ---@return ps.Engine?
 function setup.current() return open end
 
@@ -401,8 +407,8 @@ function setup.open_engine(engine, step, pipeline)
   end
   local group = mesh.group "world"
   local weighs = engine.device ~= engine.host and (group ~= nil or engine.lookups or hybrid.wanted(engine))
-  local adam_rates = weighs and rates.of(engine)     -- before the budgets are in use
-  scope.collect_all()                                -- garbage must not count against the budgets
+  local adam_rates = weighs and rates.of(engine)     -- measure before the budgets are in use
+  scope.collect_all()                                -- garbage must not count towards the budgets
   native.check(C.ps_engine_open(native.ctx, step, c, memory.disk and memory.disk.path or nil))
   open = engine
   local ranks = group and require("ps.engine.ranks.agreement").new(engine) or nil
@@ -410,7 +416,7 @@ function setup.open_engine(engine, step, pipeline)
   return { adam_rates = adam_rates, ranks = ranks }
 end
 
--- Refuses a module that already has values, whose layers would have to be cut.
+-- Raises an error for a module that already has values and whose layers would have to be cut.
 local function refuse_whole(request)
   local optimizer, more = request.optimizer, ""
   if optimizer then
@@ -421,7 +427,7 @@ local function refuse_whole(request)
     .. "are made: move the line that makes it into model_func = function() return MODEL_CLASS(...) end" .. more, 0)
 end
 
--- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter has made it.
+-- Runs model_func on the engine's device, and stages each parameter as soon as nn.Parameter has created it.
 local function run_model(engine, model_func, to_chunk)
   local was = create.set_default_device(engine.device_name)
   local off = hooks.on("parameter", to_chunk)
@@ -437,7 +443,7 @@ local function run_model(engine, model_func, to_chunk)
   return module
 end
 
---- Runs model_func, whose parameters go into chunks as they are made, or takes a module that already exists.
+--- Runs model_func and moves its parameters into chunks as they are created, or uses a module that already exists.
 ---@param engine ps.Engine
 ---@param request table
 ---@return {module: ps.nn.Module, stages: ps.engine.Stages|false, stays: function|nil|false} fields of the engine
@@ -472,7 +478,8 @@ function setup.make_module(engine, request)
   return { module = run_model(engine, model_func, to_chunk) }
 end
 
---- Returns the error of a model that could not be made. If memory ran out, it has the bytes of the whole model.
+--- Returns the error of a model that could not be created. If memory ran out, the error includes the bytes of the whole
+--- model.
 ---@param problem any
 ---@return any
 function setup.explain(engine, problem)
@@ -485,7 +492,7 @@ end
 
 local function call(module, ...) return module(...) end
 
--- Makes a function that calls the module and then the script's own loss.
+-- Returns a function that calls the module and then the script's own loss.
 local function with_loss(loss)
   return function(module, ...)
     local given = { n = select("#", ...), ... }
@@ -505,7 +512,7 @@ local function finish_optimizer(engine)
     consecutive_hysteresis = f.consecutive_hysteresis, min_loss_scale = f.min_loss_scale }
 end
 
--- Returns the function that runs a forward: it calls fn(...), and may store activations on the host.
+-- Returns the function that runs a forward. It calls fn(...) and may store activations on the host.
 local function runner(engine, run)
   if not engine.cfg.activation_checkpointing.cpu_checkpointing then return run end
   if engine.device ~= engine.host then
@@ -515,7 +522,7 @@ local function runner(engine, run)
   return run
 end
 
--- Why backward cannot update the parameters of this rank, or nil if it can.
+-- Returns the reason why backward cannot update the parameters of this rank, or nil if it can.
 local function why_not_overlap(engine, staged)
   local optimizer = engine.optimizer
   if staged and engine.ranks.dp:size() > 1 then return "ranks share the parameters of a stage" end
@@ -525,7 +532,7 @@ local function why_not_overlap(engine, staged)
   if engine.adds_up and not staged then return "gradients of several micro-batches are added up" end
 end
 
--- Returns whether a step's last backward may update parameters, by the configuration.
+-- Returns whether, by the configuration, a step's last backward may update parameters.
 local function overlaps(engine, staged)
   local wanted, why = engine.cfg.overlap_optimizer, why_not_overlap(engine, staged)
   if wanted == true and why then
@@ -535,7 +542,7 @@ local function overlaps(engine, staged)
   return wanted == true or wanted == "auto" and engine.device == engine.host and not staged
 end
 
---- Completes an engine that has its module and its optimizer.
+--- Completes an engine that already has its module and its optimizer.
 ---@param engine ps.Engine
 ---@return table fields of the engine
 function setup.finish(engine)

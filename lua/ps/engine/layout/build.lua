@@ -11,7 +11,7 @@ local tensor_hooks = require "ps.tensor.hooks"
 local pack = require "ps.engine.layout.pack"
 local kinds = require "ps.core.kinds"
 local optimizers = require "ps.optimizers"
-require "ps.optimizers.update"                                  -- kinds of chunks for states
+require "ps.optimizers.update"                                  -- registers the chunk kinds of optimizer states
 local share = require "ps.engine.layout.share"
 local embed = require "ps.engine.layout.embed"
 local masters = require "ps.engine.state.masters"
@@ -25,7 +25,7 @@ local param_array = array "ps_param"
 local sizes = ffi.new("int64_t[8]")
 local address = nn_module.address
 local PAGE = 4096
-local META = native.device_index "meta"                    -- parameters of ps.deferred, which get bytes later
+local META = native.device_index "meta"  -- device of parameters made by ps.deferred, which get bytes later
 local REMAINDER = { name = "remainder", dtype = "uint8" }
 kinds.add_state(REMAINDER.name, 1, "param_fp32")
 local dtypes = require "ps.core.dtype"
@@ -37,8 +37,8 @@ local function new_chunk(kind, group, index, dtype, nbytes)
   return id_out[0]
 end
 
--- Makes a tensor of the same shape at `offset` elements into the chunk of a kind. `ids` are a row's chunks
--- (chunks_for).
+-- Creates a tensor of the same shape in the chunk of a kind, `offset` elements after the first one. `ids` are a row's
+-- chunks (chunks_for).
 local function new_tensor(like, dtype, device, ids, kind, offset, name)
   local at = kinds.start(kind, ids.numel, dtype) + offset * BYTES[dtype]
   native.retry(C.ps_engine_tensor_new, native.ctx, like, native.dtype_code(dtype), device, ids[kind], at, name,
@@ -46,19 +46,18 @@ local function new_tensor(like, dtype, device, ids, kind, offset, name)
   return native.own(tensor_out[0])
 end
 
--- Returns whether a state cannot lie at its parameter's offset: its shape differs, or its elements are so small that
--- the offset would not be aligned.
+-- Returns whether a state cannot have its parameter's offset, because its shape differs or because its elements are so
+-- small that the offset would not be aligned.
 local function packed(state) return state.shape ~= nil or STATE[state.dtype] < 2 end
 
--- Returns the bytes from the begin of its chunk at which a parameter's state lies. `index` is the parameter's number in
--- the layout.
+-- Returns the byte offset of a parameter's state in its chunk. `index` is the parameter's index in the layout.
 local function state_at(state, ids, offset, index)
   if not packed(state) then return kinds.start(state.name, ids.numel, state.dtype) + offset * STATE[state.dtype] end
   return kinds.start(state.name, ids.state_numel[state.name], state.dtype)
     + ids.state_offset[state.name][index] * STATE[state.dtype]
 end
 
--- Makes a tensor at a place in a chunk, by bytes.
+-- Creates a tensor at a byte offset in a chunk.
 local function new_shaped(shape, dtype, host, id, at, name)
   for i, size in ipairs(shape) do sizes[i - 1] = size end
   native.retry(C.ps_engine_tensor_shaped, native.ctx, #shape, sizes, native.dtype_code(dtype), host, id, at, name,
@@ -66,7 +65,7 @@ local function new_shaped(shape, dtype, host, id, at, name)
   return native.own(tensor_out[0])
 end
 
--- Makes a state of a parameter.
+-- Creates a state of a parameter.
 local function new_state(like, state, host, ids, offset, index, name)
   local shape = state.shape and state.shape(like:shape()) or like:shape()
   return new_shaped(shape, state.dtype, host, ids[state.name], state_at(state, ids, offset, index), name)
@@ -81,7 +80,7 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- The same for a parameter. If state is sharded, the chunk is a part of all ranks, which one rank owns.
+-- Like new_tensor, for a parameter. If state is sharded, the chunk is a part that all ranks use and one rank owns.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end
@@ -100,8 +99,8 @@ local function seen_from(tensor, device)
   return native.own(tensor_out[0])
 end
 
---- Moves a parameter that has just been made from plain memory into a chunk of its own. A tensor that is already in a
---- chunk, or has no bytes, stays where it is until the layout is made. If parameters are sharded, only the owner keeps
+--- Moves a parameter that was just created from plain memory into a chunk of its own. A tensor that is already in a
+--- chunk or has no bytes stays where it is until the layout is made. If parameters are sharded, only the owner keeps
 --- the bytes.
 ---@param tensor ps.Tensor
 ---@param shards? ps.engine.Sharding
@@ -120,8 +119,8 @@ function build.to_chunk(tensor, shards)
   shards:adopt(tensor, part, 0, nil)
 end
 
--- Returns the module's parameters: {name, tensor, number, places = {{module, key}...}}; tied ones appear once. number:
--- its number in the model, from 0.
+-- Returns the module's parameters as a list of {name, tensor, number, places = {{module, key}...}}. `number` is the
+-- parameter's index in the model, from 0. A tied parameter appears once.
 local function parameters(module)
   local list, by_address = {}, {}
   registry.walk(module, function(name, value, kind, owner, key)
@@ -137,8 +136,8 @@ local function parameters(module)
   return list
 end
 
--- Splits the parameters of a cut model: those that this process holds, with their virtual stages; rows for the trained
--- parameters of other ranks; rows for the frozen ones of other ranks.
+-- Splits the parameters of a model that is cut into stages. Returns the parameters that this process holds, with their
+-- virtual stages; rows for the trained parameters of other ranks; and rows for the frozen parameters of other ranks.
 local function own_parameters(entries, stages)
   local mine, elsewhere, frozen = {}, {}, {}
   for _, entry in ipairs(entries) do
@@ -158,7 +157,7 @@ end
 local function check_parameter(entry, device)
   local dtype = entry.tensor:dtype()
   if not BYTES[dtype] then
-    error(("parameter %s is %s; parameters of an engine must be fp32, bf16 or fp16 (memory = \"plain\" takes others)")
+    error(("parameter %s is %s; parameters of an engine must be fp32, bf16 or fp16 (memory = \"plain\" accepts others)")
       :format(entry.name, dtype), 0)
   end
   if entry.tensor.device_ ~= device then
@@ -167,13 +166,15 @@ local function check_parameter(entry, device)
   end
 end
 
--- Returns the dtype in which a parameter trains: the configuration's for fp32, else its own.
+-- Returns the dtype in which a parameter trains: the configuration's dtype for an fp32 parameter, else the parameter's
+-- own dtype.
 local function target_dtype(entry, precision)
   local dtype = entry.tensor:dtype()
   return dtype == "fp32" and precision or dtype
 end
 
--- The lower halves of the masters of bf16 parameters, instead of the masters: memory.master = "remainder".
+-- Returns the offset of a parameter's remainders, in bytes. With memory.master = "remainder", the lower halves of bf16
+-- parameters' masters are stored instead of the masters.
 local function remainder_at(ids, offset)
   return kinds.start(REMAINDER.name, 2 * ids.numel, REMAINDER.dtype) + 2 * offset
 end
@@ -187,8 +188,8 @@ local function adopt_remainder(tensor, ids, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[REMAINDER.name], remainder_at(ids, offset), name)
 end
 
--- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master, which is nil if another rank
--- has the master.
+-- Moves one parameter into its chunk. Returns the tensor that trains and its fp32 master. The master is nil if another
+-- rank holds it.
 local function place_param(entry, ids, offset, where)
   local old, dtype = entry.tensor, entry.dtype
   local name, trains, apart = entry.name, entry.trains, where.device ~= where.host
@@ -227,10 +228,10 @@ local function place_param(entry, ids, offset, where)
   return param, nil
 end
 
-local STATE_ALIGN = 256                 -- bytes; the unit of places of states that are packed
+local STATE_ALIGN = 256                 -- bytes; offsets of packed states are multiples of it
 
--- Makes the chunks of states for a row. A state that has its parameter's shape lies at the parameter's offset. The
--- others are packed one after another. shapes: by number in the layout.
+-- Creates the chunks of states for a row. A state with its parameter's shape has the parameter's offset. The other
+-- states are packed one after another. `shapes` are the parameters' shapes by index in the layout.
 local function state_chunks(row, group, ids, shapes)
   ids.state_offset, ids.state_numel = {}, {}
   for _, state in ipairs(group.states) do
@@ -251,8 +252,8 @@ local function state_chunks(row, group, ids, shapes)
   end
 end
 
--- Makes the chunks of one row of the layout, one of each kind, except those that other ranks own. shapes: of the
--- parameters, by number in the layout.
+-- Creates the chunks of one row of the layout: one of each kind, except those that other ranks own. `shapes` are the
+-- parameters' shapes by index in the layout.
 local function chunks_for(row, group, where, shapes)
   local shards, number, stays = where.shards, row.group - 1, group.stays
   if stays == nil then stays = shards and shards.stays end
@@ -285,7 +286,7 @@ local function chunks_for(row, group, where, shapes)
   return ids
 end
 
--- Makes the tensor for a gradient that has its own chunk.
+-- Creates the tensor for a gradient that has its own chunk.
 local function new_grad(like, group, where, ids, offset, name)
   local dtype = where.grad_dtype == "param" and group.dtype or where.grad_dtype
   if ids.grad then return new_tensor(like, dtype, where.device, ids, "grad", offset, name) end
@@ -293,9 +294,8 @@ local function new_grad(like, group, where, ids, offset, name)
   return where.shards:tensor(like, dtype, where.device, ids.grad_part, at, name)
 end
 
--- Makes the tensors in which the gradients of a parameter's other uses on this rank are summed (PS_TIE_USE). Each has
--- its own chunk, since it is used by another virtual stage. These chunks are not sharded: ranks reduce the sum of all
--- uses.
+-- Creates the tensors that sum the gradients of a parameter's other uses on this rank (PS_TIE_USE). Each tensor has its
+-- own chunk, since another virtual stage uses it. These chunks are not sharded: ranks reduce the sum of all uses.
 local function other_uses(made, group, where)
   if not (group.trains and where.stages) then return nil end
   local dtype, uses = where.grad_dtype == "param" and group.dtype or where.grad_dtype, {}
@@ -307,13 +307,13 @@ local function other_uses(made, group, where)
   return uses
 end
 
--- Numbers the stripes of rows. stripe[i]: the stripe of rows[i], from 0; count: the number of stripes.
+-- Assigns stripes to rows. stripe[i] is the index of the stripe of rows[i], from 0. `count` is the number of stripes.
 local function number_stripes(rows, shards, grads, stripe, count)
   local first, second = shards:take_stripes(count), grads and shards:take_stripes(count) or 0
   for i, row in ipairs(rows) do row.stripe, row.grad_stripe = first + stripe[i], second + stripe[i] end
 end
 
--- Gives the rows of the layout their owners and stripes.
+-- Assigns owners and stripes to the rows of the layout.
 local function share_out(plan, where)
   local shards = where.shards
   if not shards then return end
@@ -336,7 +336,7 @@ local function finish_row(made, where)
   end
 end
 
--- Makes a unit from a row whose tensors train.
+-- Creates a unit from a row whose tensors train.
 local function add_unit(built, row, group, ids)
   built.units = built.units + 1
   built.unit_states[built.units] = ids.mine and ids.state_nbytes or 0
@@ -356,20 +356,20 @@ local function state_bytes()
 end
 
 ---@class ps.engine.Built
----@field list table[] a row for each trained parameter: name, param, master, averages: a tensor for each of
----  its states, grad, unit, numel, number: its number in the model, vstage: its virtual stage here, uses:
----  {vstage, grad} of this process's other virtual stages that use it, place: the parameter as the host sees it, if it
----  is on a device or sharded, and values: its fp32 values as the host sees them. If state is sharded, owner: its rank;
----  on other ranks the row has no master, averages, place and values
----@field frozen table[] a row for each other parameter: name, param, owner, place
+---@field list table[] a row for each trained parameter: name, param, master, averages (a tensor per state), grad, unit,
+---  numel, number (its index in the model), vstage (its virtual stage on this rank), uses ({vstage, grad} of this
+---  process's other virtual stages that use it), place (the parameter as the host sees it, if it is on a device or
+---  sharded) and values (its fp32 values as the host sees them). If state is sharded, owner is the owning rank. On
+---  other ranks the row has no master, averages, place and values
+---@field frozen table[] a row for each frozen parameter: name, param, owner, place
 ---@field untrained table[] the rows of `frozen`, and {name, param} for frozen parameters of other pipeline ranks
----@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without
----  data), numel, number
----@field tables ps.engine.Table[] embeddings whose tables have their own chunks
+---@field elsewhere table[] a row for each trained parameter that other pipeline ranks hold: name, param (without data),
+---  numel, number
+---@field tables ps.engine.Table[] embedding matrices that have their own chunks
 ---@field units integer
----@field unit_bytes integer[] by unit, from 1: bytes of its master and averages on this process
----@field unit_states integer[] by unit, from 1: bytes of its averages on this process
----@field unit_numel integer[] by unit, from 1: parameters that this process updates
+---@field unit_bytes integer[] bytes of each unit's master and averages on this process, by unit from 1
+---@field unit_states integer[] bytes of each unit's averages on this process, by unit from 1
+---@field unit_numel integer[] number of parameters that this process updates, by unit from 1
 ---@field layout ps.layout.Layout
 ---@field numel integer elements of the parameters on this process, frozen ones included
 ---@field state_bytes integer bytes of all chunks
@@ -378,12 +378,11 @@ end
 ---@param module ps.nn.Module
 ---@param options {precision: string, chunk_size?: integer, capacity?: integer, device: integer, host: integer, grads:
 ---  boolean, grad_dtype: string, states_for: (fun(name: string, parameter: ps.Tensor): ps.optimizers.State[]),
----  state_bytes: number, other_bytes: number, lookups?: boolean, shards?:
----  ps.engine.Sharding, stages?: ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size:
----  integer): integer} lookups: tables of embeddings may move to the host; grads: gradients have their own chunks;
----  stages: the model is cut, and this process has these stages; stays: whether a sharded parameter stays on this rank
----  from its first gather to the end of the step, nil: as the configuration says; agree: returns the chunk size of all
----  ranks
+---  state_bytes: number, other_bytes: number, lookups?: boolean, shards?: ps.engine.Sharding, stages?:
+---  ps.engine.Stages, stays?: fun(parameter: ps.Tensor): boolean?, agree?: fun(chunk_size: integer): integer} lookups:
+---  embedding matrices may move to the host. grads: gradients have their own chunks. stages: the stages of this
+---  process, if the model is cut. stays: returns whether a sharded parameter stays on this rank from its first gather
+---  to the end of the step, or nil to follow the configuration. agree: returns the chunk size that all ranks use
 ---@return ps.engine.Built
 function build.place(module, options)
   local entries, elsewhere, untrained = parameters(module), {}, {}
@@ -457,8 +456,8 @@ function build.place(module, options)
 end
 
 --- Registers the trained parameters with the engine. group_of[i] is the optimizer group, from 0, of built.list[i].
---- built.list is sorted by (vstage, order). `order` is the number among all trained parameters of the model; norms are
---- summed in this order.
+--- built.list is sorted by (vstage, order). `order` is a parameter's index among all trained parameters of the model.
+--- Norms are summed in this order.
 ---@param built ps.engine.Built
 ---@param group_of integer[]
 ---@param n_groups integer
@@ -482,13 +481,13 @@ function build.register(built, group_of, n_groups, where)
     local row = rows[i - 1]
     local apart = where.device ~= where.host
     local averages = entry.averages or {}
-    -- Returns the tensor for the compute device; the host's view of it goes into row.host.
+    -- Returns the tensor for the compute device. Stores the host's view of it in row.host.
     local function both(t, k)
       if apart then row.host[k] = ptr(seen_from(t, where.host)) end
       return ptr(apart and k > 0 and seen_from(t, where.device) or t)
     end
     row.param = both(entry.param, 0)
-    if entry.master ~= nil then row.master = both(entry.master, 1) end      -- nil: another rank has it
+    if entry.master ~= nil then row.master = both(entry.master, 1) end      -- nil if another rank holds the master
     for k, t in ipairs(averages) do row.state[k - 1] = both(t, k + 1) end
     row.n_states = #averages
     if apart and entry.master ~= nil and rawequal(entry.master, entry.param) then

@@ -13,16 +13,16 @@ local C = native.C
 
 local embed = {}
 
-local GAIN = 0.98           -- a table moves to the host if the step then takes less than this fraction of its time
+local GAIN = 0.98  -- an embedding matrix moves to the host if this reduces the step's time to less than this fraction
 
 ---@class ps.engine.Table
 ---@field name string
 ---@field module ps.nn.Embedding
 ---@field param ps.Tensor
 ---@field nbytes integer
----@field crossed integer bytes of rows that a step's lookups copy to the device, known after a dry run
+---@field crossed integer bytes of rows that a step's lookups copy to the device; set by a dry run
 
---- Returns whether a parameter is registered only as the table of one embedding.
+--- Returns whether a parameter is registered only as the weight of one embedding.
 ---@param entry {places: table[]}
 ---@return boolean
 function embed.is_table(entry)
@@ -35,7 +35,8 @@ function embed.add(tables, entry, param)
   tables[#tables + 1] = { name = entry.name, module = entry.places[1][1], param = param, nbytes = param:nbytes() }
 end
 
---- Returns whether the engine's tables may move to the host. Prints a note if the setting has no effect here.
+--- Returns whether the engine's embedding matrices may move to the host. Prints a note if the setting has no effect
+--- here.
 ---@param fields {cfg: ps.Config, device: integer, host: integer} of the engine
 ---@param note fun(text: string)
 ---@return boolean
@@ -63,8 +64,9 @@ local function set_of(list)
   return set
 end
 
--- Returns the seconds of a step, without its computation, with these tables on the host: its copies and updates
--- (hybrid.lua), plus the copies of lookups (rows to the device, gradients to the host), which all other work waits for.
+-- Returns the predicted seconds of a step, without its computation, if these embedding matrices are on the host. The
+-- sum consists of the step's copies and updates (hybrid.lua) and of the lookups' copies (rows to the device, gradients
+-- to the host), during which all other work waits.
 local function cost(engine, tables, list, split)
   put(engine, tables, set_of(list))
   local ok, best = pcall(split)
@@ -75,7 +77,7 @@ local function cost(engine, tables, list, split)
   return seconds
 end
 
--- Chooses the tables that make a step shorter when they are on the host, one after the other.
+-- Chooses, one after the other, the embedding matrices that shorten a step if they are on the host.
 local function paying(engine, tables, works, split)
   local chosen = {}
   local least = #works > 0 and cost(engine, tables, chosen, split)
@@ -87,7 +89,7 @@ local function paying(engine, tables, works, split)
   return chosen
 end
 
--- Tries tables on the host in dry runs. Returns those that work there, and true if dry runs are impossible.
+-- Tries in dry runs which embedding matrices can be on the host. Returns these, and true if dry runs are impossible.
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
@@ -109,18 +111,18 @@ local function possible(engine, tables, dry_run)
   return works, blind
 end
 
--- Returns the tables that all ranks chose. A rank that failed chose none. It raises its error after this exchange, so
--- that the others do not wait for it.
+-- Returns the embedding matrices that all ranks chose. A rank that failed chooses none, and raises its error after this
+-- exchange, so that no other rank waits for it.
 local function agreed(engine, tables, ok, chosen)
   local set, all = set_of(ok and chosen or {}), {}
   for _, t in ipairs(tables) do if engine.ranks:least(set[t] and 1 or 0) == 1 then all[#all + 1] = t end end
   return all
 end
 
---- Decides by dry runs of the first step which tables are on the host.
+--- Decides, by dry runs of the first step, which embedding matrices are on the host.
 ---@param engine ps.Engine
----@param dry_run fun(): integer? nil if the step cannot be run dry
----@param split fun(): ps.engine.Split? the best split of updates with the current places of tables
+---@param dry_run fun(): integer? returns nil if the step cannot be run dry
+---@param split fun(): ps.engine.Split? the best split of updates with the embedding matrices where they are now
 ---@return table<ps.engine.Table, boolean> on_host
 function embed.choose(engine, dry_run, split)
   local tables, told, blind = engine.built.tables, engine.cfg.use_cpu_embedding == true, false
@@ -140,14 +142,14 @@ function embed.choose(engine, dry_run, split)
   local on_host = set_of(chosen)
   put(engine, tables, on_host)
   if not told then return on_host end
-  if #tables == 0 then engine:note("use_cpu_embedding: the model has no nn.Embedding whose table no other module "
-    .. "has") end
-  if blind then engine:note("use_cpu_embedding: the uses of tables are not known before the first step, since the "
+  if #tables == 0 then engine:note("use_cpu_embedding has no effect: the model has no nn.Embedding, or other modules "
+    .. "use its weight, too") end
+  if blind then engine:note("use_cpu_embedding: the uses of embeddings are unknown before the first step, since the "
     .. "model reads values of tensors, which a dry run does not have") end
   for _, t in ipairs(blind and {} or tables) do
     if not on_host[t] then
-      engine:note(("use_cpu_embedding: %s stays on the device: ops other than lookups use it (a tied head, say), "
-        .. "or no op does"):format(t.name))
+      engine:note(("use_cpu_embedding: %s stays on the device: ops other than lookups use it (such as a tied "
+        .. "head), or no op uses it"):format(t.name))
     end
   end
   return on_host

@@ -35,17 +35,17 @@ local layout = {}
 layout.ALIGN = 128             -- elements; offsets of tensors are multiples of it
 layout.UNIT = 2048             -- elements; the size of a chunk is a multiple of it
 layout.SMALLEST = 1024         -- elements; the smallest size that can be set
-layout.SETS = 6                -- working sets of a chunk that must fit, so that copies can run ahead
+layout.SETS = 6                -- number of a chunk's working sets that must fit, so that copies can run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
 local MOVE_COST = 65536        -- elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
-local FOR_A_RANK = 16          -- chunks per rank at least, if the model is large enough
-local BLOCK_TENSORS = 32       -- in a longer block, sums of neighbours begin only at its first tensors
+local FOR_A_RANK = 16          -- least number of chunks per rank, if the model is large enough
+local BLOCK_TENSORS = 32       -- in a longer block, sums of adjacent tensors begin only at the first ones
 
 local ELEMENT = require("ps.core.dtype").nbytes
 -- Bytes per element of a trained parameter with Adam's master, exp_avg and exp_avg_sq in fp32. The gradient of a half
--- parameter takes the parameter's place; an fp32 parameter is its own master and has its own gradient.
+-- parameter is stored in the parameter's own memory. An fp32 parameter is its own master and has a separate gradient.
 local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 
 ---@class ps.layout.Entry
@@ -53,34 +53,35 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---@field dtype "bf16"|"fp16"|"fp32"
 ---@field trains boolean
 ---@field name? string
----@field states? ps.optimizers.State[] of its optimizer; it shares chunks only with tensors that have the same ones
+---@field states? ps.optimizers.State[] the states of its optimizer; the tensor shares chunks only with tensors that
+---  have the same states
 ---@field bytes? number bytes per element in all kinds of chunks, if it trains
----@field apart? boolean shares chunks only with other tensors that have it set
----@field vstage? integer its virtual stage, by number among those of this process (default 0)
----@field stays? boolean whether it stays on this rank from its first gather to the end of the step; absent: as the
----  configuration says
+---@field apart? boolean true if it shares chunks only with other tensors that are `apart`
+---@field vstage? integer index of its virtual stage among those of this process (default 0)
+---@field stays? boolean whether it stays on this rank from its first gather to the end of the step (default: the
+---  configuration's setting)
 
 ---@class ps.layout.Group
 ---@field dtype string
 ---@field trains boolean
 ---@field vstage integer
----@field stays? boolean that of its entries
----@field states? ps.optimizers.State[] those of its entries
----@field bytes number the most bytes per element of an entry, or 0 if it is unknown
+---@field stays? boolean value of `stays` in its entries
+---@field states? ps.optimizers.State[] the states of its entries
+---@field bytes number largest number of bytes per element among its entries, or 0 if it is unknown
 ---@field chunks integer number of chunks
 ---@field numel integer elements of its chunks
 ---@field used integer elements of its tensors
 
 ---@class ps.layout.Chunk
----@field group integer number in Layout.groups, from 1
----@field index integer number within the group, from 0
+---@field group integer index in Layout.groups, from 1
+---@field index integer index within the group, from 0
 ---@field numel integer elements, a multiple of UNIT
 ---@field used integer elements of its tensors
----@field alone? boolean holds one tensor that is larger than chunk_size
----@field tensors {index: integer, offset: integer}[] index: in the list of entries; offset: in elements
+---@field alone? boolean true if it holds only one tensor, which is larger than chunk_size
+---@field tensors {index: integer, offset: integer}[] `index` in the list of entries, `offset` in elements
 
 ---@class ps.layout.Layout
----@field chunk_size integer elements; the size asked for, rounded up to a multiple of UNIT
+---@field chunk_size integer requested size in elements, rounded up to a multiple of UNIT
 ---@field groups ps.layout.Group[] in order of first use
 ---@field chunks ps.layout.Chunk[] in order of first use
 ---@field numel integer
@@ -112,13 +113,13 @@ end
 
 local function check_size(size, key)
   if not whole(size, layout.SMALLEST) then
-    error(("chunk layout: %s = %s: expected elements (not bytes), a whole number of at least %d; larger tensors get "
+    error(("chunk layout: %s = %s: expected a whole number of elements (not bytes), at least %d; larger tensors get "
       .. "chunks of their own, so any such size works"):format(key, tostring(size), layout.SMALLEST))
   end
 end
 
--- Returns the chunk of `list` with room for `need` more elements: the newest, or one of the `lookback` before it, or
--- nil if there is none.
+-- Returns the chunk of `list` that has room for `need` more elements: the newest chunk, or one of the `lookback` chunks
+-- before it. Returns nil if there is none.
 local function place(list, need, capacity, lookback)
   for i = #list, math.max(1, #list - lookback), -1 do
     if list[i].fill + need <= capacity then return list[i] end
@@ -172,8 +173,8 @@ local function pack(entries, chunk_size, uniform, lookback)
   return made
 end
 
--- Packs into chunks of one size with the lookback that wastes least. Such chunks have unused tails, which a lookback
--- can fill.
+-- Packs into chunks of one size. Tries each lookback and keeps the one that wastes least, since a lookback can fill the
+-- unused tails of chunks.
 local function pack_best(entries, chunk_size, options)
   if not options.uniform then return pack(entries, chunk_size, false, options.lookback or 0) end
   if options.lookback then return pack(entries, chunk_size, true, options.lookback) end
@@ -190,9 +191,9 @@ local PACK = { uniform = "boolean", lookback = "whole" }
 --- Packs tensors into chunks of `chunk_size` elements (at least SMALLEST), in order.
 ---@param entries ps.layout.Entry[] in the order of use, tied tensors once
 ---@param chunk_size integer
----@param options? {uniform?: boolean, lookback?: integer} uniform: chunks of one size, except the last of a group;
----  lookback: the number of chunks before the newest that may be filled up (default 0; uniform: the one of 0 to 2 that
----  wastes least)
+---@param options? {uniform?: boolean, lookback?: integer} uniform: chunks have one size, except the last chunk of a
+---  group. lookback: number of chunks before the newest that may be filled (default 0; with `uniform` the value from 0
+---  to 2 that wastes least)
 ---@return ps.layout.Layout
 function layout.pack(entries, chunk_size, options)
   check_entries(entries)
@@ -200,9 +201,9 @@ function layout.pack(entries, chunk_size, options)
   return pack_best(entries, chunk_size, caller.options(options, "layout.pack", PACK))
 end
 
---- Returns the bytes per element in all kinds together. An update needs all of them at once.
+--- Returns the bytes per element in all kinds of chunks together, which an update needs at once.
 ---@param group {dtype: string, trains: boolean, bytes?: number} a group or an entry
----@param trained? number bytes if it trains (default 14 in a half dtype, 16 in fp32)
+---@param trained? number bytes per element if the group trains (default 14 in a half dtype, 16 in fp32)
 ---@return number
 function layout.state_bytes(group, trained)
   if not group.trains then return ELEMENT[group.dtype] end
@@ -213,19 +214,19 @@ end
 -- -- search ---------------------------------------------------------------------------------------------------------
 
 ---@class ps.layout.Row
----@field size integer elements of a chunk
+---@field size integer elements per chunk
 ---@field layout ps.layout.Layout
 ---@field waste_share number
----@field bytes number of all chunks of all kinds
----@field bytes_per_param number waste included
+---@field bytes number total of all chunks of all kinds
+---@field bytes_per_param number including waste
 ---@field set_bytes number the largest working set of a chunk that is not `alone`
----@field alone_bytes number the largest working set of a chunk that is `alone` (0: there is none)
----@field copies number a cost, described above; so are coarse and uneven
+---@field alone_bytes number the largest working set of a chunk that is `alone` (0 if there is none)
+---@field copies number cost described at the top of this file, like `coarse` and `uneven`
 ---@field coarse number
 ---@field uneven number
 ---@field score number waste_share + copies + coarse + uneven
 ---@field feasible boolean
----@field why? string why it is not feasible
+---@field why? string reason why it is not feasible
 
 -- Returns the reason why these chunks do not fit into `capacity` bytes of the fastest tier, or nil if they fit.
 local function obstacle(row, entries, capacity)
@@ -246,7 +247,7 @@ local function judge(entries, size, options)
   local made = pack_best(entries, size, options)
   local row = { size = made.chunk_size, layout = made, waste_share = made.waste_share, bytes = 0, set_bytes = 0,
     alone_bytes = 0 }
-  local squares = 0                                         -- sum over chunks of elements x bytes of the working set
+  local squares = 0  -- sum over chunks of elements times bytes of the working set
   for _, chunk in ipairs(made.chunks) do
     local set = chunk.numel * layout.state_bytes(made.groups[chunk.group], options.state_bytes)
     row.bytes, squares = row.bytes + set, squares + chunk.numel * set
@@ -270,8 +271,9 @@ local function judge(entries, size, options)
   return row
 end
 
--- Returns the repeated blocks of a model: runs of entries whose names are equal up to the first number ("h.0.", "h.1.",
--- ...). Each block is a list of its entries' elements. Blocks with the same total appear once.
+-- Returns the repeated blocks of a model. A block is a run of entries whose names are equal up to the first number
+-- ("h.0.", "h.1.", ...), as a list of its entries' elements. Of several blocks with the same total, only the first is
+-- listed.
 local function blocks_of(entries)
   local blocks, last, seen = {}, nil, {}
   for _, entry in ipairs(entries) do
@@ -297,7 +299,7 @@ end
 local function candidates(entries, min, max)
   local sizes, seen, total = {}, {}, 0
   for _, entry in ipairs(entries) do total = total + math.max(ALIGN, round_up(entry.numel, ALIGN)) end
-  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size gives one chunk anyway
+  max = math.max(min, math.min(max, round_up(total, UNIT)))  -- a larger size results in one chunk, too
   local function add(size)
     size = round_up(size, UNIT)
     if size >= min and size <= max and not seen[size] then
@@ -328,8 +330,8 @@ local function candidates(entries, min, max)
   return sizes
 end
 
--- Returns the range of sizes to try. It begins below the usual smallest size if that leaves no room to fetch ahead, or
--- too few chunks per rank.
+-- Returns the range of sizes to try. The range begins below the usual smallest size if that size leaves no room to
+-- fetch ahead, or too few chunks per rank.
 local function range(entries, options)
   local min, max = options.min or MI, options.max or 64 * MI
   if (options.ranks or 1) > 1 and not options.min then
@@ -366,17 +368,18 @@ end
 
 ---@class ps.layout.Options
 ---@field capacity? number bytes for chunks in the fastest tier, or nil if everything fits
----@field state_bytes? number bytes of a trained element in all kinds of chunks (default 14, fp32 16)
----@field min? integer elements, default 1 Mi (less if `capacity` or `ranks` needs less)
----@field max? integer elements, default 64 Mi
+---@field state_bytes? number bytes per trained element in all kinds of chunks (default 14, fp32 16)
+---@field min? integer elements (default 1 Mi, or less if `capacity` or `ranks` requires it)
+---@field max? integer elements (default 64 Mi)
 ---@field sizes? integer[] the only sizes to try
 ---@field chunk_size? integer the only size to try
 ---@field uniform? boolean as for pack
 ---@field lookback? integer as for pack
----@field ranks? integer number of ranks that share the chunks out (default 1)
+---@field ranks? integer number of ranks among which the chunks are shared (default 1)
 
 ---@class ps.layout.Search
----@field chosen ps.layout.Row the best feasible size; if there is none, the smallest; with `feasible` and `why`
+---@field chosen ps.layout.Row the best feasible size, or the smallest size if none is feasible; `feasible` and `why`
+---  tell which
 ---@field rows ps.layout.Row[] all sizes that were tried, in order of size
 
 --- Tries chunk sizes and chooses one.

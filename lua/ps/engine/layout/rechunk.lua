@@ -22,8 +22,8 @@ local finer = {}
 local info = ffi.new("ps_tier_info")
 local pieces = build.pieces
 
--- Moves one parameter with its state into the chunks of a row. It has no gradient now, and its gradient gets a new
--- place.
+-- Moves one parameter and its state into the chunks of a row. The parameter has no gradient now; its future gradient
+-- gets a new position.
 local function move_param(made, group, ids, at, where)
   local offset = at.offset
   local apart = made.master ~= nil and not rawequal(made.master, made.param)
@@ -36,7 +36,7 @@ local function move_param(made, group, ids, at, where)
   if made.grad ~= nil then made.grad = pieces.new_grad(made.param, group, where, ids, offset, made.name) end
 end
 
--- Returns the unit of each row of a layout; 0 if it does not train.
+-- Returns the unit of each row of a layout, which is 0 if the row does not train.
 local function units_of(made)
   local units, count = {}, 0
   for _, row in ipairs(made.chunks) do
@@ -47,8 +47,8 @@ local function units_of(made)
   return units
 end
 
--- Moves parameters into the rows of `plan`, except those in rows that stay. All ranks call it together. The host's
--- views of an owner's parameters (row.place) must be gone.
+-- Moves parameters into the rows of `plan`, except parameters whose rows are unchanged. All ranks must call it. The
+-- host's views of an owner's parameters (row.place) must have been dropped.
 local function move(built, plan, options)
   local shards, rows, kept, fresh, owners = options.shards, {}, units_of(built.layout), {}, {}
   local old_bytes, old_numel, old_rows = built.unit_bytes, built.unit_numel, built.unit_rows
@@ -94,8 +94,8 @@ local function move(built, plan, options)
   built.state_bytes = pieces.state_bytes()
 end
 
--- Returns the bytes of the largest parameter with its state, and its name. Its update needs them on the host at once,
--- whatever the chunk size.
+-- Returns the bytes of the largest parameter with its state, and the parameter's name. An update needs these bytes on
+-- the host at once, whatever the chunk size.
 local function least_set(engine, options)
   local most, name = 0, nil
   for _, row in ipairs(engine.built.list) do
@@ -106,10 +106,10 @@ local function least_set(engine, options)
   return most, name
 end
 
--- Returns the bytes of a chunk of `numel` elements in fp32, in the kind with the largest offset.
+-- Returns the bytes of an fp32 chunk with `numel` elements, in the kind with the largest offset.
 local function chunk_bytes(numel) return 4 * numel + kinds.most_extra(numel) end
 
--- Returns the elements of the largest chunk with several tensors.
+-- Returns the number of elements of the largest chunk that holds several tensors.
 local function largest_shared(engine)
   local most = 0
   for _, row in ipairs(#engine.built.list > 0 and engine.built.layout.chunks or {}) do
@@ -118,9 +118,8 @@ local function largest_shared(engine)
   return most
 end
 
---- Returns the largest new chunk size, as a fraction of the largest chunk. While tensors move, an old and a new chunk
---- are on the host at once, and the chunks of all kinds of a row exist twice on the tiers. Returns 0 if there is no
---- room.
+--- Returns the largest possible new chunk size, as a fraction of the largest chunk. While tensors move, an old and a
+--- new chunk are on the host at once, and all chunks of a row exist twice on the tiers. Returns 0 if there is no room.
 ---@param engine ps.Engine
 ---@return number
 function finer.limit(engine)
@@ -143,14 +142,15 @@ end
 local ROOM = { OP_CHUNKS = true, OP_BESIDE_RESIDENTS = true, RESIDENTS = true, HOMELESS = true }
 
 --- Returns the fraction of an op's chunks for which there is room, if a step cannot be planned and smaller chunks may
---- help. Else nil; the error then says why smaller chunks do not help, or that the configuration sets chunk_size.
+--- help. Otherwise returns nil, and the error says why smaller chunks do not help, or that the configuration sets
+--- chunk_size.
 ---@param engine ps.Engine
 ---@param problem any
 ---@return number?
 function finer.share(engine, problem)
   local sub = type(problem) == "table" and problem.sub
   if not ROOM[sub] then return nil end
-  -- If chunks live only on the first tier, room for two of the largest chunks stays free on the last tier.
+  -- If some chunks exist only on the first tier, room for two of the largest chunks is kept free on the last tier.
   if sub == "HOMELESS" and problem.lacking > 2 * chunk_bytes(largest_shared(engine)) then return nil end
   if engine.cfg.chunk_size then
     problem.msg = problem.msg .. "; a smaller chunk_size may also help"
@@ -163,7 +163,7 @@ function finer.share(engine, problem)
   if not split.next_size(engine.built.layout, 1) then
     return hopeless("each chunk already holds only one tensor")
   end
-  -- Parameters of other owners are gathered into buffers, of which smaller chunks need less.
+  -- Parameters of other owners are gathered into buffers, which are smaller if chunks are smaller.
   if left <= 0 and engine.zero_stage < 3 and not resident then return hopeless("there is room for no chunk at all") end
   local least, name = least_set(engine, place_options(engine))
   if problem.tier == "host" and left > 0 and least > left then
@@ -174,8 +174,8 @@ function finer.share(engine, problem)
   return math.min(left > 0 and left / problem.wanted or 0.5, 0.9, limit)
 end
 
---- Gives the model a layout with smaller chunks. All ranks call it between steps, without gradients, with the same
---- `part`.
+--- Replaces the model's layout by one with smaller chunks. All ranks must call it with the same `part`, between steps
+--- and without gradients.
 ---@param engine ps.Engine
 ---@param part number the fraction of an op's chunks for which there is room
 function finer.split(engine, part)

@@ -6,15 +6,15 @@
 local share = {}
 
 ---@class ps.Share
----@field owner integer[] by row of the layout: its rank
----@field stripe integer[] by row: its stripe, from 0; all rows of a stripe are in one group
+---@field owner integer[] rank of each row of the layout
+---@field stripe integer[] stripe of each row, from 0; all rows of a stripe are in one group
 ---@field stripes integer number of stripes
----@field bytes number[] by rank, from 1: the weight of its rows
+---@field bytes number[] total weight of each rank's rows, by rank from 1
 
---- Puts rows that have owners into stripes: neighbours of one group, at most one row per rank.
+--- Groups rows that have owners into stripes. A stripe consists of adjacent rows of one group, at most one per rank.
 ---@param rows {group: integer}[] in the order of the layout
----@param owner integer[] rank of each
----@return integer[] stripe of each, from 0
+---@param owner integer[] rank of each row
+---@return integer[] stripe of each row, from 0
 ---@return integer number of stripes
 function share.stripes(rows, owner)
   local stripes, count, open = {}, 0, {}
@@ -49,7 +49,7 @@ function share.out(rows, size, weight)
   return made
 end
 
---- Returns the bytes of the fullest rank relative to the mean, minus one.
+--- Returns the bytes of the rank with the most bytes, divided by the mean over ranks, minus one.
 ---@param made ps.Share
 ---@return number
 function share.imbalance(made)

@@ -7,10 +7,10 @@ local pack = require "ps.engine.layout.pack"
 local split = {}
 
 local UNIT = pack.UNIT
-local AT_MOST = 0.75                    -- fraction of the largest chunk, so that few tries reach any size
+local AT_MOST = 0.75  -- upper bound of the fraction of the largest chunk, so that few tries reach any size
 
---- Returns the next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split, or nil
---- if none can be.
+--- Returns the next size to try: the fraction `share` (at most AT_MOST) of the largest chunk that can be split. Returns
+--- nil if no chunk can be split.
 ---@param made ps.layout.Layout
 ---@param share number the fraction of an op's chunks for which there is room
 ---@return integer?
@@ -23,7 +23,7 @@ function split.next_size(made, share)
   return math.max(UNIT, math.floor(most * math.min(share, AT_MOST) / UNIT) * UNIT)
 end
 
---- Splits chunks of more than `size` elements. A chunk that stays is the same table. New chunks have the owner of the
+--- Splits chunks of more than `size` elements. An unsplit chunk keeps its Lua table. New chunks have the owner of the
 --- old chunk.
 ---@param made ps.layout.Layout
 ---@param numel integer[] elements of the tensors, by their `index` in chunks
@@ -51,7 +51,7 @@ function split.chunks(made, numel, size)
       for k, piece in ipairs(pack.pack(entries, size).chunks) do
         for _, at in ipairs(piece.tensors) do at.index = chunk.tensors[at.index].index end
         piece.group, piece.owner = chunk.group, chunk.owner
-        piece.index = k == 1 and chunk.index or group.chunks      -- a group's numbers have no gaps
+        piece.index = k == 1 and chunk.index or group.chunks      -- indices within a group have no gaps
         group.chunks = group.chunks + (k == 1 and 0 or 1)
         add(piece)
       end

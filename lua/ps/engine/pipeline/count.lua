@@ -26,19 +26,19 @@ local count = {}
 
 ---@class ps.engine.PartCost
 ---@field name string
----@field forward number floating-point operations of a micro-batch
----@field input number operations of the gradients of its inputs
----@field weight number operations of its parameters' gradients
+---@field forward number floating-point operations of its forward for one micro-batch
+---@field input number operations for the gradients of its inputs
+---@field weight number operations for its parameters' gradients
 ---@field numel integer elements of its parameters
----@field nbytes integer bytes of its parameters, in the types they compute in
----@field activations integer bytes that its forward keeps for its backward, with its outputs; 0 if it frees more
----  bytes of other parts than it keeps
----@field dropouts integer ops that draw masks
----@field first_dropout integer dropouts of the parts before it
----@field trains boolean it has a parameter that trains
+---@field nbytes integer bytes of its parameters, in the dtypes that they compute in
+---@field activations integer bytes that its forward keeps for its backward, including its outputs, or 0 if it frees
+---  more bytes of other parts than it keeps
+---@field dropouts integer number of ops that draw dropout masks
+---@field first_dropout integer number of dropouts in the parts before it
+---@field trains boolean whether one of its parameters trains
 ---@field carry ps.engine.Carry[] the tensors that it passes to the next part; empty for the last
 ---@field carry_nbytes integer
----@field out? ps.engine.Carry[] of the last part: its outputs
+---@field out? ps.engine.Carry[] outputs of the last part; nil in other parts
 ---@field uses string[] names of the parameters and buffers that its ops read, each the first name of a tied tensor
 ---@field region? {on: boolean, shape: integer[]} the state of the tensor-parallel region before the part
 
@@ -47,19 +47,19 @@ local count = {}
 ---@field shape integer[]
 ---@field dtype string
 ---@field nbytes integer
----@field needs_grad boolean the next part returns a gradient for it
+---@field needs_grad boolean whether the next part returns a gradient for it
 
 -- -- ops ------------------------------------------------------------------------------------------------------------
--- Returns whether a gradient reaches t, and whether t is a leaf, as a parameter is.
+-- Two predicates: whether a gradient reaches t, and whether t is a leaf, as a parameter is.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
 local function is_leaf(t) return t.node == nil end
 
--- A number for the bytes that a tensor and its views share.
+-- Returns a number that is equal for tensors that share a storage.
 local function storage_of(t) return tonumber(native.ffi.cast("uintptr_t", t.storage)) end
 
 local function size(t, d) return tonumber(t.shape_[d < 0 and t.ndim + d or d]) end
 
--- Adds a product of `flops`. Each listed input that requires a gradient adds `flops` to backward.
+-- Adds a product of `flops` operations. Each of the given inputs that requires a gradient adds `flops` to backward.
 local function product(cost, flops, ...)
   cost.forward = cost.forward + flops
   for i = 1, select("#", ...) do
@@ -81,21 +81,22 @@ local function attention(cost, flops, ...)
   end
 end
 
--- For ops by name: adds the operations of an op with inputs `x` (from 0) and attributes `a`. `flops` is the count of
--- ps_op_cost for the outputs that Lua gets, so an lm_loss that makes gradients in its forward counts as one product.
--- Rows of ops.def with the flag PRODUCT are one product of their first two inputs.
+-- Functions by op name. Each adds the operations of an op with inputs `x` (from 0) and attributes `a` to a cost.
+-- `flops` is the count of ps_op_cost for the outputs that Lua gets, so an lm_loss that computes gradients in its
+-- forward counts as one product. An op whose row in ops.def has the flag PRODUCT counts as one product of its first two
+-- inputs.
 local COSTS = {
   mlp = function(cost, flops, x, a)                                               -- [N, I] -> [N, H] -> [N, O]
     local inner, outer = size(x[0], -1), size(x[3], a.out_in ~= 0 and 0 or 1)
     local first = flops * inner / (inner + outer)
     product(cost, first, x[0], x[1])
     product(cost, flops - first, x[3])
-    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- of the second's input
+    if wants(x[0]) or wants(x[1]) then cost.input = cost.input + flops - first end   -- second input
   end,
   attention = function(cost, flops, x) attention(cost, flops, x[0], x[1], x[2]) end,
   attention_packed = function(cost, flops, x) attention(cost, flops, x[0]) end,
 }
-local COST_OF = {}                                                                -- by the op's number
+local COST_OF = {}                                                                -- entries of COSTS by op code
 for op, row in pairs(native.op_info) do
   if row.flags:find "PRODUCT" then
     COST_OF[op] = function(cost, flops, x) product(cost, flops, x[0], x[1]) end
@@ -113,7 +114,7 @@ function Watch:begin(op, n_in, ins, attrs)
   end
   local fn = COST_OF[op]
   if not fn then return nil end
-  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }         -- these belong to C and live until finish
+  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }  -- C owns these; they are valid until finish
 end
 local info = native.ffi.new "ps_op_cost_info"
 function Watch:finish(note, outs)
@@ -126,8 +127,8 @@ function Watch:empty() end                                                      
 function Watch:copied() end                                                       -- luacheck: ignore 212
 
 -- -- models ---------------------------------------------------------------------------------------------------------
---- Replaces tensors of modules with tensors of zeros. fp32 parameters get the dtype that they compute in. put_back
---- restores the old tensors.
+--- Replaces tensors of modules by tensors of zeros. fp32 parameters get the dtype that they compute in. The returned
+--- function put_back restores the old tensors.
 ---@param places ps.nn.PartTensor[]
 ---@param device string
 ---@param precision? string
@@ -152,7 +153,7 @@ end
 --- Returns all tensors of a model or of one of its parts, for count.stand_in.
 ---@param model ps.nn.Module
 ---@param part? ps.nn.Part
----@param more? string[] further names of parameters of the model
+---@param more? string[] names of further parameters of the model
 ---@return ps.nn.PartTensor[]
 function count.places_of(model, part, more)
   local places = {}
@@ -160,7 +161,7 @@ function count.places_of(model, part, more)
   return places
 end
 
--- A copy of the arguments with all tensors on meta, including those in tables.
+-- Returns a copy of the arguments with all tensors on meta, including tensors in tables.
 local function arguments_on_meta(value)
   if scope.is_tensor(value) then return create.empty(value:shape(), { dtype = value:dtype(), device = "meta" }) end
   if type(value) ~= "table" then return value end
@@ -194,7 +195,7 @@ local function carry_of(part, carry)
   return list, nbytes
 end
 
---- Adds the elements and bytes of a part's parameters to its cost, and whether one of them trains.
+--- Adds the elements and bytes of a part's parameters to its cost, and sets cost.trains if one of them trains.
 ---@param model ps.nn.Module
 ---@param part ps.nn.Part
 ---@param cost ps.engine.PartCost
@@ -209,8 +210,8 @@ function count.add_parameters(model, part, cost)
   end)
 end
 
--- A text that is equal for parts with equal modules, sizes and operations. Such parts keep the same bytes for their
--- backward.
+-- Returns a text that is equal for parts with the same modules, sizes and operations. Parts with the same text keep the
+-- same number of bytes for backward.
 local function likeness(part, cost)
   local said = {}
   for _, module in ipairs(part.modules or {}) do said[#said + 1] = tostring(module) end
@@ -225,8 +226,8 @@ end
 
 --- Returns the first names of a model's parameters and buffers.
 ---@param module ps.nn.Module
----@param key_of fun(t: ps.Tensor): any equal for tensors that count as one
----@return table<any, string> by key
+---@param key_of fun(t: ps.Tensor): any returns equal keys for tensors that count as one
+---@return table<any, string> names by key
 function count.first_names(module, key_of)
   local name_of = {}
   for _, iterate in ipairs { module.named_parameters, module.named_buffers } do
@@ -238,8 +239,8 @@ function count.first_names(module, key_of)
   return name_of
 end
 
--- Runs one forward of all parts. For the parts in `measured`, by number, it collects garbage before and after, to
--- measure the bytes that they keep.
+-- Runs one forward of all parts. For each part whose index is in `measured`, collects garbage before and after the part
+-- to measure the bytes that it keeps.
 local function pass(module, args, measured, cached)
   local list, rng = parts.of(module), random.state()
   local watch = setmetatable({ name_of = count.first_names(module, storage_of), used = {} }, Watch)
@@ -265,8 +266,8 @@ local function pass(module, args, measured, cached)
   return costs
 end
 
--- Collecting the garbage of a large model takes long, and most of its parts are alike: only the first of each kind is
--- measured.
+-- Collecting the garbage of a large model is slow and most of its parts are equal, so only the first part of each kind
+-- is measured.
 local function run(module, args, carries, cached)
   local list, costs = parts.of(module), pass(module, args, {}, cached)
   if carries then return costs end
@@ -283,14 +284,14 @@ local function run(module, args, carries, cached)
   return costs
 end
 
---- Counts what a model's parts cost for a micro-batch.
+--- Counts the costs of a model's parts for one micro-batch.
 ---@param module ps.nn.Module with parts()
 ---@param args any[] the model's arguments: tensors with a micro-batch's shapes, on any device
----@param precision? "fp32"|"bf16"|"fp16" the type in which parameters of fp32 compute (default fp32)
----@param carries? boolean true: count the tensors between parts, but not `activations`, for which garbage is collected
----  before and after each part
----@param cached? boolean true: a step of generate with cached keys and values: the batch has cached = true. Needs
----  `carries`
+---@param precision? "fp32"|"bf16"|"fp16" the dtype in which fp32 parameters compute (default fp32)
+---@param carries? boolean if true, counts the tensors between parts, but not `activations`, which require a garbage
+---  collection before and after each part
+---@param cached? boolean if true, counts a step of generate with cached keys and values (the batch has cached = true).
+---  Requires `carries`
 ---@return ps.engine.PartCost[]
 function count.parts(module, args, precision, carries, cached)
   local put_back = count.stand_in(count.places_of(module), "meta", precision)

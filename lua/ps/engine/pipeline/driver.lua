@@ -23,11 +23,12 @@ local C = native.C
 local FORWARD = C.PS_ACT_FORWARD
 
 ---@class ps.engine.RowDriver: ps.engine.Driver
----@field pipe ps.engine.Pipe the row
+---@field pipe ps.engine.Pipe the row of actions that it performs
 local Driver = { in_loops = true }
 Driver.__index = Driver
 
--- v: virtual stage; micro: micro-batch; both from 0. C performs the other actions.
+-- Functions that perform an action in Lua, by kind. `v` is the virtual stage and `micro` the micro-batch, both from 0.
+-- C performs the other actions.
 Driver.work = {
   [FORWARD] = function(engine, v, micro) return engine.run(engine.driver.forward, engine.driver, v, micro) end,
   [C.PS_ACT_NORM] = table_driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = table_driver.work[C.PS_ACT_UPDATE],
@@ -48,26 +49,25 @@ function Driver:forward(v, micro) return self.pipe:forward(v, micro) end
 function Driver:fingerprint() return self.pipe:fingerprint() end
 
 -- -- performing a row -------------------------------------------------------------------------------------------------
--- Returns the next event of the row (Pipe:next). On the way to it C performs backwards, weight gradients and
--- reductions.
+-- Returns the next event of the row (Pipe:next). Before it, C performs backwards, weight gradients and reductions.
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
-  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in one of these actions
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in an action of C
   if not ok then error(kind, 0) end
   local seconds = pipe:tell()
   if report and seconds > 0 then report:took(actions.PART[C.PS_ACT_BACKWARD], seconds) end
   return kind, v, micro
 end
 
--- Performs again the work of the segment at which the walk of C's action stopped.
+-- Repeats the work of the recompute segment at which the walk of C's action stopped.
 local function resume(engine, pipe, factor)
   local ok, problem = pcall(scope.resume, pipe:segment(), factor)
   if not ok then actions.fail(engine, problem) end
 end
 
--- Performs the row up to the next yield; before: called before each forward. Returns the yield's micro-batch, from 0,
--- or nil if the row has ended.
+-- Performs the row up to the next yield. `before` is called before each forward. Returns the yield's micro-batch, from
+-- 0, or nil if the row has ended.
 local function advance(self, dry, before)
   local engine, pipe = self.engine, self.pipe
   local s, report = state.of(engine), not dry and engine.report
@@ -119,20 +119,20 @@ end
 function Driver:end_dry() return self.pipe:drop_dry() end
 
 -- -- beginning --------------------------------------------------------------------------------------------------------
--- Returns all micro-batches of a loop. A pipeline needs them before its first turn.
+-- Returns all micro-batches of a loop. A pipeline needs them before its first iteration.
 local function all_of(engine, loop)
   local micros = { n = loop.count }
   for i = 1, loop.count do
     local given, rng = loop.take(i), random.state()
     given = hooks.ask("batch", engine, given) or given
-    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- so that the loader keeps them
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- so the loader frees none
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
   end
   return micros
 end
 
--- Rejects a call within a loop.
+-- Raises an error if a loop over micro-batches is running.
 local function check_free(self, what)
   if not self.pipe.row then return end
   ending.give_loop_up(self.engine, what .. " of this pipeline, or after one that was left early: each has to reach its "
@@ -141,20 +141,20 @@ end
 
 local SECOND = "a loop over micro-batches began within another loop"
 
--- Describes a loop over a pipeline, for errors. The text has `gather`, since ranks that gather would wait for those
--- that do not.
+-- Returns a description of a loop over a pipeline, for errors. The text mentions `gather`, since ranks with gather
+-- would wait for ranks without it.
 local function said(what, loop)
   return ("%s of %d micro-batches%s"):format(what, loop.count, loop.gather and " with gather = true" or "")
 end
 
--- Rejects hooks of the whole model, which no stage calls.
+-- Rejects hooks of the whole model, since no stage calls the whole model.
 local function check_hooks(engine)
   if not module_hooks.has(engine.module) then return end
   caller.error(("%s has hooks, and a pipeline never calls the whole model: register them on modules of its parts")
     :format(engine.module.class_name))
 end
 
--- Loads the micro-batches of a step's loop into the pipeline, and begins the step.
+-- Passes the micro-batches of a step's loop to the pipeline, and begins the step.
 local function enter(self, loop)
   local engine, pipe = self.engine, self.pipe
   check_free(self, SECOND)
@@ -167,14 +167,14 @@ end
 
 function Driver:compare(what) self.pipe:compare_begin(what) end
 
---- Refuses generate within a loop over micro-batches, and ranks that begin something else.
+--- Raises an error if generate is called within a loop over micro-batches, or if another rank begins something else.
 function Driver:begin_generate()
   check_free(self, "model:generate was called within a loop over micro-batches")
   self.pipe:compare_begin "generate"
 end
 
 -- -- turns ------------------------------------------------------------------------------------------------------------
--- Performs forwards and backwards until the loss of the turn's micro-batch has arrived.
+-- Performs forwards and backwards until the loss of the current micro-batch has arrived.
 function Driver:turn(loop)
   local pipe = self.pipe
   if loop.at == 0 then enter(self, loop) else pipe:check_unchanged() end
@@ -212,11 +212,11 @@ function Driver:look(loop)
   end)
 end
 
---- Runs a forward through all stages for generate. All rows are one micro-batch, since products of fewer rows have
---- different bits on the CPU. All ranks call it.
+--- Runs a forward through all stages for generate. All rows form one micro-batch, since products of fewer rows have
+--- different bits on the CPU. All ranks must call it.
 ---@param ids ps.Tensor int [R, n], on the device
 ---@param given table the batch that the parts read, including ids
----@return table<string, ps.Tensor>? output of the last part, on the rank of the last stage; else nil
+---@return table<string, ps.Tensor>? output of the last part on the rank of the last stage, nil on other ranks
 function Driver:once(ids, given)
   local pipe, rng, args = self.pipe, random.state(), { n = 1, ids }
   pipe:load { n = 1, [0] = { given = args, args = args, number = 0, sample = tonumber(rng.sample),

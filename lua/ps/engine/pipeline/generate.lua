@@ -12,13 +12,13 @@ local mesh = require "ps.dist.mesh"
 
 local pipe_generate = {}
 
----@class ps.engine.Staged a stand-in for the model; ps/pretrained/generate_rows.lua describes each function
+---@class ps.engine.Staged stand-in for the model (ps/pretrained/generate_rows.lua describes each function)
 ---@field where_ids? string
 ---@field next_logits fun(self: ps.engine.Staged, ids: ps.Tensor, at: table): ps.Tensor
 ---@field agreed fun(read: (fun(): table), told: fun(request: table): string[][]): table
 ---@field together fun(fn: fun(): boolean): boolean
 
--- Returns the logits [R, V] fp32 of a forward through the stages, on all ranks.
+-- Runs a forward through all stages. Returns the logits [R, V] in fp32 on all ranks.
 local function next_logits(engine, ids, at)
   local module, pipe = engine.module, engine.driver.pipe
   local out = engine.driver:once(ids, module:step_batch(ids, at))
@@ -30,8 +30,8 @@ local function next_logits(engine, ids, at)
   return pipe.group:broadcast(logits, pipe.stages.ranks[pipe.n])
 end
 
--- Returns the groups of ranks that must advance together. Each rank is in one group of each kind. ZeRO stage 3 gathers
--- parameters among ranks that have other rows, so these advance together, too.
+-- Returns the groups of ranks that must advance together, one group of each kind per rank. With ZeRO stage 3,
+-- parameters are gathered among ranks that have different rows, so these ranks must advance together, too.
 local function groups_of(engine)
   if engine.zero_stage == 3 then return { mesh.group "world" } end
   local list = { mesh.group "pp" }
@@ -39,8 +39,8 @@ local function groups_of(engine)
   return list
 end
 
--- Runs call(group, fn) with the first group, and for each further group a call whose fn is the previous call. All ranks
--- of all groups thus get the result.
+-- Runs call(group, fn) with the first group. For each further group, runs `call` with a function that makes the
+-- previous call. As a result, all ranks of all groups get the same result.
 local function among(groups, call, fn)
   for _, group in ipairs(groups) do
     local inner = fn
@@ -84,7 +84,7 @@ local function staged(engine)
   end })
 end
 
---- The generate of an engine whose model is shared by several ranks.
+--- Generates with an engine whose model is shared by several ranks.
 ---@param engine ps.Engine
 ---@param ... any the arguments of the module's generate
 ---@return integer[]|integer[][] ids

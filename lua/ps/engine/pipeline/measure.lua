@@ -12,7 +12,7 @@ local process = require "ps.core.process"
 
 local measure = {}
 
-local TIMES = 3                           -- runs of a part; the fastest counts
+local TIMES = 3                           -- runs per part, of which the fastest counts
 
 -- Waits until the device has finished all its work.
 local function wait(t)
@@ -25,7 +25,7 @@ local function zeros(like, device)
   return t
 end
 
--- Returns the seconds of a part's forward and of its backward. `from` are the tensors that the part receives
+-- Returns the seconds of a part's forward and of its backward. `from` describes the tensors that the part receives
 -- (ps.engine.Carry[]).
 local function run(part, from, batch, device)
   local carry = {}
@@ -43,7 +43,7 @@ local function run(part, from, batch, device)
   return middle - begin, process.now() - middle
 end
 
--- Returns the key of a part's kind: parts with the same counted costs are measured once.
+-- Returns the key of a part's kind. Parts with the same counted costs have the same key and are measured once.
 local function kind_of(cost)
   return ("%.17g %.17g %.17g %d"):format(cost.forward, cost.input, cost.weight, cost.numel)
 end
@@ -86,11 +86,11 @@ local function measured(module, costs, args, device, precision)
   return all
 end
 
---- Measures a model's parts, with or without data. The seconds of a backward are split in proportion to its counted
---- operations.
+--- Measures the time of a model's parts. The model can be with or without data. The seconds of a backward are split in
+--- proportion to its counted operations.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[] the result of count.parts for these arguments
----@param args any[] the model's arguments: only shapes matter
+---@param args any[] the model's arguments, of which only the shapes matter
 ---@param device string
 ---@param precision? string
 ---@return {name: string, forward: number, input: number, weight: number}[] seconds

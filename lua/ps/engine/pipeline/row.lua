@@ -34,19 +34,20 @@ local pipe = {}
 ---@field n integer virtual stages of the whole model
 ---@field rank integer of this process, among the stages
 ---@field size integer
----@field rows table<string, ps.engine.PipeRow> by number of micro-batches and purpose
----@field row ps.engine.PipeRow|false the row under way
+---@field rows table<string, ps.engine.PipeRow> rows by number of micro-batches and purpose
+---@field row ps.engine.PipeRow|false the current row
 ---@field how ffi.cdata* settings of a forward
----@field event ffi.cdata* ps_pipe_event, the one under way
----@field n_out integer tensors in `carried` that the forward under way returned
----@field counts table<string, ps.engine.PartCost[]> by the signature of a micro-batch
----@field micros ps.engine.PipeMicro[]|false of the loop under way, by number from 0
----@field first_key? string PipeMicro.key of the first micro-batch of that loop, or of the last one
----@field trains string which of the whole model's parameters trained when that loop began (trained.text)
----@field seed ffi.cdata*|number of random numbers, when that loop began
+---@field event ffi.cdata* the current ps_pipe_event
+---@field n_out integer number of tensors in `carried` that the current forward returned
+---@field counts table<string, ps.engine.PartCost[]> costs of the parts by the signature of a micro-batch
+---@field micros ps.engine.PipeMicro[]|false micro-batches of the current loop, by index from 0
+---@field first_key? string PipeMicro.key of the first micro-batch of the current loop, or of the last loop
+---@field trains string the parameters of the whole model that trained when the current loop began (trained.text)
+---@field seed ffi.cdata*|number seed of random numbers when the current loop began
 ---@field count integer micro-batches of the loop
----@field tells boolean listeners are called before and after each action of the step under way
----@field performed? integer micro-batches that the last dry run performed; the others repeated their effects
+---@field tells boolean whether listeners are called before and after each action of the current step
+---@field performed? integer number of micro-batches that the last dry run performed; it repeated their effects for the
+---  other ones
 ---@field marked integer micro-batches for which the script has called backward
 ---@field total number sum of the weights of marked micro-batches
 local Pipe = {}
@@ -54,42 +55,42 @@ Pipe.__index = Pipe
 
 ---@class ps.engine.PipeRow
 ---@field c ffi.cdata* ps_pipe, the executor
----@field table ps.pipe.Table lowered
----@field actions table[] {kind, number of the virtual stage among this rank's, micro-batch}
----@field keys table<integer, string> by micro-batch: the PipeMicro.key whose carries C expects
----@field whole boolean dry runs perform each micro-batch, since their effects differ
+---@field table ps.pipe.Table the table with transfers
+---@field actions table[] {kind, index of the virtual stage among this rank's, micro-batch}
+---@field keys table<integer, string> PipeMicro.key, by micro-batch, whose carries C expects
+---@field whole boolean true if dry runs perform each micro-batch, since micro-batches have different effects
 
 ---@class ps.engine.PipeMicro
 ---@field key string its signature
 ---@field given any[] the model's arguments
----@field args any[] the same on the device
----@field batch table|nil the batch of its parts; nil: batch_of makes it from args
----@field number integer from 0
----@field sample integer number of its first sample
----@field op integer number of its first dropout
+---@field args any[] the model's arguments on the device
+---@field batch table|nil the batch that the parts read, or nil if batch_of makes it from `args`
+---@field number integer its index, from 0
+---@field sample integer index of its first sample
+---@field op integer index of its first dropout
 ---@field targets ps.Targets|false
----@field loss number|nil set at its yield
----@field out table|nil output of the last virtual stage, on its rank, until the script's backward
+---@field loss number|nil its loss, set at its yield
+---@field out table|nil output of the last virtual stage; set on the rank of that stage until the script's backward
 
-local MICROS_A_STAGE = 4              -- assumed for the cut if the configuration sets no number of micro-batches
+local MICROS_A_STAGE = 4  -- micro-batches per stage, assumed for the cut if the configuration sets no number
 local ROOM = C.PS_PIPE_CARRY
--- Actions that a step counts, by their names in tables.
+-- kinds of actions that a step counts, by their names in tables
 local IN_STEP = { F = C.PS_ACT_FORWARD, B = C.PS_ACT_BACKWARD, I = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT,
   REDUCE = C.PS_ACT_REDUCE }
--- Actions that C performs.
+-- kinds of actions that C performs
 local OWN = { [C.PS_ACT_BACKWARD] = true, [C.PS_ACT_INPUT] = true, [C.PS_ACT_WEIGHT] = true, [C.PS_ACT_REDUCE] = true }
 local times = ffi.new("ps_pipe_times")
 local pipe_out = ffi.new("ps_pipe *[1]")
 local pointer_array, shape_array = array "ps_tensor *", array "ps_pipe_tensor"
 local carried, expected = pointer_array(ROOM), shape_array(ROOM)
 
--- Returns the table of a schedule, before transfers are added to it.
+-- Returns the table of a schedule without transfers.
 local function new_table(cut, size, micros, forward_only)
   return pipe_table.table { schedule = cut.schedule, stages = size, virtual_stages = cut.virtual_stages,
     micro_batches = micros, forward_only = forward_only }
 end
 
---- Returns the pipeline that a configuration asks for.
+--- Returns the pipeline that a configuration describes.
 ---@param cfg ps.Config
 ---@param group ps.Group the ranks of the stages
 ---@return ps.engine.Pipeline
@@ -100,9 +101,9 @@ function pipe.request(cfg, group)
     stages = group:size(), virtual_stages = cfg.pipeline.virtual_stages, micro_batches = micros } }
 end
 
---- Checks that all ranks cut the same model in the same way. Passes to the engine the ranks of the other stages, whose
---- gradients count in a norm, and those that have copies of tied parameters. All ranks call it before parameters are
---- registered.
+--- Checks that all ranks cut the same model in the same way. Tells the engine which ranks have the other stages, whose
+--- gradients count in a norm, and which ranks have copies of tied parameters. All ranks must call it before parameters
+--- are registered.
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
 ---@param built ps.engine.Built
@@ -115,11 +116,11 @@ function pipe.join(module, stages, built)
     local part = group:split(ranks, "tied")
     among = #ranks > 1 and part or nil
   end
-  local numbers = math.max(1, #built.list + #built.elsewhere)    -- at least 1: a model that only generates trains none
+  local numbers = math.max(1, #built.list + #built.elsewhere)    -- 1 if no parameter trains
   native.check(C.ps_engine_stages(native.ctx, group.c, among and among.c, numbers))
 end
 
---- Returns the pipeline of an engine.
+--- Creates the pipeline of an engine.
 ---@param engine ps.Engine
 ---@param stages ps.engine.Stages
 ---@param group ps.Group
@@ -137,8 +138,8 @@ function Pipe:close()
 end
 
 -- -- before a step ----------------------------------------------------------------------------------------------------
--- Returns this rank's row of actions and its executor for a step of `micros` micro-batches, made at the first call. All
--- ranks call this together.
+-- Returns this rank's row of actions, with its executor, for a step of `micros` micro-batches. The first call creates
+-- the row. All ranks must call it together.
 local function row_of(self, micros, forward_only)
   local key = micros .. (forward_only and " forward" or "")
   local found = self.rows[key]
@@ -165,11 +166,10 @@ end
 -- Returns whether this is a step of generate with cached keys and values.
 local function cached(micro) return micro.batch ~= nil and micro.batch.caches ~= nil end
 
-local NO_EXAMPLE = "pipeline: the model was cut by its numbers of parameters, since it was made before a batch was "
-  .. "known: ps.initialize { example = BATCH, ... } cuts it by counted operations, and finds heads that use a tied "
-  .. "table"
+local NO_EXAMPLE = "pipeline: the model was cut by parameter counts, since it was made before a batch was known: "
+  .. "ps.initialize { example = BATCH, ... } cuts it by counted operations, and finds heads with a tied embedding"
 
--- Counts a model that was cut before a batch was known.
+-- Counts the costs of a model that was cut before a batch was known.
 local function recount(self, args)
   local engine = self.engine
   if mesh.group("world"):rank() == 0 then engine:note(NO_EXAMPLE) end
@@ -177,8 +177,8 @@ local function recount(self, args)
   self.stages:recount(engine.module, args, engine.precision)
 end
 
--- Returns the costs of the model's parts for micro-batches like this one, and the tensors that each part passes to the
--- next.
+-- Returns the costs of the model's parts for micro-batches with the shapes of this one, including the tensors that each
+-- part passes to the next.
 local function counted(self, micro)
   local costs = self.counts[micro.key]
   if not costs then
@@ -214,15 +214,15 @@ end
 
 --- Returns this rank's actions in a step of `micros` micro-batches: forwards, backwards and reductions.
 ---@param micros integer
----@return table[] actions {kind, number of the virtual stage among this rank's, micro-batch}
+---@return table[] actions {kind, index of the virtual stage among this rank's, micro-batch}
 function Pipe:actions(micros)
   local list = {}
   for i, action in ipairs(row_of(self, micros, false).actions) do list[i] = action end
   return list
 end
 
---- Takes the micro-batches of a loop. The parameters that train decide which gradients stages send back.
----@param micros ps.engine.PipeMicro[] from 0; n: their number
+--- Stores the micro-batches of a loop. The parameters that train decide which gradients stages send back.
+---@param micros ps.engine.PipeMicro[] micro-batches by index from 0, and their number `n`
 function Pipe:load(micros)
   self.micros, self.count, self.marked, self.total = micros, micros.n, 0, 0
   self.trains, self.seed, self.training = trained.text(self.engine.module), random.state().seed,
@@ -234,8 +234,8 @@ function Pipe:load(micros)
   self.first_key = micros[0].key
 end
 
---- Refuses a turn of a training loop that has changed settings. The stages have already run ahead to other
---- micro-batches, so the numbers would depend on the schedule.
+--- Raises an error if a setting changed since an earlier iteration of the training loop. The stages have already run
+--- ahead to other micro-batches, so the results would depend on the schedule.
 function Pipe:check_unchanged()
   local function refuse(what)
     caller.error(what .. " within a loop over micro-batches of a pipeline, whose stages have run ahead to other "
@@ -266,10 +266,10 @@ function Pipe:fingerprint()
   return agree.text_hash(table.concat(said, " "))
 end
 
---- Compares what the ranks begin, since ranks that begin different things would wait for each other forever. All ranks
---- call it.
+--- Checks that all ranks begin the same action. Ranks that begin different actions would wait for each other forever.
+--- All ranks must call it.
 ---@param what string
----@param rows? boolean their micro-batches must be equal, too
+---@param rows? boolean whether their micro-batches must be equal, too
 function Pipe:compare_begin(what, rows)
   local texts = agree.texts(self.group, what .. "\n" .. (rows and self:fingerprint() or ""))
   for stage, text in ipairs(texts) do
@@ -288,9 +288,9 @@ function Pipe:compare_begin(what, rows)
   end
 end
 
--- Returns the micro-batches, from the first number up to but not including the second, that repeat the effects of those
--- before them in a dry run (ps_pipe_repeat). They are all except the first PS_PIPE_PERFORMED and the last, if they have
--- the shapes of the second one. 0, 0: none.
+-- Returns the micro-batches that repeat the effects of earlier ones in a dry run (ps_pipe_repeat), as the first index
+-- and the index after the last. All micro-batches repeat effects, except the first PS_PIPE_PERFORMED ones and the last
+-- one, if they have the shapes of the second. Returns 0, 0 if none do.
 local function repeated(self, row)
   local last = self.count - 1
   if row.whole or last <= C.PS_PIPE_PERFORMED then return 0, 0 end
@@ -298,8 +298,8 @@ local function repeated(self, row)
   return C.PS_PIPE_PERFORMED, last
 end
 
---- Begins the row of a step, dry or real, or of an evaluation.
----@param step ffi.cdata*|nil the ps_step under way; nil: only forwards
+--- Begins the row of a step or a dry run, or of an evaluation.
+---@param step ffi.cdata*|nil the current ps_step, or nil for only forwards
 ---@param dry? boolean
 function Pipe:begin(step, dry)
   local row = row_of(self, self.count, step == nil)
@@ -314,13 +314,14 @@ function Pipe:begin(step, dry)
   self.row = row
 end
 
---- Passes to C the settings of the last backward (or weight gradients) of each virtual stage, before C reaches the
---- first of them.
+--- Passes to C the settings of each virtual stage's last backward (or last weight gradients). It must be called before
+--- C reaches the first of these actions.
 ---@param how ffi.cdata* ps_action_how
 function Pipe:set_last(how) native.check(C.ps_pipe_settings(self.row.c, how)) end
 
---- Drops the row of a dry run that failed. The micro-batches stay for another dry run.
----@return boolean again it failed since micro-batches had different effects: another dry run has to perform each
+--- Drops the row of a dry run that failed. Keeps the micro-batches for another dry run.
+---@return boolean again whether it failed because micro-batches had different effects, so that another dry run has to
+---  perform each micro-batch
 function Pipe:drop_dry()
   local row = self.row
   if not row then return false end
@@ -331,21 +332,22 @@ function Pipe:drop_dry()
   return differed
 end
 
---- Returns whether the forward that is due repeats the effects of another micro-batch's: done() then performs it.
+--- Returns whether the due forward repeats the effects of another micro-batch's forward. In this case done() performs
+--- it.
 ---@return boolean
 function Pipe:is_again() return self.event.again ~= 0 end
 
 --- Reports to C that Lua's collector has run in a dry run.
 function Pipe:collected() C.ps_pipe_collected(self.row.c) end
 
---- Abandons the row. Other ranks' calls fail with the reason.
+--- Abandons the row. The calls of other ranks fail with the reason.
 ---@param why any
 function Pipe:abandon(why)
   if self.row then C.ps_pipe_abort(self.row.c, tostring(why)) end
   self.row, self.micros = false, false
 end
 
--- Notes the loss of a micro-batch, and its weight and hits, which the ops of the last virtual stage counted. All ranks
+-- Stores the loss of a micro-batch with its weight and hits, which the ops of the last virtual stage counted. All ranks
 -- have the same batch, and thus the same `places`.
 local function take_loss(micro, event)
   micro.loss = event.loss
@@ -355,9 +357,9 @@ local function take_loss(micro, event)
   micro.targets = { count = event.weight, places = math.max(places, event.weight) }
 end
 
---- Returns the next forward, recompute segment or yield, or nil if the row has ended. C performs the actions before it.
---- A backward, weight gradients or a reduction are returned only if Lua has work before C performs them (collects,
---- tell).
+--- Returns the next forward, recompute segment or yield. Returns nil if the row has ended. C performs the actions
+--- before it. A backward, weight gradients or a reduction are returned only if Lua has work to do before C performs
+--- them (collects, tell).
 ---@return integer? kind
 ---@return integer vstage of the model
 ---@return integer micro
@@ -372,16 +374,16 @@ function Pipe:next()
   self.row = false
 end
 
---- Returns whether Lua should collect garbage before the event under way.
+--- Returns whether Lua should collect garbage before the current event.
 ---@return boolean
 function Pipe:collects() return self.event.collect ~= 0 end
 
---- Returns the number of what the walk of the event under way stopped for.
+--- Returns the id of the segment, function or hook at which the walk of the current event stopped.
 ---@return integer id
 function Pipe:segment() return tonumber(self.event.segment) end
 
---- Notifies listeners that the actions that C performed before the event under way have ended, and that the action that
---- C performs next begins. Virtual stages have their numbers in the whole model.
+--- Notifies listeners that the actions that C performed before the current event have ended, and that the next action
+--- of C begins. Listeners get the indices of virtual stages in the whole model.
 ---@return number seconds that these actions took
 function Pipe:tell()
   local event = self.event
@@ -394,7 +396,7 @@ function Pipe:tell()
   return event.seconds
 end
 
---- Reports to C that the action has ended, and which tensors it returned.
+--- Reports to C that the action has ended, and passes the tensors that it returned.
 function Pipe:done()
   native.check(C.ps_pipe_done(self.row.c, self.n_out, carried))
   self.given = nil
@@ -405,7 +407,7 @@ end
 function Pipe:drop_output(number) self.micros[number].out = nil end
 
 --- Performs a row of forwards up to its next yield.
----@return integer? micro that of the yield, from 0, or nil if the row has ended
+---@return integer? micro the yield's micro-batch, from 0, or nil if the row has ended
 function Pipe:look()
   while true do
     local kind, v, micro = self:next()
@@ -428,17 +430,17 @@ local function come_in(self, names)
   return carry
 end
 
--- Puts the tensors of a list into C's array.
+-- Copies the tensors of a list into C's array.
 local function give(self, list)
   self.n_out = math.min(#list, ROOM)
   for i = 1, self.n_out do carried[i - 1] = list[i] end
 end
 
--- A tensor's name, dtype and sizes as text.
+-- Returns a tensor's name, dtype and sizes as text.
 local function line_of(name, dtype, shape) return ("%s %s %s"):format(name, dtype, table.concat(shape, " ")) end
 
--- Passes the outputs of a virtual stage to C. They must match those of the count without data, since the next stage
--- waits for these.
+-- Passes the outputs of a virtual stage to C. They must match the outputs that were counted without data, since the
+-- next stage waits for these.
 local function go_out(self, v, carry, names)
   local list = {}
   for i, t in ipairs(names) do
@@ -451,10 +453,10 @@ local function go_out(self, v, carry, names)
       error(("the parts of virtual stage %d returned %s, but %s when they were counted without data"):format(
         v, said, counted_as), 0)
     end
-    list[i] = given:contiguous()                             -- a view's bytes cannot be sent
+    list[i] = given:contiguous()                             -- the bytes of a view cannot be sent
   end
   give(self, list)
-  self.given = list                                          -- keeps the tensors' headers until done
+  self.given = list                                          -- keeps the tensors' headers alive until done()
 end
 
 -- Keeps the last virtual stage's output for the script, and passes its loss to C, which sends it to all ranks.
@@ -468,9 +470,9 @@ local function finish(self, micro, carry)
   local out = own and own_loss.of(own, carry, micro.args) or batch.output(carry)
   local loss = batch.loss(out)
   if loss == nil or loss:numel() ~= 1 then
-    error("the last returned no loss of one number, which a loop over the micro-batches of a pipeline sends to "
-      .. "all ranks: every batch needs targets (labels, or y of (x, y)), within ps.no_grad, too; model:generate takes "
-      .. "ids alone", 0)
+    error("the last part of the model returned no loss of one element, which a loop over the micro-batches of a "
+      .. "pipeline sends to all ranks: every batch needs targets (labels, or y of (x, y)), also in ps.no_grad; use "
+      .. "model:generate for ids without targets", 0)
   end
   micro.out = out
   local noted = not (micro.targets and micro.targets.explicit) and loss_weight.of(loss)
@@ -482,8 +484,8 @@ local function finish(self, micro, carry)
   give(self, list)
 end
 
---- Settings of the forward of a virtual stage. Its counters of random numbers (dropouts, samples) are those of one
---- process that runs all virtual stages in order.
+--- Returns the settings of a virtual stage's forward. Its counters of random numbers (dropouts, samples) have the
+--- values that they would have in one process that runs all virtual stages in order.
 ---@param v integer
 ---@param number integer
 ---@return ffi.cdata* how
@@ -510,15 +512,16 @@ function Pipe:forward(v, number)
   if v == self.n - 1 then finish(self, micro, out) else go_out(self, v, out, costs[last].carry) end
 end
 
--- A tensor for a loss that another rank computed. In training it requires a gradient, like the real one: a loss that a
--- script makes from it can then be assigned to this micro-batch.
+-- Returns a tensor for a loss that another rank computed. In training the tensor requires a gradient, like the real
+-- loss, so that a loss computed from it can be assigned to this micro-batch.
 local function loss_here(micro)
   -- a dry run has no loss
   local loss = devices.computes and create.tensor(micro.loss) or create.empty({}, { dtype = "fp32" })
   return loss:requires_grad(scope.grad_enabled())
 end
 
--- Returns the description that the last virtual stage would send of its output, for a dry run without that rank.
+-- Returns the description of its output that the last virtual stage would send. It is used in a dry run that lacks the
+-- last stage's rank.
 local function said_of(self, micro)
   local costs, lines = counted(self, micro), {}
   for _, t in ipairs(costs[#costs].out) do
@@ -527,7 +530,7 @@ local function said_of(self, micro)
   return table.concat(lines, "\n")
 end
 
--- Sends the tensors in the output of the last virtual stage to all ranks, except those in tables. All ranks call it.
+-- Sends the tensors in the last virtual stage's output to all ranks, except tensors in tables. All ranks must call it.
 local function gathered(self, micro)
   local names, root, lines = {}, self.stages.ranks[self.n], {}
   for name, t in pairs(micro.out or {}) do
@@ -553,7 +556,7 @@ end
 
 --- Returns the output that a script gets for a micro-batch whose loss has arrived.
 ---@param number integer
----@param gather? boolean all ranks get the tensors of the last virtual stage; all call it
+---@param gather? boolean if true, all ranks get the tensors of the last virtual stage, and all ranks must call this
 ---@return table out
 function Pipe:output(number, gather)
   local micro = self.micros[number]
@@ -561,10 +564,10 @@ function Pipe:output(number, gather)
   return micro.out or batch.partial { loss = loss_here(micro) }
 end
 
---- Notes that the script has called backward for the next micro-batch. C keeps the loss from here on.
----@param root ps.Tensor which the walk begins from, on the rank of the last virtual stage
+--- Notes that the script has called backward for the next micro-batch. From now on C keeps the loss.
+---@param root ps.Tensor from which the walk begins, on the rank of the last virtual stage
 ---@param weight number
----@param factor number on the walk's gradients: those of the micro-batch's own loss times the factor
+---@param factor number factor on the walk's gradients, relative to the gradients of the micro-batch's own loss
 function Pipe:mark(root, weight, factor)
   local micro = self.micros[self.marked]
   micro.factor = factor
@@ -573,7 +576,8 @@ function Pipe:mark(root, weight, factor)
   self.marked, self.total = self.marked + 1, self.total + weight
 end
 
---- After the last backward of a loop: an error if the stages' sums of loss weights differ. All ranks call it.
+--- Raises an error if the stages' sums of loss weights differ after the last backward of a loop. All ranks must call
+--- it.
 ---@param total number sum of this rank's weights
 function Pipe:check_weights(total)
   local all = create.empty({ self.size }, { dtype = "fp64" })

@@ -18,37 +18,37 @@ local pipe_table = require "ps.parallel.pipeline.table"
 
 local stages = {}
 
-local MOST_POSITIONS = 2048               -- at most this many positions in the batch for which costs are counted
+local MOST_POSITIONS = 2048               -- upper bound of the positions in the batch for which costs are counted
 
 ---@class ps.engine.Pipeline the pipeline of a configuration and the mesh
----@field table ps.pipe.Table its virtual stages, and the rank of each
----@field rank integer this rank's number along the pipeline, from 0
+---@field table ps.pipe.Table the virtual stages, and the rank of each one
+---@field rank integer this rank's index along the pipeline, from 0
 ---@field partition? string|integer[] how to cut the model (stages.cut)
----@field example? any[] a batch as model:micro_batches takes it, and its number of arguments n
+---@field example? any[] a batch in the form that model:micro_batches accepts, and its number of arguments `n`
 ---@field found? {costs: ps.engine.PartCost[], first: integer[], times?: ps.engine.CutTimes} the cut found before
 
 ---@class ps.engine.Stages
----@field parts ps.nn.Part[]|false false: the model's own forward runs the stages
+---@field parts ps.nn.Part[]|false parts of the model, or false if the model's own forward runs the stages
 ---@field costs ps.engine.PartCost[]
----@field first integer[] by virtual stage, from 1: its first part; then the number of parts plus 1
----@field ranks integer[] by virtual stage, from 1: its rank
----@field mine integer[] this rank's virtual stages, by number in the model, from 0
+---@field first integer[] index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
+---@field ranks integer[] rank of each virtual stage, from 1
+---@field mine integer[] this rank's virtual stages, as indices in the model from 0
 ---@field rank integer
 ---@field times? ps.engine.CutTimes
----@field vstages_of table<string, integer[]> by a parameter's or buffer's name (of a tied one, the first): the virtual
----  stages that use it
+---@field vstages_of table<string, integer[]> the virtual stages that use a parameter or buffer, by its name (a tied
+---  tensor's first name)
 local Stages = {}
 Stages.__index = Stages
 
 -- -- cutting --------------------------------------------------------------------------------------------------------
 -- Cuts `weights` into n contiguous non-empty runs so that the largest sum is as small as possible, and returns the
--- first index of each run. It bisects the bound of the sum. Of several equal cuts it chooses the one whose first runs
--- are fullest.
+-- first index of each run. It finds the smallest bound of the sum by bisection. Of several equal cuts it chooses the
+-- one with the fullest first runs.
 local function balance(weights, n)
   local function fits(bound)
     local first, sum = { 1 }, 0
     for i, w in ipairs(weights) do
-      local must = #weights - i < n - #first          -- each part that is left has to begin a run
+      local must = #weights - i < n - #first          -- each remaining part has to begin a run
       if i > first[#first] and (must or sum + w > bound) then
         if #first == n then return nil end
         first[#first + 1], sum = i, 0
@@ -112,7 +112,8 @@ local function by_cost(costs, table_)
   return counts, times
 end
 
--- Returns the weights for DeepSpeed's "type:NAME|NAME": 1 for a part with a module of such a class, 0 for others.
+-- Returns the weights for DeepSpeed's "type:NAME|NAME": 1 for a part that contains a module of a named class, 0 for
+-- other parts.
 local function of_type(how, list)
   local names, weights, any = how:match "^type:([%w_|]+)$", {}, false
   if not names then
@@ -133,22 +134,22 @@ local function of_type(how, list)
 end
 
 ---@class ps.engine.CutTimes
----@field makespan number of the cut, in operations or seconds
----@field equal number of a cut into equal numbers of parts
----@field bound number no cut can be faster
+---@field makespan number makespan of the cut, in operations or seconds
+---@field equal number makespan of a cut into equal numbers of parts
+---@field bound number lower bound of every cut's makespan
 ---@field bound_part? string the part that sets the bound
 
 --- Cuts a list of parts into the virtual stages of a table.
 ---@param costs ps.engine.PartCost[]
 ---@param table_ ps.pipe.Table
----@param how? string|integer[] "cost" (default; "best" too): the simulated step is shortest, by counted operations;
----  "measured": the same by measured seconds, which `costs` must have; "parameters": the largest number of parameters
----  per virtual stage is smallest; "uniform": the largest number of parts is; "type:NAME": the largest number of parts
----  with a module of that class is; a list: the number of parts in each virtual stage; else Megatron's layout,
----  "Et*3|(tt|)*29,m|L"
+---@param how? string|integer[] the method. "cost" (the default) or "best" minimises the simulated time of a step by
+---  counted operations. "measured" does so by measured seconds, which `costs` must contain. "parameters" minimises the
+---  largest number of parameters per virtual stage, "uniform" the largest number of parts, and "type:NAME" the largest
+---  number of parts with a module of that class. A list sets the number of parts in each virtual stage. Any other text
+---  is Megatron's layout, such as "Et*3|(tt|)*29,m|L"
 ---@param list? ps.nn.Part[] for "type:NAME"
----@return integer[] first by virtual stage, from 1: its first part; then the number of parts plus 1
----@return ps.engine.CutTimes? times of "cost" and "measured"
+---@return integer[] first index of the first part of each virtual stage, from 1, followed by the number of parts plus 1
+---@return ps.engine.CutTimes? times with "cost" and "measured"
 function stages.cut(costs, table_, how, list)
   local n, layers = table_.vstages, layers_of(costs)
   if layers < n then
@@ -182,7 +183,7 @@ function stages.cut(costs, table_, how, list)
 end
 
 -- -- stages ---------------------------------------------------------------------------------------------------------
--- For each part the names of the parameters and buffers that it declares, each the first name of a tied tensor.
+-- Returns, for each part, the names of the parameters and buffers that it declares. A tied tensor has its first name.
 local function declared(self, module)
   local name_of, all = count.first_names(module, nn_module.address), {}
   for i, part in ipairs(self.parts) do
@@ -196,8 +197,8 @@ local function declared(self, module)
   return all
 end
 
--- Refuses parts that overlap: a parameter that several parts declare must be used by each of them, as a tied table is.
--- uses: by part, the names that its ops read (ps.engine.PartCost.uses).
+-- Raises an error for parts that overlap: if several parts declare a parameter, each of them must use it, as with a
+-- tied embedding. `uses` has the names that each part's ops read (ps.engine.PartCost.uses).
 local function check_overlaps(self, names_of, uses)
   local by_name = {}
   for i, names in ipairs(names_of) do
@@ -219,8 +220,9 @@ local function check_overlaps(self, names_of, uses)
   end
 end
 
--- Returns the virtual stages that use each parameter and buffer, by name: those whose parts declare it, or read it in
--- the dry run that counted the parts. A head that reads a tied table need not declare it.
+-- Returns the virtual stages that use each parameter and buffer, by name. A virtual stage uses a tensor if one of its
+-- parts declares it, or reads it in the dry run that counted the parts. A head that reads a tied embedding need not
+-- declare it.
 local function users(self, module)
   local of, names_of, uses, counted = {}, declared(self, module), {}, true
   for i = 1, #self.parts do
@@ -243,10 +245,10 @@ local function users(self, module)
   return of
 end
 
--- Refuses a parameter whose gradients would be added in another order than that of its virtual stages. Each rank first
--- adds the gradients of its own virtual stages, in their order. Then the ranks' sums are added in the order of ranks
--- (src/engine/ties.c). With two virtual stages either order results in the same bits. With more, the order is that of
--- the virtual stages if their ranks ascend and only the lowest rank has several of them.
+-- Raises an error for a parameter whose gradients would not be added in the order of its virtual stages. Each rank
+-- first adds the gradients of its own virtual stages, in their order. Then the ranks' sums are added in the order of
+-- ranks (src/engine/ties.c). With two virtual stages both orders result in the same bits. With more, the orders agree
+-- if the ranks of the virtual stages ascend and only the lowest rank has several of them.
 local function check_order(self, name, list)
   if #list < 3 then return end
   local on, ordered = {}, true
@@ -262,7 +264,7 @@ local function check_order(self, name, list)
     table.concat(on, ", ")), 0)
 end
 
---- A model that is cut into virtual stages, as seen from one rank.
+--- Creates the view of one rank on a model that is cut into virtual stages.
 ---@param module ps.nn.Module
 ---@param costs ps.engine.PartCost[]
 ---@param first integer[] the result of stages.cut
@@ -291,10 +293,12 @@ function stages.new(module, costs, first, pipeline)
   return self
 end
 
---- A model that runs its stages in its own forward, as those of ps.bmt do: each rank has one virtual stage.
+--- Creates the stages of a model that runs its stages in its own forward, as models of ps.bmt do. Each rank has one
+--- virtual stage.
 ---@param module ps.nn.Module
----@param stage_of fun(tensor: ps.Tensor): integer? the stage, from 0, of a parameter or buffer; nil: all have it
----@param rank integer of this process, among the stages
+---@param stage_of fun(tensor: ps.Tensor): integer? returns the stage, from 0, of a parameter or buffer, or nil if all
+---  stages have it
+---@param rank integer index of this process among the stages
 ---@param size integer
 ---@return ps.engine.Stages
 function stages.of_itself(module, stage_of, rank, size)
@@ -313,8 +317,8 @@ function stages.of_itself(module, stage_of, rank, size)
   return self
 end
 
---- Returns the first of this rank's virtual stages that use a parameter, by its number among this rank's, or nil if
---- none uses it.
+--- Returns the first of this rank's virtual stages that use a parameter, as its index among this rank's virtual stages.
+--- Returns nil if none uses it.
 ---@param name string the first name of a tied parameter
 ---@return integer? vstage from 0
 function Stages:own(name)
@@ -323,8 +327,8 @@ function Stages:own(name)
   end
 end
 
---- Returns the other virtual stages of this rank that use a parameter, without own(), by their numbers among this
---- rank's.
+--- Returns the other virtual stages of this rank that use a parameter (all except own()), as indices among this rank's
+--- virtual stages.
 ---@param name string
 ---@return integer[]
 function Stages:other_uses(name)
@@ -335,15 +339,15 @@ function Stages:other_uses(name)
   return list
 end
 
---- Returns whether several virtual stages use one parameter, on any ranks.
+--- Returns whether several virtual stages, on any ranks, use one parameter.
 ---@return boolean
 function Stages:has_ties()
   for _, list in pairs(self.vstages_of) do if #list > 1 then return true end end
   return false
 end
 
---- Returns the place of a parameter or buffer on another rank, as text, or nil if it is on this rank. Buffers that no
---- part's modules hold are on all ranks.
+--- Returns the location of a parameter or buffer on another rank, as text. Returns nil if it is on this rank. Buffers
+--- that belong to no part are on all ranks.
 ---@param name string
 ---@return string?
 function Stages:elsewhere(name)
@@ -352,7 +356,7 @@ function Stages:elsewhere(name)
   return ("rank %d of the pipeline (virtual stage %d)"):format(self.ranks[list[1] + 1], list[1])
 end
 
---- Returns the other ranks that also hold a parameter of this rank, as copies of a tied table.
+--- Returns the other ranks that also hold a parameter of this rank, as with copies of a tied embedding.
 ---@param name string
 ---@return integer[]
 function Stages:sharers(name)
@@ -364,8 +368,8 @@ function Stages:sharers(name)
   return list
 end
 
---- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since copies of a tied
---- table are equal.
+--- Returns whether this rank saves a parameter or buffer. Only one rank of a pipeline does, since all copies of a tied
+--- embedding are equal.
 ---@param name string
 ---@return boolean
 function Stages:saves(name)
@@ -373,7 +377,7 @@ function Stages:saves(name)
   return (list and self.ranks[list[1] + 1] or 0) == self.rank
 end
 
---- Returns the ranks that hold copies of tied parameters, or nil if no parameter is on several ranks.
+--- Returns the ranks that hold copies of tied parameters, or nil if each parameter is on only one rank.
 ---@return integer[]?
 function Stages:copies()
   local found
@@ -397,7 +401,8 @@ function Stages:copies()
   return found and found.ranks
 end
 
---- Removes the tensors of other ranks' virtual stages from a state_dict. Rank 0 keeps the buffers that all ranks have.
+--- Removes the tensors of other ranks' virtual stages from a state_dict. Only rank 0 keeps the buffers that all ranks
+--- have.
 ---@param state table<string, ps.Tensor>
 function Stages:keep_own(state)
   for name in pairs(state) do
@@ -406,9 +411,9 @@ function Stages:keep_own(state)
   end
 end
 
---- Returns whether a state has no tensor that only other ranks hold, like a result of keep_own. It may be empty: other
---- ranks of the same stage may own all of it.
----@param state table<string, ps.Tensor>|table an open file has names()
+--- Returns whether a state contains no tensor that only other ranks hold, like a result of keep_own. Such a state can
+--- be empty, if other ranks of the same stage own all of it.
+---@param state table<string, ps.Tensor>|table a table of tensors, or an open file with names()
 ---@return boolean
 function Stages:is_own(state)
   if type(state) ~= "table" then return false end
@@ -419,8 +424,8 @@ function Stages:is_own(state)
 end
 
 --- Runs one of this rank's virtual stages.
----@param vstage integer number among this rank's, from 0
----@param carry table<string, ps.Tensor> outputs of the virtual stage before; {} for the first
+---@param vstage integer index among this rank's virtual stages, from 0
+---@param carry table<string, ps.Tensor> outputs of the previous virtual stage, {} for the first one
 ---@param batch table<string, any> the result of model:batch_of for the micro-batch
 ---@return table<string, ps.Tensor>
 function Stages:run(vstage, carry, batch)
@@ -429,7 +434,7 @@ function Stages:run(vstage, carry, batch)
 end
 
 --- Returns the cost of a virtual stage: the sums over its parts, and the carry of its last part.
----@param v integer number in the model, from 0
+---@param v integer index in the model, from 0
 ---@return ps.engine.PartCost
 function Stages:cost(v)
   local sum = { name = "virtual stage " .. v, forward = 0, input = 0, weight = 0, numel = 0, nbytes = 0,
@@ -446,8 +451,8 @@ function Stages:cost(v)
   return sum
 end
 
---- Returns whether a virtual stage sends a gradient back, because a tensor that it receives requires one.
----@param v integer number in the model, from 0
+--- Returns whether a virtual stage sends a gradient back because a tensor that it receives requires a gradient.
+---@param v integer index in the model, from 0
 ---@return boolean
 function Stages:sends_gradient(v)
   for _, carry in ipairs(v > 0 and self.costs[self.first[v + 1] - 1].carry or {}) do
@@ -456,17 +461,17 @@ function Stages:sends_gradient(v)
   return false
 end
 
---- Returns whether the costs are those of by_parameters, since no batch was known when the model was cut.
+--- Returns whether the costs are the result of by_parameters, since no batch was known when the model was cut.
 ---@return boolean
 function Stages:is_uncounted() return self.costs[1] ~= nil and self.costs[1].uses == nil end
 
---- Counts the costs for another batch. cost() and sends_gradient() use them from now on.
+--- Counts the costs for another batch. Afterwards cost() and sends_gradient() use these costs.
 ---@param module ps.nn.Module
 ---@param args any[] of a micro-batch
 ---@param precision? string
 function Stages:recount(module, args, precision) self.costs = count.parts(module, args, precision) end
 
---- Refuses a part that reads a parameter which its virtual stage does not hold.
+--- Raises an error if a part reads a parameter that its virtual stage does not hold.
 ---@param costs ps.engine.PartCost[] of a micro-batch
 function Stages:check_uses(costs)
   for v = 1, #self.ranks do
@@ -486,14 +491,14 @@ end
 
 -- -- making a model ---------------------------------------------------------------------------------------------------
 -- Returns the arguments of the call that counts the operations of a model's parts: the batch that ps.initialize got as
--- `example`, or those that the model itself makes, or nil if none are known.
+-- `example`, or the example that the model itself makes. Returns nil if there is none.
 local function example_of(module, pipeline)
   if pipeline.example then return pipeline.example end
   return type(module.example) == "function" and { module:example(1, MOST_POSITIONS) } or nil
 end
 
--- Returns the costs of a model's parts before a batch is known. Until then a part's number of parameter elements is
--- used in place of its operations. The parts are counted when the first batch arrives (row.lua).
+-- Returns the costs of a model's parts before a batch is known. Each part's number of parameter elements serves as its
+-- number of operations. The parts are counted when the first batch arrives (row.lua).
 local function by_parameters(module)
   local costs = {}
   for i, part in ipairs(parts.of(module)) do
@@ -506,8 +511,8 @@ local function by_parameters(module)
   return costs
 end
 
--- Returns the costs with the parts' seconds on rank 0's device instead of operations. All ranks use those of rank 0,
--- since they must make the same cut.
+-- Returns the costs with the parts' seconds on rank 0's device instead of operations. All ranks use rank 0's
+-- measurement, since they must cut the model in the same way.
 local function measured(module, costs, args, where)
   if not devices.computes then
     hooks.tell("plan_note",
@@ -534,7 +539,7 @@ end
 
 local MEASURES = 'pipeline.partition = "measured" runs the parts with a batch: ps.initialize { example = BATCH, ... }'
 
--- Counts a model's parts and cuts it.
+-- Counts a model's parts and cuts the model.
 local function cut_of(module, pipeline, where)
   local how, args = pipeline.partition, example_of(module, pipeline)
   if not args then
@@ -551,7 +556,8 @@ end
 --- Makes a model without values and cuts it into virtual stages.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
----@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: cuts the layers of the model
+---@param where {device: string, precision?: string, cut?: fun(module: ps.nn.Module)} cut: function that cuts the layers
+---  of the model
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.divide(model_func, pipeline, where)
@@ -567,13 +573,13 @@ function stages.divide(model_func, pipeline, where)
   return module, made
 end
 
---- Makes a model of which this process holds its own virtual stages. The random numbers, and so the bits, are those of
---- a process that makes the whole model.
+--- Creates a model of which this process holds only its own virtual stages. The random numbers, and thus the bits,
+--- equal those of a process that creates the whole model.
 ---@param model_func fun(): ps.nn.Module
 ---@param pipeline ps.engine.Pipeline
----@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module:
----  ps.nn.Module)} stage: called with each parameter of this process once it has its values; cut: cuts the layers of
----  the model without values
+---@param where {device: string, precision?: string, stage?: fun(parameter: ps.Tensor), cut?: fun(module: ps.nn.Module)}
+---  stage: called with each parameter of this process after its values were set. cut: cuts the layers of the model
+---  without values
 ---@return ps.nn.Module
 ---@return ps.engine.Stages
 function stages.make(model_func, pipeline, where)

@@ -22,7 +22,7 @@ local function leave_nothing(id)
   C.ps_engine_leftover(native.ctx, id, 1, left_out)
 end
 
--- Begins a step like trace `id`. If memory is short, it collects Lua's garbage and tries again.
+-- Begins a step that is expected to repeat trace `id`. If memory is short, collects Lua's garbage and tries again.
 local function begin_like(engine, key, id)
   if id then leave_nothing(id) end
   local rc = step.begin(engine, key, id)
@@ -32,8 +32,9 @@ local function begin_like(engine, key, id)
   return step.begin(engine, key, id)
 end
 
--- An op may have room only because other tensors take less at its trace index than at their peak. Memory then
--- alternates between these tensors and chunks in every step. Smaller chunks are preferred if they avoid this.
+-- Returns whether smaller chunks are preferable. An op may have room only because other tensors need less memory at its
+-- trace index than at their peak. Memory then alternates between these tensors and chunks in every step, which smaller
+-- chunks may avoid.
 local function rather_smaller(engine, forecast)
   local short = forecast.short
   if not short then return end
@@ -43,7 +44,7 @@ local function rather_smaller(engine, forecast)
   if rechunk.share(engine, problem) then error(problem, 0) end
 end
 
--- Finds or makes the trace for a step with these arguments, prints its plan if it is new, and begins it.
+-- Finds or creates the trace for a step with these arguments, prints its plan if the plan is new, and begins the step.
 local function plan_and_begin(engine, args, key)
   local id = engine.traces[key]
   local function look(forecast) rather_smaller(engine, forecast) end
@@ -53,7 +54,7 @@ local function plan_and_begin(engine, args, key)
     engine.unplanned[key] = id == nil or nil
   end
   local rc = begin_like(engine, key, id)
-  if rc == C.PS_ERANGE then                       -- the trace was dropped to make room for others
+  if rc == C.PS_ERANGE then                       -- the trace was dropped to make room for other traces
     engine.traces[key] = not engine.unplanned[key] and plan_step(engine, args, look) or nil
     id = engine.traces[key]
     rc = begin_like(engine, key, id)
@@ -61,8 +62,8 @@ local function plan_and_begin(engine, args, key)
   native.check(rc)
 end
 
--- Tries to begin a step. Returns nil: the step has begun; a fraction for rechunk.split: smaller chunks may help, or 0
--- if they may help, but a rank has no room for the new layout.
+-- Tries to begin a step. Returns nil if the step has begun. Otherwise returns a fraction for rechunk.split if smaller
+-- chunks may help, or 0 if they may help but a rank has no room for the new layout.
 local function try_step(engine, args, key)
   local function try()
     local ok, problem = pcall(plan_and_begin, engine, args, key)
@@ -77,7 +78,7 @@ local function try_step(engine, args, key)
   return share(problem) or error(problem, 0)
 end
 
---- Begins a step with these arguments: planned if possible, and with room for its ops.
+--- Begins a step with these arguments. Plans the step if possible, so that its ops have room.
 ---@param engine ps.Engine
 ---@param args any[]
 function begin.step(engine, args)

@@ -10,7 +10,7 @@ local ffi, C = native.ffi, native.C
 
 local forecasts = {}
 
--- A key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
+-- Returns a key of the arguments that decide which ops run: names, shapes and types of tensors, and other values.
 ---@param engine ps.Engine
 ---@param args any[]
 ---@return string
@@ -20,16 +20,17 @@ function forecasts.signature(engine, args)
   return table.concat(parts, " ")
 end
 
---- Runs a step without computing and returns the number of its trace. Returns nil if the model's code reads values,
---- since a dry run has none: the first step is then traced while it runs.
+--- Performs a dry run of a step and returns the id of its trace. Returns nil if the model's code reads values, since a
+--- dry run has none. In this case the first step is traced while it runs.
 ---@param engine ps.Engine
 ---@param args any[]
----@param like? integer a trace of this step: gathers from other ranks run ahead as in that trace
+---@param like? integer a trace of this step, whose gathers from other ranks run ahead as in that trace
 ---@return integer?
 function forecasts.dry_run(engine, args, like)
   local restore = random_state.keep()
-  -- Small tensors live until Lua's collector runs. Those of an earlier dry run would count in this one's peak. All of
-  -- its own are counted, so the peak holds no matter when the collector runs.
+  -- Small tensors live until Lua's collector runs. Tensors of an earlier dry run would count in this dry run's peak, so
+  -- they are collected first. All tensors of this dry run are counted, so its peak is valid whenever the collector
+  -- runs.
   local ok, id, problem = collector.without(step.dry_run, engine, args, like)
   restore()
   if not ok then error(id, 0) end
@@ -47,25 +48,27 @@ end
 ---@field tiers {name: string, is_file: boolean, budget: integer, peak: integer, other: integer}[] bytes
 ---@field fetched integer[] bytes per step into tier i (from 1), once steps repeat
 ---@field evicted integer[]
----@field resident integer bytes of chunks that live only on the first tier, since the last has no room
+---@field resident integer bytes of chunks that live only on the first tier, since the last tier has no room for them
 ---@field gathers integer stripes that a step gathers from other processes
----@field gathered integer their bytes
----@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its moment
+---@field gathered integer bytes of these stripes
+---@field short? ps.engine.Short the first op whose chunks have room only because other tensors take less at its trace
+---  index
 
 ---@class ps.engine.Short
 ---@field tier string
 ---@field wanted integer bytes of chunks that the op needs on the tier at once
----@field left integer bytes for chunks there, next to the peak of other tensors in the step
+---@field left integer bytes that the peak of the step's other tensors leaves for chunks on that tier
 
--- Returns the first op that has room only because other tensors are small at its trace index, or nil if there is none.
+-- Returns the first op that has room only because other tensors are small at its trace index. Returns nil if there is
+-- none.
 local function short_of(out, info)
   if out.wanted == 0 then return nil end
   native.check(C.ps_engine_tier_get(native.ctx, tonumber(out.short_tier), info))
   return { tier = ffi.string(info.name), wanted = tonumber(out.wanted), left = tonumber(out.left) }
 end
 
---- Returns the forecast of a step like trace `id`. If it does not fit, the error has fields with the tier and the
---- bytes.
+--- Returns the forecast of a step that repeats trace `id`. If the step does not fit, raises an error whose fields have
+--- the tier and the bytes.
 ---@param id integer
 ---@return ps.engine.Forecast
 function forecasts.of(id)
@@ -86,8 +89,8 @@ function forecasts.of(id)
   return forecast
 end
 
--- Returns the plan's line about the gradients that this process sends to their owners and keeps, or nil if every
--- process keeps its own.
+-- Returns the plan's line about the gradients that this process sends to their owners and the gradients that it keeps.
+-- Returns nil if every process keeps its own gradients.
 local function gradients_line(engine)
   local shards, bytes, parts = engine.ranks.shards, 0, false
   if not shards:gradients() then return nil end

@@ -12,20 +12,20 @@ local C = native.C
 
 local hybrid = {}
 
-local TRIES = 4             -- dry runs that search for the best split, in addition to those of the extremes
-local NEARLY = 0.98         -- a split is better if it takes less than this fraction of the other's seconds
-local APART = 0.3           -- fraction of the shorter phase (copies or updates) that does not overlap the longer one:
-                            -- nothing is updated while the first states are fetched and the last are evicted
-                            -- (bench/hybrid_adam.lua: predicted and measured)
+local TRIES = 4  -- number of dry runs that search for the best split, in addition to the dry runs of both extremes
+local NEARLY = 0.98         -- a split is better if its time is less than this fraction of the other split's time
+local APART = 0.3  -- fraction of the shorter phase (copies or updates) that does not overlap the longer one, since
+                            -- nothing is updated while the first states are fetched and while the last states are
+                            -- evicted (bench/hybrid_adam.lua compares predictions with measurements)
 
 ---@class ps.engine.Split
----@field on boolean[] by unit, from 1: updated on the device
+---@field on boolean[] whether each unit is updated on the device, by unit from 1
 ---@field count integer number of units that are updated on the device
 ---@field share number fraction of the parameters that may be updated on the device
 ---@field resident integer number of units, at most `count`, whose state fits into the margin
 ---@field id integer the trace of a step with this split
----@field seconds? number predicted for a step without forward and backward, from the three below, or nil if there was
----  nothing to decide
+---@field seconds? number predicted for a step without forward and backward, from the next three fields, or nil if there
+---  was nothing to decide
 ---@field link? number predicted seconds of copies per step
 ---@field host? number predicted seconds per step in which the host is busy with updates
 ---@field device? number predicted seconds of updates on the device per step
@@ -55,8 +55,8 @@ function hybrid.wanted(engine)
     and cfg.client.mem_tracer.margin_use_ratio > 0 and (offload.device == "none" or offload.ratio < 1))
 end
 
--- Returns the units that the device may update, which exclude tables that are looked up on the host; the number of
--- their parameters; and the number of parameters that the device may update at most.
+-- Returns the units that the device may update, which exclude embeddings that are looked up on the host. Also returns
+-- the number of their parameters, and the largest number of parameters that the device may update.
 local function candidates(engine)
   local built, offload = engine.built, engine.cfg.zero_optimization.offload_optimizer
   local on_host, list, numel, all = {}, {}, 0, 0
@@ -71,7 +71,8 @@ local function candidates(engine)
   return list, numel, math.min(numel, offload.device == "none" and numel or all * (1 - offload.ratio))
 end
 
--- Returns the margin by the forecast of a step: bytes on the device for optimizer state, next to the parameters.
+-- Returns the margin of a step's forecast: the bytes on the device that remain for optimizer state next to the
+-- parameters.
 local function margin_of(engine, forecast)
   local tier, params = forecast.tiers[1], 0
   if tier.budget == 0 then return math.huge end
@@ -82,8 +83,8 @@ local function margin_of(engine, forecast)
   return (tier.budget - tier.other - params) * engine.cfg.client.mem_tracer.margin_use_ratio
 end
 
--- Returns the first units whose state together fits into the margin, and their number. `most` is the largest number of
--- their parameters.
+-- Returns the first units whose state together fits into the margin, and their number. `most` is an upper bound of
+-- their number of parameters.
 local function within_margin(engine, units, most, margin)
   local on, count, built = {}, 0, engine.built
   for _, unit in ipairs(units) do
@@ -96,7 +97,7 @@ local function within_margin(engine, units, most, margin)
   return on, count
 end
 
--- Units with about the given share of the parameters, spread evenly over the model.
+-- Returns units with about the given share of the parameters, spread evenly over the model.
 local function spread(engine, units, share)
   local on, due = {}, 0
   for _, unit in ipairs(units) do
@@ -110,9 +111,9 @@ local function spread(engine, units, share)
   return on
 end
 
--- How much faster this optimizer updates a parameter than Adam, whose rates are measured. Speed is proportional to
--- bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is written, 8 for the master, and
--- twice the states.
+-- Returns the speed of this optimizer's update of a parameter relative to Adam's update, whose rate is measured. Speed
+-- is inversely proportional to the bytes per parameter: 2 for the gradient that is read, 2 for the parameter that is
+-- written, 8 for the master, and twice the bytes of the states.
 local function speed(engine)
   local bytes, numel = 0, 0
   for unit, states in ipairs(engine.built.unit_states) do
@@ -149,8 +150,9 @@ local function predict(engine, on, forecast)
   return split
 end
 
--- Returns the share at which copies take as long as updates on the host, by linear interpolation between two splits.
--- With one split, it assumes that each further unit copies its state and saves the host its update.
+-- Returns the share at which copies take as long as updates on the host. It interpolates linearly between two splits.
+-- Given only one split, it assumes that each further unit adds the copies of its state and removes its update from the
+-- host.
 local function balance(engine, units, numel, low, high)
   local gap = low.host - low.link
   if high then return low.share + (high.share - low.share) * gap / math.max(gap + high.link - high.host, 1e-9) end
@@ -164,22 +166,22 @@ local function same(a, b, units)
   return true
 end
 
--- Returns whether split a is better than b. A gain never justifies more disk traffic, since the disk is slower than the
--- links compared here.
+-- Returns whether split a is better than b. A split with more disk traffic is never better, since the disk is slower
+-- than the links compared here.
 local function better(a, b)
   if a.disk * NEARLY > b.disk then return false end
   if a.seconds < NEARLY * b.seconds then return true end
   return a.seconds <= b.seconds and a.moved < b.moved
 end
 
--- Returns the split with the fewest updates on the device for which the tiers have room. The plan with all updates on
--- the host lacks some bytes, for state that the last tier cannot hold and that must live on the device. Raises the
--- plan's error if no such split exists.
+-- Returns the split with the fewest updates on the device for which the tiers have room. It is needed if the plan with
+-- all updates on the host does not fit because the last tier cannot hold all state, so some state must live on the
+-- device. Raises the plan's error if no such split exists.
 local function least(engine, units, numel, most, try, problem)
   if problem.sub ~= "HOMELESS" or not hybrid.wanted(engine) or numel == 0 then error(problem, 0) end
   local bytes, share = 0, 0
   for _, unit in ipairs(units) do bytes = bytes + engine.built.unit_bytes[unit] end
-  bytes = bytes + 2 * numel                             -- their parameters stay there, too
+  bytes = bytes + 2 * numel                             -- the parameters of these units stay on the device, too
   while true do
     share = math.max(share + 1 / #units, share + problem.lacking / bytes)
     if share > most / numel and share - 1 / #units >= most / numel then error(problem, 0) end
@@ -192,7 +194,7 @@ local function least(engine, units, numel, most, try, problem)
 end
 
 -- Searches for the best split between `low`, whose updates on the host take longer than its copies, and the other
--- extreme, at which the device updates every unit that it may.
+-- extreme, in which the device updates every unit that it may update.
 local function search(engine, units, numel, low, most, try)
   local best, high = low, nil
   local function look(share)
@@ -207,17 +209,18 @@ local function search(engine, units, numel, low, most, try)
       break
     end
     local split = look(share)
-    if not split then return best end                   -- no room for this share, nor for a larger one
+    if not split then return best end                   -- neither this share nor a larger one has room
     if split.host > split.link then low = split else high = split end
   end
   look(most)
   return best
 end
 
---- Splits the updates: decides where each unit is updated.
+--- Decides where each unit is updated.
 ---@param engine ps.Engine
----@param dry_run fun(like?: integer): integer? runs a step dry, like a trace; nil if it cannot be run dry
----@return ps.engine.Split? nil if no step can be run dry: the host then updates all units
+---@param dry_run fun(like?: integer): integer? performs a dry run of the step that repeats trace `like`; returns nil if
+---  the step cannot be run dry
+---@return ps.engine.Split? split nil if no step can be run dry; the host then updates all units
 function hybrid.place(engine, dry_run)
   local forecast = require("ps.engine.plan.forecast").of
   apply(engine, {})
@@ -234,7 +237,7 @@ function hybrid.place(engine, dry_run)
       if type(seen) == "table" and seen.name == "ENOMEM" then return nil, seen end
       error(seen, 0)
     end
-    if base and seen.short and not base.forecast.short then return nil, seen end       -- room for it would cost time
+    if base and seen.short and not base.forecast.short then return nil, seen end  -- making room for it would cost time
     local split = predict(engine, on, seen)
     split.id, split.all_host, split.share, split.forecast = like, base or split, share, seen
     return split
@@ -254,7 +257,7 @@ function hybrid.place(engine, dry_run)
   local on, resident = within_margin(engine, units, most, margin_of(engine, base.forecast))
   local kept = 0
   for unit in pairs(on) do kept = kept + engine.built.unit_numel[unit] end
-  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is used in any case
+  local best = resident > 0 and try(on, kept / numel) or base        -- the margin is always used
   if best.host > best.link and kept < most then
     best = search(engine, units, numel, best, most / numel, try)
   end

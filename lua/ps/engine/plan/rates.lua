@@ -14,18 +14,18 @@ local rates = {}
 ---@field up number bytes per second from the host to the device, with both directions busy
 ---@field down number bytes per second from the device to the host
 ---@field at_once number fraction of the device's time in Adam during which the host is free
----@field seconds number of the measurement, or 0 if nothing was measured
+---@field seconds number duration of the measurement, or 0 if nothing was measured
 ---@field given table<string, boolean> the speeds that the configuration set
 
 rates.KEYS = { "host_adam", "device_adam", "up", "down", "at_once" }
 
--- Bytes of the trial on each side. If the host holds much state, the trial must exceed the caches: on a server with an
--- H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
+-- Bytes of the trial on the host and on the device. If the host holds much state, the trial must exceed the caches: on
+-- a server with an H200, Adam was 1.4 times as fast on 56 MiB as on 300 MiB.
 local ENOUGH, MOST, HOST_SHARE = 72 * 2 ^ 20, 512 * 2 ^ 20, 256
 local out = ffi.new("ps_rates")
-local known = {}                              -- by device: { nbytes =, rates = }
+local known = {}                              -- results by device: { nbytes =, rates = }
 
---- Speeds as a line of text.
+--- Returns speeds as a line of text.
 ---@param r ps.Rates
 ---@return string
 function rates.text(r)
@@ -39,12 +39,12 @@ local shown = { __tostring = rates.text }
 
 local supposed
 
---- Sets the speeds of a simulated machine, for all its devices.
----@param r table<string, number>|nil by KEYS
+--- Sets the speeds of a simulated machine, which all its devices have.
+---@param r table<string, number>|nil speeds by KEYS
 function rates.suppose(r) supposed = r and setmetatable(r, shown) end
 
---- Returns the speeds that this process measured, with at most `nbytes` of memory on each side. It measures if it has
---- not done so, or if it used much less memory than is allowed this time.
+--- Returns the speeds that this process measured, with at most `nbytes` of memory on the host and on the device.
+--- Measures them if it has not done so, or if the last measurement used much less memory than is allowed now.
 ---@param device string|integer
 ---@param nbytes? integer
 ---@return ps.Rates
@@ -66,10 +66,10 @@ function rates.measured(device, nbytes)
   return r
 end
 
---- Returns the speeds by which an engine plans: those of its configuration, and measured ones for the others. Each is
---- the minimum over all ranks, so that all ranks make the same decisions.
+--- Returns the speeds on which an engine bases its plans. Speeds that the configuration does not set are measured. Each
+--- speed is the minimum over all ranks, so that all ranks make the same decisions.
 ---@param engine ps.Engine
----@param least? fun(value: integer): integer minimum over all ranks, or nil if there is one rank
+---@param least? fun(value: integer): integer returns the minimum over all ranks; nil if there is one rank
 ---@return ps.Rates
 function rates.of(engine, least)
   local cfg, r, missing = engine.cfg, setmetatable({ seconds = 0, given = {} }, shown), false

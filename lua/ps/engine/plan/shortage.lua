@@ -9,10 +9,10 @@ local shortage = {}
 
 local KEY = { device = "memory.device", host = "memory.host", disk = "memory.disk.limit" }
 
---- Returns the bytes that a trained parameter and a frozen one take on this process: the average share if ranks share
---- the state.
----@param stage integer of zero_optimization
----@param size integer processes
+--- Returns the bytes per trained parameter and per frozen parameter on this process. If ranks share the state, they are
+--- the average share.
+---@param stage integer zero_optimization.stage
+---@param size integer number of processes
 function shortage.bytes_each(options, stage, size)
   local half = options.precision ~= "fp32"
   local param, grad = half and 2 or 4, 0
@@ -22,7 +22,7 @@ function shortage.bytes_each(options, stage, size)
   return kept + share(grad, 2) + share(options.state_bytes - param - grad, 1), kept
 end
 
--- "memory.host 20.0 MiB and memory.disk.limit 1.0 GiB", and the sum of all budgets in bytes.
+-- Returns the budgets as text ("memory.host 20.0 MiB and memory.disk.limit 1.0 GiB"), and their sum in bytes.
 local function budgets()
   local texts, sum = {}, 0
   for i, tier in ipairs(chunks.tiers()) do
@@ -32,7 +32,7 @@ local function budgets()
   return table.concat(texts, " and "), sum
 end
 
--- Returns remedies, as keys of the configuration.
+-- Returns the remedies, as keys of the configuration.
 local function advice(options, shared)
   local tiers, keys, has = chunks.tiers(), {}, {}
   for i, tier in ipairs(tiers) do
@@ -45,13 +45,13 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- Adds the bytes of the whole model to the error of a model for which there was no room. Returns any other error as it
---- is.
+--- If the error says that there was no room for a model, adds the bytes of the whole model to it. Returns any other
+--- error unchanged.
 ---@param problem any
 ---@param counted? {numel: integer, trained: integer} parameters of the model, if they can be counted
 ---@param options table the options of build.place
----@param stage integer of zero_optimization
----@param size integer processes
+---@param stage integer zero_optimization.stage
+---@param size integer number of processes
 ---@return any
 function shortage.explain(problem, counted, options, stage, size)
   local lack = type(problem) == "table" and (problem.name == "ENOMEM" or problem.name == "ENOSPC")
@@ -61,7 +61,7 @@ function shortage.explain(problem, counted, options, stage, size)
   local text, sum = budgets()
   local whole = ("%s of state (%.0f parameters, %.4g bytes per trained one%s)"):format(readable.bytes(state),
     counted.numel, each, stage > 0 and (" on each of %d processes"):format(size) or "")
-  local said, holders = problem.msg:match "^([^\n]*)(.*)$"            -- the largest tensors are a list after it
+  local said, holders = problem.msg:match "^([^\n]*)(.*)$"  -- the list of the largest tensors follows the message
   if state > sum then
     problem.msg = ("the model does not fit: it has %s, but the budgets hold %s: %s; %s. It failed at: %s"):format(
       whole, readable.bytes(sum), text, advice(options, size > 1 and stage < 3), problem.msg)

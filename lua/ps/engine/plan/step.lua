@@ -7,7 +7,7 @@ local forecasts = require "ps.engine.plan.forecast"
 local hybrid = require "ps.engine.plan.hybrid"
 local readable = require "ps.core.readable"
 
-local HIGHER = 1.25               -- times a printed peak; above it, another plan is printed
+local HIGHER = 1.25               -- factor on the printed peak; above it, another plan is printed
 
 -- Refuses a plan that moves chunks although offload_optimizer.device is "none".
 local function check_stays(engine, forecast)
@@ -22,13 +22,13 @@ end
 
 ---@class ps.engine.PlanState
 ---@field adam_split ps.engine.Split|false the updates that run on the device (engine/plan/hybrid.lua)
----@field forecast ps.engine.Forecast|false of the last plan
----@field no_finer boolean a rank has no room to move the model into smaller chunks
----@field printed table|false the facts that the printed plans contain
----@field tables_on_host table<ps.engine.Table, boolean>|false tables of nn.Embedding that are on the host
+---@field forecast ps.engine.Forecast|false forecast of the last plan
+---@field no_finer boolean true if a rank has no room to move the model into smaller chunks
+---@field printed table|false the facts of the printed plans
+---@field tables_on_host table<ps.engine.Table, boolean>|false embedding matrices that are on the host
 
--- Returns whether a plan differs enough from the printed ones to be printed: another layout, the first moves, the first
--- op that lacks room, or a clearly higher peak. Plans for batches of other sizes differ by less.
+-- Returns whether a plan must be printed because it differs from the printed ones: by another layout, the first moves,
+-- the first op that lacks room, or a clearly higher peak. Plans for batches of other sizes differ by less.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false
@@ -58,7 +58,7 @@ end
 return function(engine, args, look)
   local function dry_run(like)
     local id = forecasts.dry_run(engine, args, like)
-    if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end  -- gathers run ahead
+    if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end  -- gathers ahead
     return id
   end
   local function split() return hybrid.place(engine, dry_run) end

@@ -24,18 +24,17 @@ local ffi, C = native.ffi, native.C
 local data_parallel = {}
 
 ---@class ps.engine.Ranks
----@field world ps.Group all ranks: for agreements and failures
+---@field world ps.Group all ranks, for agreements and failures
 ---@field dp ps.Group the ranks that train the same parameters, whose gradients and losses are summed
----  (ps/dist/mesh.lua); only this rank if all others have other parts of the model
+---  (ps/dist/mesh.lua); only this rank if all other ranks have other parts of the model
 ---@field tp? ps.Group the ranks that share the same layers
----@field noted string[] hashes of the micro-batches, and weights of the losses, since the last begin of a step, if
----  there is tp
+---@field noted string[] hashes of micro-batches and weights of losses since the last begin of a step, if `tp` is set
 ---@field shards ps.engine.Sharding
 local Ranks = {}
 Ranks.__index = Ranks
 
--- Connects the ranks' devices along these axes if all ranks can. If not, bytes are sent through host memory, unless
--- init_distributed forbade that.
+-- Connects the ranks' devices along these axes if all ranks can be connected. Otherwise bytes are sent through host
+-- memory, unless init_distributed forbade this.
 local function connect(engine, groups)
   local noted = false
   for _, group in ipairs(groups) do
@@ -52,8 +51,8 @@ local function connect(engine, groups)
   end
 end
 
---- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. Called if there
---- are several ranks.
+--- Checks that the ranks read the same configuration, and sets up the sharing of the engine's chunks. It is called if
+--- there are several ranks.
 ---@param engine ps.Engine
 ---@return ps.engine.Ranks
 function data_parallel.new(engine)
@@ -63,9 +62,9 @@ function data_parallel.new(engine)
   local groups = { self.dp }
   for _, axis in ipairs { "tp", "pp" } do groups[#groups + 1] = mesh.group(axis) end
   connect(engine, groups)
-  random_state.share(self.world)                   -- all ranks make the same model
+  random_state.share(self.world)                   -- all ranks create the same model
   local reshard = engine.cfg.zero_optimization.reshard_after_forward
-  local cut = engine.cfg.pipeline.stages > 1               -- otherwise there are exchanges for each micro-batch
+  local cut = engine.cfg.pipeline.stages > 1               -- otherwise ranks exchange data for each micro-batch
   if self.tp then
     native.check(C.ps_engine_tensor_parallel(native.ctx, self.tp.c))
   end
@@ -74,12 +73,14 @@ function data_parallel.new(engine)
   return self
 end
 
--- Refuses loaders that read different data, or in a different order: nothing else would report such ranks.
----@param records table<string, number>[] of all ranks; data: the hash of the loader's data, or 0 if there is no loader
+-- Raises an error if loaders read different data or read it in a different order, since no other check would notice
+-- this.
+---@param records table<string, number>[] records of all ranks. `data` is the hash of the loader's data, or 0 if there
+---  is no loader
 function Ranks:compare_data(records)
   local alike = true
   for _, record in ipairs(records) do
-    if record.data == 0 then return end            -- that rank's batches come from another source
+    if record.data == 0 then return end            -- the batches of that rank come from another source
     alike = alike and record.data == records[1].data
   end
   self.data_compared = true
@@ -94,7 +95,7 @@ function Ranks:compare_data(records)
   end
 end
 
--- Returns the rank with the first layers, or the first part of them, in the model replica that a rank belongs to.
+-- Returns the rank with the first layers, or with the first part of these layers, in the model replica of a rank.
 local function first_of_copy(rank)
   local tp, dp = mesh.size "tp", mesh.size "dp"
   return math.floor(rank / tp) % dp * tp
@@ -106,15 +107,15 @@ local function same_stage(a, b)
   return math.floor(a / ranks) == math.floor(b / ranks)
 end
 
--- The fields of a rank's record that must be equal on all ranks of one model replica. stages: on all its stages. The
--- other fields may differ between stages if a model runs its stages in its own forward: each stage then has its own
--- rows, and may have its own seed and frozen parameters.
+-- The fields of a rank's record that must be equal on all ranks of one model replica. `stages` marks fields that must
+-- be equal on all stages. If a model runs its stages in its own forward, the other fields may differ between stages,
+-- since each stage has its own rows and may have its own seed and frozen parameters.
 local GOES_ON = "continues with another " .. replicas.OF_SETTINGS .. ", or other frozen parameters, than"
 local ALIKE = { { field = "batch", what = "has a different batch, or different weights of losses, from" },
   { field = "settings", what = GOES_ON, stages = true }, { field = "own", what = GOES_ON } }
 
--- Refuses ranks of one model replica that have different rows, or would continue with different settings. records:
--- those of all ranks. `same_rows` are the stages of the model have the same rows.
+-- Raises an error if ranks of one model replica have different rows, or would continue with different settings.
+-- `records` are the records of all ranks. If `same_rows` is true, all stages of the model have the same rows.
 local function compare_parts(records, same_rows)
   for i, record in ipairs(records) do
     for _, alike in ipairs(ALIKE) do
@@ -127,7 +128,7 @@ local function compare_parts(records, same_rows)
   end
 end
 
--- A number for the rows of a micro-batch, or 0 if it has no rows.
+-- Returns a hash of the rows of a micro-batch, or 0 if it has no rows.
 local function rows_number(given)
   local said = {}
   for i = 1, given.n do batch.add_hashes(said, given[i]) end
@@ -152,8 +153,8 @@ local function compare_rows(self, records)
   end
 end
 
--- Refuses ranks that train the same parameters with different settings of the optimizer: each would update its share of
--- them, or its copies, by its own settings.
+-- Raises an error if ranks that train the same parameters have different settings of the optimizer, since each rank
+-- would update its share of the parameters, or its copies, by its own settings.
 local function compare_rates(self, records)
   local first = {}
   for rank, record in ipairs(records) do
@@ -163,8 +164,8 @@ local function compare_rates(self, records)
   end
 end
 
---- Notes a micro-batch with which the model was called for training. The next begin of a step compares it with that of
---- the other ranks that have parts of the same layers.
+--- Records a micro-batch with which the model was called for training. The next begin of a step compares it with the
+--- micro-batch of the other ranks that have parts of the same layers.
 ---@param given any[]
 function Ranks:note_batch(given)
   if not self.rows_compared and not self.engine.driver.in_loops then self.rows = rows_number(given) end
@@ -173,33 +174,33 @@ function Ranks:note_batch(given)
   for i = 1, given.n do batch.add_hashes(self.noted, given[i]) end
 end
 
---- Notes the weight of a loss. It is compared together with the micro-batches: the ranks that have parts of the same
---- layers sum their gradients, so they must weight a loss equally.
+--- Records the weight of a loss. It is compared together with the micro-batches: ranks that have parts of the same
+--- layers sum their gradients, so they must give a loss the same weight.
 ---@param weight number
 function Ranks:note_weight(weight)
   if self.tp then self.noted[#self.noted + 1] = ("%.17g"):format(weight) end
 end
 
--- A number for the micro-batches and the weights of losses. It must be equal on all ranks of one model replica.
+-- Returns a hash of the micro-batches and the weights of losses. It must be equal on all ranks of one model replica.
 local function batch_number(self)
   local text, rows = table.concat(self.noted, " "), self.engine.driver:fingerprint()
   return agree.text_hash(rows and ("%.17g %s"):format(rows, text) or text)
 end
 
 -- -- agreement by plan -----------------------------------------------------------------------------------------------
-local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step a dry run records
+local PLANNED = { "tp", "dp" }                     -- axes whose calls within a step are recorded by a dry run
 
--- A rank's record before a step:
---   failed     1: the begin of the step failed
+-- The fields of a rank's record before a step:
+--   failed     1 if the begin of the step failed
 --   gathers    the number of gathers that run ahead
---   short      1: there was no room, but there may be with smaller chunks
+--   short      1 if there was no room, but there may be with smaller chunks
 --   share      the size that smaller chunks may have, as a fraction of the present size
---   data       the hash of the data that the loader reads, or 0 if there is no loader, or it was compared before
---   batch      the number for the micro-batches and the weights of losses
+--   data       the hash of the data that the loader reads, or 0 if there is no loader, or if it was compared before
+--   batch      the hash of the micro-batches and of the weights of losses
 --   settings   the hash of the settings that must be equal on all stages
 --   own        the hash of the seed and of the parameters that train
---   tp, dp     the number for the planned calls along this axis, or 0 if none are known
---   rows       the number for the first micro-batch's rows, or 0 if it was compared before
+--   tp, dp     the hash of the planned calls along this axis, or 0 if no calls are known
+--   rows       the hash of the first micro-batch's rows, or 0 if it was compared before
 --   ops        the hash of the ops that the forward ran in a dry run, or 0 if they are unknown or were compared before
 --   shapes     the hash of the shapes of this step
 --   rates      the hash of the optimizer's settings, which must be equal on the ranks that train the same parameters
@@ -208,7 +209,7 @@ local RECORD = { "failed", "gathers", "short", "share", "data", "batch", "settin
 local hash_out, text_out = ffi.new "uint64_t[1]", ffi.new "char[200]"
 local ops_out, n_out = ffi.new "const uint16_t *[1]", ffi.new "int32_t[1]"
 
--- A number for the collectives that the dry run of this step noted along an axis, or 0 if none are known.
+-- Returns a hash of the collectives that the dry run of this step recorded along an axis, or 0 if there are none.
 local function calls_number(self, axis)
   local group = self[axis]
   if not group or group:size() == 1 then return 0 end
@@ -226,7 +227,7 @@ local function calls_text(group)
   return table.concat(lines, "\n")
 end
 
--- Raises the error of ranks that plan different calls. All ranks call it, and find the same first difference.
+-- Raises the error of ranks that plan different calls. All ranks must call it, and all find the same first difference.
 local function plans_differ(self, axis, first, other)
   local group = self[axis]
   local said = agree.texts(self.world, group and group:size() > 1 and calls_text(group) or "")
@@ -261,13 +262,14 @@ local function begin_plans(self, records)
   end
 end
 
--- The ops of the forward in the dry run of this step: an array and its length; 0: there was no dry run.
+-- Returns the ops of the forward in the dry run of this step, as an array and its length. The length is 0 if there was
+-- no dry run.
 local function forward_ops(self)
   native.check(C.ps_engine_forward_ops(native.ctx, step.trace(self.engine) or C.PS_TRACE_UNKNOWN, ops_out, n_out))
   return ops_out[0], n_out[0]
 end
 
--- Notes in a record the ops of the forward and the shapes of the step.
+-- Adds hashes of the forward's ops and of the step's shapes to a record.
 local function note_ops(self, record, key)
   local list, n = forward_ops(self)
   if n == 0 then return end
@@ -280,9 +282,9 @@ local function ops_text(self)
   return table.concat(names, "\n")
 end
 
--- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes: a
--- forward that depends on the rank. It is not an error, since one rank may compute something to print. All ranks call
--- it, and find the same first difference.
+-- Prints a note once if two ranks that train the same parameters run different ops for batches of the same shapes,
+-- which means that the forward depends on the rank. It is not an error, since one rank may compute something to print.
+-- All ranks must call it, and all find the same first difference.
 local function compare_ops(self, records)
   local seen, first, other = {}, nil, nil
   for rank, record in ipairs(records) do
@@ -308,7 +310,8 @@ local function compare_ops(self, records)
       two or "missing", other - 1, one or "missing", first - 1))
 end
 
--- Returns this rank's record. ok: the step has begun; part: the fraction of an op's chunks for which there was room.
+-- Returns this rank's record. `ok` tells whether the step has begun. `part` is the fraction of an op's chunks for which
+-- there was room.
 local function record_of(self, ok, part, limit, key)
   local engine, mine = self.engine, { failed = (ok or part) and 0 or 1, short = part and 1 or 0,
     share = part or ok and limit() or 1, gathers = 0 }
@@ -329,13 +332,14 @@ local function record_of(self, ok, part, limit, key)
   return mine
 end
 
---- Begins a step by `fn`. A failure on one rank is a failure on all, and the others' error names the rank and the
---- cause. There is one exception: if share(problem) is a number on all ranks that failed, the least of these numbers
---- and of the others' limits is returned, and the caller abandons the step. Gathers run ahead of their uses only if all
---- ranks expect the same ones.
+--- Begins a step by calling `fn`. A failure on one rank is raised on all ranks, and the errors of the other ranks name
+--- the failed rank and the cause. There is one exception: if share(problem) is a number on all ranks that failed,
+--- begin_step returns the minimum of these numbers and of the other ranks' limits, and the caller abandons the step.
+--- Gathers run ahead of their uses only if all ranks expect the same gathers.
 ---@param fn function
----@param share fun(problem: any): number? the fraction of an op's chunks for which there was room
----@param limit fun(): number the size that smaller chunks may have on this rank, as a fraction of the present size
+---@param share fun(problem: any): number? returns the fraction of an op's chunks for which there was room
+---@param limit fun(): number returns the size that smaller chunks may have on this rank, as a fraction of the present
+---  size
 ---@param key string the shapes of the step
 ---@return number?
 function Ranks:begin_step(fn, share, limit, key)
@@ -347,7 +351,7 @@ function Ranks:begin_step(fn, share, limit, key)
     failed, short = failed or record.failed > 0, short or record.short > 0
     least = math.min(least, record.share)
   end
-  if not failed and short then return least end            -- the step begins again, and compares the notes then
+  if not failed and short then return least end            -- the step begins again and compares these notes then
   self.noted = {}
   for rank, record in ipairs(records) do
     same = same and (record.gathers == mine.gathers or not same_stage(rank - 1, self.world:rank()))
@@ -369,16 +373,16 @@ function Ranks:begin_step(fn, share, limit, key)
   end
 end
 
---- Sets the sample numbers from which dropout draws. A loader numbers the samples of all ranks. Without a loader, each
---- rank numbers its samples from rank x 2^20, so that numbers differ between ranks (up to 2^20 rows each; the numbers
---- are 32 bits wide).
+--- Sets the sample indices from which dropout draws. A loader numbers the samples of all ranks. Without a loader, each
+--- rank numbers its samples from rank times 2^20, so that indices differ between ranks for up to 2^20 rows each. The
+--- indices have 32 bits.
 function Ranks:number_samples()
   local rng = random.state()
   if rng.sample == 0 then rng.sample = self.dp:rank() * 2 ^ 20 end
 end
 
---- Returns the minimum of a number over the ranks that train the same layers, since their plans and layouts must be
---- equal.
+--- Returns the minimum of a number over the ranks that train the same layers, since the plans and layouts of these
+--- ranks must be equal.
 ---@param value integer
 ---@return integer
 function Ranks:least(value)
@@ -388,7 +392,7 @@ end
 
 --- Returns the sums of numbers over the ranks that have other rows of the batch.
 ---@param ... number
----@return number ... as many
+---@return number ... the same count of sums
 function Ranks:sum(...)
   local t = create.tensor({ ... }, { dtype = "fp64" })
   self.dp:all_reduce(t)
@@ -401,8 +405,9 @@ local function share_values(group, row)
   if not rawequal(row.master, row.param) then group:broadcast(row.master, 0) end
 end
 
---- Checks that the ranks made the same model, then broadcasts values from the first of the ranks that hold the same
---- ones: along dp if each rank has the whole model (stage 0), and along tp the parameters that are not cut.
+--- Checks that the ranks created the same model, then broadcasts values from the first rank of each group that holds
+--- the same values: along dp if each rank has the whole model (stage 0), and along tp for the parameters that are not
+--- cut.
 function Ranks:begin()
   local engine, tp = self.engine, self.tp
   replicas.model(self.dp, engine)
@@ -421,7 +426,7 @@ local function some(names)
   return table.concat(names, ", ", 1, math.min(#names, 8)) .. (#names > 8 and ", ..." or "")
 end
 
--- Returns the parameters in a stripe of chunks, or whose gradients are in it.
+-- Returns the names of the parameters that are in a stripe of chunks or have their gradients in it.
 local function names_of(built, stripe)
   local names, inside = {}, {}
   for _, row in ipairs(built.layout.chunks) do
@@ -433,8 +438,8 @@ local function names_of(built, stripe)
   return names
 end
 
---- Completes the error of ranks that use different parameters, or have gradients of different ones: names the
---- parameters in the stripes that the error names, and in backward those without a gradient on this rank.
+--- Completes the error of ranks that use different parameters, or that have gradients of different parameters. Names
+--- the parameters in the stripes of the error. In backward, names those without a gradient on this rank.
 ---@param problem any
 ---@param backward? boolean
 function Ranks:explain(problem, backward)
@@ -453,12 +458,12 @@ function Ranks:explain(problem, backward)
     end
     more[#more + 1] = ("parameters without a gradient on rank %d: %s"):format(
       self.world:rank(), #missing > 0 and some(missing)
-      or "none whose gradient is not reduced already")
+      or "none (all other gradients are reduced)")
   end
   problem.msg = problem.msg .. "; " .. table.concat(more, "; ")
 end
 
---- Keeps only this rank's own tensors in a state_dict; rank 0 keeps the buffers.
+--- Removes the tensors that this rank does not own from a state_dict. Only rank 0 keeps the buffers.
 ---@param state table<string, ps.Tensor>
 function Ranks:keep_own(state)
   local rows, mine = {}, self.dp:rank()
@@ -467,7 +472,7 @@ function Ranks:keep_own(state)
   end
   for name, tensor in pairs(state) do
     local row = rows[nn_module.address(tensor)]
-    if row and row.place ~= nil then state[name] = row.place      -- also under its tied names
+    if row and row.place ~= nil then state[name] = row.place      -- under each of its tied names
     elseif row or mine > 0 then state[name] = nil end
   end
 end

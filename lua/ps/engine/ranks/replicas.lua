@@ -25,7 +25,7 @@ local SETTINGS = { "precision", "train_batch_size", "gradient_accumulation_steps
   "grad_accum_dtype", "optimizer", "scheduler", "fp16", "seed", "device", "chunk_size", "overlap_optimizer",
   "compare_ranks_every", "recompute", "bf16", "pipeline", "tensor_parallel" }
 
--- Appends "name<TAB>value" for every leaf of a value, keys in order.
+-- Appends "name<TAB>value" for every leaf of a value, with keys in sorted order.
 local function flatten(lines, name, value)
   if type(value) ~= "table" then
     lines[#lines + 1] = ("%s\t%s"):format(name, type(value) == "number" and ("%.17g"):format(value) or tostring(value))
@@ -51,8 +51,8 @@ local function model_lines(engine)
   return lines
 end
 
--- Returns the lines of a model that is cut into stages. Each rank has made the whole model without data and cuts it
--- itself.
+-- Returns the lines that describe a model cut into stages. Each rank has created the whole model without data and cuts
+-- it itself.
 local function cut_lines(module, stages)
   local lines = {}
   for name, param in module:named_parameters() do
@@ -111,12 +111,13 @@ local function compare(group, what, lines)
     .. "configuration"):format(rank, what, zeroth, difference(theirs, first, rank, zeroth)), 0)
 end
 
---- Compares settings before the model is made. All ranks call it. If one has different settings, all raise an error.
+--- Compares settings before the model is created. All ranks must call it. If the settings of one rank differ, all ranks
+--- raise an error.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
 function replicas.configuration(group, engine) compare(group, "configuration", setting_lines(engine, group)) end
 
---- Compares parameters and parameter groups once the model is made, in the same way.
+--- Compares parameters and parameter groups after the model was created. If they differ, all ranks raise an error.
 ---@param group ps.Group of the ranks that train the same parameters
 ---@param engine ps.Engine
 function replicas.model(group, engine)
@@ -124,7 +125,7 @@ function replicas.model(group, engine)
   compare(group, "configuration", group_lines(engine))
 end
 
---- Compares a model that is cut into stages, since each rank runs a part of one model.
+--- Compares how the ranks cut a model into stages, since each rank runs a part of one model.
 ---@param group ps.Group of all ranks
 ---@param module ps.nn.Module
 ---@param stages ps.engine.Stages
@@ -136,25 +137,25 @@ function replicas.compare_cut(group, module, stages) compare(group, "model", cut
 ---@return string
 function replicas.rates(engine) return table.concat(group_lines(engine), "\n") end
 
---- Raises the error of ranks whose optimizers have different settings. All ranks call it.
+--- Raises the error of ranks whose optimizers have different settings. All ranks must call it.
 ---@param group ps.Group of all ranks
 ---@param engine ps.Engine
----@param rank integer the number, from 1, of the first rank whose settings are not those of its line's first one
+---@param rank integer the first rank, from 1, whose settings differ from those of the first rank in its line
 function replicas.differ(group, engine, rank)
   local said, first = agree.texts(group, replicas.rates(engine)), mesh.line_of("dp", rank - 1)
   for zeroth = 0, rank - 1 do
     if mesh.line_of("dp", zeroth) == first then
-      error(("the ranks' optimizers differ: %s; set rates and step schedules on all ranks alike"):format(
+      error(("the ranks' optimizers differ: %s; set the same rates and step the schedules on all ranks"):format(
         difference(said[rank], said[zeroth + 1], rank - 1, zeroth)), 0)
     end
   end
 end
 
 -- -- every few steps -------------------------------------------------------------------------------------------------
---- The contents of settings(), in words.
+--- description of the contents of settings()
 replicas.OF_SETTINGS = "step count, learning rate or other setting of the optimizer, loss scale or random numbers"
 
---- Returns the numbers that decide the next steps and must be equal on all ranks, as text. The seed is not among them,
+--- Returns the values that decide the next steps and must be equal on all ranks, as text. The seed is not among them,
 --- since stages may have their own seeds.
 ---@param engine ps.Engine
 ---@return string
@@ -171,8 +172,9 @@ function replicas.settings(engine)
   return table.concat(parts, " ")
 end
 
--- A {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that ranks of dp share
--- has only one copy; along tp each rank has a copy of the parameters that are not cut.
+-- Returns a {name, hash} pair for each compared state, in the same order on all ranks of the axis. State that the ranks
+-- of dp share is not compared, since there is only one copy. Along tp, each rank has a copy of the parameters that are
+-- not cut.
 local function hashes(engine, axis)
   local settings = agree.text_hash(("%s %s"):format(tostring(random.state().seed), replicas.settings(engine)))
   local list = { { replicas.OF_SETTINGS, settings } }
@@ -194,7 +196,7 @@ local function hashes(engine, axis)
   return list
 end
 
--- Returns the ranks whose number differs from the most common one (from rank 0's, if no number is more common).
+-- Returns the ranks whose value differs from the most common value, or from rank 0's value if no value is more common.
 local function odd_ones(column)
   local counts, common = {}, column[1]
   for _, value in ipairs(column) do counts[value] = (counts[value] or 0) + 1 end
@@ -226,8 +228,8 @@ local function difference_along(engine, axis)
   end
 end
 
---- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks call it. If states
---- differ, all raise an error that names the state and the ranks.
+--- Compares the ranks' states between steps, along each axis on which ranks have copies. All ranks must call it. If
+--- states differ, all ranks raise an error that names the state and the ranks.
 ---@param engine ps.Engine
 function replicas.compare(engine)
   local ranks = engine.ranks
@@ -235,7 +237,7 @@ function replicas.compare(engine)
   local problem = along_dp or along_tp
   local function tell() if problem then error(problem, 0) end end
   if ranks.world:size() == ranks.dp:size() then return tell() end
-  agree.run(ranks.world, tell)                      -- other ranks found no difference
+  agree.run(ranks.world, tell)                      -- the other ranks found no difference
 end
 
 return replicas

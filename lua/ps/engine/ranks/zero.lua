@@ -10,21 +10,21 @@ local part_out, tensor_out = ffi.new("int32_t[1]"), ffi.new("ps_tensor *[1]")
 
 ---@class ps.engine.Sharding the ranks that share chunks, for build.lua
 ---@field group ps.Group of the ranks that train the same parameters
----@field stage integer 0 to 3
----@field stays boolean gathered parameters of other owners stay until the end of the step
----@field once boolean stages 2 and 3 reduce the gradients of several micro-batches once per step
+---@field stage integer ZeRO stage, 0 to 3
+---@field stays boolean whether gathered parameters of other owners are kept until the end of the step
+---@field once boolean whether stages 2 and 3 reduce the gradients of several micro-batches only once per step
 ---@field rank integer
 ---@field size integer
 ---@field stripes integer number of stripes assigned so far
----@field staged number[] by rank, from 1: bytes of its staged parameters
+---@field staged number[] bytes of the staged parameters, by rank from 1
 local Sharding = {}
 Sharding.__index = Sharding
 
 --- Sets up the sharing of the engine's chunks.
 ---@param group ps.Group
 ---@param stage integer
----@param stays boolean gathered parameters stay until the end of the step
----@param once boolean gradients that other ranks own are kept until the end of the step
+---@param stays boolean whether gathered parameters are kept until the end of the step
+---@param once boolean whether gradients that other ranks own are kept until the end of the step
 ---@return ps.engine.Sharding
 function zero.new(group, stage, stays, once)
   local self = setmetatable({ group = group, stage = stage, stays = stage < 3 or stays, once = once,
@@ -34,14 +34,15 @@ function zero.new(group, stage, stays, once)
   return self
 end
 
---- Returns whether optimizer state, gradients and parameters have one owner each.
+--- Sharding:state() returns whether optimizer state has one owner, Sharding:gradients() and Sharding:parameters()
+--- whether gradients and parameters have one.
 function Sharding:state() return self.stage >= 1 end
 function Sharding:gradients() return self.stage >= 2 end
 function Sharding:parameters() return self.stage >= 3 end
 
---- Makes a part: the bytes of one chunk on all ranks. chunk = nil: another rank owns the chunk.
----@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer,
----  reads?: boolean, keeps?: boolean}
+--- Creates a part, which represents the bytes of one chunk on all ranks. `chunk` is nil if another rank owns the chunk.
+---@param at {owner: integer, stripe: integer, dtype: string, nbytes: integer, chunk?: integer, device: integer, reads?:
+---  boolean, keeps?: boolean}
 ---@return integer
 function Sharding:part(at)
   local c = ffi.new("ps_part_config")
@@ -52,18 +53,18 @@ function Sharding:part(at)
   return part_out[0]
 end
 
---- Drops a part whose chunk will be freed. A part that holds tensors is freed with the last of them.
+--- Drops a part whose chunk will be freed. A part that holds tensors is freed together with its last tensor.
 ---@param part integer
 function Sharding:drop(part)
   native.check(C.ps_engine_part_drop(native.ctx, part))
 end
 
---- Moves a tensor into a part, `offset` bytes from its beginning. All ranks call this together.
+--- Moves a tensor into a part, `offset` bytes from the part's beginning. All ranks must call it together.
 function Sharding:adopt(tensor, part, offset, name)
   native.retry(C.ps_engine_part_adopt, native.ctx, tensor, part, offset, name)
 end
 
---- Makes a tensor with another tensor's shape in a part, `offset` bytes from its beginning.
+--- Creates a tensor with another tensor's shape in a part, `offset` bytes from the part's beginning.
 ---@return ps.Tensor
 function Sharding:tensor(like, dtype, device, part, offset, name)
   native.retry(C.ps_engine_part_tensor, native.ctx, like, native.dtype_code(dtype), device, part, offset, name,
@@ -71,21 +72,22 @@ function Sharding:tensor(like, dtype, device, part, offset, name)
   return native.own(tensor_out[0])
 end
 
---- A tensor over this rank's own bytes of another tensor, seen from a device, or nil if another rank owns the bytes.
+--- Returns a tensor over this rank's own bytes of another tensor, as seen from a device. Returns nil if another rank
+--- owns the bytes.
 ---@return ps.Tensor?
 function Sharding:own(tensor, device)
   native.retry(C.ps_engine_own, native.ctx, tensor, device, tensor_out)
   if tensor_out[0] ~= nil then return native.own(tensor_out[0]) end
 end
 
---- Reserves numbers for `count` more stripes, and returns the first.
+--- Reserves the indices of `count` more stripes, and returns the first index.
 ---@return integer first
 function Sharding:take_stripes(count)
   self.stripes = self.stripes + count
   return self.stripes - count
 end
 
---- Returns the rank that stages the next parameter, which has `nbytes`.
+--- Returns the rank that stages the next parameter, which has `nbytes` bytes.
 ---@return integer
 function Sharding:stage_owner(nbytes)
   local rank = 1

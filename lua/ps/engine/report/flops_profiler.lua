@@ -13,18 +13,19 @@ local flops_profiler = {}
 ---@class ps.engine.FlopsProfiler
 ---@field engine ps.Engine
 ---@field settings ps.config.FlopsProfiler
----@field owns boolean the record belongs to this profiler, not to the script
+---@field owns boolean whether the record belongs to this profiler, not to the script
 local FlopsProfiler = {}
 FlopsProfiler.__index = FlopsProfiler
 
--- Starts to record if the next step is the one to profile. If the script records already, its record is used.
+-- Starts to record if the next step is the step to profile. If the script is already recording, that record is used.
 local function begin(self)
   if self.engine.steps ~= self.settings.profile_step then return end
   self.owns = C.ps_record_is_on() == 0
   if self.owns then profiler.start() end
 end
 
---- Makes a profiler; nil if the configuration does not enable it, or if the result would not be written anywhere.
+--- Creates a profiler. Returns nil if the configuration does not enable it, or if its result would not be written
+--- anywhere.
 ---@param engine ps.Engine
 ---@return ps.engine.FlopsProfiler?
 function flops_profiler.new(engine)
@@ -35,13 +36,13 @@ function flops_profiler.new(engine)
   return self
 end
 
--- Returns the depth of a module with this path below the model.
+-- Returns the depth of the module with this path below the model.
 local function depth_of(path)
   if path == "" then return 0 end
   return 1 + select(2, path:gsub("%.", ""))
 end
 
--- Returns the record's last step, as a profile; nil if the script began or ended a record meanwhile.
+-- Returns the last step of the record as a profile. Returns nil if the script began or ended a record in the meantime.
 local function last_step()
   local profile = json.decode(require "ps.profile.save"())
   local steps = profile.psluajit.steps
@@ -69,7 +70,7 @@ local function most(rows, key, n, factor, unit)
   return table.concat(names, ", ")
 end
 
--- "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP", one line for each level.
+-- Appends one line for each level: "depth 1: most time h.0 3.1 ms; most operations h.0 2.5 GFLOP".
 local function top(rows, settings, lines)
   local levels, deepest = {}, -1
   for _, row in ipairs(rows) do
@@ -102,7 +103,7 @@ local function text(self, profile)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Ends a step: writes the result if it is due, and begins to record before the step to profile.
+--- Ends a step: writes the result after the profiled step, and begins to record before it.
 function FlopsProfiler:step_done()
   if self.engine.steps ~= self.settings.profile_step + 1 then return begin(self) end
   if self.owns then profiler.stop() end

@@ -18,23 +18,23 @@ local C = native.C
 
 local report = {}
 
-local EVERY = 10              -- if a breakdown is on and steps_per_print is not set
+local EVERY = 10              -- steps per line if a breakdown is enabled and steps_per_print is not set
 local HELD = 10               -- number of tensors at the peak that memory_breakdown lists
 local PARTS = { "forward", "backward", "step" }
 
 ---@class ps.engine.Report
----@field every integer math.huge: no lines
+---@field every number steps per line, math.huge for no lines
 ---@field monitor? ps.Monitor
 ---@field breakdown boolean
----@field memory boolean write lines about memory
+---@field memory boolean whether to write lines about memory
 ---@field profiler? ps.engine.FlopsProfiler
----@field writes boolean this process writes the lines
----@field calls boolean count calls between ranks
+---@field writes boolean whether this process writes the lines
+---@field calls boolean whether to count calls between ranks
 ---@field last? string the last line
 local Report = {}
 Report.__index = Report
 
--- Returns the bytes that were fetched and evicted between all tiers since the engine was opened.
+-- Returns the bytes that were fetched and evicted between all tiers since the engine was opened, as two numbers.
 local function moved()
   local up, down = 0, 0
   for _, tier in ipairs(chunks.tiers() or {}) do up, down = up + tier.bytes_up, down + tier.bytes_down end
@@ -48,14 +48,14 @@ local function restart(self)
   self.seconds, self.told = { forward = 0, backward = 0, step = 0 }, nil
 end
 
---- Makes a report; nil if the configuration asks for neither lines nor monitors.
+--- Creates a report. Returns nil if the configuration requests neither lines nor monitors.
 ---@param engine ps.Engine
 ---@return ps.engine.Report?
 function report.new(engine)
   local cfg = engine.cfg
   local every = cfg.steps_per_print or (cfg.wall_clock_breakdown or cfg.memory_breakdown) and EVERY or nil
   if every == 0 then every = nil end
-  local ranks = engine.ranks                   -- all ranks sum their losses, quiet ones too
+  local ranks = engine.ranks                   -- all ranks sum their losses, including quiet ranks
   local first = not ranks or ranks.world:rank() == 0
   local monitors = monitor.new(cfg, first, function(text) io.stderr:write("psluajit: ", text, "\n") end)
   local profiler = first and flops_profiler.new(engine) or nil
@@ -75,14 +75,14 @@ local function add(self, part, began, ...)
   return ...
 end
 
---- Runs fn(...) and adds its seconds to a part.
+--- Calls fn(...) and adds the elapsed seconds to a part of the report.
 ---@param part "forward"|"backward"|"step"
 function Report:timed(part, fn, ...)
   if not self.seconds then restart(self) end
   return add(self, part, C.ps_now(), fn(...))
 end
 
---- Adds seconds that C measured.
+--- Adds seconds that C measured to a part of the report.
 ---@param part "forward"|"backward"|"step"
 ---@param seconds number
 function Report:took(part, seconds)
@@ -90,10 +90,11 @@ function Report:took(part, seconds)
   self.seconds[part] = self.seconds[part] + seconds
 end
 
--- Returns whether step `number` gets a line.
+-- Returns whether a line is written for step `number`.
 local function has_line(self, number) return self.every < math.huge and number % self.every == 0 end
 
---- Adds the loss of a micro-batch and its weight. The loss's value is read only for a step with a line or events.
+--- Adds the loss of a micro-batch with its weight. The loss's value is read only if a line or events are written for
+--- the step.
 ---@param loss ps.Tensor
 ---@param weight number
 function Report:take_loss(loss, weight)
@@ -101,7 +102,7 @@ function Report:take_loss(loss, weight)
   self.loss, self.weight = self.loss + loss:item() * weight, self.weight + weight
 end
 
---- Returns whether the step under way gets a line or events that have its accuracy.
+--- Returns whether the line or the events of the current step contain its accuracy.
 ---@return boolean
 function Report:scores() return self.monitor ~= nil or has_line(self, self.engine.steps + 1) end
 
@@ -136,7 +137,7 @@ local function line(self)
   return (table.concat(parts, " "):gsub(" ([,;])", "%1"))
 end
 
--- Returns the bytes that tiers hold, their peaks, and the tensors at the peak of the device that computes.
+-- Returns the bytes that tiers hold, their peaks, and the tensors at the peak of the compute device.
 local function memory(engine)
   local device = engine.device_name
   local held = views.memory { at = "peak", device = device }
@@ -144,7 +145,7 @@ local function memory(engine)
   return ("%s\n%s"):format(views.memory(device), held)
 end
 
--- Writes the events of a step under DeepSpeed's names. Times are those of this step, in milliseconds.
+-- Writes the events of a step, which have DeepSpeed's names. Times are milliseconds of this step.
 local function write_events(self)
   local engine, list = self.engine, {}
   local opt = engine.optimizer
@@ -160,7 +161,8 @@ local function write_events(self)
   self.monitor:write(engine.steps, list)
 end
 
---- Counts a step that has ended, and writes what is due. Called before the learning-rate schedule advances.
+--- Counts a finished step, and writes its line and events if they are due. It is called before the learning-rate
+--- schedule advances.
 ---@param info {skipped: boolean}
 function Report:step_done(info)
   self.steps, self.skipped = self.steps + 1, self.skipped + (info.skipped and 1 or 0)

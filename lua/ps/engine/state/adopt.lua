@@ -10,8 +10,7 @@ local adopt = {}
 
 local function refuse(text, ...) caller.error(("ps.initialize: the optimizer " .. text):format(...)) end
 
---- Refuses values that cannot be adopted: those that are not optimizers of ps.optim, and optimizers that have made
---- steps.
+--- Raises an error if a value cannot be adopted: it must be an optimizer of ps.optim that has made no step.
 ---@param optimizer any
 function adopt.check(optimizer)
   if type(optimizer) ~= "table" or not nn_module.optimizers[optimizer] then
@@ -27,14 +26,15 @@ function adopt.check(optimizer)
   end
 end
 
---- Returns the optimizer's settings by keys of the configuration: {value, name for messages}.
+--- Returns the optimizer's settings by keys of the configuration. Each entry is a list of the value and its name in
+--- messages.
 ---@param optimizer ps.Optimizer
 ---@return table<string, any[]>
 function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optimizers.of(optimizer.kind.name).settings) do
     local value = optimizer.defaults[name]
-    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, the groups have theirs
+    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, the groups have their own
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end
@@ -48,7 +48,7 @@ end
 function adopt.groups(optimizer, module)
   local number_of, list, by_name, left = {}, {}, {}, {}
   for number, group in ipairs(optimizer.groups) do
-    -- A group of the optimizer's own kind has the configuration's type, and groups of ps.bmt name no kind.
+    -- A group of the optimizer's own kind has the configuration's type. Groups of ps.bmt name no kind.
     local kind = group.kind ~= optimizer.kind.name and group.kind or nil
     list[number] = { match = function(name) return by_name[name] == number end, optimizer = kind }
     for _, key in ipairs(optimizers.of(kind or optimizer.kind.name).settings) do list[number][key] = group[key] end
@@ -70,7 +70,7 @@ function adopt.groups(optimizer, module)
   return list
 end
 
---- Makes other optimizers with parameters of this module refuse step() while the engine is open.
+--- Makes every other optimizer that has parameters of this module refuse step() while the engine is open.
 ---@param engine ps.Engine
 ---@param module ps.nn.Module
 function adopt.take(engine, module)

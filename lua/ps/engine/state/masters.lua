@@ -11,7 +11,7 @@ local masters = {}
 
 local function drop(t) if t ~= nil then t:release() end end
 
---- Writes fp32 values into a bf16 parameter and its remainders (memory.master = "remainder").
+--- Splits fp32 values into a bf16 parameter and its remainders (memory.master = "remainder").
 ---@param place ps.Tensor the parameter, as the host sees it
 ---@param low ps.Tensor uint8 [2 numel]
 ---@param values ps.Tensor fp32, on the host
@@ -19,8 +19,8 @@ function masters.split(place, low, values)
   scope.no_grad(function() native.ops.remainder_split_ { place, low, values } end)
 end
 
---- Returns the fp32 values of a row of built.list, as the host sees them, or nil if another rank has them. Lent, or a
---- copy if the row has remainders.
+--- Returns the fp32 values of a row of built.list, as the host sees them. Returns nil if another rank holds them. The
+--- tensor is lent, except that a row with remainders returns a copy.
 ---@param row table
 ---@return ps.Tensor?
 function masters.values(row)
@@ -30,7 +30,7 @@ function masters.values(row)
   return scope.no_grad(function() return native.ops.remainder_join(place, row.master) end)
 end
 
--- A held parameter with remainders has no fp32 tensor. Reading the field `to` makes one, and `loaded` frees it.
+-- A held parameter with remainders has no fp32 tensor. Reading its field `to` creates one, and `loaded` frees it.
 local REMAINDERS = { __index = function(held, key)
   if key ~= "to" then return nil end
   held.to = scope.no_grad(function() return native.ops.remainder_join(held.at, held.low) end)
@@ -44,17 +44,17 @@ local function split_into_place(held, param)
 end
 
 ---@class ps.engine.Held the fp32 values of one parameter
----@field to ps.Tensor where loaded values are written
+---@field to ps.Tensor tensor into which loaded values are written
 ---@field place? ps.Tensor the parameter as the host sees it, if it is on a device or ranks share it
----@field rounds boolean `to` is a master
+---@field rounds boolean whether `to` is a master
 ---@field seen integer version of the parameter's bytes when it last equalled its master
----@field elsewhere? integer the rank that owns the parameter; this rank does not write it
+---@field elsewhere? integer rank that owns the parameter, if it is another rank; this rank does not write the parameter
 
 ---@class ps.engine.Masters
 ---@field rows {param: ps.Tensor, held: ps.engine.Held}[]
----@field held table<ps.Tensor, ps.engine.Held> those of rows, and of parameters that other ranks own
+---@field held table<ps.Tensor, ps.engine.Held> the entries of `rows`, and entries for parameters that other ranks own
 ---@field unlisten fun()
----@field shared boolean ranks share parameters
+---@field shared boolean whether ranks share parameters
 local Masters = {}
 Masters.__index = Masters
 
@@ -66,9 +66,9 @@ local function copy_to_place(held, param)
   held.seen = C.ps_tensor_version(param)
 end
 
---- built.list has rows {param, master, place}. master may be the parameter itself. place is the parameter as the host
---- sees it, if it is on a device or shared by ranks. Parameters of other owners are marked, so that this rank does not
---- load them.
+--- Creates the masters of a layout. built.list has rows {param, master, place}. `master` can be the parameter itself.
+--- `place` is the parameter as the host sees it, if the parameter is on a device or shared by ranks. Parameters of
+--- other owners are marked, so that this rank does not load them.
 ---@param built {list: table[], frozen: table[]} ps.engine.Built
 ---@return ps.engine.Masters
 function masters.new(built)
@@ -76,8 +76,8 @@ function masters.new(built)
   for _, list in ipairs { built.list, built.frozen } do
     for _, row in ipairs(list) do self.shared = self.shared or row.owner ~= nil end
   end
-  -- The listener holds the masters weakly: a script may drop a model in plain memory without closing it, and the
-  -- listener must not keep it.
+  -- The listener refers to the masters weakly: a script may drop a model in plain memory without closing it, and the
+  -- listener must not keep the model alive.
   local weak = setmetatable({ self }, { __mode = "v" })
   self.unlisten = hooks.on("load", function(param)
     if weak[1] then return weak[1].held[param] end
@@ -111,8 +111,8 @@ function masters.new(built)
   return self
 end
 
---- Copies values that were written to parameters since the last note into their masters. Not allowed while a gradient
---- may be in a parameter's place.
+--- Copies values that were written to parameters since the last call of note() into their masters. This is not allowed
+--- while a gradient may be stored in a parameter's memory.
 function Masters:sync()
   for _, row in ipairs(self.rows) do
     local held = row.held
@@ -126,17 +126,18 @@ function Masters:sync()
   end
 end
 
---- Declares all parameters equal to their masters, ignoring earlier writes.
+--- Records that all parameters equal their masters, so that earlier writes are ignored.
 function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- Called after values were loaded. Ranks that share parameters gather them again from their owners at the next use.
+-- It is called after values were loaded. Ranks that share parameters gather them again from their owners at the next
+-- use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end
 
---- Stops listening: the parameters are gone.
+--- Stops listening, since the parameters no longer exist.
 function Masters:close()
   self.unlisten()
   self.rows, self.held = {}, {}

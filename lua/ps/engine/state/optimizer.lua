@@ -17,14 +17,14 @@ local error = caller.error
 local ffi, C = native.ffi, native.C
 
 ---@class ps.EngineOptimizer
----@field groups table[] each with its optimizer (kind) and settings, which may be changed between steps
----@field states ps.optimizers.State[][] by group: the states of its parameters in addition to their fp32 values
----@field steps integer number of updates, without skipped ones
+---@field groups table[] groups with their optimizer (kind) and settings, which may be changed between steps
+---@field states ps.optimizers.State[][] states of each group's parameters, in addition to their fp32 values
+---@field steps integer number of updates, excluding skipped ones
 ---@field scaler? ps.LossScaler
 ---@field max_norm? number
----@field checks_overflow boolean a step whose gradients are not finite is skipped
----@field ranges {first: integer, n: integer}[] by group: its parameters, by their numbers in the model (row.order)
----@field grad_norm? number of the last step, before clipping; nil if it was not needed
+---@field checks_overflow boolean whether a step is skipped if its gradients are not finite
+---@field ranges {first: integer, n: integer}[] range of each group's parameters, as indices in the model (row.order)
+---@field grad_norm? number gradient norm of the last step before clipping, or nil if it was not needed
 local Optimizer = {}
 local INSTANCE = groups.fields(Optimizer, {})
 
@@ -46,11 +46,11 @@ Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last 
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_update_group"
-local NONE = {}                     -- no options: the configuration has the settings that ps.optim takes here
+local NONE = {}                     -- no options, since the configuration has the settings that ps.optim accepts here
 
 --- Copies the groups' settings into the settings of an action.
 ---@param how ffi.cdata* ps_action_how
----@param factors? table<integer, number> by group, from 1: the factor on its gradients (default 1)
+---@param factors? table<integer, number> factors on the gradients of groups, by group from 1 (default 1)
 function Optimizer:settings_into(how, factors)
   local n = #self.groups
   if not self.c_groups then self.c_groups = group_array(n) end
@@ -62,8 +62,8 @@ function Optimizer:settings_into(how, factors)
   how.groups, how.n_groups = self.c_groups, n
 end
 
---- Returns the settings as text, after a check. The text reveals a change: the settings at the begin of an update must
---- stay until step() has ended.
+--- Checks the settings and returns them as text. Comparing texts reveals a change: the settings must not change between
+--- the begin of an update and the end of step().
 ---@return string
 function Optimizer:checked_settings()
   groups.check(self.groups, self.kind)
@@ -81,11 +81,11 @@ function Optimizer:checked_settings()
   return table.concat(parts)
 end
 
---- The factor on gradients in the update: undoes the loss scale and the sum over micro-batches.
+--- Returns the factor on gradients in the update, which undoes the loss scale and the sum over micro-batches.
 ---@return number
 function Optimizer:grad_scale() return step.weight_factor(self.engine) / (self.scaler and self.scaler.scale or 1) end
 
--- -- called by the step; the optimizer of plain memory has its own (engine/state/plain.lua) ---------------------------
+-- -- called by the step (the optimizer of plain memory overrides these: engine/state/plain.lua) -----------------------
 --- Returns the norm of all gradients.
 ---@return number
 function Optimizer:norm()
@@ -93,8 +93,8 @@ function Optimizer:norm()
   return math.sqrt(double_out[0])
 end
 
---- Returns the norm of the gradients of some groups, after norm() in the same step.
----@param numbers integer[] of groups, from 1, ascending
+--- Returns the norm of the gradients of some groups. It must be called after norm() in the same step.
+---@param numbers integer[] indices of the groups, from 1, in ascending order
 ---@return number
 function Optimizer:norm_of(numbers)
   local sum, first, n = 0, 0, 0
@@ -117,7 +117,7 @@ function Optimizer:norm_of(numbers)
   return math.sqrt(sum)
 end
 
---- Returns the sums of squares of some parameters' gradients, after norm() in the same step.
+--- Returns the sums of squares of some parameters' gradients. It must be called after norm() in the same step.
 ---@param list {row: ps.engine.Row}[]
 ---@return number[]
 function Optimizer:squares(list) -- luacheck: no self
@@ -130,13 +130,13 @@ function Optimizer:squares(list) -- luacheck: no self
 end
 
 --- Sets a factor on the gradient of a parameter in this step's update.
----@param place integer in built.list
+---@param place integer index in built.list
 ---@param factor number
 function Optimizer:set_factor(place, factor) -- luacheck: no self
   native.check(C.ps_engine_param_scale(native.ctx, place - 1, factor))
 end
 
---- Updates the parameters that this step has not updated yet, with the action's factor on gradients.
+--- Updates the parameters that this step has not updated yet. Multiplies gradients by the action's factor.
 function Optimizer:update() native.retry(C.ps_engine_update, native.ctx) end
 
 --- Returns the number of parameters that this step has updated, and the number of all parameters.
@@ -150,16 +150,17 @@ end
 
 --- Drops the gradients of all parameters.
 function Optimizer:drop() native.check(C.ps_engine_drop_grads(native.ctx)) end
---- In plain memory: refuses gradients that exist before the first backward of a step. In chunks C does not allow them.
+--- Raises an error for gradients that exist before the first backward of a step. Only plain memory needs this check: in
+--- chunks, C does not allow such gradients.
 function Optimizer:check_no_gradients() end
---- In plain memory: drops the gradients that C does not drop when it abandons a step. In chunks there are none.
+--- Drops the gradients that C does not drop when it abandons a step. Such gradients exist only in plain memory.
 function Optimizer:drop_own() end
 
 -- -- called by scripts ------------------------------------------------------------------------------------------------
---- Makes one update after backward of the step's last micro-batch; before that it does nothing. Ends the step's scope.
---- If gradients overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails,
---- another call updates the remaining parameters, with the same factor on gradients.
----@param options? table empty: there are no options, and an unknown one is an error
+--- Updates the parameters after backward of the step's last micro-batch, and ends the step's scope. Before that
+--- backward it does nothing. If gradients overflowed, or if no target counts, the step is skipped and nothing is
+--- updated. If an update fails, another call updates the remaining parameters with the same factor on gradients.
+---@param options? table must be empty, since there are no options; an unknown option is an error
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function Optimizer:step(options)
   caller.options(options, "optimizer:step of an engine", NONE)
@@ -169,7 +170,7 @@ function Optimizer:step(options)
   return info
 end
 
---- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
+--- Drops the gradients. It does nothing while micro-batches are being accumulated, so that the usual loop of zero_grad,
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
 --- the step, unless parameters have been updated.
 ---@param set_to_none? boolean as in PyTorch; only true, the default, is allowed
@@ -179,17 +180,17 @@ function Optimizer:zero_grad(set_to_none)
   step.zero_grad(engine)
 end
 
---- Sets the learning rate for the next step. A group whose rate differs from the optimizer's keeps its ratio to it. If
---- the optimizer was made without a rate and its groups have different ones, this is an error: set
---- optimizer.groups[i].lr.
+--- Sets the learning rate for the next step. A group whose rate differs from the optimizer's rate keeps its ratio to
+--- it. Raises an error if the optimizer was created without a rate and its groups have different rates: set
+--- optimizer.groups[i].lr instead.
 ---@param lr number
 function Optimizer:set_lr(lr)
   step.check_settings(self.engine, "set_lr")
   groups.set_lr(self, lr)
 end
 
--- The functions up to set_updates are for state.lua. Parameters are numbered in order of registration, from 1.
--- averages: a tensor for each of the group's states; nil if another rank has them.
+-- optim/state.lua calls the functions up to set_updates. Parameters are numbered in order of registration, from 1.
+-- `averages` in the result of slot() has a tensor for each of the group's states, or is nil if another rank holds them.
 function Optimizer:count() return #self.built.list end
 function Optimizer:order(i) return self.built.list[i].order end
 function Optimizer:slot(i)
@@ -201,10 +202,10 @@ end
 function Optimizer:updates(i) return tonumber(C.ps_engine_param_steps(native.ctx, i - 1)) end
 function Optimizer:set_updates(i, t) native.check(C.ps_engine_set_param_steps(native.ctx, i - 1, t)) end
 
---- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, or with
---- momentum_buffer for SGD; n counts from 0 in the order of groups. With a model: the form that ps.checkpoints writes,
---- {tensors by name, values}. Tensors are lent: save them before the next step. Masters belong to the model:
---- model:state_dict() has them.
+--- Returns the state in PyTorch's form: {state = {[n] = {step, exp_avg, exp_avg_sq}}, param_groups}, with
+--- momentum_buffer instead for SGD. n counts from 0 in the order of groups. With a model, returns the form that
+--- ps.checkpoints writes, {tensors by name, values}. Tensors are lent: save them before the next step. Masters belong
+--- to the model, and model:state_dict() returns them.
 ---@param model? any
 ---@return table
 function Optimizer:state_dict(model)
@@ -214,7 +215,7 @@ function Optimizer:state_dict(model)
 end
 
 --- Loads a state from state_dict, in either form, or from an open file (ps.load with lazy = true). Values are copied
---- into the chunks, one tensor at a time. Abandons a step under way.
+--- into the chunks one tensor at a time. Abandons the current step.
 ---@param saved table|ps.TorchFile
 ---@param model? any as in ps.optim; ignored, since this optimizer knows its model
 function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
@@ -226,11 +227,11 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- Called after values of the state were written, masters perhaps among them.
+--- It is called after values of the state were written, possibly including masters.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
---- Splits the trained parameters into groups by the engine's param_groups (default: one group), and sorts built.list by
---- virtual stage, then by group.
+--- Creates the optimizer of an engine. Splits the trained parameters into groups by the engine's param_groups (default:
+--- one group), and sorts built.list by virtual stage and then by group.
 ---@param engine ps.Engine
 ---@param built ps.engine.Built
 ---@param cfg ps.Config
@@ -241,8 +242,8 @@ function optimizer.new(engine, built, cfg)
     max_norm = cfg.gradient_clipping > 0 and cfg.gradient_clipping or nil }, INSTANCE)
   self.states = groups.states(self.groups)
   groups.begin_rates(self, cfg.rate_given and cfg.optimizer.params.lr or nil)
-  -- The order is that of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank holds a
-  -- parameter.
+  -- The order is the order of ps.optim and PyTorch: group by group. Norms are summed in this order, whichever rank
+  -- holds a parameter.
   local all = copied(built.list)
   for _, row in ipairs(built.elsewhere) do all[#all + 1] = row end
   groups.check_members(engine.param_groups, all, function(text) engine:note(text) end)

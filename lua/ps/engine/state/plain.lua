@@ -43,7 +43,7 @@ end
 
 function PlainOptimizer:set_factor(place, factor) self.engine.built.list[place].entry.scale = factor end
 
--- Factors on gradients hold for one step.
+-- Drops the factors on gradients, which are valid for one step.
 local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
@@ -58,7 +58,7 @@ function PlainOptimizer:update(scale)
   forget_factors(self)
 end
 
--- Refuses gradients from loss:backward(). In chunks the walk itself refuses to begin without model:backward.
+-- Raises an error if loss:backward() made gradients. In chunks the walk itself refuses to begin without model:backward.
 function PlainOptimizer:check_no_gradients()
   for _, row in ipairs(self.engine.built.list) do
     if row.param:grad() ~= nil then
@@ -78,7 +78,7 @@ end
 PlainOptimizer.drop_own = PlainOptimizer.drop
 function PlainOptimizer:loaded() self.inner.steps = self.steps end
 
--- The functions up to set_updates are for state.lua.
+-- optim/state.lua calls the functions up to set_updates.
 function PlainOptimizer:count() return #self.engine.built.list end
 function PlainOptimizer:order(i) return i end -- luacheck: no self
 function PlainOptimizer:slot(i)
@@ -100,7 +100,7 @@ end
 function PlainOptimizer:updates(i) return self.engine.built.list[i].entry.t end
 function PlainOptimizer:set_updates(i, t) self.engine.built.list[i].entry.t = t end
 
--- Converts fp32 parameters to the configuration's dtype; their fp32 values become the masters.
+-- Converts fp32 parameters to the configuration's dtype. Their fp32 values become the masters.
 local function convert(module, precision)
   local made, replaced = {}, {}
   registry.walk(module, function(_, value, kind, owner, key)
@@ -119,7 +119,7 @@ local function convert(module, precision)
   return made
 end
 
--- Returns the optimizer's entries with names, in the module's order. Each entry has its master from the start.
+-- Returns the optimizer's entries with names, in the module's order. Each entry has its master from the beginning.
 local function named_rows(module, inner, made)
   local entries, rows = {}, {}
   local orders = {}
@@ -139,7 +139,7 @@ local function named_rows(module, inner, made)
   return rows
 end
 
--- Returns optimizer groups with their parameters, in the form of ps.optim.
+-- Returns the optimizer's groups with their parameters, in the form of ps.optim.
 local function groups_of(engine, module)
   local param_groups, trained = engine.param_groups, {}
   local list = optim_groups.configured(engine.cfg.optimizer, param_groups)
@@ -164,7 +164,7 @@ local function begin_step(engine)
   native.check(step.begin(engine, false))
 end
 
---- Makes the module, and the optimizer of ps.optim, from a request and a configuration that engine/setup.lua has read.
+--- Creates the module and the optimizer of ps.optim from a request and a configuration that engine/setup.lua has read.
 ---@param engine ps.Engine with cfg, accumulate, precision, device_name and so on
 ---@param request table
 ---@return table fields of the engine

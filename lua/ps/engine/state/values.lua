@@ -10,8 +10,8 @@ local C = native.C
 
 local values = {}
 
--- Returns this rank's own bytes of a gradient, as the host sees it, or nil if another rank owns them. Reading a tensor
--- in a part would gather the other ranks' bytes.
+-- Returns this rank's own bytes of a gradient, as the host sees it, or nil if another rank owns the gradient. Reading
+-- the tensor in a part would gather the other ranks' bytes.
 local function own_gradient(engine, grad)
   if not (engine.ranks and engine.ranks.shards:state() and C.ps_engine_holds(native.ctx,
     grad) ~= 0) then return grad end
@@ -20,18 +20,18 @@ local function own_gradient(engine, grad)
   return own
 end
 
---- Returns the gradient of one of the open engine's parameters in the step under way: the bytes that this rank has, and
---- the factor that undoes the loss scale and the sums over micro-batches and ranks.
+--- Returns the gradient of one of the open engine's parameters in the current step: the bytes on this rank, and the
+--- factor that undoes the loss scale and the sums over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
----@return ps.Tensor? grad nil: there is none, or another rank owns it
+---@return ps.Tensor? grad nil if there is none, or if another rank owns it
 ---@return number factor
 function values.gradient(engine, param)
   local grad = scope.grad_of(param)
   return grad ~= nil and own_gradient(engine, grad) or nil, engine.micro > 0 and engine.optimizer:grad_scale() or 1
 end
 
---- Returns the name of a tensor, if it is a parameter that the engine trains.
+--- Returns the name of a tensor if it is a parameter that the engine trains, else nil.
 ---@param engine ps.Engine
 ---@param param ps.Tensor
 ---@return string?
@@ -40,9 +40,10 @@ function values.name_of(engine, param)
   for _, row in ipairs(engine.built.list) do if nn_module.address(row.param) == at then return row.name end end
 end
 
---- Returns the parameters whose values this rank has, in the order of the model.
+--- Returns the parameters whose values this rank holds, in the order of the model.
 ---@param engine ps.Engine
----@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; factor: on grad
+---@return {name: string, value: ps.Tensor, grad?: ps.Tensor, factor: number}[] list lent tensors; `factor` is the
+---  factor on `grad`
 function values.parameters(engine)
   local state, rows, list = engine:state_dict { tied = false }, {}, {}
   for _, row in ipairs(engine.built.list) do rows[nn_module.address(row.param)] = row end

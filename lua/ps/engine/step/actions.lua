@@ -13,14 +13,14 @@ local actions = {}
 
 local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_REDUCE
 local NORM, UPDATE = C.PS_ACT_NORM, C.PS_ACT_UPDATE
---- The part of a report's line that counts an action's seconds.
+--- part of a report's line that counts an action's seconds, by the action's kind
 actions.PART = { [FORWARD] = "forward", [BACKWARD] = "backward", [REDUCE] = "backward", [NORM] = "step",
   [UPDATE] = "step" }
 
 local id_out = ffi.new("int32_t[1]")
 local action_array = array "ps_action"
 
---- Makes the step of an engine.
+--- Creates the step of an engine.
 ---@param engine ps.Engine
 ---@return ffi.cdata* step for ps_engine_open
 function actions.new(engine)
@@ -50,7 +50,8 @@ end
 
 --- Tries to begin a step.
 ---@param engine ps.Engine
----@param trace integer of the step that this one is expected to repeat, PS_TRACE_UNKNOWN or PS_TRACE_NONE
+---@param trace integer the trace of the step that this step is expected to repeat, or PS_TRACE_UNKNOWN, or
+---  PS_TRACE_NONE
 ---@param dry? boolean
 ---@return integer rc 0, or the code of an error that is not raised
 function actions.try(engine, trace, dry)
@@ -67,10 +68,11 @@ function actions.try(engine, trace, dry)
   return rc
 end
 
---- Tries to begin a step that is expected to repeat the step of a trace. Its own trace becomes engine.traces[key].
+--- Tries to begin a step that is expected to repeat the step of a trace. The trace of the new step becomes
+--- engine.traces[key].
 ---@param engine ps.Engine
----@param key string|false false: the trace is not kept there
----@param trace? integer nil: no trace of such a step is known
+---@param key string|false key of the new trace, or false if the trace is not kept
+---@param trace? integer the trace, or nil if no trace of such a step is known
 ---@return integer rc 0, or the code of an error that is not raised
 function actions.begin(engine, key, trace)
   local rc = actions.try(engine, trace or C.PS_TRACE_UNKNOWN)
@@ -81,16 +83,16 @@ end
 
 --- Ends a step after all its actions.
 ---@param engine ps.Engine
----@return integer id of its trace; < 0: the step has none
+---@return integer id the step's trace, negative if there is none
 function actions.finish(engine)
   native.check(C.ps_step_end(state.of(engine).c, id_out))
   hooks.tell("stepped", engine.module, "done")
   return id_out[0]
 end
 
---- Ends a step without its remaining actions.
+--- Ends a step without performing its remaining actions.
 ---@param engine ps.Engine
----@return boolean clean false: a gradient stays
+---@return boolean clean false if a gradient could not be dropped
 function actions.drop(engine)
   local clean = C.ps_step_end(state.of(engine).c, nil) >= 0
   hooks.tell("stepped", engine.module, "given_up")
@@ -101,14 +103,14 @@ end
 ---@param engine ps.Engine
 ---@param complete boolean whether all its actions were performed
 ---@return integer rc 0, or the code of an error that is not raised
----@return integer? id of its trace
+---@return integer? id the step's trace
 function actions.end_dry(engine, complete)
   local rc = C.ps_step_end(state.of(engine).c, complete and id_out or nil)
   return rc, id_out[0]
 end
 
 -- -- performing -------------------------------------------------------------------------------------------------------
---- Ends the action under way with an error, and raises the error.
+--- Ends the current action with an error, and raises the error.
 ---@param engine ps.Engine
 ---@param problem any
 function actions.fail(engine, problem)
@@ -127,7 +129,7 @@ local function done(engine, s, ok, ...)
   return ...
 end
 
---- Performs one action. All actions of all steps run through this function, except those that C performs in a
+--- Performs one action. All actions of all steps run through this function, except actions that C performs in a
 --- pipeline's row (engine/pipeline/driver.lua).
 ---@param engine ps.Engine
 ---@param kind integer

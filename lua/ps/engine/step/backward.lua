@@ -16,9 +16,9 @@ local weigh = require "ps.engine.step.weigh"
 
 local step = {}
 
---- Returns the weight of a loss (weigh.loss): from the model's count_targets if it has one, else from the ops of the
---- loss (core/loss_weight.lua). A loss of other ops has the targets of the last batch. In a pipeline the last stage has
---- sent the weight to all ranks.
+--- Returns the weight of a loss (weigh.loss). The targets are those of the model's count_targets if it has one, else
+--- those that the ops of the loss noted (core/loss_weight.lua). A loss of other ops has the targets of the last batch.
+--- In a pipeline, the last stage has sent the weight to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param options? {weight?: number}
@@ -28,18 +28,18 @@ function step.weight_of(engine, loss, options)
   local s = state.of(engine)
   local found = s.targets_of[loss]
   if found == nil then found = s.targets end
-  if s.turn and s.from[loss] == nil then found = s.turn.targets end    -- s.targets may be those of an evaluation since
+  if s.turn and s.from[loss] == nil then found = s.turn.targets end    -- an evaluation may have replaced s.targets
   local known = type(options) == "table" and options.weight ~= nil or engine.driver.in_loops
     or found and found.explicit
   if not known and weigh.several(engine, state.count(engine)) then found = loss_weight.of(loss) or found end
   return weigh.loss(engine, state.count(engine), found, options)
 end
 
---- Returns how many targets of a loss its logits hit, from the ops that made the loss. In a pipeline the last stage has
---- sent this number to all ranks.
+--- Returns how many targets of a loss its logits hit, as counted by the ops that computed the loss. In a pipeline, the
+--- last stage has sent this number to all ranks.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
----@return number? hits nil: no op of the loss counted them
+---@return number? hits nil if no op of the loss counted them
 ---@return number? targets
 function step.score_of(engine, loss)
   if not engine.driver.in_loops then return loss_weight.score(loss) end
@@ -47,7 +47,7 @@ function step.score_of(engine, loss)
   if score then return score.hits, score.targets end
 end
 
--- Adds a micro-batch's weight to the step's sum, and returns the factor on its loss. All ranks call it together.
+-- Adds a micro-batch's weight to the step's sum, and returns the factor on its loss. All ranks must call it together.
 local function add_weight(engine, s, weight, places, last)
   local ranks, scaler = engine.ranks, engine.optimizer.scaler
   s.total = engine.driver:weight(weight, last)
@@ -68,7 +68,7 @@ local function backward(engine, s, loss, weight, places)
   s.turn = false
 end
 
--- Refuses a backward that does not belong to the step.
+-- Raises an error if a backward does not belong to the step.
 local function check_place(engine, s, loss)
   local is = s.is
   if s.loop then loops.check_backward(engine, loss)
@@ -92,10 +92,10 @@ local function check_kept(options)
     .. "and frees the graph as it goes; ps.autograd.grad(loss, inputs, { retain_graph = true }) keeps both")
 end
 
-local told = setmetatable({}, { __mode = "k" })            -- engines whose loss was not finite
+local told = setmetatable({}, { __mode = "k" })  -- engines that printed a note about a loss that was not finite
 
--- Prints a note about the first loss that is not finite: its gradients make all parameters NaN. With a loss scaler the
--- step is skipped instead. A loss on a device is not read, since the read would wait for the device.
+-- Prints a note about the first loss that is not finite, since its gradients make all parameters NaN. With a loss
+-- scaler the step is skipped instead. A loss on a device is not read, since the read would wait for the device.
 local function check_finite(engine, loss)
   if told[engine] or engine.quiet or engine.optimizer.scaler or not devices.computes then return end
   if loss.numel_ ~= 1 or loss:device() ~= "cpu" then return end
@@ -108,11 +108,11 @@ local function check_finite(engine, loss)
     value ~= value and "nan" or tostring(value)))
 end
 
---- Runs backward from a loss: scales it for fp16, and accumulates micro-batches. With gradient_accumulation_steps > 1
---- or several ranks, a micro-batch is weighted by the sum of its targets' weights. F.cross_entropy, F.lm_loss and
---- F.nll_loss note this sum, with ignore_index and class weights, so that the mean over a batch's tokens does not
---- depend on the cut into micro-batches. `weight` overrides it. If no target of a step counts, step() skips the step
---- (engine/step/weigh.lua).
+--- Runs backward from a loss. Scales the loss for fp16, and accumulates the gradients of micro-batches. With
+--- gradient_accumulation_steps > 1 or several ranks, a micro-batch is weighted by the sum of its targets' weights.
+--- F.cross_entropy, F.lm_loss and F.nll_loss note this sum, including ignore_index and class weights, so that the mean
+--- over a batch's tokens does not depend on the split into micro-batches. `weight` overrides the sum. If no target of a
+--- step counts, step() skips the step (engine/step/weigh.lua).
 ---@param engine ps.Engine
 ---@param loss ps.Tensor of one element
 ---@param options? {weight?: number}
@@ -132,7 +132,7 @@ function step.backward(engine, loss, options)
   end
   loss_weight.used(loss)
   if s.is.micro == 0 then engine.optimizer:check_no_gradients() end
-  if s.is.open == 0 then                                       -- a step without a forward
+  if s.is.open == 0 then                                       -- the step has no forward
     engine.masters:sync()
     native.check(actions.try(engine, native.C.PS_TRACE_NONE))
   end
@@ -142,14 +142,14 @@ function step.backward(engine, loss, options)
   if not ok then ending.fail(engine, problem) end
 end
 
--- A script's tensor:backward() acts as model:backward if the tensor is the loss of a named output, or a loss made from
+-- A script's tensor:backward() acts as model:backward if the tensor is the loss of a named output, or was computed from
 -- such an output.
 hooks.on("backward", function(loss, gradient, options)
   for engine, s in state.engines() do
     if s.from[loss] or s.turn and scope.made_from(loss, s.turn.outs) then
       check_kept(options)
       if gradient ~= nil then
-        caller.error "backward of a micro-batch's tensor cannot take a gradient g: make a loss, (t * g):sum()"
+        caller.error "backward of a micro-batch's tensor accepts no gradient g: compute a loss, (t * g):sum()"
       end
       step.backward(engine, loss)
       return true

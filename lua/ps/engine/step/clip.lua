@@ -15,8 +15,8 @@ local error = caller.error
 local CALL = "nn.clip_grad_norm"
 
 -- -- which engine -----------------------------------------------------------------------------------------------------
--- Returns the parameters of an engine by address: {row =, place =}, place: the number in built.list; an empty table for
--- a frozen one.
+-- Returns the parameters of an engine by address. An entry is {row =, place =}, where `place` is the index in
+-- built.list. The entry of a frozen parameter is an empty table.
 local function places_of(engine)
   local at, built = {}, engine.built
   for place, row in ipairs(built.list) do at[nn_module.address(row.param)] = { row = row, place = place } end
@@ -27,10 +27,10 @@ local function places_of(engine)
   return at
 end
 
--- Splits parameters into those of an engine and the rest. Without an engine all are in the rest.
+-- Splits parameters into the engine's parameters and the remaining ones. Without an engine, all are remaining.
 ---@param params ps.Tensor[]
 ---@param engine ps.Engine
----@return table[] found of places_of
+---@return table[] found entries of places_of
 ---@return ps.Tensor[] rest
 ---@return table<number, table> places by address
 local function divide(params, engine)
@@ -42,7 +42,7 @@ local function divide(params, engine)
   return found, rest, places
 end
 
--- `for engine in`: iterates over the engines that have a model.
+-- Returns an iterator over the engines that have a model.
 local function engines()
   local list = {}
   for engine in step.engines() do
@@ -56,7 +56,8 @@ local function engines()
 end
 
 -- -- nn.clip_grad_norm --------------------------------------------------------------------------------------------
--- Returns the trained parameters among the places, in the order of the optimizer's groups, in which norms are summed.
+-- Returns the trained parameters among the entries of places_of, in the order of the optimizer's groups. Norms are
+-- summed in this order.
 local function trained(found)
   local list, seen = {}, {}
   for _, at in ipairs(found) do
@@ -70,7 +71,8 @@ local function trained(found)
   return list
 end
 
--- Refuses ranks that clip by different lists or limits: their copies of parameters would drift apart.
+-- Raises an error if ranks clip different lists or use different limits, since their copies of parameters would
+-- diverge.
 local function compare(engine, list, max_norm)
   if not engine.ranks then return end
   local orders = {}
@@ -85,7 +87,7 @@ local function compare(engine, list, max_norm)
   end
 end
 
--- Refuses to clip a second time in a step.
+-- Raises an error if gradients are clipped a second time in a step.
 local function check_once(engine, list, max_norm)
   local opt, factors = engine.optimizer, step.factors(engine)
   if max_norm == math.huge then return end
@@ -103,8 +105,8 @@ local function check_once(engine, list, max_norm)
   end
 end
 
--- Returns the norm of some parameters' gradients, multiplied by the factors of earlier calls; if the norm of all
--- gradients is not finite, that norm.
+-- Returns the norm of some parameters' gradients, including the factors of earlier calls. If the norm of all gradients
+-- is not finite, returns the norm of all gradients.
 local function norm_of(engine, list)
   local all, factors = step.norm(engine), step.factors(engine)
   if not types.finite(all) then return all end

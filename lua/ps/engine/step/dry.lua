@@ -21,10 +21,10 @@ end
 
 --- Performs all actions of a step without computing anything.
 ---@param engine ps.Engine
----@param args any[] and n
----@param like? integer a trace of this step: gathers from other ranks run ahead as in that trace
----@return integer? id of the step's trace; nil: an action failed
----@return any problem its error
+---@param args any[] the model's arguments, and their number `n`
+---@param like? integer a trace of this step, whose gathers from other ranks run ahead as in that trace
+---@return integer? id the step's trace, or nil if an action failed
+---@return any problem the error of the failed action
 function dry.run(engine, args, like)
   native.check(actions.try(engine, like or C.PS_TRACE_UNKNOWN, true))
   local ok, problem = loss_weight.without(scope.scope, function()

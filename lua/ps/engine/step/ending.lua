@@ -18,11 +18,11 @@ function ending.finish(engine)
   engine.masters:note()
 end
 
---- Notes that a step failed in its updates, or in a backward that updates. If this rank has updated some parameters, or
---- other ranks may have, parameters now have values of two steps.
+--- Records that a step failed in its updates, or in a backward that updates parameters. If this rank or possibly other
+--- ranks have updated some parameters, the parameters now hold values of two steps.
 ---@param engine ps.Engine
 ---@param problem any
----@param again boolean another optimizer:step() can finish the update
+---@param again boolean whether another optimizer:step() can finish the update
 function ending.note_torn(engine, problem, again)
   local n, all = engine.optimizer:updated()
   if n == 0 and not engine.ranks then return end
@@ -33,22 +33,22 @@ function ending.note_torn(engine, problem, again)
     text = text .. (again and "call optimizer:step() again to update the others, or " or "") .. load }
 end
 
---- Reverts a step that will begin again: drops gradients, but keeps a loop over micro-batches.
+--- Reverts a step that will begin again. Drops the gradients, but keeps a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of a backward that updates parameters
 function ending.take_back(engine, failed)
   native.check_running "abandoning the step"
   local s = state.of(engine)
-  if failed == nil and overlap.of(s) then failed = "abandoned by a load, after backward" end
+  if failed == nil and overlap.of(s) then failed = "load_state_dict abandoned it after backward" end
   if failed ~= nil then ending.note_torn(engine, failed, false) end
   if s.torn and s.torn.again then s.torn.again, s.torn.text = false, s.torn.given_up end
-  s.half_restored = not actions.drop(engine)                   -- a gradient stays: zero_grad tries again
+  s.half_restored = not actions.drop(engine)  -- if a gradient could not be dropped, zero_grad tries again
   engine.optimizer:drop_own()
   state.forget(s)
   engine.masters:note()
 end
 
---- Ends the loop over micro-batches that the script is in, if any.
+--- Ends the loop over micro-batches in which the script is, if any.
 ---@param engine ps.Engine
 function ending.leave_loop(engine)
   engine.driver:abandon "the step was abandoned"
@@ -58,9 +58,9 @@ function ending.leave_loop(engine)
   if loop then loop:left() end
 end
 
---- Abandons a step. Drops its gradients. The parameters are those from before the step. If it failed in a backward that
---- updates them, or is abandoned after such a backward, the model is torn until a state is loaded. Ends a loop over
---- micro-batches.
+--- Abandons a step and drops its gradients. The parameters keep the values that they had before the step. If the step
+--- failed in a backward that updates parameters, or is abandoned after such a backward, the model is torn until a state
+--- is loaded. Ends a loop over micro-batches.
 ---@param engine ps.Engine
 ---@param failed? any the error of that backward
 function ending.give_up(engine, failed)
@@ -68,7 +68,7 @@ function ending.give_up(engine, failed)
   ending.leave_loop(engine)
 end
 
---- Abandons a step after an error. Other ranks get the error. Updates may have begun.
+--- Abandons a step after an error, which other ranks get, too. Updates may have begun.
 ---@param engine ps.Engine
 ---@param problem any
 function ending.fail(engine, problem)
@@ -78,7 +78,7 @@ function ending.fail(engine, problem)
 end
 
 --- Ends the step because of a script's mistake in a loop over micro-batches. The ranks of other stages get the error,
---- with the script's line.
+--- which names the script's line.
 ---@param engine ps.Engine
 ---@param text string
 function ending.give_loop_up(engine, text)
@@ -87,9 +87,10 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- If the script is in a loop over micro-batches, refuses a call that is not allowed there, and abandons the step.
+--- If the script is in a loop over micro-batches, abandons the step and raises an error, since the call is not allowed
+--- there.
 ---@param engine ps.Engine
----@param what string
+---@param what string the call
 function ending.check_no_loop(engine, what)
   local loop = state.of(engine).loop
   if not loop then return end

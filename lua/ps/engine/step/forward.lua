@@ -14,14 +14,15 @@ local trained = require "ps.engine.step.trained"
 
 local forward = {}
 
--- Notes the targets of the batch from which an output's loss is computed; returns its arguments from the second on.
+-- Stores the targets of the batch from which an output's loss is computed. Returns its arguments from the second one
+-- on.
 local function output(s, result, ...)
   local loss = batch.loss(result)
   if loss ~= nil then s.targets_of[loss] = s.targets end
   return result, ...
 end
 
--- Refuses a turn of a loop without gradients, or in a different mode from the loop's begin.
+-- Raises an error if gradients are disabled in an iteration of a loop, or if the mode changed since the loop began.
 local function check_loop(engine, loop)
   if not scope.grad_enabled() then
     caller.error "gradients are off within a loop over micro-batches that began with them"
@@ -44,12 +45,12 @@ function forward.begin_step(engine, args, given)
   engine.begin_step(engine, args)
 end
 
---- The forward of a micro-batch. The first one begins the step. If a step began in evaluation mode and has had no
---- backward, the next forward restarts it.
+--- Runs the forward of a micro-batch. The first forward begins the step. If a step began in evaluation mode and has had
+--- no backward, the next forward restarts it.
 ---@param engine ps.Engine
 ---@param given any[] the arguments of the script
 ---@param args any[] the same arguments on the device
----@return any ... results of the module
+---@return any ... the module's results
 function forward.train(engine, given, args)
   local s = state.of(engine)
   if s.loop then check_loop(engine, s.loop) end
@@ -68,9 +69,9 @@ function forward.train(engine, given, args)
   return output(s, actions.timed(engine, declared.PS_ACT_FORWARD, nil, args))
 end
 
---- Notes a named output, since a script may call backward on its loss.
+--- Stores a named output, since a script may call backward on its loss.
 ---@param engine ps.Engine
----@param at integer the number of its micro-batch, from 1
+---@param at integer index of its micro-batch, from 1
 ---@param out table
 ---@param ... any
 ---@return table out
@@ -85,8 +86,8 @@ end
 
 local function same(...) return ... end
 
---- model(...): the forward of a micro-batch, in training mode and in evaluation mode. The first one begins the step. In
---- ps.no_grad it belongs to no step.
+--- Performs model(...): the forward of a micro-batch, in training mode or in evaluation mode. The first forward begins
+--- the step. In ps.no_grad the forward belongs to no step.
 ---@param engine ps.Engine
 ---@return any ... the module's results
 function forward.call(engine, ...)
@@ -109,7 +110,7 @@ end
 
 --- Runs a forward without gradients and without a step.
 ---@param engine ps.Engine
----@param given any[] and n
+---@param given any[] the model's arguments, and their number `n`
 ---@return table out
 function forward.look(engine, given)
   local args = batch.on(given, engine.device, engine.device_name)

@@ -17,19 +17,19 @@ local update = require "ps.engine.step.update"
 return {
   new = actions.new, begin = actions.begin, dry_run = dry.run,
   fields = state.fields, engines = state.engines,
-  -- Questions about a step.
+  -- queries about a step
   count = state.count, batch_text = state.batch_text, is_open = state.is_open, evaluates = state.evaluates,
   acts = state.acts,
   trace = state.trace, factors = state.factors, weight_factor = state.weight_factor,
   gradients_gone = overlap.gradients_gone, GONE = overlap.GONE,
-  -- Calls of a script.
+  -- functions that scripts call
   forward = forward.call, next = loops.next, backward = backward.backward, weight_of = backward.weight_of,
   score_of = backward.score_of,
   norm = update.norm, unscale = update.unscale, clip = update.clip, CLIP_EPS = update.CLIP_EPS,
   update = update.update, zero_grad = update.zero_grad,
-  -- Functions that refuse calls.
+  -- functions that reject calls
   check_whole = state.check_whole, check_settings = overlap.check_settings, check_gradients = update.check_gradients,
-  -- Functions that end a step before its update.
+  -- functions that end a step before its update
   take_back = ending.take_back, give_up = ending.give_up, leave_loop = ending.leave_loop, mend = state.mend,
   closed = state.closed,
 }

@@ -13,19 +13,20 @@ local loops = {}
 
 ---@class ps.engine.Loop
 ---@field count integer micro-batches
----@field rows integer|false of the whole batch, if the loop cuts one
+---@field rows integer|false rows of the whole batch, or false if the loop does not split a batch
 ---@field training boolean the model's mode when the loop began
 ---@field gather boolean whether all ranks get the output's tensors
----@field draws boolean micro-batches come from a loader
----@field given any[] the micro-batch of the last turn
----@field targets ps.Targets|false|nil in a pipeline without gradients: the targets of the last turn's loss
----@field score {hits: number, targets: number}|false|nil with `targets`: how many the last turn's loss hit
----@field at integer the number, from 1, of the last turn's micro-batch, or 0 if there is no turn yet
----@field take fun(number: integer): any[] returns a micro-batch and sets its random numbers
----@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next turn
----@field left fun(self: ps.engine.Loop) called when the loop has ended, or was abandoned
+---@field draws boolean whether micro-batches come from a loader
+---@field given any[] the micro-batch of the current iteration
+---@field targets ps.Targets|false|nil targets of the current iteration's loss, in a pipeline without gradients
+---@field score {hits: number, targets: number}|false|nil number of `targets` that the logits of the current iteration
+---  hit
+---@field at integer index, from 1, of the current iteration's micro-batch, or 0 before the first iteration
+---@field take fun(number: integer): any[] returns a micro-batch and sets the state of its random numbers
+---@field draw fun(self: ps.engine.Loop): any[] returns the micro-batch of the next iteration
+---@field left fun(self: ps.engine.Loop) called when the loop has ended or was abandoned
 
--- Enters a loop, whose first micro-batch will begin a step.
+-- Begins a loop, whose first micro-batch will begin a step.
 local function enter(engine, s, loop)
   native.check_running "a loop over micro-batches"
   state.check_whole(engine)
@@ -41,8 +42,8 @@ local function enter(engine, s, loop)
   s.loop = loop
 end
 
--- Returns whether the loop has another micro-batch. Refuses a loop that was abandoned, and one whose last micro-batch
--- had no backward.
+-- Returns whether the loop has another micro-batch. Raises an error if the loop was abandoned, or if its last
+-- micro-batch had no backward.
 local function goes_on(engine, s, loop)
   if s.loop ~= loop then caller.error "this loop over micro-batches was abandoned" end
   if engine.driver:backwards() < loop.at then
@@ -62,10 +63,11 @@ end
 
 local function drain(engine, _, loop) engine.driver:drain(loop) end
 
---- Performs the next turn of a step's loop. The first turn begins the step. An error in a turn abandons the step.
+--- Performs the next iteration of a step's loop. The first iteration begins the step. An error in an iteration abandons
+--- the step.
 ---@param engine ps.Engine
 ---@param loop ps.engine.Loop
----@return table? out nil after the last turn
+---@return table? out nil after the last iteration
 function loops.next(engine, loop)
   local s = state.of(engine)
   if loop.at == 0 then enter(engine, s, loop) end
@@ -76,7 +78,8 @@ function loops.next(engine, loop)
   return out
 end
 
---- Refuses backward of a loss that is not from the loop's present micro-batch, and a second backward of it.
+--- Raises an error for the backward of a loss that does not belong to the loop's current micro-batch, and for a second
+--- backward of the same loss.
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 function loops.check_backward(engine, loss)

@@ -8,13 +8,13 @@ local state = require "ps.engine.step.state"
 
 local overlap = {}
 
---- The words of an error about gradients that backward has already used.
+--- text of the error about gradients that backward has already used
 overlap.GONE = "backward has already updated the parameters, so their gradients no longer exist: set "
   .. "gradient_clipping in "
   .. "the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients until "
   .. "optimizer:step()"
 
---- Settings of a backward (ps_action_how).
+--- Returns the settings of a backward (ps_action_how).
 ---@param engine ps.Engine
 ---@param weight number
 ---@param last boolean whether it is the step's last backward
@@ -36,17 +36,17 @@ function overlap.backward(engine, weight, last, dry)
   return how
 end
 
---- Returns whether the backwards of the step under way have updated parameters, or may have.
+--- Returns whether backwards of the current step have updated parameters, or may have done so.
 ---@param s ps.engine.StepState
 ---@return boolean
 function overlap.of(s) return s.is.open == 1 and s.is.micro == s.is.n_micro and s.overlaps end
 
---- Returns whether the backward of the step under way has updated the parameters.
+--- Returns whether the backward of the current step has updated the parameters.
 ---@param engine ps.Engine
 ---@return boolean
 function overlap.gradients_gone(engine) return overlap.of(state.of(engine)) end
 
---- Refuses a change of the optimizer's settings after a backward that has used them for updates.
+--- Raises an error if the optimizer's settings are changed after a backward that has used them for updates.
 ---@param engine ps.Engine
 ---@param what string the call
 function overlap.check_settings(engine, what)
@@ -57,8 +57,8 @@ function overlap.check_settings(engine, what)
     .. "present settings: call it after step(), or set overlap_optimizer = false")
 end
 
--- A statement in a pause may change settings after backward has begun to update. The old settings are restored when the
--- script resumes.
+-- A statement that the user enters in a pause may change settings after backward has begun to update. The old settings
+-- are restored when the script resumes.
 hooks.on("resumes", function()
   for engine, s in state.engines() do
     local opt = engine.optimizer

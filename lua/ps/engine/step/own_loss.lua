@@ -8,8 +8,8 @@ local batch = require "ps.data.batch"
 local own_loss = {}
 
 --- Returns the arguments without the targets: without `labels`, or without the last of several arguments.
----@param given any[] and n
----@return any[] and n
+---@param given any[] the arguments, and their number `n`
+---@return any[] the remaining arguments, and their number `n`
 function own_loss.inputs(given)
   if batch.is_named(given) then
     local rest = {}
@@ -39,10 +39,10 @@ local function value_of(loss, out, given)
 end
 
 --- Returns the model's output together with the script's loss. Without gradients or targets, the loss is computed only
---- when the script reads out.loss: an evaluation may want only the logits.
+--- when the script reads out.loss, since an evaluation may need only the logits.
 ---@param loss fun(out: table, batch: table): ps.Tensor
 ---@param result any the model's result
----@param given any[] the model's arguments, with targets; and n
+---@param given any[] the model's arguments with targets, and their number `n`
 ---@return table out
 function own_loss.of(loss, result, given)
   local out = batch.output(result)

@@ -6,8 +6,8 @@ local caller = require "ps.core.caller"
 
 local samples = {}
 
--- Returns the number of samples in a batch: the first dimension of its first tensor that has dimensions, or nil if
--- there is none. A table's tensors are sorted by name.
+-- Returns the number of samples in a batch, which is the first dimension of its first tensor that has dimensions.
+-- Returns nil if there is none. The tensors of a table are sorted by name.
 local function count(value)
   if scope.is_tensor(value) then return value:dim() > 0 and value:size(0) or nil end
   if type(value) ~= "table" then return nil end
@@ -20,7 +20,7 @@ local function count(value)
   end
 end
 
---- Refuses a batch whose size differs from the configuration's.
+--- Raises an error if a batch's size differs from the configuration's.
 ---@param engine table with cfg
 ---@param batch any[] the arguments of the model's call, and their number n
 function samples.check(engine, batch)

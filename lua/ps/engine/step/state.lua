@@ -15,40 +15,43 @@ local state = {}
 ---@field overlaps boolean whether a backward of the step updates parameters
 ---@field update_how ffi.cdata*
 ---@field config ffi.cdata* ps_step_config, with the table of actions of the last step
----@field actions ffi.cdata* that table
----@field config_measures boolean? whether the table has a norm
----@field config_micros integer? number of the table's micro-batches
+---@field actions ffi.cdata* the table of actions in `config`
+---@field config_measures boolean? whether `actions` contains a norm
+---@field config_micros integer? number of micro-batches in `actions`
 ---@field loop ps.engine.Loop|false the loop over micro-batches that the script is in
 ---@field turn false|{outs: ps.Tensor[], targets: ps.Targets|false} the last forward's named output, until its backward
----@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> by the loss of a named output: its loop and
----  the number of its micro-batch
+---@field from table<ps.Tensor, {loop: ps.engine.Loop|false, at: integer}> the loop and the index of the micro-batch of
+---  a named output, by its loss
 ---@field key string|false key of the trace in engine.traces, or false if the trace is not kept there
----@field last_key string|false the key of the last step that had one
----@field measures boolean the step has a norm
----@field evaluates boolean the step began in evaluation mode, and has had no backward yet
----@field cleared boolean zero_grad was called between the step's first forward and its first backward: a forward
----  restarts the step
+---@field last_key string|false key of the last step that had a key
+---@field measures boolean whether the step has a norm
+---@field evaluates boolean whether the step began in evaluation mode and has had no backward yet
+---@field cleared boolean whether zero_grad was called between the step's first forward and its first backward; the next
+---  forward then restarts the step
 ---@field scale number|false|nil the factor on gradients that optimizer:step() found, or false if it skips the step
 ---@field kept table[]|nil copies of the optimizer's groups from the begin of a backward that updates
 ---@field settings string|nil the optimizer's settings at the begin of backward or of the update
----@field factors table<integer, number> by group of the optimizer: the factor on its gradients (update.clip)
+---@field factors table<integer, number> factors on gradients by group of the optimizer (update.clip)
 ---@field norm number|nil norm of all gradients, without the loss scale, once it was computed
----@field clipped table<table, number> by row of engine.built: the factor on its gradient (engine/step/clip.lua)
----@field total number sum of the weights of the micro-batches so far; after the last one, over all ranks
+---@field clipped table<table, number> factors on gradients by row of engine.built (engine/step/clip.lua)
+---@field total number sum of the weights of the micro-batches so far; after the last micro-batch, the sum over all
+---  ranks
 ---@field unit number|false a power of two that losses are divided by (engine/step/weigh.lua)
 ---@field targets ps.Targets|false targets of the last batch with which the model was called
----@field targets_of table<ps.Tensor, ps.Targets|false> by loss: the targets of its batch
----@field score {hits: number, targets: number}|false of a pipeline: how many targets the last turn's loss hit
+---@field targets_of table<ps.Tensor, ps.Targets|false> targets of a loss's batch, by loss
+---@field score {hits: number, targets: number}|false number of targets that the last iteration's logits hit, in a
+---  pipeline
 ---@field unwatch fun() stops noting losses (core/loss_weight.lua)
----@field half_restored boolean a parameter's value could not be restored: zero_grad tries again
+---@field half_restored boolean true if a parameter's value could not be restored; zero_grad then tries again
 ---@field torn false|{model: boolean, optimizer: boolean, text: string, given_up: string, again: boolean} set when an
----  update failed in the middle: the parts that have values of two steps, and the error that their use raises;
----  given_up: that error after the step was abandoned; again: another optimizer:step() can finish the update
+---  update failed in the middle. `model` and `optimizer` tell which of them hold values of two steps. `text` is the
+---  error that their use raises, and `given_up` is the error after the step was abandoned. `again` tells whether
+---  another optimizer:step() can finish the update
 
 ---@type table<ps.Engine, ps.engine.StepState>
 local states = setmetatable({}, { __mode = "k" })
 
---- Forgets everything that belongs to one step.
+--- Resets all fields that belong to one step.
 ---@param s ps.engine.StepState
 function state.forget(s)
   s.key, s.measures, s.cleared, s.scale, s.settings, s.overlaps = false, false, false, nil, nil, false
@@ -57,7 +60,7 @@ function state.forget(s)
   loss_weight.forget()
 end
 
---- Gives an engine the state of its steps.
+--- Creates the state of an engine's steps.
 ---@param engine ps.Engine
 ---@param c ffi.cdata* the ps_step
 ---@param is ffi.cdata* C's fields of the step
@@ -82,7 +85,7 @@ end
 ---@return ps.engine.StepState
 function state.of(engine) return states[engine] end
 
---- `for engine in`: iterates over the engines of the process, closed ones included.
+--- Returns an iterator over the engines of the process, including closed ones.
 ---@return fun(): ps.Engine?, ps.engine.StepState
 function state.engines() return pairs(states) end
 
@@ -90,12 +93,12 @@ function state.engines() return pairs(states) end
 --- Fields of an engine that describe its step. Scripts cannot set them.
 ---@type table<string, fun(engine: ps.Engine): any>
 state.fields = {
-  micro = function(engine) return states[engine].is.micro end,        -- micro-batches whose backward has run
+  micro = function(engine) return states[engine].is.micro end,        -- number of micro-batches whose backward has run
   torn = function(engine) return states[engine].torn end,
 }
 
---- Returns the number of micro-batches of the step under way; before a step begins, of the loop, or of the
---- configuration.
+--- Returns the number of micro-batches of the current step. Before a step begins, returns the number of the loop or of
+--- the configuration.
 ---@param engine ps.Engine
 ---@return integer
 function state.count(engine)
@@ -103,7 +106,8 @@ function state.count(engine)
   return s.is.open == 1 and s.is.n_micro or s.loop and s.loop.count or engine.accumulate
 end
 
---- A text that describes how the next step divides its batch into micro-batches. Steps with the same text share a plan.
+--- Returns a text that describes how the next step divides its batch into micro-batches. Steps with the same text share
+--- a plan.
 ---@param engine ps.Engine
 ---@return string
 function state.batch_text(engine)
@@ -111,23 +115,23 @@ function state.batch_text(engine)
   return ("%d %s"):format(state.count(engine), loop and loop.rows or "")
 end
 
---- Returns whether a step has begun and not ended.
+--- Returns whether a step has begun and not yet ended.
 ---@param engine ps.Engine
 ---@return boolean
 function state.is_open(engine) return states[engine].is.open == 1 end
 
---- Returns whether the step has had only forwards in evaluation mode so far. If the next call is not a backward, such a
---- step ends without a trace.
+--- Returns whether the current step has had only forwards in evaluation mode so far. If the next call is not a
+--- backward, such a step ends without a trace.
 ---@param engine ps.Engine
 ---@return boolean
 function state.evaluates(engine) return states[engine].evaluates end
 
---- Returns whether an action of the step is under way: the model's forward, or a backward or an update that calls Lua.
+--- Returns whether an action of the step is running: the model's forward, or a backward or an update that calls Lua.
 ---@param engine ps.Engine
 ---@return boolean
 function state.acts(engine) return states[engine].is.now.kind ~= C.PS_ACT_NONE end
 
---- Returns the trace of the step under way, or else of the last one, or nil if there is none.
+--- Returns the trace of the current step, or of the last step if none has begun. Returns nil if there is none.
 ---@param engine ps.Engine
 ---@return integer? id
 function state.trace(engine)
@@ -135,7 +139,7 @@ function state.trace(engine)
   return key and engine.traces[key] or nil
 end
 
---- Returns the factor on the step's gradients, without the loss scale; 0 for a step without targets.
+--- Returns the factor on the step's gradients, excluding the loss scale. It is 0 for a step without targets.
 ---@param engine ps.Engine
 ---@return number
 function state.weight_factor(engine)
@@ -149,7 +153,7 @@ end
 function state.factors(engine) return states[engine].clipped end
 
 -- -- torn models ------------------------------------------------------------------------------------------------------
---- Refuses a torn model, whose step failed in the middle of its update.
+--- Raises an error if the model is torn because its step failed in the middle of an update.
 ---@param engine ps.Engine
 function state.check_whole(engine)
   engine:check_open()
@@ -157,7 +161,7 @@ function state.check_whole(engine)
   if torn then caller.error(torn.text) end
 end
 
---- Notes that load_state_dict wrote all values of a part, so that this part is whole again.
+--- Records that load_state_dict wrote all values of the model or of the optimizer, which is then no longer torn.
 ---@param engine ps.Engine
 ---@param part "model"|"optimizer"
 function state.mend(engine, part)

@@ -19,31 +19,34 @@ local FORWARD, BACKWARD, REDUCE = C.PS_ACT_FORWARD, C.PS_ACT_BACKWARD, C.PS_ACT_
 
 ---@class ps.engine.Driver
 ---@field engine ps.Engine
----@field in_loops boolean its steps are loops over micro-batches, and a backward outside a loop is an error
----@field work table<integer, fun(engine: ps.Engine, ...): any> Lua's work for an action, by the action's kind
----@field actions fun(self: ps.engine.Driver, micros: integer): table[] the forwards, backwards and reductions of a step
----  in a new list: {kind, number of the virtual stage among this rank's, micro-batch}
----@field backwards fun(self: ps.engine.Driver): integer micro-batches of the step whose backward the script has called
----@field is_last fun(self: ps.engine.Driver): boolean whether the next backward is the step's last
+---@field in_loops boolean whether its steps are loops over micro-batches, so that a backward outside a loop is an error
+---@field work table<integer, fun(engine: ps.Engine, ...): any> functions that perform Lua's work for an action, by the
+---  action's kind
+---@field actions fun(self: ps.engine.Driver, micros: integer): table[] returns the forwards, backwards and reductions
+---  of a step in a new list: {kind, index of the virtual stage among this rank's, micro-batch}
+---@field backwards fun(self: ps.engine.Driver): integer returns the number of micro-batches of the step whose backward
+---  the script has called
+---@field is_last fun(self: ps.engine.Driver): boolean returns whether the next backward is the step's last
 ---@field weight fun(self: ps.engine.Driver, weight: number, last: boolean): number returns the sum of the weights of
----  the step's micro-batches, with that of the next one; all ranks call it together
----@field overlaps fun(self: ps.engine.Driver): boolean whether the step's last backward can update parameters
+---  the step's micro-batches, including the next one; all ranks must call it together
+---@field overlaps fun(self: ps.engine.Driver): boolean returns whether the step's last backward can update parameters
 ---@field backward fun(self: ps.engine.Driver, loss: ps.Tensor, weight: number, factor: number, last: boolean)
----@field compare fun(self: ps.engine.Driver, what: string) refuses a call that not all ranks of one model make
----@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next turn of a step's loop, and
----  returns the output for the script
----@field drain fun(self: ps.engine.Driver, loop: ps.engine.Loop) performs the rest of a loop's actions after its last
----  turn
----@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? performs the next turn of a loop of forwards
----  without gradients; nil after the last
+---@field compare fun(self: ps.engine.Driver, what: string) raises an error if not all ranks of one model make the same
+---  call
+---@field turn fun(self: ps.engine.Driver, loop: ps.engine.Loop): table performs the next iteration of a step's loop,
+---  and returns the output for the script
+---@field drain fun(self: ps.engine.Driver, loop: ps.engine.Loop) performs a loop's remaining actions after its last
+---  iteration
+---@field look fun(self: ps.engine.Driver, loop: ps.engine.Loop): table? performs the next iteration of a loop of
+---  forwards without gradients; returns nil after the last one
 ---@field abandon fun(self: ps.engine.Driver, why: any) abandons the actions under way; other ranks get the reason
 ---@field refuse fun(self: ps.engine.Driver, text: string): string abandons a loop in which the script made a mistake,
----  and appends the consequence to the error
+---  and returns the error with the consequence appended
 ---@field dry_run fun(self: ps.engine.Driver, args: any[]) performs the forwards, backwards and reductions of a dry run
----@field fingerprint fun(self: ps.engine.Driver): number? a hash of a loop's micro-batches, which all stages of a model
----  must have alike, or nil if they are not known when the step begins
+---@field fingerprint fun(self: ps.engine.Driver): number? returns a hash of a loop's micro-batches, which must be equal
+---  on all stages of a model, or nil if the micro-batches are not known when the step begins
 ---@field pipe ps.engine.Pipe|false the row of actions of a model that is cut into stages
----@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; true: another one must follow
+---@field end_dry fun(self: ps.engine.Driver): boolean ends a dry run; returns true if another dry run must follow
 ---@field close fun(self: ps.engine.Driver)
 
 ---@class ps.engine.TableDriver: ps.engine.Driver
@@ -52,7 +55,7 @@ Driver.__index = Driver
 
 local driver = {}
 
---- Lua's work for the norm and the update, the same in every driver.
+--- Functions for the norm and the update, which are the same in every driver.
 ---@type table<integer, fun(engine: ps.Engine, ...): any>
 driver.work = {
   [C.PS_ACT_NORM] = function(engine, wanted) return wanted and engine.optimizer:norm() end,
@@ -64,7 +67,7 @@ driver.work = {
 Driver.work = {
   [FORWARD] = function(engine, args) return engine.run(engine.module, unpack(args, 1, args.n)) end,
   [BACKWARD] = function(_, root, factor, gradient) return scope.walk_back(root, gradient, factor) end,
-  [REDUCE] = function() end,                                    -- C does all the work
+  [REDUCE] = function() end,                                    -- C does all of its work
   [C.PS_ACT_NORM] = driver.work[C.PS_ACT_NORM], [C.PS_ACT_UPDATE] = driver.work[C.PS_ACT_UPDATE],
 }
 
@@ -87,7 +90,8 @@ end
 
 function Driver:weight(weight) return state.of(self.engine).is.weight + weight end
 
--- If several backwards accumulate, gradients are final only after the last one.
+-- Updates can overlap only a single backward: if several backwards accumulate, gradients are final only after the last
+-- one.
 function Driver:overlaps() return not self.engine.adds_up and state.of(self.engine).is.n_micro == 1 end
 
 function Driver:backward(loss, weight, factor, last)

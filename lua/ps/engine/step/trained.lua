@@ -8,9 +8,9 @@ local nn_module = require "ps.nn.module"
 
 local trained = {}
 
-local seen = setmetatable({}, { __mode = "k" })       -- by engine: nn_module.changes at the last check of its module
+local seen = setmetatable({}, { __mode = "k" })       -- nn_module.changes at the last check, by engine
 
--- Refuses parameters that were frozen when the engine was made and require a gradient now.
+-- Raises an error for parameters that were frozen when the engine was created and now require a gradient.
 local function check_frozen(engine)
   for _, row in ipairs(engine.built.untrained) do
     if row.param:needs_grad() then
@@ -21,8 +21,8 @@ local function check_frozen(engine)
   end
 end
 
---- Refuses a step of a module with parameters that the engine does not have, or cannot train. It searches for new
---- parameters only after a module has changed.
+--- Raises an error before a step if the module has parameters that the engine does not know or cannot train. It
+--- searches for new parameters only after a module has changed.
 ---@param engine ps.Engine
 function trained.check(engine)
   check_frozen(engine)
@@ -41,8 +41,8 @@ function trained.check(engine)
   seen[engine] = nn_module.changes
 end
 
---- Which parameters of a model train, in order, as text: "1" if the parameter trains, "0" if it is frozen. Includes
---- parameters of other ranks.
+--- Returns a text that tells which parameters of a model train, in order: "1" if a parameter trains, "0" if it is
+--- frozen. It includes parameters of other ranks.
 ---@param module ps.nn.Module
 ---@return string
 function trained.text(module)
@@ -51,7 +51,7 @@ function trained.text(module)
   return table.concat(list)
 end
 
---- engine:to(...): an error.
+--- Raises an error, since engine:to(...) is not supported.
 function trained.to()
   caller.error("the parameters of an engine keep the dtype and the device of its configuration (bf16, fp16, device); "
     .. "convert inputs and outputs, or load its state_dict() into a module without an engine")

@@ -14,11 +14,12 @@ local unused = {}
 
 local SHOWN = 8
 
--- By engine: the updates of each parameter, by number, before the step that is checked, or false if it was checked.
+-- number of updates of each parameter before the step that is checked, by engine and parameter index; false if it was
+-- checked
 local before = setmetatable({}, { __mode = "k" })
 
---- Notes the number of updates of each parameter, for the check after the next step. Also called when an optimizer's
---- state was loaded.
+--- Records the number of updates of each parameter, for the check after the next step. It is also called after an
+--- optimizer's state was loaded.
 ---@param engine ps.Engine
 function unused.begin(engine)
   if before[engine] == false then return end
@@ -27,13 +28,13 @@ function unused.begin(engine)
   before[engine] = counts
 end
 
--- Returns whether this module, or one inside it, was called.
+-- Returns whether this module or a module inside it was called.
 local function was_called(module)
   for _, inner in module:named_modules() do if rawget(inner, "_number") then return true end end
   return false
 end
 
--- By path of each module: the number of trained parameters in it, and how many of them lack a gradient.
+-- Returns, by path of each module, the number of trained parameters in the module and how many of them lack a gradient.
 local function counts_of(trained, lacking)
   local all, without = {}, {}
   for _, name in ipairs(trained) do
@@ -47,7 +48,7 @@ local function counts_of(trained, lacking)
   return all, without
 end
 
--- Returns the outermost module that contains a parameter and has no gradient at all, or nil if there is none.
+-- Returns the outermost module that contains a parameter and got no gradient at all, or nil if there is none.
 local function outermost(name, all, without)
   for at in name:gmatch "()%." do
     local path = name:sub(1, at - 1)
@@ -57,7 +58,7 @@ end
 
 --- Returns the line about parameters without a gradient, or nil if there are none.
 ---@param module ps.nn.Module
----@param trained string[] the names of parameters that train, in order
+---@param trained string[] names of the parameters that train, in order
 ---@param lacking table<string, true>
 ---@param calls boolean whether this process knows which modules were called
 ---@return string?
@@ -66,7 +67,7 @@ function unused.text(module, trained, lacking, calls)
   for path, inner in module:named_modules() do
     modules[path] = inner
     for key in pairs(rawget(inner, "_unused") or {}) do
-      lacking[(path == "" and "" or path .. ".") .. key] = nil               -- its class declares that
+      lacking[(path == "" and "" or path .. ".") .. key] = nil  -- the module's class declares that it gets none
     end
   end
   local all, without = counts_of(trained, lacking)
@@ -97,7 +98,7 @@ function unused.text(module, trained, lacking, calls)
     .. "list:size() is its number of modules" or "")
 end
 
--- Returns this rank's information, one line for each parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
+-- Returns this rank's information as one line per parameter: "fc.weight=+", or "fc.weight=-" if it got no gradient.
 local function said_by(engine, counts)
   local optimizer, parts = engine.optimizer, {}
   for i, row in ipairs(engine.built.list) do
@@ -109,11 +110,11 @@ local function said_by(engine, counts)
   return table.concat(parts, "\n")
 end
 
---- After the first step that was not skipped: reports parameters that got no gradient. All ranks call it.
+--- Reports parameters that got no gradient, after the first step that was not skipped. All ranks must call it.
 ---@param engine ps.Engine
 function unused.look(engine)
   local counts = before[engine]
-  if counts == false or not devices.computes then return end                   -- a dry run of a script updates nothing
+  if counts == false or not devices.computes then return end                   -- a script's dry run updates nothing
   before[engine] = false
   local several = engine.ranks or engine.stages or engine.tensor_parallel
   local state, trained, lacking = {}, {}, {}

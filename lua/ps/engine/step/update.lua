@@ -12,11 +12,11 @@ local state = require "ps.engine.step.state"
 local step = {}
 
 local NORM, UPDATE = native.C.PS_ACT_NORM, native.C.PS_ACT_UPDATE
---- Added to a norm before max_norm is divided by it, as in torch.nn.utils.clip_grad_norm_.
+--- added to the norm by which max_norm is divided, as in torch.nn.utils.clip_grad_norm_
 step.CLIP_EPS = 1e-6
 
---- Returns the norm of all gradients of the step, without the loss scale; 0 if no target counts. The first call
---- performs the step's action, on all ranks together.
+--- Returns the norm of all gradients of the step, excluding the loss scale. It is 0 if no target counts. The first call
+--- performs the step's norm action, for which all ranks must call it together.
 ---@param engine ps.Engine
 ---@return number
 function step.norm(engine)
@@ -26,14 +26,15 @@ function step.norm(engine)
   return s.norm
 end
 
---- Returns the factor on gradients in the update that undoes the loss scale and the sum over micro-batches and ranks.
+--- Returns the factor on gradients in the update, which undoes the loss scale and the sum over micro-batches and ranks.
 ---@param engine ps.Engine
 ---@return number
 function step.unscale(engine) return engine.optimizer:grad_scale() end
 
---- Refuses a call that needs the gradients of a whole step. They exist from its last backward to optimizer:step().
+--- Raises an error if a call needs the gradients of a whole step and they do not exist. They exist from the step's last
+--- backward to optimizer:step().
 ---@param engine ps.Engine
----@param call string of messages
+---@param call string name of the call in messages
 function step.check_gradients(engine, call)
   native.check_running(call)
   state.check_whole(engine)
@@ -84,8 +85,8 @@ end
 
 local function update(engine, s)
   if s.scale == nil then
-    -- Sums of tied gradients, norms and owners use different groups. A rank that is elsewhere would not be noticed in
-    -- all of them.
+    -- Sums of tied gradients, norms and owners use different groups. Not every group would notice a rank that is
+    -- executing a different call.
     engine.driver:compare "optimizer:step()"
     s.scale = measure(engine, s)
   end
@@ -95,14 +96,14 @@ local function update(engine, s)
   actions.timed(engine, UPDATE, how, s.scale)
 end
 
---- Returns the norm of the gradients of some groups of the optimizer, after the step's last backward. The update then
---- multiplies these gradients by max_norm / (norm + eps), if that is below 1. The step must measure a norm without
---- clipping by it: optimizer.max_norm was math.huge when it began.
+--- Returns the norm of the gradients of some groups of the optimizer, after the step's last backward. If max_norm /
+--- (norm + eps) is below 1, the update multiplies these gradients by it. The step must compute a norm without clipping
+--- by it, so optimizer.max_norm must have been math.huge when the step began.
 ---@param engine ps.Engine
----@param numbers integer[] of the groups, from 1, ascending; each once per step
+---@param numbers integer[] indices of the groups, from 1, in ascending order; each group once per step
 ---@param max_norm number
 ---@param eps number
----@return number norm without the loss scale; not finite if gradients of any group overflowed
+---@return number norm excluding the loss scale; not finite if gradients of any group overflowed
 function step.clip(engine, numbers, max_norm, eps)
   state.check_whole(engine)
   local s, opt = state.of(engine), engine.optimizer
@@ -132,9 +133,9 @@ function step.clip(engine, numbers, max_norm, eps)
   return norm
 end
 
---- Makes one update after backward of the step's last micro-batch; before that it does nothing. If gradients
---- overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails, another call
---- updates the remaining parameters with the same factor on gradients.
+--- Updates the parameters after backward of the step's last micro-batch. Before that backward it does nothing. If
+--- gradients overflowed, or if no target counts, the step is skipped and nothing is updated. If an update fails,
+--- another call updates the remaining parameters with the same factor on gradients.
 ---@param engine ps.Engine
 ---@return {grad_norm?: number, skipped: boolean, accumulating: boolean}
 function step.update(engine)
@@ -164,11 +165,11 @@ function step.update(engine)
   return info
 end
 
---- Drops the gradients. While micro-batches are being accumulated it does nothing, so that the usual loop of zero_grad,
+--- Drops the gradients. It does nothing while micro-batches are being accumulated, so that the usual loop of zero_grad,
 --- forward, backward and step works with any gradient_accumulation_steps. After the step's last backward it abandons
 --- the step, unless parameters have been updated.
 ---@param engine ps.Engine
----@param call? string of messages (default "optimizer:zero_grad()")
+---@param call? string name of the call in messages (default "optimizer:zero_grad()")
 function step.zero_grad(engine, call)
   call = call or "optimizer:zero_grad()"
   native.check_running(call)

@@ -16,7 +16,7 @@ local hooks = require "ps.core.hooks"
 
 local weigh = {}
 
-local NONE = { count = 1, places = 1 }      -- for a loss whose targets are not known
+local NONE = { count = 1, places = 1 }      -- targets of a loss whose targets are not known
 
 --- Returns whether losses are weighted by their targets, because a step has several losses.
 ---@param engine table
@@ -43,13 +43,14 @@ local function given(weight)
   return { count = weight, places = weight }
 end
 
---- Returns the weight of a loss: the number of its targets. If a step has one loss, it is 1, or 0 without targets.
+--- Returns the weight of a loss, which is the number of its targets. If a step has only one loss, the weight is 1, or 0
+--- without targets.
 ---@param engine table
 ---@param micros integer micro-batches of the step
 ---@param found ps.Targets|false the targets of the loss's batch
 ---@param options? {weight?: number}
 ---@return number weight
----@return number places the weight that it would have without ignored targets
+---@return number places the weight that the loss would have without ignored targets
 function weigh.loss(engine, micros, found, options)
   local weight = caller.options(options, "model:backward", OPTIONS).weight
   found = weight ~= nil and given(weight) or found or NONE
@@ -57,8 +58,9 @@ function weigh.loss(engine, micros, found, options)
   return found.count, found.places
 end
 
---- Returns the tensor from which backward's walk begins: the loss times its factor. The report gets the loss. With a
---- loss scale every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after "scaled".
+--- Returns the tensor from which backward's walk begins: the loss times its factor. Passes the loss to the report. With
+--- a loss scale, every rank multiplies, even by 1, since anomaly mode tolerates an infinity only in the op after
+--- "scaled".
 ---@param engine ps.Engine
 ---@param loss ps.Tensor
 ---@param weight number
@@ -72,7 +74,8 @@ function weigh.root(engine, loss, weight, factor)
   return root
 end
 
---- Returns the factor of the walks of a dry run, which has no weights: 1 if a real walk has it.
+--- Returns the factor of a dry run's walks, which have no weights. It is 1 only if the factor of a real walk is always
+--- 1.
 ---@param engine ps.Engine
 ---@param micros integer
 ---@return number
@@ -80,7 +83,8 @@ function weigh.dry_factor(engine, micros)
   return (engine.optimizer.scaler or weigh.several(engine, micros)) and 2 or 1
 end
 
---- Returns the power of two nearest to the weight of a step without ignored targets, by its logarithm; false: weight 0.
+--- Returns the power of two that is nearest, by its logarithm, to the weight of a step without ignored targets. Returns
+--- false if this weight is 0.
 ---@param expected number
 ---@return number|false
 function weigh.unit(expected) return expected > 0 and 2 ^ math.floor(math.log(expected) / math.log(2) + 0.5) end
