@@ -94,7 +94,7 @@ end
 ---@field verify? boolean false makes load skip the comparison of checksums
 ---@field fallback? boolean false makes load raise an error for a damaged checkpoint even if there is an earlier one
 
--- Returns the schedule and the loss scale, which are those in `parts` or the engine's.
+-- Returns the schedule and the loss scale: the ones in `parts`, or the engine's.
 local function parts_of(parts)
   local model, optimizer = parts.model, parts.optimizer
   local engine = optimizer ~= nil and handle.of(model)
@@ -158,9 +158,9 @@ local function parameter_of(name)
   return name:sub(#PREFIX + 1):match("^(.*)%.[^.]+$")
 end
 
--- Removes all tensors except those that this rank along tp saves: its pieces of cut tensors, without padding, and on
--- rank 0 the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's metadata, or nil if
--- nothing is cut.
+-- Removes all tensors except those that this rank along tp saves. These are its pieces of cut tensors, without padding,
+-- and on rank 0 also the tensors that are whole on all ranks. Returns the offsets of the pieces for the file's
+-- metadata, or nil if nothing is cut.
 local function keep_pieces(tensors, model)
   local cuts, pieces = sharded.of(model), {}
   if not cuts then return nil end
@@ -410,7 +410,7 @@ function checkpoint.save(path, parts)
     if not job.async then agree.run(job.group, function() if job.rank == 0 then commit(job) end end) end
   end)
   if not ok then
-    pcall(end_writing, job)                                -- its error must not hide the first one
+    pcall(end_writing, job)                                -- an error of end_writing must not hide the first error
     clean(job)
     error(problem, 0)
   end

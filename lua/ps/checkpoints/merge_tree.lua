@@ -313,7 +313,8 @@ local function take_part(part, buffer, first, n, each)
   end
 end
 
--- Like lender, for a tensor that consists of pieces. Each call assembles the requested bytes.
+-- Returns a function like that of lender, for a tensor that consists of pieces. Each call assembles the requested
+-- bytes.
 function tree.lend_parts(node)
   local each, parts = tonumber(C.ps_dtype_size(node.dtype)), {}
   for i, part in ipairs(node.parts) do

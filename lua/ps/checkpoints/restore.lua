@@ -240,8 +240,8 @@ local function same_mesh(opened, group)
   return #opened.rng == (group and group:size() or 1)
 end
 
--- Returns the random numbers for this rank. They are its own if the mesh equals the mesh of the ranks that saved, else
--- rank 0's.
+-- Returns the random numbers with which this rank continues. If the mesh equals the mesh of the ranks that saved, each
+-- rank gets the random numbers that it saved. Otherwise all ranks get those of rank 0.
 local function own_rng(opened, group)
   local all = opened.rng
   if same_mesh(opened, group) then return all[(group and group:rank() or 0) + 1] end
@@ -311,7 +311,8 @@ local function apply(opened, parts, with, group)
   random_state.set(own_rng(opened, group))
 end
 
---- Like checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but without a message.
+--- Returns the information of checkpoint.info. Skips checkpoints that cannot be opened, as restore.load does, but
+--- without a message.
 ---@param path string
 ---@return {step: integer, extra?: table, file: string}
 function restore.info(path)
@@ -327,7 +328,7 @@ function restore.info(path)
   error(problem or restore.why_none(path), 0)
 end
 
---- Like checkpoint.load. `with` are the parts to restore in addition to the model.
+--- Loads a checkpoint, as checkpoint.load does. `with` has the parts to restore in addition to the model.
 ---@param path string
 ---@param parts ps.CheckpointParts
 ---@param with table

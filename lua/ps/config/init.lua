@@ -342,7 +342,7 @@ local function add_client(raw, client)
 end
 
 --- Reads, checks and completes a configuration. The result can be passed to config.read again, even after changes.
----@param from table|string a table, a path (.lua; any other is JSON) or base64 of JSON
+---@param from table|string a table, the path of a .lua or JSON file, or JSON as base64
 ---@param options? ps.config.Options
 ---@return ps.Config cfg
 ---@return string[] notes

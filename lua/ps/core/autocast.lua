@@ -16,7 +16,7 @@ local HALF = { "matmul", "linear", "mlp", "lm_loss", "parallel_lm_loss", "column
   "attention_packed", "conv", "conv_transpose" }
 local FULL = { "pow", "pow_scalar", "exp", "log", "log1p", "expm1", "rsqrt", "reciprocal", "sum", "cumsum", "softmax",
   "log_softmax", "cross_entropy", "layer_norm", "rms_norm", "channel_norm", "softplus" }
-local runs_in_half = {}                                     -- by op code: true for the half type, false for fp32
+local runs_in_half = {}  -- table from op code to true if the op runs in the half type, or false if it runs in fp32
 for _, name in ipairs(HALF) do runs_in_half[C["PS_OP_" .. name]] = true end
 for _, name in ipairs(FULL) do runs_in_half[C["PS_OP_" .. name]] = false end
 
@@ -217,9 +217,9 @@ function autocast.full(...)
   return unpack(list, 1, n)
 end
 
--- A recomputed function runs in a region with the settings of its first run, but with its own copies, since the walk
--- may already have passed the nodes of other copies. `last` is the state that was requested last. The state of a second
--- run's caller is requested just before the state of the first run is restored.
+-- A recomputed function runs in a region with the settings of its first run. The region has its own copies, since the
+-- walk may already have passed the nodes of other copies. `last` is the state that was requested last. The state of a
+-- second run's caller is requested just before the state of the first run is restored.
 local segments, last = {}, nil
 autocast.segments = segments                                -- scope.carry_state refers to it weakly
 function segments:state()

@@ -70,7 +70,7 @@ function caller.error(message, level)
 end
 local raise = caller.error
 
--- Returns whether a source is one of psluajit's files. The source has the form that messages show, in which its
+-- Returns whether a source is one of psluajit's files. The source is in the form in which messages show it, so its
 -- beginning may be cut off.
 local function is_own_shown(file)
   local tail = file:match("^%.%.%..*/(lua/ps/.*)$") or file:match("^%.%.%..*/(models/.*)$")   -- Lua shortens long names

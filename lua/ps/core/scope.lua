@@ -80,8 +80,8 @@ local function forget_reaped()
 end
 
 --- Drops the functions that read parameters of an engine that is about to be closed, and the hooks of these parameters.
---- A function may hold the model, which may hold one of its own outputs and thus the segment itself. No collector sees
---- such a cycle through C.
+--- A function may hold the model, and the model may hold one of the function's outputs and thus the segment itself. No
+--- collector sees such a cycle through C.
 function M.engine_closes()
   forget_reaped()
   for id, entry in pairs(waiting) do
@@ -107,9 +107,9 @@ function M.collect_tensors()
   if forget_reaped() then native.collect() end
 end
 
---- Like M.collect, but also frees objects that compiled code holds. LuaJIT's traces keep the closures and tables that
---- they used, and thus a whole model to which nothing else refers. The traces are compiled again, which takes
---- milliseconds.
+--- Collects garbage like M.collect, but also frees objects that compiled code holds. LuaJIT's traces keep the closures
+--- and tables that they used, and thus a whole model to which nothing else refers. The traces are compiled again, which
+--- takes milliseconds.
 function M.collect_all()
   jit.flush()
   M.collect()
@@ -246,8 +246,8 @@ end
 -- -- recompute ------------------------------------------------------------------------------------------------------
 local function pack(...) return { n = select("#", ...), ... } end
 
--- M.segment describes the segment whose function is running: {segment, again, outer}, where `again` tells whether
--- backward runs it again. It is nil if there is none.
+-- M.segment describes the segment whose function is running, as {segment, again, outer}. `again` tells whether backward
+-- runs the function again. M.segment is nil if no segment is running.
 local function enter(segment, again) M.segment = { segment = segment, again = again, outer = M.segment } end
 local function leave() M.segment = M.segment.outer end
 
@@ -466,7 +466,7 @@ function M.backward(t, gradient, options)
   else M.walk_back(t, gradient) end
 end
 
---- Returns whether a tensor is one of several given tensors, or was computed from one of them by recorded ops.
+--- Returns whether a tensor is in a list, or was computed by recorded ops from a tensor in the list.
 ---@param t ps.Tensor
 ---@param from ps.Tensor[]
 ---@return boolean

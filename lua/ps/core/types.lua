@@ -5,8 +5,8 @@ local types = {}
 
 ---@class ps.config.Type
 ---@field text string the expected values, as in "expected <text>"
----@field auto? boolean whether "auto" is one of the type's own values instead of a word for the default
----@field least? number the smallest value of a whole number (-math.huge if there is none)
+---@field auto? boolean whether "auto" is a value of the type; otherwise it means the default
+---@field least? number smallest value of a whole number, or -math.huge if there is no limit
 ---@field take fun(value: any): boolean, any
 
 ---@return ps.config.Type

@@ -112,7 +112,7 @@ function agree.run(group, fn, heard)
   return result
 end
 
---- Like agree.run, but returns whether fn returned true on all ranks.
+--- Runs fn like agree.run, and returns whether fn returned true on all ranks.
 ---@param group? ps.Group
 ---@param fn fun(): boolean?
 ---@return boolean

@@ -199,7 +199,7 @@ function sources.PMI(get)
 end
 
 function sources.Slurm(get)
-  -- A batch script also has SLURM_PROCID, but it is one process, since only srun starts ranks.
+  -- A batch script itself also has SLURM_PROCID, but only srun starts ranks, so the batch script is a single process.
   if get("ENVIRONMENT") == "BATCH" and not get("SLURM_STEP_ID") then return nil end
   local size_name = first_set(get, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or "SLURM_NTASKS"
   local rank, size = pair(get, "SLURM_PROCID", size_name)
@@ -270,8 +270,8 @@ local function starter()
   return parent
 end
 
--- Returns 1 if the variables show that there is one machine, 2 if there are several, and 0 if this is unknown. With one
--- process per pod, it is unknown where other pods run.
+-- Returns 1 if the variables show that there is one machine, 2 if there are several machines, and 0 if this is unknown.
+-- If each pod has one process, it is unknown where the other pods run.
 local function machines_of(found)
   if found.world_size == 1 then return 1 end
   if found.nodes and found.nodes > 1 then return 2 end
@@ -336,7 +336,7 @@ local function meet(get, found, ppid)
   if not port then
     fail("MASTER_PORT is not set; expected a free port from 1 to 65535 on %s, the same for all ranks", addr)
   end
-  local at = one_node and "127.0.0.1" or addr                      -- no other machine needs to reach this one
+  local at = one_node and "127.0.0.1" or addr  -- all ranks are on this machine, so no other machine needs the address
   return addr, port, ("tcp://%s:%d"):format(at:find(":", 1, true) and "[" .. at .. "]" or at, port)
 end
 

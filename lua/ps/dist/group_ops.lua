@@ -44,7 +44,7 @@ function Group:gathered(x) return ops.all_gather(x, attributes(self, "gathered",
 ---@return ps.Tensor
 function Group:scattered(x) return ops.reduce_scatter(x, attributes(self, "scattered", x)) end
 
---- Like `gathered`, but if the result has 1 MiB or more, backward keeps only x and gathers the result again if it is
+--- Returns `gathered(x)`. If the result has 1 MiB or more, backward keeps only x, and gathers the result again if it is
 --- needed.
 ---@param x ps.Tensor
 ---@return ps.Tensor
@@ -107,8 +107,8 @@ function Group:gathered_linear(x, w, b, how)
   return (gathered_linears(self, "gathered_linear", x, { { w, b } }, how))
 end
 
---- Like `gathered_linear`, with up to three weights, for which the rows are gathered once. The products' contributions
---- to x's gradient are added from the last to the first.
+--- Returns the results of `gathered_linear` for up to three weights. The rows are gathered only once. The products'
+--- contributions to x's gradient are added from the last to the first.
 ---@param x ps.Tensor [n, ..., I], this rank's rows
 ---@param layers {[1]: ps.Tensor, [2]?: ps.Tensor}[] 1 to 3 pairs {w, b}, or {w}
 ---@param how? {out_in?: boolean, pieces?: integer, keep?: boolean}
@@ -160,14 +160,14 @@ local LM_LOSS = { bias = "tensor", mass = "tensor", words = "whole", parted = "b
 --- For each row the ranks exchange three numbers, or four with `mass`. Gradients are computed together with the loss,
 --- as in F.lm_loss. Let lse be the log-sum-exp of a row's logits over all words. The row's loss is share[0] lse -
 --- share[1] logit(target) - share[2] sum(mass logit). The result is the sum over the rows. It is equal on all ranks and
---- counts once. The gradients of w and bias are those of this rank's words, and the gradient of x is the sum over the
+--- counts once. Each rank computes the gradients of w and bias for its own words. The gradient of x is the sum over the
 --- ranks.
 ---@param x ps.Tensor [N, C], equal on all ranks; with `parted` [N / size, C], this rank's rows
 ---@param w ps.Tensor [V, C], this rank's words
 ---@param targets ps.Tensor integers [N], equal on all ranks
 ---@param share ps.Tensor fp32 (fp64 if x is fp64) [3, N], equal on all ranks; 0 for rows that do not count
 ---@param options {words: integer, parted?: boolean, bias?: ps.Tensor, mass?: ps.Tensor, dloss?: number, hits?: boolean}
----  words: number of words of all ranks together; each rank has ceil(words / size), of which the last ones may be
+---  words: number of words of all ranks together; each rank has ceil(words / size) words, and the last of them may be
 ---  padding. bias [V]. mass [V], of share's type. dloss: a power of two by which the loss is multiplied for the
 ---  computation of gradients, and by which they are divided afterwards, to avoid underflow in fp16 (default 1). hits:
 ---  whether to count hits

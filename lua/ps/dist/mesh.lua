@@ -65,7 +65,8 @@ local function check_axis(axis)
   if not AXES[axis] then error(("no axis '%s'; there are world, dp, pp, tp, cp and ep"):format(tostring(axis))) end
 end
 
--- Returns the first of the ranks that differ from a rank only along one axis, and the distance between adjacent ones.
+-- Returns the first of the ranks that differ from a rank only along one axis, and the distance between adjacent ranks
+-- of them.
 local function first_of_line(axis, all, rank)
   local stride = 1
   for _, cut in ipairs(CUTS) do
@@ -118,8 +119,8 @@ local function complete(given, world)
 end
 
 --- Cuts the world along axes, { dp =, pp =, tp = }, which are numbers of ranks whose product is the world's size. The
---- default of dp is the world's size divided by the others. All ranks must call it at the same time. A second call with
---- the same sizes does nothing. Create loaders after the call.
+--- default of dp is the world's size divided by the sizes of the other axes. All ranks must call it at the same time. A
+--- second call with the same sizes does nothing. Create loaders after the call.
 ---@param given {dp?: integer, pp?: integer, tp?: integer, cp?: integer, ep?: integer} cp and ep must be 1
 ---@return {dp: integer, pp: integer, tp: integer} sizes
 function mesh.cut(given)

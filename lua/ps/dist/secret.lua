@@ -86,8 +86,8 @@ local function of_file(path)
   return text
 end
 
---- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is none, or if the ranks meet by
---- a file, which has its own secret. Raises a string.
+--- Returns the secret of a run whose ranks meet at `rendezvous`. Returns nil if there is no secret, or if the ranks
+--- meet by a file, since such a file has its own secret. Raises its errors as strings.
 ---@param getenv fun(name: string): string?
 ---@param rendezvous string
 ---@param here boolean whether all ranks are on this machine

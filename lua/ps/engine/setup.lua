@@ -453,7 +453,7 @@ function setup.make_module(engine, request)
   local cut = engine.tensor_parallel
   local given, model_func, pipeline = request.module, request.model_func, request.pipeline
   if given and cut and not request.is_cut then refuse_whole(request) end
-  -- If the module already exists, a stage keeps its own parameters and frees the bytes of the others.
+  -- If the module already exists, a stage keeps its own parameters and frees the bytes of all other parameters.
   if given and pipeline and not request.stages then
     given, model_func = nil, function() return request.module end
   end

@@ -258,7 +258,7 @@ local function again(x)
   while run and not run.again do run = run.outer end
   if not run then return nil end
   local list = made_in[run.segment]
-  if not list then return {} end                   -- no inspector was open in the first run
+  if not list then return {} end                   -- no inspector was open when the function first ran
   run.at = (run.at or 0) + 1
   local records = list[run.at] or {}
   for _, record in ipairs(records) do

@@ -95,8 +95,8 @@ GELU.unscoped = true
 
 local GELU_WORDS = { none = true, tanh = true }
 
---- GELU multiplies x by the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), which is
---- exact or approximated by tanh.
+--- Multiplies x by the normal distribution's cumulative probability at x (Hendrycks and Gimpel 2016), which is exact or
+--- approximated by tanh.
 ---@param approximate? "none"|"tanh" (default "none"); "tanh" is GPT-2's gelu_new
 function GELU:init(approximate)
   self.approximate = approximate or "none"
@@ -113,7 +113,7 @@ activation.GELU = GELU
 local Dropout = nn_module.class("Dropout")
 Dropout.unscoped = true
 
---- In training, sets elements to 0 with probability p and multiplies the others by 1 / (1 - p).
+--- In training, sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p).
 ---@param p? number in [0, 1) (default 0.5)
 function Dropout:init(p)
   self.p = p or 0.5

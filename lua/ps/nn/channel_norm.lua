@@ -147,8 +147,8 @@ local BatchNorm1d = core.class("BatchNorm1d", BatchNorm)
 BatchNorm1d.unscoped, BatchNorm1d.dims, BatchNorm1d.takes = true, { [2] = true, [3] = true }, "[N, C] or [N, C, L]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows, of which rank 0's are saved. nn.SyncBatchNorm uses
---- the rows of all ranks.
+--- initial bias 0. Each rank has running statistics of its own rows. Only rank 0's statistics are saved.
+--- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 ---  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
@@ -162,8 +162,8 @@ local BatchNorm2d = core.class("BatchNorm2d", BatchNorm)
 BatchNorm2d.unscoped, BatchNorm2d.dims, BatchNorm2d.takes = true, { [4] = true }, "[N, C, H, W]"
 
 --- Normalises each channel over the batch and all positions (Ioffe and Szegedy 2015). The initial weight is 1 and the
---- initial bias 0. Each rank has running statistics of its own rows, of which rank 0's are saved. nn.SyncBatchNorm uses
---- the rows of all ranks.
+--- initial bias 0. Each rank has running statistics of its own rows. Only rank 0's statistics are saved.
+--- nn.SyncBatchNorm uses the rows of all ranks.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:
 ---  string, device?: string} eps (default 1e-5); momentum (default 0.1), where false keeps the mean of all batches
@@ -179,8 +179,8 @@ SyncBatchNorm.dims, SyncBatchNorm.takes = { true, true, true, true, true, true, 
 SyncBatchNorm.dims[1] = nil
 SyncBatchNorm.unscoped = false
 
---- Like nn.BatchNorm1d and nn.BatchNorm2d, but computes statistics over the batches of all data-parallel ranks
---- together. Running statistics are equal on all ranks. With one rank the results are those of nn.BatchNorm1d and
+--- Normalises like nn.BatchNorm1d and nn.BatchNorm2d, but computes statistics over the batches of all data-parallel
+--- ranks together. Running statistics are equal on all ranks. With one rank the results are those of nn.BatchNorm1d and
 --- nn.BatchNorm2d.
 ---@param num_features integer C
 ---@param options? {eps?: number, momentum?: number|false, affine?: boolean, track_running_stats?: boolean, dtype?:

@@ -11,7 +11,7 @@ local error = caller.error
 ---@class ps.nn.ModuleList: ps.nn.Module
 ---@field length integer
 local ModuleList = nn_module.class("ModuleList")
-ModuleList.length = 0                                      -- until a module is appended
+ModuleList.length = 0                                      -- length until a module is appended
 
 local function shown(value) return value == nil and "nil" or "a " .. type(value) end
 

@@ -102,7 +102,7 @@ end
 --- Begins to record an op before it runs (E.recorder).
 ---@return table node
 function Record:begin(op, n_in, ins, attrs, nbytes)
-  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- before Lua's next collection
+  for i = 0, n_in - 1 do if ins[i] ~= nil then C.ps_tensor_retain(ins[i]) end end   -- Lua may collect them
   local node = { op = op, n_in = n_in, ins = {}, attrs = ffi.string(attrs, nbytes), nbytes = nbytes, before = {} }
   for i = 0, n_in - 1 do
     if ins[i] ~= nil then

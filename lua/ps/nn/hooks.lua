@@ -127,7 +127,7 @@ end
 function Outputs.backward(ctx, ...)
   local call = ctx.call
   call.grad_output = pack(...)
-  if not call.wants then run_back(call, { n = call.n_in }) end      -- no gradient reaches the inputs
+  if not call.wants then run_back(call, { n = call.n_in }) end      -- no input needs a gradient, so the hook runs now
   return nil, ...
 end
 

@@ -88,7 +88,8 @@ LMHead.unscoped = true
 local LM_HEAD = { std = "number", dtype = "string", device = "string", tied = "table" }
 
 --- Creates the head of a language model, which computes logits over a vocabulary, or their loss. Its weight is normal
---- with deviation `std`. With `tied`, the weight is that of a token embedding, and remains the embedding's parameter.
+--- with deviation `std`. With `tied`, the head uses the weight of a token embedding, which remains the embedding's
+--- parameter.
 ---@param width integer C
 ---@param words integer V
 ---@param options? {std?: number, dtype?: string, device?: string, tied?: ps.nn.Embedding} std (default 0.02)
@@ -98,7 +99,7 @@ function LMHead:init(width, words, options)
   caller.whole(words, "nn.LMHead: the number of words")
   self.inputs, self.outputs = width, words
   if options.tied then
-    rawset(self, "tied", options.tied)               -- not registered as a child, so that the parameter has one name
+    rawset(self, "tied", options.tied)  -- the embedding is not a child module, so that the parameter has only one name
     return
   end
   local weight = create.empty({ words, width }, { dtype = options.dtype, device = options.device })

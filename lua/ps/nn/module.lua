@@ -141,8 +141,8 @@ local function entered(self, ...)
   return leave(C.ps_module_enter(rawget(self, "_number") or number(self)), forward(self, ...))
 end
 
--- An error skips the code that marks modules as left. The end of a scope marks modules that were entered in it as left,
--- so the outermost call runs inside a scope.
+-- The outermost call of a module runs inside a scope. If it raises an error, the code that marks modules as left is
+-- skipped, and the end of the scope marks the modules that were entered in it as left.
 local function alone(self, ...) return scope.scope(entered, self, ...) end
 
 -- Returns the name of a module's call and a hint, for the error about a surplus argument.
@@ -228,7 +228,7 @@ end
 
 function Module:init() end
 Module.extra_repr = function() return "" end
---- Computes the result of a call of the module. Each class defines its own forward.
+--- Computes the module's result. Each class must define a forward; this one raises an error.
 function Module:forward()
   error(self.class_name .. " has no forward method")
 end

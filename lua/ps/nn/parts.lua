@@ -168,7 +168,7 @@ end
 -- These functions are for code that reads a layer's weight instead of calling the layer, such as fused ops and tied
 -- heads. Adapters (ps.lora) add a forward and a function weight_now to a layer.
 
---- Returns whether a layer is an object of a class and has no forward of its own.
+--- Returns whether a layer is an object of a class, and the script has not replaced the layer's forward.
 ---@param layer ps.nn.Module
 ---@param class table
 ---@return boolean

@@ -52,11 +52,11 @@ end
 ---@field defaults table
 ---@field max_norm? number
 ---@field steps integer number of steps, excluding skipped ones
----@field trained table<number, true> addresses of its parameters
+---@field trained table<number, true> addresses of the optimizer's parameters
 ---@field lost? string name of a parameter that module:to has replaced by another tensor
 ---@field gone? {tensor: ps.Tensor, name: string}[] parameters in members that a script has replaced in their modules
----@field taken? {name: string, engine: table} set if ps.initialize took over a parameter of this name, but not this
----  optimizer
+---@field taken? {name: string, engine: table} set if ps.initialize took over a parameter of this name, but did not take
+---  over this optimizer
 ---@field per_rank? boolean whether, in a group of several ranks, each rank updates from its own gradients
 local Optimizer = {}
 groups.fields(Optimizer, Optimizer)
@@ -512,7 +512,7 @@ function optim.SGD(params, options) return build(optimizers.of "SGD", params, op
 ---@return ps.Optimizer
 function optim.RMSprop(params, options) return build(optimizers.of "RMSprop", params, options) end
 
---- Creates a Lion optimizer (Chen et al. 2023), which is that of lion-pytorch.
+--- Creates a Lion optimizer (Chen et al. 2023), which computes the same updates as lion-pytorch.
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], weight_decay?: number, max_norm?: number, per_rank?: boolean}
 ---@return ps.Optimizer
@@ -545,7 +545,8 @@ function optim.HuggingFaceAdafactor(params, options)
   return build(optimizers.of "HuggingFaceAdafactor", params, options)
 end
 
---- Creates a LAMB optimizer (You et al. 2020), which is that of timm without its clipping (max_norm).
+--- Creates a LAMB optimizer (You et al. 2020), which computes the same updates as timm's, but without timm's clipping
+--- (max_norm).
 ---@param params ps.nn.Module|ps.Tensor[]|table[]
 ---@param options? {lr?: number, betas?: number[], eps?: number, weight_decay?: number, grad_averaging?: boolean,
 ---  always_adapt?: boolean, trust_clip?: boolean, max_norm?: number, per_rank?: boolean}

@@ -28,7 +28,7 @@ local function elements(shape) return #shape < 2 and shape or nil end
 
 local PAIR = types.number(0)
 
--- In files of PyTorch, both numbers are the pair eps, of which the first number may be None.
+-- PyTorch's files store both numbers as the pair eps, whose first number may be None.
 local function write_eps(group, out) out.eps1, out.eps2, out.eps = nil, nil, { group.eps1, group.eps2 } end
 local function read_eps(saved)
   local eps = saved.eps or {}

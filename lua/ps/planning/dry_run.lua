@@ -11,7 +11,7 @@ local dry_run = {}
 
 local MUCH = 2 ^ 50
 
--- Replaces settings of the configuration by those of a trial.
+-- Replaces settings of the configuration by the trial's settings.
 local function change_settings(request, seen)
   local budgets = request.budgets or {}
   hooks.on("settings", function(cfg)

@@ -20,7 +20,7 @@ end
 
 local function add(a, b) return { a[1] + b[1], a[2] + b[2] } end
 local ZERO = { 0, 0 }
--- for a disk without speeds: 1 byte per second, so that the missing speed is visible in the result
+-- speeds of a disk without measured speeds: 1 byte per second, so that the missing speed is visible in the result
 local UNKNOWN = { read = 1, write = 1 }
 
 -- ops whose rows may be exchanged in pieces (src/tensor_parallel/linear.c)
@@ -68,8 +68,8 @@ local function beside(P, X, n)
   return out
 end
 
--- Returns the speed between ranks, which is that of the network if they are on several machines. Returns nil if the
--- table lacks it.
+-- Returns the speed between ranks. If the ranks are on several machines, this is the speed of the network. Returns nil
+-- if the table lacks the speed.
 local function speed_between(t, apart)
   if apart then return t.network end
   return t.gpu and t.gpu.between or math.huge

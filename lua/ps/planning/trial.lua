@@ -12,19 +12,19 @@ local AT_ONCE = 4                          -- number of dry runs at the same tim
 ---@class ps.planning.Request
 ---@field script string path of the script
 ---@field args string[] arguments of the script
----@field machine {host_nbytes: integer, device_nbytes: integer} bytes of its memory, where a host_nbytes of 0 means
----  this machine's, and a device_nbytes of 0 means no GPU
+---@field machine {host_nbytes: integer, device_nbytes: integer} bytes of the machine's memory; a host_nbytes of 0 means
+---  the memory of this machine, and a device_nbytes of 0 means no GPU
 ---@field rates? table speeds of the machine (ps.Rates), by KEYS
 ---@field budgets? table<string, integer> bytes by tier ("device", "host", "disk"), instead of the configuration's
----@field rank? integer index of this rank among `ranks`, of which the others are simulated; nil for one process
+---@field rank? integer index of this rank among `ranks`; the other ranks are simulated; nil for one process
 ---@field ranks? integer
----@field alone? string the option that plans one process instead
----@field kinds? integer[] the ranks to run, one after the other, or nil for ranks that represent all others (trial.run)
+---@field alone? string name of the option with which one process is planned instead
+---@field kinds? integer[] the ranks to run, one after the other, or nil for ranks that represent all ranks (trial.run)
 ---@field ranks_a_machine? integer
 ---@field recompute? boolean whether backward recomputes the model's blocks
 ---@field disk? boolean whether there is a disk tier, which has room for everything
----@field rows? integer rows of each micro-batch, instead of the script's
----@field blocks? integer elements of the model's longest list of modules, instead of the script's
+---@field rows? integer rows of each micro-batch, instead of the number in the script
+---@field blocks? integer elements of the model's longest list of modules, instead of the number in the script
 ---@field seeks_owner? boolean whether a pipeline's run ends before its first step if another rank along dp owns more
 ---  parameters
 ---@field known? table facts from a run of another rank of the same mesh (planning/known.lua)
@@ -214,7 +214,7 @@ local function run_ranks(request, ranks, done)
   return done
 end
 
--- Returns the result of several runs, which is that of the first run that failed, or all results merged.
+-- Merges the results of several runs. If a run failed, returns the result of the first run that failed.
 local function one_of(ranks, done, about)
   local runs = {}
   for i, rank in ipairs(ranks) do
@@ -244,9 +244,10 @@ local function run_stages(request, first)
   return result
 end
 
---- Performs a dry run of a script. With `ranks`, runs each rank that represents others, and all of them must fit. These
---- are the first rank for each number of owned parameters, and in a pipeline the first, the second to last and the last
---- stage, and, of equal middle stages, the one with the most activations. `kinds` of the request overrides this choice.
+--- Performs a dry run of a script. With `ranks`, runs only the ranks that represent all ranks, and the script fits only
+--- if all these runs fit. The runs are for the first rank for each number of owned parameters. In a pipeline, they are
+--- for the first, the second to last and the last stage, and, of equal middle stages, the stage with the most
+--- activations. `kinds` of the request overrides this choice.
 ---@param request ps.planning.Request
 ---@return ps.planning.Result
 function trial.run(request)

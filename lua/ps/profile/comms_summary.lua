@@ -61,7 +61,7 @@ function Summary.__tostring(rows)
 end
 
 --- Returns the time spent in calls between ranks so far, by call and size, for the calls that comms_logger in the
---- configuration selects. Each rank has its own sums.
+--- configuration selects. Each rank counts only its own calls.
 ---@return ps.comm.Row[] rows that print as DeepSpeed's table
 function comm.log_rows()
   local rows, sum = {}, ffi.new "ps_calls_total"

@@ -183,7 +183,7 @@ local function takers(self, find_tier, by_id, check)
     local held, other = check.nbytes(args.chunks, what .. ".args.chunks"),
       check.nbytes(args.other, what .. ".args.other")
     local n = #tier.times
-    if tier.times[n] ~= ts then n = n + 1 end  -- of several changes at the same time, the last one is kept
+    if tier.times[n] ~= ts then n = n + 1 end  -- if several changes have the same time, the last one is kept
     tier.times[n], tier.held[n], tier.other[n] = ts, held, other
   end
   function take.action(event, _, what, ts)

@@ -106,8 +106,8 @@ local function row_of(rows, name)
   return row
 end
 
--- Returns the total seconds of steps, and of ops and waits within steps. If there are no steps, returns those of all
--- events.
+-- Returns the total seconds of steps, and of ops and waits within steps. If there are no steps, returns the totals of
+-- all events.
 local function totals(profile)
   local events, steps = profile.traceEvents, profile.psluajit.steps
   local sum = { steps = math.max(1, #steps), wall = 0, ops = 0, waits = 0 }

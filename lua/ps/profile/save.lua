@@ -10,7 +10,8 @@ local chunks = require "ps.memory.chunks"
 local ffi, C = native.ffi, native.C
 
 local VERSION = 1
--- The streams. Work that overlaps the script has its own tracks, as many as the largest number of simultaneous events.
+-- The streams. Each stream whose work overlaps the script has as many tracks as the largest number of simultaneous
+-- events.
 local STREAMS = { "script", "copies up", "copies down", "disk reads", "disk writes", "collectives",
   "kernels" }
 local TRACKS = 1000            -- distance between the first track numbers of two streams
@@ -162,8 +163,8 @@ local function chunks_json()
   return "[" .. table.concat(parts, ",") .. "]"
 end
 
---- Returns the record as the text of a file. Time 0 is the first event. If there are several ranks whose clocks are not
---- aligned, time 0 is that of the machine's clock, which the ranks of a machine share.
+--- Returns the record as the text of a file. Time 0 is the time of the first event. If there are several ranks whose
+--- clocks are not aligned, time 0 is the zero of the machine's clock, which all ranks of a machine share.
 ---@param group? ps.Group a group whose ranks all call this and whose clocks are aligned, or nil to use only this rank's
 ---  clock
 ---@return string

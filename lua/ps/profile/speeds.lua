@@ -69,7 +69,7 @@ local function measure(device, sizes)
     if not short then break end
     sizes.side, sizes.nbytes = sizes.side * 2, sizes.nbytes * 2
     local ok, more = pcall(speeds.of, device, sizes)
-    if not ok then break end                              -- no memory for larger sizes
+    if not ok then break end                              -- larger sizes do not fit into memory
     measured.bandwidth = math.max(measured.bandwidth, more.bandwidth)
     for dtype, flops in pairs(more.flops) do measured.flops[dtype] = math.max(measured.flops[dtype] or 0, flops) end
   end

@@ -109,13 +109,13 @@ local function offsets(t, what)
   return tensor.arange(0, t:size(-1), 1, where):reshape(1, -1) - tensor.arange(0, t:size(-2), 1, where):reshape(-1, 1)
 end
 
---- Keeps the elements on and below a diagonal of the last two dimensions, and sets the others to 0.
+--- Keeps the elements on and below a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:tril(diagonal)
   return self:masked_fill(offsets(self, "tril"):gt(caller.whole(diagonal or 0, "tril: the diagonal")), 0)
 end
---- Keeps the elements on and above a diagonal of the last two dimensions, and sets the others to 0.
+--- Keeps the elements on and above a diagonal of the last two dimensions, and sets all other elements to 0.
 ---@param diagonal? integer offset of the diagonal: 0 is the main diagonal, positive offsets are above it
 ---@return ps.Tensor of this shape
 function T:triu(diagonal)
@@ -304,7 +304,7 @@ local function contract(a, in_a, b, in_b, keep, sizes)
   local y = arranged(b, in_b, joined(batch, summed, right)):reshape(B, K, R)
   local shape, list = {}, joined(batch, left, right)
   for i, c in ipairs(list) do shape[i] = sizes[c] end
-  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- no sum: [B, L, 1] * [B, 1, R]
+  return (#summed == 0 and x * y or x:matmul(y)):reshape(shape), list        -- nothing is summed
 end
 
 --- Computes sums of products in Einstein's notation, such as "bij,bjk->bik". Without "->" the result has the letters

@@ -78,7 +78,7 @@ local function new_tensor(ndim, dtype, device)
   return t
 end
 
--- Like M.empty, but checks the options and uses `call` as the function's name in errors.
+-- Creates a tensor like M.empty, but checks the options, and uses `call` as the function's name in errors.
 local function empty(call, shape, options)
   if type(shape) == "number" then shape = { shape } end
   if type(shape) ~= "table" then error(("a shape must be a list of sizes, not %s"):format(tostring(shape))) end

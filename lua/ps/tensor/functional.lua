@@ -106,11 +106,11 @@ end
 
 local DROPOUT = { first = "whole", per_sample = "whole", rows = "tensor" }
 
---- Sets elements to 0 with probability p and multiplies the others by 1 / (1 - p). The mask of an element depends on
---- the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's first
---- dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different masks.
---- If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Without it, all
---- these ranks would draw the same mask.
+--- Sets elements to 0 with probability p and multiplies all other elements by 1 / (1 - p). The mask of an element
+--- depends on the seed, the step, the index of the call and the element's position in the batch. Without `part`, x's
+--- first dimension is samples, numbered from ps.rng().sample on, so that ranks with different samples have different
+--- masks. If ranks hold parts of one sample, such as rows along tp, `part` says which elements x contains. Without it,
+--- all these ranks would draw the same mask.
 ---@param x ps.Tensor
 ---@param p? number in [0, 1) (default 0.5)
 ---@param training? boolean (default true); false returns x unchanged
@@ -270,10 +270,10 @@ local ATTENTION = { mask = "tensor", causal = "boolean", scale = "number", dropo
 ---  for T = S, contains segments: adjacent positions with the same number see only each other, and 0 is padding, which
 ---  neither sees nor is seen. A mask [B or 1, H or 1, T or 1, S] is bool, fp32 or of q's type; floats are added to the
 ---  scores, and values of -1e30 and less hide a key. A float mask that requires a gradient gets it through
----  F.attention_weights. causal: query i sees the keys up to i + S - T, or with window only the last `window` of these.
----  scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head: index of q's first
----  head if ranks share the heads, so that dropout masks equal those of one rank; the default is that of the running
----  module if tensor_parallel divides its heads, else 0
+---  F.attention_weights. causal: query i sees the keys up to i + S - T. window: query i sees only the last `window`
+---  keys up to that key. scale: default 1 / sqrt(D). dropout: probability of dropping a weight (default 0). first_head:
+---  index of q's first head if ranks share the heads, so that dropout masks equal those of one rank (default: the first
+---  head of the running module if tensor_parallel divides its heads, else 0)
 ---@return ps.Tensor [B, H, T, D]
 function F.attention(q, k, v, options)
   options = caller.options(options, "F.attention", ATTENTION)
@@ -371,7 +371,7 @@ end
 ---@param qkv ps.Tensor [B, T, 3 C]
 ---@param heads integer divides C; D = C / heads
 ---@param options? {mask?: ps.Tensor, causal?: boolean, scale?: number, dropout?: number, first_head?: integer} mask
----  bool [B, T], or int32 [B, T] with segments; the other options are those of F.attention
+---  bool [B, T], or int32 [B, T] with segments; the other options as in F.attention
 ---@return ps.Tensor [B, T, C]
 function F.attention_packed(qkv, heads, options)
   options = caller.options(options, "F.attention_packed", PACKED)

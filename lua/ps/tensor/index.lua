@@ -64,7 +64,7 @@ end
 -- Describes the elements of t that index tensors select. `picks` is a list of { d =, index = }, sorted by d.
 --   index: an index for each selected element in the picked dimensions, which are numbered together in row-major order
 --   together: whether the picked dimensions are adjacent, in which case t is [outer, rows, inner]
---   axes: the picked dimensions, then the others; t permuted by these axes is [rows, inner]
+--   axes: the picked dimensions, then the other dimensions; t permuted by these axes is [rows, inner]
 --   shape: the shape of t[key]
 local function named(t, picks)
   local sizes, dims, picked, shape, indices = {}, {}, {}, t:shape(), {}

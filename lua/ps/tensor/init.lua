@@ -351,8 +351,7 @@ function T:unsqueeze(d)
   return ops.reshape(self, #shape, shape)
 end
 --- Removes dimensions of size 1. The result is a view.
----@param dims? integer|integer[] the dimensions to remove, of which those with another size are kept; nil for all
----  dimensions of size 1
+---@param dims? integer|integer[] the dimensions to remove if their size is 1 (default: all dimensions of size 1)
 ---@return ps.Tensor
 function T:squeeze(dims)
   local new, named = {}, dims ~= nil and {}

@@ -16,14 +16,14 @@ local NEW = { dtype = "string", device = "string", requires_grad = "boolean" }
 
 local function like(t, call) return caller.tensor(t, call, "its argument") or error(call .. ": no tensor was given") end
 
--- Returns the type and device of a tensor like t. They are t's own, unless the options set others. Checks the options.
+-- Checks the options. Returns the dtype and device of a tensor like t: the ones in the options, or else t's.
 local function place(t, options)
   return { dtype = options.dtype or t:dtype(), device = options.device or t:device(),
     requires_grad = options.requires_grad }
 end
 
 local function maker(name)
-  --- Returns a new tensor of t's shape. It has t's type and device, unless the options set others.
+  --- Returns a new tensor of t's shape. It has t's dtype and device, unless the options set another dtype or device.
   ---@param t ps.Tensor
   ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
   ---@return ps.Tensor
@@ -35,8 +35,8 @@ local function maker(name)
 end
 for _, name in ipairs { "empty", "zeros", "ones", "rand", "randn" } do maker(name) end
 
---- Returns a tensor of t's shape whose elements all have one value. It has t's type and device, unless the options set
---- others.
+--- Returns a tensor of t's shape whose elements all have one value. It has t's dtype and device, unless the options set
+--- another dtype or device.
 ---@param t ps.Tensor
 ---@param value number the value, which an integer type must be able to hold
 ---@param options? {dtype?: string, device?: string, requires_grad?: boolean}
@@ -47,8 +47,8 @@ function M.full_like(t, value, options)
   return tensor.full(t:shape(), value, place(t, options))
 end
 
---- Returns a tensor of t's shape with uniform integers in [low, high). It has t's type and device, unless the options
---- set others. ps.randint_like(t, high) begins at 0.
+--- Returns a tensor of t's shape with uniform integers in [low, high). It has t's dtype and device, unless the options
+--- set another dtype or device. ps.randint_like(t, high) begins at 0.
 ---@param t ps.Tensor
 ---@param low integer
 ---@param high? integer

@@ -331,7 +331,7 @@ local function hits_of(scores, target, weight, ignore, smooth)
   end)
 end
 
--- `scores` [..., V] are the logits from which logp was computed.
+-- Returns the loss of classes. `scores` [..., V] are the logits from which logp was computed.
 local function class_loss(logp, scores, target, chosen, smooth, call)
   local reduction = chosen.reduction or "mean"
   caller.one_of(reduction, REDUCTIONS, call .. ": reduction")

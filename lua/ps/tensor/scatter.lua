@@ -93,7 +93,7 @@ end
 local SCATTER = { add = "scatter_add", multiply = "prod" }
 
 --- Returns a copy of x in which src replaces the elements that gather(d, idx) would read. If several elements of src
---- have the same target, the last one in row-major order is written, and the others have gradient 0.
+--- have the same target, the last one in row-major order is written, and the gradient of the other elements is 0.
 ---@param d integer
 ---@param idx ps.Tensor integers
 ---@param src ps.Tensor|number of idx's shape or larger

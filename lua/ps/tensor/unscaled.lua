@@ -15,7 +15,7 @@ local unscaled = {}
 function unscaled.of(grad, factor)
   if not factor then return grad end
   if grad:dtype() == "fp16" then grad = grad:to "fp32" end
-  if factor == 1 or factor == 0 then return grad end        -- with a weight of 0 all gradients are 0
+  if factor == 1 or factor == 0 then return grad end        -- if the weight is 0, all gradients are 0
   return grad * (1 / factor)
 end
 

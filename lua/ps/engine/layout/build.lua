@@ -80,7 +80,8 @@ local function adopt(tensor, dtype, ids, kind, offset, name)
   native.retry(C.ps_engine_adopt, native.ctx, tensor, ids[kind], at, name)
 end
 
--- Like new_tensor, for a parameter. If state is sharded, the chunk is a part that all ranks use and one rank owns.
+-- Creates the tensor of a parameter, as new_tensor does. If state is sharded, the tensor is in a part (param_part) that
+-- all ranks use and one rank owns.
 local function new_param(like, dtype, where, ids, offset, name)
   local shards = where.shards
   if not (shards and shards:state()) then return new_tensor(like, dtype, where.device, ids, "param", offset, name) end

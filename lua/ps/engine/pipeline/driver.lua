@@ -53,7 +53,7 @@ function Driver:fingerprint() return self.pipe:fingerprint() end
 local function next_event(engine, s, pipe)
   local report = engine.report
   local ok, kind, v, micro = pcall(pipe.next, pipe)
-  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end         -- in an action of C
+  if not ok and s.is.now.kind ~= C.PS_ACT_NONE then actions.fail(engine, kind) end  -- the error is from an action
   if not ok then error(kind, 0) end
   local seconds = pipe:tell()
   if report and seconds > 0 then report:took(actions.PART[C.PS_ACT_BACKWARD], seconds) end
@@ -243,7 +243,7 @@ function Driver:weight(weight, last)
   return total
 end
 
--- Each virtual stage updates its parameters after its own last backward.
+-- Returns true, since each virtual stage updates its parameters after its own last backward.
 function Driver:overlaps() return true end
 
 -- Notes the loss from which the walk will begin. The row continues with the next turn.

@@ -32,7 +32,7 @@ local pipe = {}
 ---@field group ps.Group the ranks of the stages, in the order of the model
 ---@field stages ps.engine.Stages how the model is cut
 ---@field n integer virtual stages of the whole model
----@field rank integer of this process, among the stages
+---@field rank integer index of this process among the stages
 ---@field size integer
 ---@field rows table<string, ps.engine.PipeRow> rows by number of micro-batches and purpose
 ---@field row ps.engine.PipeRow|false the current row
@@ -255,7 +255,7 @@ function Pipe:check_unchanged()
   refuse(("parameter %s was %s"):format(names[at] or "?", trains:sub(at, at) == "0" and "frozen" or "thawed"))
 end
 
---- A hash of the micro-batches, which must be equal on all stages of one model replica.
+--- Returns a hash of the micro-batches. It must be equal on all stages of one model replica.
 ---@return number
 function Pipe:fingerprint()
   local said = {}

@@ -14,8 +14,8 @@ local begin = {}
 
 local left_out = ffi.new("int64_t[1]")
 
--- Small tensors live until Lua's collector runs, but a plan counts only those of its own step. This function collects
--- the garbage of earlier steps and adds the surviving tensors to the plan.
+-- Collects the garbage of earlier steps, and adds the surviving tensors to the plan. Small tensors live until Lua's
+-- collector runs, but a plan counts only the tensors of its own step.
 local function leave_nothing(id)
   if C.ps_engine_leftover(native.ctx, id, 0, left_out) < 0 or left_out[0] == 0 then return end
   scope.collect_tensors()

@@ -45,7 +45,7 @@ local function advice(options, shared)
   return text .. ", or use a smaller model"
 end
 
---- If the error says that there was no room for a model, adds the bytes of the whole model to it. Returns any other
+--- Adds the bytes of the whole model to an error that says that there was no room for the model. Returns any other
 --- error unchanged.
 ---@param problem any
 ---@param counted? {numel: integer, trained: integer} parameters of the model, if they can be counted

@@ -27,8 +27,9 @@ end
 ---@field printed table|false the facts of the printed plans
 ---@field tables_on_host table<ps.engine.Table, boolean>|false embedding matrices that are on the host
 
--- Returns whether a plan must be printed because it differs from the printed ones: by another layout, the first moves,
--- the first op that lacks room, or a clearly higher peak. Plans for batches of other sizes differ by less.
+-- Returns whether a plan must be printed because it differs from the printed plans. It differs if it has another
+-- layout, the first moves, the first op that lacks room, or a clearly higher peak. Plans for batches of other sizes
+-- differ by less.
 local function is_news(engine, forecast)
   local layout, printed = engine.built.layout, engine.plan.printed
   local moves = false

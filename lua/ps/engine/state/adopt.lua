@@ -34,7 +34,7 @@ function adopt.settings(optimizer)
   local said = { ["optimizer.type"] = { optimizer.kind.name, "the optimizer's type" } }
   for _, name in ipairs(optimizers.of(optimizer.kind.name).settings) do
     local value = optimizer.defaults[name]
-    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, the groups have their own
+    if name == "lr" then value = optimizer.given_lr end           -- if no lr was given, each group has its own lr
     if value ~= nil then said["optimizer.params." .. name] = { value, "the optimizer's " .. name } end
   end
   if optimizer.max_norm then said.gradient_clipping = { optimizer.max_norm, "the optimizer's max_norm" } end

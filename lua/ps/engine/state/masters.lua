@@ -131,8 +131,7 @@ function Masters:note()
   for _, row in ipairs(self.rows) do row.held.seen = C.ps_tensor_version(row.param) end
 end
 
--- It is called after values were loaded. Ranks that share parameters gather them again from their owners at the next
--- use.
+-- Notes that values were loaded. Ranks that share parameters then gather them again from their owners at the next use.
 function Masters:loaded()
   if self.shared then native.check(C.ps_engine_forget(native.ctx)) end
 end

@@ -227,7 +227,7 @@ function Optimizer:load_state_dict(saved, model) -- luacheck: ignore 212/model
   step.mend(self.engine, "optimizer")
 end
 
---- It is called after values of the state were written, possibly including masters.
+--- Notes that values of the state were written, possibly including masters.
 function Optimizer:loaded() native.check(C.ps_engine_forget(native.ctx)) end
 
 --- Creates the optimizer of an engine. Splits the trained parameters into groups by the engine's param_groups (default:

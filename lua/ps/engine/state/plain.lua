@@ -48,7 +48,8 @@ local function forget_factors(self)
   for _, row in ipairs(self.engine.built.list) do row.entry.scale = nil end
 end
 
--- An update drops its gradient, so that a second call after an error updates only the remaining parameters.
+-- Updates the parameters. Each parameter's gradient is dropped after its update, so that a second call after an error
+-- updates only the remaining parameters.
 function PlainOptimizer:update(scale)
   optim.apply(self.inner, scale, function(entry)
     entry.param:set_grad(nil)

@@ -27,7 +27,7 @@ local function places_of(engine)
   return at
 end
 
--- Splits parameters into the engine's parameters and the remaining ones. Without an engine, all are remaining.
+-- Splits parameters into the engine's parameters and all other parameters.
 ---@param params ps.Tensor[]
 ---@param engine ps.Engine
 ---@return table[] found entries of places_of

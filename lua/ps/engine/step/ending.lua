@@ -68,7 +68,7 @@ function ending.give_up(engine, failed)
   ending.leave_loop(engine)
 end
 
---- Abandons a step after an error, which other ranks get, too. Updates may have begun.
+--- Abandons a step after an error, which is also raised on other ranks. Updates may have begun.
 ---@param engine ps.Engine
 ---@param problem any
 function ending.fail(engine, problem)
@@ -87,8 +87,7 @@ function ending.give_loop_up(engine, text)
   caller.error(text, 0)
 end
 
---- If the script is in a loop over micro-batches, abandons the step and raises an error, since the call is not allowed
---- there.
+--- Abandons the step and raises an error if the script is in a loop over micro-batches, where the call is not allowed.
 ---@param engine ps.Engine
 ---@param what string the call
 function ending.check_no_loop(engine, what)

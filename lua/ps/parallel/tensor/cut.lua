@@ -257,8 +257,8 @@ end
 
 -- index of this rank's first head, by attention module or module inside one; F.attention with dropout reads it
 local first_heads = setmetatable({}, { __mode = "k" })
--- The region, by module with column layers of its own or by module inside such a module. Attention in these modules has
--- the heads of the column layers.
+-- tables from a module to the Region: by modules that contain column layers, and by modules inside such a module.
+-- Attention in these modules has the heads of the column layers.
 local with_columns = setmetatable({}, { __mode = "k" })
 hooks.on("first_head", function(heads)
   local module = nn_module.called[tonumber(C.ps_module_now())]
@@ -399,8 +399,8 @@ local function leave(cut, claim)
   rawset(module, "forward", exact.like(leaving, forward))
 end
 
--- Makes a forward of the model begin with all rows on all ranks. Each part does so, too, in a step of generation with
--- cached keys. The row of a pipeline restores the state in which a part began (row.lua).
+-- Makes a forward of the model begin with all rows on all ranks. In a step of generation with cached keys, each part
+-- also begins with all rows. The row of a pipeline restores the state in which a part began (row.lua).
 local function begin_forwards(model, region)
   local forward, parts_of = model.forward, model.parts
   local function beginning(...)
@@ -443,7 +443,7 @@ local function make_heads(cut)
   end
 end
 
--- Replaces a linear layer whose weight is that of a cut embedding by a head of the embedding. Raises an error for any
+-- Replaces a linear layer that shares the weight of a cut embedding by a head of the embedding. Raises an error for any
 -- other module that shares a cut weight, since it would keep a whole copy that trains separately.
 local function find_tied(cut)
   local tables, found = {}, {}

@@ -166,7 +166,7 @@ Row.unscoped = true
 --- Creates a layer that computes x weight^T + bias with the inputs distributed over the ranks. The result is the sum of
 --- the ranks' products, plus bias and residual. Its weight is this rank's shard of the weight of nn.Linear, or of
 --- nn.Conv1D if out_in is false. All ranks have the bias. If each rank has its own rows of the result, a rank's
---- gradient of the bias is that of its rows (shard.is_partial).
+--- gradient of the bias is computed from its rows only (shard.is_partial).
 ---@param inputs integer must be divisible by t
 ---@param outputs integer
 ---@param options {region?: ps.nn.Region, group?: ps.Group, out_in?: boolean, bias?: boolean, std?: number, dtype?:
@@ -269,7 +269,7 @@ local HEAD = { region = "table", group = "table", std = "number", dtype = "strin
   biased = "table", parameters = "boolean" }
 
 --- Creates the head of a language model (nn.LMHead) whose logits are distributed over the ranks, so that each rank has
---- the logits of some words. With `tied`, the weight is that of a token embedding, and remains the embedding's
+--- the logits of some words. With `tied`, the head uses the weight of a token embedding, which remains the embedding's
 --- parameter.
 ---@param width integer C
 ---@param words integer V
@@ -284,7 +284,7 @@ function Head:init(width, words, options)
   self.inputs, self.outputs = width, words
   if options.biased then rawset(self, "biased", options.biased) end
   if options.tied then
-    rawset(self, "tied", options.tied)  -- not registered as a child module, so that the parameter has one name
+    rawset(self, "tied", options.tied)  -- the embedding is not a child module, so that the parameter has only one name
     return
   end
   if options.parameters == false then return end
