@@ -3,11 +3,11 @@
 # Runs every test of a build folder: the C tests, then the specs, and with PS_CLUSTER=1 the specs of spec/cluster.
 # If no specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
 # PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
-# hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of the specs in seconds, for slower builds. Specs run two at a
-# time, except those of spec/alone.txt; PS_TEST_JOBS=n: n at a time. The lines before the last one list the skipped
-# tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too (tools/oracle.sh run), each part as one
-# test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too, which `make c-tests-sanitized` builds. With
-# CI=true a skipped test counts as failed.
+# hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of the specs in seconds, for slower builds. Tests run two at a
+# time, and beside them those that mostly wait (spec/alone.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
+# lines before the last one list the skipped tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too
+# (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too,
+# which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
 #   tools/test.sh [BUILD] [SPEC | test_NAME ...]    test_NAME: a C test
 #   tools/test.sh --one TEST        one C test: prints one line with its result, and its output if it failed
 root=${0%/*}/..
@@ -57,20 +57,21 @@ sanitizer_options() {
 }
 sanitizer_options "$build"
 
-# Runs the C tests that are listed in spec/c/alone.txt one at a time, and the others two at a time.
-run_tests() {
-  for t in $3; do
-    [ -x "$t" ] && [ -f "$t" ] || continue
+# Runs the C tests of a list, N at a time.
+each() { xargs -d '\n' -r -n 1 -P "$1" "$0" --one; }
+# Runs C tests two at a time and, beside them, those of spec/c/waits.txt one by one.
+run_c_tests() {
+  for t in "$@"; do
     case $t in *tsan/*) named_in one_thread "$t" && continue ;; esac
-    if named_in alone "$t"; then [ "$1" = alone ] || continue; else [ "$1" = others ] || continue; fi
-    echo "$t"
-  done | tee "$list" | xargs -d '\n' -r -n 1 -P "$2" "$0" --one | tee "$log"
+    if [ -x "$t" ] && [ -f "$t" ]; then echo "$t"; fi
+  done >"$list"
+  {
+    while read -r t; do if named_in waits "$t"; then echo "$t"; fi; done <"$list" | each 1 &
+    while read -r t; do if ! named_in waits "$t"; then echo "$t"; fi; done <"$list" | each "${PS_TEST_JOBS:-2}"
+    wait
+  } | tee "$log"
   ran=$(grep -c '^ok   test_' "$log"); all=$(wc -l <"$list")
   passed=$((passed + ran)); failed=$((failed + all - ran))
-}
-run_c_tests() {
-  run_tests alone 1 "$*"
-  run_tests others "${PS_TEST_JOBS:-2}" "$*"
 }
 named=
 for name in "$@"; do

@@ -78,7 +78,7 @@ describe("the runner of specs", function()
       checked[folder_of[name]] = true
     end
     for name, has in pairs(checked) do assert.truthy(has, name) end
-    for _, list in ipairs { "alone", "check", "one_thread" } do
+    for _, list in ipairs { "check", "one_thread", "waits" } do
       for name in check.read(("%s/spec/c/%s.txt"):format(paths.root, list)):gsub("#[^\n]*", ""):gmatch "[%w_]+" do
         assert(io.open(("%s/spec/c/%s.c"):format(paths.root, name)), name):close()
       end
