@@ -47,7 +47,7 @@ psluajit new classifier classifier
 (cd classifier && psluajit train.lua)
 psluajit new ranks ranks
 (cd ranks && psluajit launch --nproc-per-node 2 train.lua)
-psluajit definitions definitions
+psluajit definitions text
 [ ! -d /usr/share/doc/psluajit/html ] || grep -q '<title>psluajit' /usr/share/doc/psluajit/html/index.html
 
 apt-get -qy --no-install-recommends install man-db bash-completion zsh
