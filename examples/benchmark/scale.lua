@@ -1,6 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- The largest models that fit machines which are not here: plans train.lua of PatrickStar's benchmark for each machine,
--- from the smallest size up to the first two that do not fit, and writes a table, a CSV file and a plot.
+-- from the smallest size up to the first two that do not fit. It writes scale.csv, the table scale.md, and two plots:
+-- scale.svg has the largest model of each machine, speed.svg the planned rates, as the figures of PatrickStar's README.
 --
 --   psluajit scale.lua --hardware v100-32,v100-32x4,v100-32x8 --host 240GB --out out/scale
 local argparse = require "argparse"
@@ -18,7 +19,7 @@ parser:option("--host", "Host memory of a machine, such as 240GB. Default: that 
 parser:option("--disk", "Folder for a disk tier. Default: no disk tier.")
 command_line.whole(parser:option("--batch", "Rows per process and step.", "16"), 1)
 parser:option("--precision", "fp16, bf16 or fp32.", "fp16"):choices { "fp16", "bf16", "fp32" }
-parser:option("--out", "Folder for scale.csv and scale.svg.", "out/scale")
+parser:option("--out", "Folder for scale.csv, scale.md, scale.svg and speed.svg.", "out/scale")
 local args = parser:parse()
 
 local function split(text)
@@ -34,7 +35,7 @@ local models = {}
 for _, name in ipairs(args.models and split(args.models) or sizes.names()) do
   local size = try(sizes.of, name)
   if size.kind == "gpt2" then
-    models[#models + 1] = { name = name, parameters = sizes.gpt_parameters(size) }
+    models[#models + 1] = { name = name, parameters = sizes.gpt_parameters(size), seq = size.seq }
   elseif args.models then
     try(error, ("'%s' is a BERT; name GPTs"):format(name), 0)
   end
@@ -66,7 +67,15 @@ local function plan(machine, model)
   return result
 end
 
--- Rows of the table: { machine, model, parameters, fits, peaks, seconds }.
+-- Returns the least and the greatest rate of all processes in TFLOP/s, counted as PatrickStar does (train.lua).
+local function rates(machine, model, parameters, seconds)
+  if not seconds then return nil end
+  local processes = tonumber(machine:match "x(%d+)$") or 1
+  local flops = 8 * parameters * args.batch * model.seq * processes
+  return { flops / seconds[2] / 1e12, flops / seconds[1] / 1e12 }
+end
+
+-- Rows of the table: { machine, model, parameters, fits, peaks, seconds, rates }.
 local machines, rows, largest = split(args.hardware), {}, {}
 for _, machine in ipairs(machines) do
   local misses = 0
@@ -74,6 +83,7 @@ for _, machine in ipairs(machines) do
     local result = plan(machine, model)
     local row = { machine = machine, model = model.name, parameters = result.parameters or model.parameters,
       fits = result.fits, seconds = result.seconds and result.seconds.step }
+    row.rates = rates(machine, model, row.parameters, row.fits and row.seconds)
     for _, tier in ipairs(result.tiers or {}) do row[tier.name] = tier.peak end
     rows[#rows + 1] = row
     if row.fits then
@@ -82,8 +92,8 @@ for _, machine in ipairs(machines) do
       misses = misses + 1
     end
     print(("%-12s %-18s %7.4g G parameters  %s"):format(machine, model.name, row.parameters / 1e9, row.fits
-      and ("fits; %s"):format(row.seconds and ("%.4g to %.4g s per step"):format(row.seconds[1], row.seconds[2])
-        or "only memory is counted")
+      and ("fits; %s"):format(row.seconds and ("%.4g to %.4g s per step, %.3g to %.3g TFLOP/s"):format(
+        row.seconds[1], row.seconds[2], row.rates[1], row.rates[2]) or "only memory is counted")
       or "does not fit"))
     if misses == 2 then break end
   end
@@ -96,14 +106,33 @@ local function write(name, text)
 end
 
 make_folder(args.out)
-local lines = { "machine,model,parameters,fits,device_peak_bytes,host_peak_bytes,disk_peak_bytes,least_s,most_s" }
+local lines = { "machine,model,parameters,fits,device_peak_bytes,host_peak_bytes,disk_peak_bytes,least_s,most_s,"
+  .. "least_tflops,most_tflops" }
 for _, row in ipairs(rows) do
   local function number(value) return value and ("%.10g"):format(value) or "" end
   lines[#lines + 1] = table.concat({ row.machine, row.model, ("%.0f"):format(row.parameters), tostring(row.fits),
     number(row.fits and row.device), number(row.fits and row.host), number(row.fits and row.disk),
-    number(row.fits and row.seconds and row.seconds[1]), number(row.fits and row.seconds and row.seconds[2]) }, ",")
+    number(row.fits and row.seconds and row.seconds[1]), number(row.fits and row.seconds and row.seconds[2]),
+    number(row.rates and row.rates[1]), number(row.rates and row.rates[2]) }, ",")
 end
 write("scale.csv", table.concat(lines, "\n") .. "\n")
+
+-- The table has a row per machine and a column per size. The rates are those of all processes, in TFLOP/s.
+local cells, used = {}, {}
+for _, row in ipairs(rows) do
+  used[row.model] = true
+  cells[row.machine .. " " .. row.model] = not row.fits and "-" or not row.rates and "fits"
+    or ("%.3g to %.3g"):format(row.rates[1], row.rates[2])
+end
+local columns = {}
+for _, model in ipairs(models) do if used[model.name] then columns[#columns + 1] = model.name end end
+local markdown = { "| | " .. table.concat(columns, " | ") .. " |", "|---" .. ("|---"):rep(#columns) .. "|" }
+for _, machine in ipairs(machines) do
+  local line = {}
+  for i, name in ipairs(columns) do line[i] = cells[machine .. " " .. name] or "" end
+  markdown[#markdown + 1] = ("| %s | %s |"):format(machine, table.concat(line, " | "))
+end
+write("scale.md", table.concat(markdown, "\n") .. "\n")
 
 -- The plot has one bar per machine, whose length is the machine's largest model.
 local WIDTH, LEFT, BAR = 620, 130, 34
@@ -125,6 +154,41 @@ for i, machine in ipairs(machines) do
   end
 end
 write("scale.svg", table.concat(svg, "\n") .. "\n</svg>\n")
+
+-- The plot of rates has a group of bars per size, one bar per machine, from the least to the greatest planned rate.
+local COLORS = { "#3385fe", "#e8b31a", "#4cb050", "#d04a4a", "#8a63d2", "#888888" }
+local GROUP, HEIGHT = 26 * #machines + 20, 300
+local top = 0
+for _, row in ipairs(rows) do top = math.max(top, row.rates and row.rates[2] or 0) end
+if top > 0 then
+  svg = { ('<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="13">')
+    :format(90 + #columns * GROUP, HEIGHT + 110), '<rect width="100%" height="100%" fill="white"/>',
+    ('<text x="60" y="20">planned TFLOP/s of all processes, %d rows of a process, %s</text>'):format(args.batch,
+      args.precision) }
+  local function y_of(rate) return 50 + HEIGHT * (1 - rate / top) end
+  for i = 0, 4 do
+    local y = y_of(top * i / 4)
+    svg[#svg + 1] = ('<path d="M60 %.1fH%d" stroke="#ddd"/><text x="54" y="%.1f" text-anchor="end">%.3g</text>'):format(
+      y, 70 + #columns * GROUP, y + 4, top * i / 4)
+  end
+  local at = {}
+  for i, name in ipairs(columns) do
+    at[name] = 70 + (i - 1) * GROUP
+    svg[#svg + 1] = ('<text x="%d" y="%d">%s</text>'):format(at[name], HEIGHT + 70, name)
+  end
+  for m, machine in ipairs(machines) do
+    local color = COLORS[(m - 1) % #COLORS + 1]
+    svg[#svg + 1] = ('<rect x="%d" y="%d" width="12" height="12" fill="%s"/><text x="%d" y="%d">%s</text>'):format(
+      60 + (m - 1) * 120, HEIGHT + 86, color, 78 + (m - 1) * 120, HEIGHT + 97, machine)
+    for _, row in ipairs(rows) do
+      if row.machine == machine and row.rates then
+        svg[#svg + 1] = ('<rect x="%d" y="%.1f" width="22" height="%.1f" fill="%s"/>'):format(
+          at[row.model] + (m - 1) * 26, y_of(row.rates[2]), y_of(row.rates[1]) - y_of(row.rates[2]), color)
+      end
+    end
+  end
+  write("speed.svg", table.concat(svg, "\n") .. "\n</svg>\n")
+end
 print()
 print(("%-12s %-18s %s"):format("machine", "largest model", "parameters"))
 for _, machine in ipairs(machines) do
@@ -132,4 +196,4 @@ for _, machine in ipairs(machines) do
   print(("%-12s %-18s %s"):format(machine, row and row.model or "none", row
     and ("%.4g G"):format(row.parameters / 1e9) or "-"))
 end
-print(("\nwrote scale.csv and scale.svg into %s"):format(args.out))
+print(("\nwrote scale.csv, scale.md, scale.svg%s into %s"):format(top > 0 and ", speed.svg" or "", args.out))
