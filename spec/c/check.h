@@ -12,7 +12,7 @@
 #include <string.h>
 #include <time.h>
 
-static _Atomic int passed, failed;          /* tests may call checks in threads of their own */
+static _Atomic int passed, failed;          /* tests can call checks in threads */
 
 #define CHECK(cond) check((cond), __LINE__, #cond, NULL)
 #define OK(call) check((call) >= 0, __LINE__, #call, ps_error_message())
@@ -27,7 +27,7 @@ static inline int check(int ok, int line, const char *what, const char *why)
     return 0;
 }
 
-/* Checks that `rc` is this error and that its message contains `word`. */
+/* Checks that `call` returns the error `code` and that its message contains `word`. */
 #define FAILS(call, code, word) fails((call), (code), (word), __LINE__, #call)
 static inline void fails(int rc, int code, const char *word, int line, const char *what)
 {
@@ -36,7 +36,7 @@ static inline void fails(int rc, int code, const char *word, int line, const cha
     check(rc == code && strstr(ps_error_message(), word), line, what, text);
 }
 
-/* Seconds of processor time that this thread has used. Time that other programs use does not count. */
+/* Returns the seconds of processor time that this thread has used. Time that other programs use does not count. */
 static inline double thread_now(void)
 {
     struct timespec t;
@@ -44,11 +44,11 @@ static inline double thread_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* Seconds for calls that take milliseconds on an idle machine. If a test expects a call to end before its time-out, the
- * time-out is FAR_S. So the two cannot be confused, no matter how busy the machine is. */
+/* PROMPT_S is a limit for calls that take milliseconds on an idle machine. If a test expects a call to end before
+ * its time-out, the time-out is FAR_S, so that the two cannot be confused on a busy machine. */
 enum { PROMPT_S = 100, FAR_S = 1000 };
 
-/* Prints the sums. Returns the program's exit status. */
+/* Prints the counts. Returns the program's exit status. */
 static inline int end_checks(void)
 {
     printf("%d passed, %d failed\n", passed, failed);

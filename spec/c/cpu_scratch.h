@@ -8,7 +8,7 @@
 
 static int64_t scratch_bytes;
 
-/* Rounded up as in the allocator: to pieces of 64 bytes. */
+/* Records an allocation. As in the allocator, sizes are rounded up to multiples of 64 bytes. */
 static void scratch_taken(size_t nbytes) { scratch_bytes += (int64_t)(nbytes + 63) / 64 * 64; }
 
 static void *scratch_counted(ps_call *call, size_t nbytes)
@@ -18,7 +18,7 @@ static void *scratch_counted(ps_call *call, size_t nbytes)
     return (void *)(uintptr_t)4096;
 }
 
-/* Runs a kernel of the cpu. Returns whether it took other scratch memory than its dry call requested. */
+/* Runs a cpu kernel. Returns whether it used more or less scratch memory than its dry call requested. */
 static bool scratch_differs(ps_kernel kernel, ps_call *call, int *rc)
 {
     ps_call dry = *call;

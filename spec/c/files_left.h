@@ -5,7 +5,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-/* 0: no more files; 1: one more; -1: as many as at first. */
+/* Limits the number of files: 0 allows no more files, 1 allows one more, and -1 restores the original limit. */
 static inline void files_left(int n)
 {
     static struct rlimit first;
@@ -13,7 +13,7 @@ static inline void files_left(int n)
     struct rlimit now = first;
     setrlimit(RLIMIT_NOFILE, &first);
     if (n < 0) return;
-    int lowest = dup(0);                   /* all numbers below it are in use */
+    int lowest = dup(0);                   /* all lower descriptors are in use */
     close(lowest);
     now.rlim_cur = (rlim_t)(lowest + n);
     setrlimit(RLIMIT_NOFILE, &now);

@@ -37,7 +37,8 @@ static int files_in_folder(void)
     return n;
 }
 
-/* Fails allocation 0, 1, 2, ... of `work` until it succeeds. Each failure must be PS_ENOMEM and leave no file. */
+/* Makes allocation 0, 1, 2, ... of `work` fail until `work` succeeds. Each failure must return PS_ENOMEM and leave
+ * no file. */
 static void fail_allocations(const char *name, int (*work)(void))
 {
     for (int nth = 0; nth < 1000; nth++) {
@@ -55,7 +56,7 @@ static void fail_allocations(const char *name, int (*work)(void))
     }
 }
 
-/* Makes the folder under TMPDIR. */
+/* Creates the folder under TMPDIR. */
 static void begin_tests(void)
 {
     const char *tmp = getenv("TMPDIR");

@@ -48,7 +48,7 @@ static inline int expect(struct member *m, bool ok, const char *what)
     return ok;
 }
 
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one after the other */
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one at a time */
 
 static inline void *member_main(void *arg)
 {

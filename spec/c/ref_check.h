@@ -17,7 +17,7 @@ static void check_at(int line, int ok, const char *what)
 }
 #define CHECK(ok) check_at(__LINE__, (ok) != 0, #ok)
 
-/* For the end of main: prints the counts and returns the exit status. */
+/* Prints the counts and returns the exit status, for the end of main. */
 static int report(void)
 {
     printf("%d checks, %d failed\n", checks, failures);

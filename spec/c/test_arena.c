@@ -57,7 +57,7 @@ static struct { ps_block *block; uintptr_t at; int64_t size; } live[MAX_LIVE];
 static int n_live;
 static int64_t sum_live;
 
-/* Checks that the block lies in a region and overlaps no other block. */
+/* Checks that the block is in a region and overlaps no other block. */
 static bool fits(uintptr_t at, int64_t size)
 {
     bool inside = false;
@@ -95,7 +95,7 @@ static void give_all(ps_arena *arena)
     while (n_live) give(arena, (int)(rnd() % (unsigned)n_live));
 }
 
-/* When no block is allocated, each region is one block again: a request of its whole size needs no growth. */
+/* When no block is allocated, each region must be one block again, so a request for its whole size needs no growth. */
 static void check_whole(ps_arena *arena)
 {
     int made = world.made;
@@ -112,7 +112,7 @@ static void test_random(void)
     int64_t peak = 0;
     bool right = true;
     for (int step = 0; step < 40000; step++) {
-        unsigned phase = (unsigned)(step / 4000) % 2 ? 45 : 60;          /* shrinks, then grows */
+        unsigned phase = (unsigned)(step / 4000) % 2 ? 45 : 60;          /* the arena shrinks, then grows */
         if (n_live < MAX_LIVE && (n_live == 0 || rnd() % 100 < phase)) {
             if (take(arena, random_size(26)) < 0) CHECK(!"a request was refused");
             peak = sum_live > peak ? sum_live : peak;
@@ -183,7 +183,8 @@ static void test_largest(void)
 {
     ps_arena *arena;
     begin(&arena);
-    for (int log2 = 44; log2 <= 56; log2++) {           /* a size that ps_tensor_new accepts; meta has the addresses */
+    for (int log2 = 44; log2 <= 56; log2++) {           /* a size that ps_tensor_new accepts; meta has enough
+                                                         * addresses */
         ps_block *block;
         OK(ps_arena_alloc(arena, (int64_t)1 << log2, &block));
         ps_arena_free(arena, block);
@@ -192,8 +193,8 @@ static void test_largest(void)
     CHECK(world.open == 0);
 }
 
-/* The bytes that are reported as busy are those that a trim keeps, at every moment. The peak is the largest such number
- * since it was last read. */
+/* At every moment, the bytes that are reported as busy are the bytes that a trim keeps. The peak is the largest such
+ * number since it was last read. */
 static void test_busy(void)
 {
     ps_arena *arena;
@@ -225,7 +226,7 @@ static void test_busy(void)
     ps_arena_delete(arena);
 }
 
-/* A refused request leaves everything unchanged. `name` is a part of the error. */
+/* A request that fails must leave everything unchanged. `word` is a part of the error. */
 static void refused(ps_arena *arena, int64_t nbytes, const char *word)
 {
     ps_memory_info before = *ps_arena_info(arena);
@@ -248,8 +249,8 @@ static void test_limit(void)
     OK(take(arena, 6 << 20));
     ps_arena_info(arena)->limit = 0;
     OK(take(arena, 100 << 20));
-    ps_arena_info(arena)->limit = 10 << 20;              /* a limit below the present use: no new memory, and nothing is
-                                                          * lost */
+    ps_arena_info(arena)->limit = 10 << 20;              /* with a limit below the current use, no memory is
+                                                          * allocated, and nothing is lost */
     refused(arena, 1, "limit");
     give_all(arena);
     OK(take(arena, 10 << 20));
@@ -267,7 +268,7 @@ static void test_no_memory(void)
     refused(arena, 1000, "no regions today");
     world.refuse = false;
     OK(take(arena, 1000));
-    world.available = 100 << 20;                         /* growth must leave 64 MiB to the machine */
+    world.available = 100 << 20;                         /* growth must leave 64 MiB free on the machine */
     OK(take(arena, 30 << 20));
     refused(arena, 60 << 20, "only 100.0 MiB left");
     world.available = INT64_MAX;
@@ -279,7 +280,7 @@ static void test_no_memory(void)
     ps_arena_delete(arena);
 }
 
-/* Fails each request for the engine's own memory in turn, within a request that makes the arena grow. */
+/* Fails each allocation of the engine's own memory, one per run, within a request that makes the arena grow. */
 static void test_failing(void)
 {
     for (int nth = 0; nth < 20; nth++) {
@@ -292,11 +293,11 @@ static void test_failing(void)
         int rc = ps_arena_alloc(arena, 700 << 20, &block);
         bool hit = ps_test_fail_alloc_left() < 0;
         ps_test_fail_alloc(-1, 0);
-        CHECK(rc == 0 || (hit && rc == PS_ENOMEM));      /* 0 although a request failed: a smaller region was
-                                                          * allocated */
+        CHECK(rc == 0 || (hit && rc == PS_ENOMEM));      /* rc is 0 if a smaller region was allocated after the
+                                                          * failure */
         if (rc == 0) ps_arena_free(arena, block);
         else CHECK(ps_arena_info(arena)->used == before.used && ps_arena_info(arena)->peak == before.peak && !block);
-        OK(take(arena, 700 << 20));                      /* and afterwards it works as if nothing had happened */
+        OK(take(arena, 700 << 20));                      /* afterwards the arena works as if nothing had failed */
         CHECK(world.made == 2);
         give_all(arena);
         check_whole(arena);

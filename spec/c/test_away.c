@@ -25,7 +25,7 @@ static int64_t used(void)
     return info.used;
 }
 
-/* exp keeps its output: DEPTH tensors leave, one at the end of each scope. */
+/* exp keeps its output, so DEPTH tensors are evicted, one at the end of each scope. */
 static void forward(int micro)
 {
     static const int32_t none;
@@ -46,7 +46,7 @@ static void forward(int micro)
     ps_tensor_release(t);
 }
 
-/* The gradient of the whole step, and the bytes on the device after each action. */
+/* Computes the gradient of the whole step, and the bytes on the device after each action. */
 static void perform(int n, const ps_action *table, int64_t *held, float *gradient)
 {
     ps_step_config c = { .actions = table, .n_actions = n, .trace = PS_TRACE_NONE };
@@ -86,11 +86,12 @@ static void test_order(void)
     perform(COUNT, turns, held, one);
     perform(COUNT, ahead, held, two);
     CHECK(!memcmp(one, two, sizeof one) && !memcmp(one, there, sizeof one));
-    /* All tensors of a forward have left except the last, which is on its way until another one leaves. */
+    /* All tensors of a forward have been evicted except the last, whose copy is in flight until another tensor is
+     * evicted. */
     CHECK(stay[2] - stay[0] >= 2 * DEPTH * NBYTES);
     CHECK(held[2] - held[0] < NBYTES / 2 && held[0] < 3 * NBYTES);
-    /* The tensors that were fetched for a micro-batch are freed after its backward, and none were fetched for the
-     * others. */
+    /* The tensors that were fetched for a micro-batch are freed after its backward, and no tensors were fetched for
+     * the other micro-batches. */
     CHECK(held[3] - held[2] < 3 * NBYTES / 2);            /* the gradient of the leaf */
     CHECK(held[4] <= held[3]);
     ps_set_offload(ctx, 0);

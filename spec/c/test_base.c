@@ -23,7 +23,7 @@ static double f16_value(uint32_t h)
     return h & 0x8000 ? -x : x;
 }
 
-/* Every pattern, and the point between each pair of neighbours with the floats next to that point. */
+/* Tests every bit pattern, and the midpoint between each pair of neighbours with the floats next to it. */
 static void test_half(float (*decode)(uint16_t), uint16_t (*encode)(float), double (*value)(uint32_t), uint32_t inf)
 {
     int wrong_value = 0, wrong_back = 0, wrong_tie = 0, wrong_near = 0;
@@ -49,7 +49,7 @@ static void test_half(float (*decode)(uint16_t), uint16_t (*encode)(float), doub
     CHECK(wrong_near == 0);
     float largest = decode((uint16_t)(inf - 1)), below = decode((uint16_t)(inf - 2));
     double limit = (double)largest + ((double)largest - (double)below) / 2;
-    if (limit < 1e6) {                                  /* fp16; for bf16 the limit is not a float below infinity */
+    if (limit < 1e6) {                                  /* for fp16; bf16's limit is not a float below infinity */
         CHECK(encode((float)limit) == inf);
         CHECK(encode(nextafterf((float)limit, 0)) == inf - 1);
     }
@@ -78,7 +78,7 @@ static void *fails(void *arg)
     return NULL;
 }
 
-/* An error of a thread is raised on another one with all its fields. */
+/* A thread's error is raised on another thread with all its fields. */
 static void test_error_kept(void)
 {
     ps_error_kept kept;
@@ -106,20 +106,20 @@ static void test_grow(void)
     int wrong = 0;
     for (int32_t n = 0; n < 10000; n++) wrong += list[n] != n;
     CHECK(wrong == 0);
-    CHECK(moved <= 11);                                 /* its capacity doubles each time */
+    CHECK(moved <= 11);                                 /* the capacity doubles each time */
     int32_t *was = list, had = capacity;
     CHECK(ps_grow(list, capacity, capacity) == 0 && list == was);
-    ps_test_fail_alloc(0, 1);                           /* after a failure the array is unchanged, and there is an
+    ps_test_fail_alloc(0, 1);                           /* after a failure, the array is unchanged and there is an
                                                          * error */
     CHECK(ps_grow(list, capacity, capacity + 1) == PS_ENOMEM && list == was && capacity == had);
     CHECK(strstr(ps_error_message(), "no memory for") != NULL);
     ps_fail(PS_EINVAL, "before");
-    ps_test_fail_alloc(0, 1);                           /* or the earlier error stays */
+    ps_test_fail_alloc(0, 1);                           /* an earlier error is kept */
     CHECK(!ps_try_grow(list, capacity, capacity + 1) && list == was && capacity == had);
     CHECK(!strcmp(ps_error_message(), "before"));
     ps_test_fail_alloc(-1, 0);
     CHECK(ps_grow(list, capacity, (int64_t)INT32_MAX + 1) == PS_ENOMEM && list == was);   /* more than the capacity's
-                                                                                           * type can count */
+                                                                                           * type can represent */
     CHECK(list[9999] == 9999);
     ps_free(list);
 }

@@ -16,7 +16,7 @@ enum { CPU, SIM, DEVICES };
 
 static ps_backend *ref, *devices[DEVICES];
 static ps_mem *plain_mem;
-static ps_step under_way;                    /* the chunks' step */
+static ps_step under_way;                    /* the step of the chunks */
 static char folder[512];
 static uint64_t state = 88172645463325252u;
 
@@ -26,7 +26,7 @@ static uint64_t draw(uint64_t n)
     return state % n;
 }
 
-/* A storage and what it should hold: `version` 0 is zeros. */
+/* A storage and its expected contents. `version` 0 means zeros. */
 typedef struct shadow {
     ps_storage *s;
     uint32_t key, version;
@@ -39,8 +39,8 @@ typedef struct world {
     ps_chunk_config config;
     shadow chunked[STORAGES], plain[PLAIN];
     int n_tiers;
-    bool faults;                          /* injected faults are on: errors are expected */
-    bool small_disk;                      /* the disk may have no free piece that is large enough */
+    bool faults;                          /* whether injected faults are enabled, so that errors are expected */
+    bool small_disk;                      /* whether the disk might have no free piece that is large enough */
     int64_t refused, failed, served;
 } world;
 
@@ -78,7 +78,7 @@ static void check_budgets(world *w, int line)
     }
 }
 
-/* An error that is allowed: memory is short (and the error says so), or the fault was injected. */
+/* Records an error that is allowed: memory is short (and the error says so), or the fault was injected. */
 static void note_failure(world *w, int rc, int line)
 {
     bool fine = rc == PS_ENOMEM || rc == PS_ENOSPC || (w->faults && rc == PS_EIO);
@@ -133,7 +133,7 @@ static bool run_op(world *w, const op *o, bool must)
         }
     }
     check_budgets(w, __LINE__);
-    while (n > 0) {                                        /* in any order */
+    while (n > 0) {                                        /* frees them in random order */
         int i = (int)draw((uint64_t)n--);
         shadow *x = &w->chunked[o->storage[i]];
         if (rc == 0 && !holds(x, p[i])) CHECK(!"a pinned storage stays as it is");
@@ -145,7 +145,7 @@ static bool run_op(world *w, const op *o, bool must)
     return rc == 0;
 }
 
-/* run_op shuffles its op, so it gets a copy. */
+/* Runs a copy of an op, since run_op shuffles it. */
 static bool run(world *w, op o, bool must) { return run_op(w, &o, must); }
 
 /* -- chunks and plain storages are made and freed ----------------------------------------------------------------- */
@@ -176,7 +176,7 @@ static void new_chunk(world *w, int at)
         if (rc < 0) {
             x->s = NULL;
             note_failure(w, rc, __LINE__);
-            return;      /* a chunk without a storage stays: closing frees it */
+            return;      /* a chunk without a storage remains until closing frees it */
         }
         x->key = next_key++, x->version = 0, x->chunk = id;
         offset += sizes[i];
@@ -190,7 +190,7 @@ static void replace_chunk(world *w)
     new_chunk(w, at);
 }
 
-/* Accesses a plain storage's bytes from the host. Those of sim are copied. */
+/* Accesses a plain storage's bytes from the host. The bytes of a sim storage are copied. */
 static void plain_bytes(world *w, shadow *x, bool write)
 {
     void *p;
@@ -245,7 +245,7 @@ static void scratch_traffic(world *w)
     else w->mem->table->scratch_free(w->mem, device, handle);
 }
 
-/* Moves a plain storage, with its contents, into a chunk in place of another storage. */
+/* Moves a plain storage with its contents into a chunk, in place of another storage. */
 static void adopt(world *w)
 {
     shadow *x = &w->plain[draw(PLAIN)];
@@ -298,7 +298,7 @@ static void stage(world *w, int kind)
 
 static int action_of(int i) { return i < OPS / 3 ? PS_ACT_FORWARD : i < OPS * 2 / 3 ? PS_ACT_BACKWARD : PS_ACT_UPDATE; }
 
-/* The same ops step by step: recorded in a dry run, then planned. Now and then a step departs from its plan. */
+/* Runs the same ops in every step. They are recorded in a dry run and then planned. Some steps depart from the plan. */
 static void steps(world *w, bool faults)
 {
     op ops[OPS];
@@ -350,7 +350,7 @@ static void steps(world *w, bool faults)
     }
     free(trace.uses);
     free(trace.spare);
-    while (faults && ps_chunks_settle(w->cs) < 0) continue;       /* a transfer that failed may not have been noticed
+    while (faults && ps_chunks_settle(w->cs) < 0) continue;       /* a failed transfer might not have been noticed
                                                                    * yet */
     check_contents(w);
 }
@@ -373,7 +373,7 @@ static void traffic(world *w, int n, bool faults)
         default: run(w, random_op(w), false);
         }
         ps_test_fail_alloc(-1, 0);
-        if (draw(3) == 0 && w->faults) {                   /* an injected transfer may still be under way */
+        if (draw(3) == 0 && w->faults) {                   /* an injected transfer might still be in flight */
             ps_test_fail_io(-1, 0, 0);
             while (ps_chunks_settle(w->cs) < 0) continue;
             w->faults = false;
@@ -416,7 +416,7 @@ static void play(const char *name, ps_chunk_config config, int rounds)
         traffic(&w, 120, true);
         steps(&w, true);
     }
-    if (draw(2)) run(&w, random_op(&w), false);            /* copies may be under way when the manager is closed */
+    if (draw(2)) run(&w, random_op(&w), false);            /* copies can be in flight when the manager is closed */
     ps_chunks_close(w.cs);
     for (int i = 0; i < STORAGES; i++) {
         if (!w.chunked[i].s) continue;
@@ -485,17 +485,18 @@ static void test_wrong_use(void)
     ps_storage_unpin(s, CPU);
     OK(ps_chunk_adopt(cs, s, other, 0, NULL, false));
     CHECK(ps_storage_chunk(cs, s) == other && !strcmp(ps_chunk_tensor_name(cs, other, 0), "one"));
-    FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* its last storage is gone */
+    FAILS(ps_chunk_storage_new(cs, id, 0, 256, NULL, &second), PS_EINVAL, "no chunk");   /* the chunk's last storage
+                                                                                          * is gone */
     ps_chunks_close(cs);
     CHECK(s->block == NULL);
     ps_free(s);
 }
 
-/* Many tensors in one chunk, made and freed in any order, and many chunks: the time per operation must not grow with
- * their number. The bound is many times the usual time. */
+/* Many tensors in one chunk, created and freed in any order, and many chunks. The time per operation must not grow
+ * with their number. The limit is many times the usual time. */
 static void test_many_members(void)
 {
-    enum { MANY = 20000, NBYTES = 256, STEP = 7919 };        /* STEP and MANY have no common divisor */
+    enum { MANY = 20000, NBYTES = 256, STEP = 7919 };        /* STEP and MANY are coprime */
     static ps_storage *s[MANY];
     ps_chunks *cs;
     ps_chunk_config c = with(CPU, policy_of("plan"), 0, 0, 0);
@@ -527,7 +528,7 @@ static void test_many_members(void)
         storage_free(&x);
         s[(int64_t)i * STEP % MANY] = NULL;
     }
-    for (int at = 1; at < MANY; at++) {                       /* a hole is free, but nothing outside of the hole */
+    for (int at = 1; at < MANY; at++) {                       /* a hole is free, and nothing outside of it is */
         if (s[at]) continue;
         if (s[at - 1]) FAILS(ps_chunk_storage_new(cs, id, (int64_t)(at - 1) * NBYTES, NBYTES, "t", &more), PS_EINVAL,
                              "overlap");
@@ -542,7 +543,7 @@ static void test_many_members(void)
     CHECK(more_made);
     ps_chunks_close(cs);
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    double limit_s = 10;                       /* a sanitizer makes it up to 12 times slower: 0.09 s without one */
+    double limit_s = 10;                       /* 0.09 s without a sanitizer, which can be 12 times slower */
 #else
     double limit_s = 1;
 #endif
@@ -550,7 +551,7 @@ static void test_many_members(void)
     for (int i = 0; i < MANY; i++) ps_free(s[i]);
 }
 
-/* The working set of one op does not fit: the error has the numbers, and later ops that fit succeed. */
+/* The working set of one op does not fit. The error contains the numbers, and later ops that fit succeed. */
 static void test_too_small(void)
 {
     ps_chunks *cs;
@@ -580,8 +581,8 @@ static void test_too_small(void)
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
-/* Without a plan the policy's rank also decides. Chunk 0 came first and was used last. The next uses are unknown, so
- * the chunk that was unused for the longest time is evicted if these would decide. */
+/* Without a plan, the policy's order also decides. Chunk 0 was created first and was used last. The next uses are
+ * unknown, so a policy that used them would evict the chunk that was unused for the longest time. */
 static void test_leaves_without_a_plan(const char *policy, int leaves)
 {
     ps_chunks *cs;
@@ -602,13 +603,14 @@ static void test_leaves_without_a_plan(const char *policy, int leaves)
     }
     for (int i = 0; i < 4; i++) {
         ps_chunk_get(cs, i, &info);
-        CHECK(info.valid == (i == leaves ? 2 : 1));          /* only on the disk; only on the host */
+        CHECK(info.valid == (i == leaves ? 2 : 1));          /* bit 2 is the disk, bit 1 the host */
     }
     ps_chunks_close(cs);
     for (int i = 0; i < 4; i++) ps_free(s[i]);
 }
 
-/* A chunk whose contents have ended does not move: it is not written down, and it is not fetched for its next use. */
+/* A chunk whose contents have ended does not move: it is not written to a lower tier, and it is not fetched for its
+ * next use. */
 static void test_ended(void)
 {
     ps_chunks *cs;
@@ -629,7 +631,7 @@ static void test_ended(void)
         ps_chunks_tick(cs);
         OK(ps_storage_pin(s[uses[i]], CPU, PS_WRITE, &p));
         memset(p, 1 + uses[i], 16384);
-        OK(ps_chunk_end(cs, 0));                             /* not while it is pinned */
+        OK(ps_chunk_end(cs, 0));                             /* not allowed while it is pinned */
         if (uses[i] == 0) CHECK(((char *)p)[16383] == 1);
         ps_storage_unpin(s[uses[i]], CPU);
         if (uses[i] == 0) OK(ps_chunk_end(cs, 0));
@@ -641,12 +643,12 @@ static void test_ended(void)
     ps_chunk_get(cs, 0, &info);
     CHECK(info.valid == 0 && info.state == PS_TS_FREE);
     ps_tier_get(cs, 1, &disk);
-    CHECK(disk.bytes_down == 16384 && disk.bytes_up == 16384);       /* chunk 1 made room once, and returned */
+    CHECK(disk.bytes_down == 16384 && disk.bytes_up == 16384);       /* chunk 1 was evicted once, and fetched again */
     ps_chunks_close(cs);
     for (int i = 0; i < 3; i++) ps_free(s[i]);
 }
 
-/* A plan is refused if a tier cannot hold the other tensors, even if the plan moves nothing there. */
+/* A plan is rejected if a tier cannot hold the other tensors, even if the plan moves no chunk there. */
 static void test_no_room_for_others(void)
 {
     ps_chunks *cs;
@@ -666,7 +668,7 @@ static void test_no_room_for_others(void)
     ps_chunks_close(cs);
 }
 
-/* Every op fits on the device, but the chunks that must leave it find no room on the tier below: the error names that
+/* Every op fits on the device, but the chunks that it must evict do not fit on the next tier. The error names that
  * tier. */
 static void test_no_room_below(void)
 {
@@ -725,7 +727,7 @@ static int away_copy_wait(ps_backend *be, ps_copy *copy, bool block)
     return 1;
 }
 
-/* A chunk without contents reads as zeros, on a device, too, no matter who writes the zeros. */
+/* A chunk without contents reads as zeros, also on a device, regardless of which side writes the zeros. */
 static void test_zeros_on_a_device(void)
 {
     enum { NBYTES = 3 << 20 };
@@ -755,11 +757,11 @@ static void test_zeros_on_a_device(void)
 }
 
 /* -- copies down that fail, and the fetches after them ------------------------------------------------------------ */
-/* Copies run when they are begun. For a caller that waits they have ended; for a caller that only checks, they are
- * under way. If `seen_up` is set, a check also finds that copies to the device have ended. Of the copies down from now
- * on, number fail_at fails. */
+/* Copies run when they are started. A caller that waits sees them as complete, and a caller that only checks sees
+ * them as in flight. If `seen_up` is set, a check also sees copies to the device as complete. Copy number fail_at to
+ * the host, counted from now on, fails. `behind` is the number of fetches that failed because of it. */
 static struct { int fail_at; bool seen_up; int regions, behind; } far;   /* behind: number of fetches that failed
-                                                                          * together with them */
+                                                                          * with the copies */
 static int far_met;
 struct ps_copy { bool to_device, failed; };
 
@@ -798,8 +800,8 @@ static int far_copy_wait(ps_backend *be, ps_copy *copy, bool block)
 
 enum { FAR = 4, FAR_TURNS = 12, FAR_NBYTES = 16384 };
 
-/* Writes the chunks in turn. What each chunk has held since its last pin must be unchanged. Returns the number of pins
- * that failed. */
+/* Writes the chunks one after another. The contents of each chunk must be unchanged since its last pin. Returns the
+ * number of pins that failed. */
 static int turns(ps_chunks *cs, ps_storage **s, char *holds)
 {
     int refused = 0;
@@ -822,8 +824,8 @@ static int turns(ps_chunks *cs, ps_storage **s, char *holds)
     return refused;
 }
 
-/* Chunks share a device with room for three of them. Fetches begin into the memory of chunks that are still on their
- * way down. No matter which copy down fails, each chunk keeps its contents, and memory has one owner. */
+/* Chunks share a device with room for three of them. Fetches start into the memory of chunks whose copy to the host
+ * is still in flight. Whichever copy fails, each chunk must keep its contents, and memory must have one owner. */
 static void test_failed_eviction(int nth, bool seen_up)
 {
     ps_backend away = { .name = "away", .region_new = far_region_new, .region_free = far_region_free,
@@ -900,11 +902,11 @@ int main(void)
     test_zeros_on_a_device();
     for (int nth = 1; nth <= 6; nth++) for (int seen = 0; seen < 2; seen++) test_failed_eviction(nth, seen);
     CHECK(far_met > 0);
-    /* All chunks together are about 400 KiB, the plain storages 180 KiB at most, an op at most 176 KiB. */
+    /* The chunks together have about 400 KiB, the plain storages at most 180 KiB, and an op at most 176 KiB. */
     play("cpu, no limits", with(CPU, policy_of("plan"), 0, 0, 0), 1);
     play("cpu, no disk", with(CPU, policy_of("lru"), 0, 800 * KIB, 0), 2);
     for (int policy = 0; ps_policy_name(policy); policy++) {
-        int n = policy % 4;                            /* budgets also differ by policy */
+        int n = policy % 4;                            /* the budgets depend on the policy, too */
         play("cpu, disk", with(CPU, policy, 0, (300 - 40 * n) * KIB, 4096 * KIB), 2);
         play("sim, host", with(SIM, policy, (280 - 40 * n) * KIB, 800 * KIB, 0), 2);
         play("sim, host, disk", with(SIM, policy, (260 - 40 * n) * KIB, (320 - 30 * n) * KIB, 4096 * KIB), 3);

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 static const char *const LOCAL = "127.0.0.1";
-static const ps_run nobody;                /* a run without name and secret */
+static const ps_run nobody;                /* a run without a name and a secret */
 
 static int come(int port, int rank, int size, double timeout_s, ps_store **out)
 {
@@ -106,7 +106,7 @@ static void *wait_for_x(void *arg)
     return NULL;
 }
 
-/* Rank 0 waits. `spoil` makes rank 1 fail, and rank 0 must get the error. */
+/* Rank 0 waits while `spoil` makes rank 1 fail. Rank 0 must get the error. */
 static void faulty(void (*spoil)(int port, ps_store *b), int code, const char *word)
 {
     ps_store_server *server;
@@ -167,7 +167,7 @@ static int raw_connect(int port)
     return fd;
 }
 
-/* A connection that has proved that it belongs to the run, but has not sent its rank. */
+/* Returns a connection that has proved that it belongs to the run, but has not sent its rank. */
 static int proved_connect(int port)
 {
     int fd = raw_connect(port);
@@ -175,11 +175,12 @@ static int proved_connect(int port)
     return fd;
 }
 
-/* Messages of other programs: the server closes their connections and continues. */
+/* If other programs send messages, the server closes their connections and continues. */
 static void strangers(int port, ps_store *b)
 {
     ps_store_request bad[] = {
-        { .magic = PS_STORE_MAGIC, .what = PS_STORE_HELLO, .a = 1, .b = 2 },    /* as it is, before the proof */
+        { .magic = PS_STORE_MAGIC, .what = PS_STORE_HELLO, .a = 1, .b = 2 },    /* sent as a plain message, before
+                                                                                 * the proof */
         { .magic = PS_STORE_MAGIC, .what = PS_STORE_HELLO, .a = 5, .b = 9 },
         { .magic = 0x12345678 },
         { .magic = PS_STORE_MAGIC, .what = 99 },
@@ -210,7 +211,7 @@ static void strangers(int port, ps_store *b)
     close(late);
 }
 
-/* Random bytes, some of them after a valid header: no crash, and rank 0 is still served. */
+/* Random bytes, some of them after a valid header, cause no crash, and rank 0 is still served. */
 static void noise(int port, ps_store *b)
 {
     uint32_t state = 12345;
@@ -238,7 +239,8 @@ static ps_run run_of(const char *name, const char *secret)
     return run;
 }
 
-/* The error that a rank of `mine` gets from the store of `theirs`. The store continues, and reports which rank came. */
+/* Checks the error that a rank of the run `mine` gets from the store of the run `theirs`. The store continues, and
+ * reports which rank connected. */
 static void apart(ps_run theirs, ps_run mine, const char *word, const char *came)
 {
     ps_store_server *server;
@@ -277,8 +279,8 @@ static void test_runs(void)
     apart(run_of(name, "x"), run_of("B", "x"), "nnn' answers there", "of run 'B'");
 }
 
-/* A server that does not know the secret gets no rank, no matter what it sends. Nor does a server that repeats a rank's
- * own words. */
+/* A server that does not know the secret gets no rank, whatever it sends. Neither does a server that repeats a
+ * rank's own messages. */
 static void *false_server(void *arg)
 {
     const int *fd = arg;
@@ -311,12 +313,12 @@ static void test_false_server(void)
     close(fd);
 }
 
-/* The addresses of this machine that are given, and no others. */
+/* Tests the addresses that this machine has, and no others. */
 static void test_addresses(void)
 {
     int fd, port, other;
     char text[64];
-    if (!OK(ps_net_listen("127.0.1.1", 0, &fd, &port))) return;      /* the name that Debian gives a machine */
+    if (!OK(ps_net_listen("127.0.1.1", 0, &fd, &port))) return;      /* the address of the host name on Debian */
     OK(ps_net_address(fd, false, text, sizeof text));
     CHECK(!strcmp(text, "127.0.1.1"));
     CHECK(ps_net_reach("127.0.0.1", port, ps_now() + 1) == 0);
@@ -337,7 +339,7 @@ static void test_addresses(void)
         close(other);
         close(fd);
     }
-    /* Names of the loopback interface need no file or server that knows them. */
+    /* Names of the loopback interface are resolved without a file or a name server. */
     const char *loopback[] = { "127.0.0.1", "127.0.1.1", "::1", "localhost", "LocalHost", "localhost.",
                                "rank-0.Job.localhost", "a.localhost." };
     const char *wider[] = { "0.0.0.0", "192.0.2.1", "::", ".localhost", "notlocalhost", "localhost..", "" };
@@ -345,7 +347,8 @@ static void test_addresses(void)
     for (size_t i = 0; i < sizeof wider / sizeof *wider; i++) CHECK(!ps_host_is_loopback(wider[i]));
     CHECK(!ps_host_is_loopback(NULL) && !ps_host_is_loopback("no..host"));
 
-    ps_store_server *server;                                            /* several machines, and a name for this one */
+    ps_store_server *server;                                            /* several machines, and a name for this
+                                                                         * machine */
     ps_store *s;
     ps_run run;
     ps_meeting m = { .rendezvous = "tcp://127.0.1.1:1", .size = 2, .machines = 2, .timeout_s = FAR_S };
@@ -354,14 +357,16 @@ static void test_addresses(void)
     CHECK(ps_now() - start < PROMPT_S);
 }
 
-/* If no more files can be opened, the error names the reason, and nothing is lost when files can be opened again. */
+/* If no more files can be opened, the error contains the reason, and everything works when files can be opened
+ * again. */
 static void test_files(void)
 {
     ps_store_server *server;
     ps_store *s;
     if (!OK(ps_store_serve(LOCAL, 0, 1, &nobody, &server))) return;
     int port = ps_store_port(server);
-    files_left(1);                                                      /* the rank's own end of a connection */
+    files_left(1);                                                      /* room for the rank's own end of a
+                                                                         * connection */
     FAILS(come(port, 0, 1, 0.3, &s), PS_ETIME, "was turned away");
     CHECK(strstr(ps_store_lacks(server), "as many files open as it may (ulimit -n)") != NULL);
     files_left(0);
@@ -372,8 +377,8 @@ static void test_files(void)
     ps_store_stop(server, false);
 }
 
-/* Ranks meet by a file: rank 0 listens on the address that it writes, and makes a secret that only this user can
- * read. */
+/* Ranks meet through a file: rank 0 listens on the address that it writes, and creates a secret that only this user
+ * can read. */
 static void test_file(void)
 {
     char path[] = "/tmp/ps_test_comm_XXXXXX", rendezvous[64], text[300] = "", host[128];
@@ -414,7 +419,7 @@ static void test_file(void)
     }
     m.rank = 0;
     m.machines = 0;
-    m.secret = "given";                                                 /* in that case it is not in the file */
+    m.secret = "given";                                                 /* a given secret is not in the file */
     if (OK(ps_store_join(&m, &run, &server, &a))) {
         memset(text, 0, sizeof text);
         f = fopen(path, "rb");
@@ -441,7 +446,7 @@ static void *meet(void *arg)
     return NULL;
 }
 
-/* No rank continues before the last one has come. */
+/* No rank continues before the last rank has arrived. */
 static void test_meet(void)
 {
     ps_store_server *server;
@@ -460,7 +465,8 @@ static void test_meet(void)
         CHECK(all[r].rc == 0);
     }
     CHECK(ps_now() - start >= late_s && ps_now() - start < PROMPT_S);
-    OK(ps_store_meet(all[1].store, FAR_S));                             /* again: all ranks are there */
+    OK(ps_store_meet(all[1].store, FAR_S));                             /* a second meeting, since all ranks have
+                                                                         * arrived */
     OK(ps_store_ask_fault(all[1].store));
     ps_store_fault(all[0].store, "no cable");
     FAILS(ps_store_ask_fault(all[1].store), PS_EIO, "rank 0 failed: no cable");
@@ -468,12 +474,12 @@ static void test_meet(void)
     start = ps_now();
     ps_test_linger(FAR_S);
     for (int r = 0; r < 3; r++) ps_store_close(all[r].store, false);
-    ps_store_stop(server, true);                                        /* all ranks have received it */
+    ps_store_stop(server, true);                                        /* all ranks have received the message */
     CHECK(ps_now() - start < PROMPT_S);
     ps_test_linger(-1);
 }
 
-/* If many ranks are missing, the first 16 are named, whatever the length of their numbers. */
+/* If many ranks are missing, the error contains the first 16, whatever the number of their digits. */
 static void test_many_missing(void)
 {
     enum { THERE = 1000, ALL = 1200 };
@@ -489,7 +495,7 @@ static void test_many_missing(void)
     ps_store_stop(server, false);
 }
 
-/* If ranks are missing, a time-out names them. A wrong rank is an error for the ranks that already wait. */
+/* If ranks are missing, the time-out's error names them. A wrong rank is an error on the ranks that already wait. */
 static void test_meet_fails(void)
 {
     ps_store_server *server;
@@ -509,11 +515,11 @@ static void test_meet_fails(void)
     CHECK(g.rc == PS_EINVAL && ps_now() - start < PROMPT_S);
     ps_store_close(g.store, false);
     start = ps_now();
-    ps_store_stop(server, true);                                        /* rank 2 has time to receive it */
+    ps_store_stop(server, true);                                        /* rank 2 has time to receive the message */
     CHECK(ps_now() - start >= PS_STORE_LINGER_S - 0.1 && ps_now() - start < PROMPT_S);
 }
 
-/* Another program answers at the port: this is an error, and nothing hangs. */
+/* If another program answers at the port, this is an error, and nothing hangs. */
 static void *answer_nonsense(void *arg)
 {
     const int *fd = arg;
@@ -658,7 +664,7 @@ static int sums(struct member *m, ps_ctx *ctx, ps_group *g)
 
 static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
 {
-    int64_t n = (6 << 20) + 5, shape[1] = { n }; /* several pieces, and parts of different sizes */
+    int64_t n = (6 << 20) + 5, shape[1] = { n }; /* several pieces, and shards of different sizes */
     ps_tensor *t;
     if (!expect(m, ps_tensor_new(ctx, PS_F32, 0, 1, shape, &t) == 0, "tensor")) return 0;
     float *values = malloc((size_t)n * sizeof *values);
@@ -680,7 +686,7 @@ static int pieces(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* One rank has no memory, or passes invalid arguments: all ranks get an error, and the group continues. */
+/* If one rank has no memory, or passes invalid arguments, all ranks get an error, and the group continues. */
 static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_tensor *t = numbers(ctx, m->rank == 2 ? PS_U8 : PS_F32, 100, 1, 0), *u = numbers(ctx, PS_F32, 100, 1, 0);
@@ -694,7 +700,7 @@ static int one_fails(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* The function table of a rank that ends each exchange late. */
+/* The function table of a rank that completes each exchange late. */
 static const ps_comm_table *prompt_table;
 static int finish_late(ps_comm *comm, int lane)
 {
@@ -702,8 +708,8 @@ static int finish_late(ps_comm *comm, int lane)
     return prompt_table->finish(comm, lane);
 }
 
-/* A call of all ranks that differs on rank 2 (how 0), or in which rank 2 cannot take part (1); and a message between
- * two ranks of different sizes (2). */
+/* A call of all ranks that differs on rank 2 (`how` 0), or in which rank 2 cannot take part (1), or a message
+ * between two ranks whose sizes differ (2). */
 static int odd_call(struct member *m, ps_ctx *ctx, ps_group *g, int how)
 {
     ps_tensor *t = numbers(ctx, PS_F32, how == 2 && m->rank == 2 ? 6 : 5, 1, 0);
@@ -715,7 +721,7 @@ static int odd_call(struct member *m, ps_ctx *ctx, ps_group *g, int how)
     return rc;
 }
 
-/* Ranks that end as soon as they have the error of a call. The last rank that compares must still get its own error. */
+/* Ranks that end as soon as they have a call's error. The last rank to compare must still get its own error. */
 static int odd_how;
 static int all_compare(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -734,8 +740,8 @@ static int all_compare(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Bytes that are sent together with the headers: the sums have the bits of larger calls. If calls differ, all ranks get
- * an error, no message is left over, and the group continues. */
+/* Bytes are sent together with the headers, and the sums have the bits of larger calls. If calls differ, all ranks
+ * get an error, no message is left over, and the group continues. */
 static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     enum { FULL = GROUP_SMALL_NBYTES / 4, LARGE = FULL + 1 };
@@ -766,7 +772,7 @@ static int small_calls(struct member *m, ps_ctx *ctx, ps_group *g)
 }
 
 enum { FEW = 5, MANY = 3000 };
-/* The calls of calls_as_planned. */
+/* Plans the calls of calls_as_planned. */
 static void plan(ps_group *g)
 {
     ps_rank_call list[] = {
@@ -795,7 +801,8 @@ static void tensors_free(struct tensors t)
     ps_tensor_release(t.many);
 }
 
-/* Planned calls, and others between them, have the bits of calls without a plan, and send as many bytes. */
+/* Planned calls, and other calls between them, produce the same bits as calls without a plan, and send as many
+ * bytes. */
 static int calls_as_planned(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     float few[2][FEW], many[2][MANY];
@@ -823,7 +830,7 @@ static int calls_as_planned(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* One rank makes another call, or fails: all ranks get an error, and the plan continues after the call. */
+/* If one rank makes another call, or fails, all ranks get an error, and the plan continues after the call. */
 static int one_leaves_the_plan(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct tensors t = tensors_new(m, ctx);
@@ -846,16 +853,16 @@ static int one_leaves_the_plan(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-static atomic_int through;                 /* number of ranks after a call; 0 before the group is made */
-/* A call has ended on some ranks before the others. A rank that ended the group now would end it for the others,
- * too. */
+static atomic_int through;                 /* number of ranks that have passed a call; 0 before the group is created */
+/* A call ends on some ranks before the others. A rank that ended the group now would also end it for the other
+ * ranks. */
 static void wait_for_all(const struct member *m)
 {
     atomic_fetch_add(&through, 1);
     for (double until = ps_now() + PROMPT_S; atomic_load(&through) < m->size && ps_now() < until;) usleep(1000);
 }
 
-/* Messages between two ranks must not mix with a call of all ranks: the group ends, and no rank waits. */
+/* Messages between two ranks must not mix with a call of all ranks. The group ends, and no rank waits. */
 static int pair_in_a_plan(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct tensors t = tensors_new(m, ctx);
@@ -892,7 +899,8 @@ static void *lone_rank(void *arg)
     return NULL;
 }
 
-/* Starts rank 0 of two in a thread, which lone_end waits for, and comes to its store as rank 1. NULL: it could not. */
+/* Starts rank 0 of two in a thread, which lone_end joins, and connects to its store as rank 1. Returns NULL if it
+ * could not connect. */
 static ps_store *lone_begin(struct lone *l, double timeout_s)
 {
     ps_store_server *none;
@@ -914,8 +922,8 @@ static void lone_end(struct lone *l, int rc, const char *why)
     CHECK(l->rc == rc && strstr(l->why, why));
 }
 
-/* Rank 1 sends an address and never connects: rank 0 waits for its time-out and reports it. Gloo would wait five times
- * as long, which is more than PROMPT_S. Other tests run meanwhile. */
+/* Rank 1 sends an address and never connects. Rank 0 waits for its time-out and reports it. Gloo would wait five
+ * times as long, which is more than PROMPT_S. Other tests run in the meantime. */
 static void *no_connection(void *unused)
 {
     enum { TIMEOUT_S = PROMPT_S / 5 + 1 };
@@ -925,7 +933,8 @@ static void *no_connection(void *unused)
     ps_store *s = lone_begin(&l, TIMEOUT_S);
     if (s) {
         OK(ps_store_get(s, "0", FAR_S, address, sizeof address, &nbytes));
-        memset(address + 2, 0xff, 2);                                   /* a higher port: rank 0 is to wait for us */
+        memset(address + 2, 0xff, 2);                                   /* a higher port, so that rank 0 waits for
+                                                                         * rank 1 */
         OK(ps_store_set(s, "1", address, nbytes));
         FAILS(ps_store_get(s, "x", FAR_S, text, sizeof text, &nbytes), PS_EIO, "rank 0 failed: rank 0 of 2 could not");
         ps_store_close(s, false);
@@ -936,13 +945,13 @@ static void *no_connection(void *unused)
     return NULL;
 }
 
-/* Another process connects to rank 0's Gloo port in place of rank 1. It sends what Gloo's ranks send, except the word
- * that only a rank of this group knows. */
+/* Another process connects to rank 0's Gloo port in place of rank 1. It sends the messages of Gloo's ranks, except
+ * the word that only the group's ranks know. */
 static void test_false_peer(void)
 {
     struct lone l;
     char token[128];
-    struct { struct sockaddr_storage at; char rest[384]; } address;             /* as Gloo packs it */
+    struct { struct sockaddr_storage at; char rest[384]; } address;             /* in Gloo's layout */
     enum { SEND = 1, TAKES = 3, NBYTES = 32 };
     struct { uint64_t nbytes, opcode, slot, offset, length, roffset; } takes = { 48, TAKES, 1, 0, NBYTES, 0 },
         sends = { 48 + NBYTES, SEND, 1, 0, NBYTES, 0 }, heard;
@@ -954,7 +963,8 @@ static void test_false_peer(void)
         OK(ps_store_get(s, "group", FAR_S, token, sizeof token, &nbytes));
         OK(ps_store_get(s, "0", FAR_S, &address, sizeof address, &nbytes));
         struct sockaddr_in to = *(struct sockaddr_in *)&address.at;
-        ((struct sockaddr_in *)&address.at)->sin_port = 0xffff;                 /* higher: rank 0 waits for us */
+        ((struct sockaddr_in *)&address.at)->sin_port = 0xffff;                 /* a higher port, so that rank 0
+                                                                                 * waits for rank 1 */
         OK(ps_store_set(s, "1", &address, nbytes));
         fd = socket(AF_INET, SOCK_STREAM, 0);
         CHECK(nbytes == 136 && connect(fd, (struct sockaddr *)&to, sizeof to) == 0);
@@ -971,7 +981,7 @@ static void test_false_peer(void)
     }
 }
 
-/* Parts of different sizes, one of them empty; several jobs at once, with calls between them. */
+/* Shards of different sizes, one of them empty, and several jobs at once with calls between them. */
 enum { JOBS = 6, PART = 3 << 20 };
 
 static int64_t part_of(int job, int rank) { return job == 3 && rank == 1 ? 0 : PART / (job + 1) + 4 * rank; }
@@ -985,7 +995,7 @@ static void fill_parts(ps_comm_part *parts, float *values, int job, int rank)
     }
 }
 
-/* The result for part r: sums have 6 times the first rank's numbers, and a gather has its owner's numbers. */
+/* Checks the result for part r: a sum has 6 times the first rank's numbers, and a gather has its owner's numbers. */
 static bool parts_are(const ps_comm_part *parts, int rank, int op)
 {
     for (int r = 0; r < SIZE; r++) {
@@ -1018,7 +1028,7 @@ static int jobs(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Ranks that differ, and a rank that cannot take part: every job has its own error, and the next job succeeds. */
+/* If ranks differ, or a rank cannot take part, every job has its own error, and the next job succeeds. */
 static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     float x[SIZE] = { 1, 1, 1 };
@@ -1039,14 +1049,14 @@ static int jobs_fail(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- groups cut from a group --------------------------------------------------------------------------------------- */
 
-/* The values of a sum, of max and of min; also of integers, and of NaN. */
+/* Checks the values of sum, max and min, including integers and NaN. */
 static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     static const int dtypes[] = { PS_F32, PS_F64, PS_BF16, PS_F16, PS_I32, PS_I64, PS_U8 };
     static const double mine[] = { 4, 2, 9 }, results[] = { 15, 9, 2 };
     for (size_t d = 0; d < 7; d++)
         for (int op = PS_REDUCE_SUM; op <= PS_REDUCE_MIN; op++) {
-            int sign = dtypes[d] == PS_U8 || op == PS_REDUCE_SUM ? 1 : -1;        /* also for values below 0 */
+            int sign = dtypes[d] == PS_U8 || op == PS_REDUCE_SUM ? 1 : -1;        /* includes values below 0 */
             if (dtypes[d] == PS_U8 && op == PS_REDUCE_SUM) continue;
             double result = sign > 0 ? results[op] : -results[op == PS_REDUCE_MAX ? PS_REDUCE_MIN : PS_REDUCE_MAX];
             ps_tensor *t = numbers(ctx, dtypes[d], 2000, sign * mine[m->rank], 0);
@@ -1059,7 +1069,7 @@ static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
     ps_tensor_release(bytes);
     ps_tensor *nan = numbers(ctx, PS_F32, 2, m->rank == 1 ? 0.0 / 0.0 : 5, 0), *big = numbers(ctx, PS_I64, 1, 0, 0);
     expect(m, ps_group_all_reduce(g, nan, PS_REDUCE_MIN) == 0 && at(nan, 1) != at(nan, 1), "NaN stays");
-    int64_t most = INT64_MAX - 1, sum;     /* exact, and with wrap-around as C's integers */
+    int64_t most = INT64_MAX - 1, sum;     /* exact, with the wrap-around of unsigned integers in C */
     ps_tensor_write(big, &most, 8);
     expect(m, ps_group_all_reduce(g, big, PS_REDUCE_SUM) == 0 && ps_tensor_read(big, &sum, 8) == 0 &&
            sum == (int64_t)(3 * (uint64_t)most), "a sum that wraps around");
@@ -1070,7 +1080,7 @@ static int reductions(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A 2 x 2 mesh: rows and columns. */
+/* Creates the rows and columns of a 2 x 2 mesh. */
 static bool row_and_column(struct member *m, ps_group *g, ps_group **row, ps_group **column)
 {
     int32_t r = m->rank / 2 * 2, c = m->rank % 2, mine[2] = { r, r + 1 }, other[2] = { c, c + 2 };
@@ -1078,7 +1088,7 @@ static bool row_and_column(struct member *m, ps_group *g, ps_group **row, ps_gro
            expect(m, ps_group_split(g, 2, other, "dp", column) == 0, "columns");
 }
 
-/* A thread of this rank's that sums in one group while the rank itself does so in another. */
+/* A thread of this rank that sums in one group while the rank itself sums in another group. */
 struct beside { struct member *m; ps_ctx *ctx; ps_group *g; double first, sum; int turns; };
 static void *sum_beside(void *arg)
 {
@@ -1097,7 +1107,7 @@ static void *sum_beside(void *arg)
     return NULL;
 }
 
-/* Rows and columns at the same time, each rank in its own time; the numbers are those of each group. */
+/* Rows and columns work at the same time, and each rank has its own timing. The numbers must be those of each group. */
 static int crossing(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_group *row, *column;
@@ -1125,7 +1135,7 @@ static int crossing(struct member *m, ps_ctx *ctx, ps_group *g)
            "gather in a row");
     if (m->rank % 2 == 0) expect(m, ps_group_send(row, t, 1) == 0, "send");
     else expect(m, ps_group_recv(row, t, 0) == 0 && at(t, 0) == m->rank - 1, "recv");
-    /* A group cut from a row, in another order; it outlives its parent. */
+    /* A group split from a row, in another order. It outlives its parent. */
     int32_t turned[2] = { 1, 0 };
     ps_group *again = NULL;
     expect(m, ps_group_split(row, 2, turned, "pp", &again) == 0 && ps_group_rank(again) == 1 - m->rank % 2, "again");
@@ -1166,7 +1176,7 @@ static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
     expect(m, ps_group_all_reduce(none, t, PS_REDUCE_SUM) == 0 && at(t, 0) == m->rank, "its sum");
     expect(m, ps_group_all_reduce(g, t, PS_REDUCE_MAX) == 0 && at(t, 0) == 3, "the parent goes on");
     ps_group_close(none);
-    /* Ranks of a group that disagree are called by their numbers in the world. */
+    /* Errors about ranks of a group that disagree contain the ranks' numbers in the world. */
     expect(m, ps_group_split(g, 2, pair, "tp", &none) == 0, "rows");
     rc = m->rank == 3 ? ps_group_barrier(none) : ps_group_all_reduce(none, t, PS_REDUCE_SUM);
     const char *why = "the ranks of tp disagree: rank 2 is in all_reduce (call 0, fp32, 16 bytes), rank 3 in barrier";
@@ -1177,19 +1187,20 @@ static int bad_cuts(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A rank ends while others wait in their groups: every call of every group fails with the same verdict. */
+/* A rank ends while other ranks wait in their groups. Every call of every group fails with the same verdict. */
 static int one_ends(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_group *row, *column;
     if (!row_and_column(m, g, &row, &column)) return 0;
     expect(m, ps_group_barrier(row) == 0 && ps_group_barrier(column) == 0, "barriers");
     wait_for_all(m);
-    if (m->rank == 3) {                                /* leaves all its groups */
+    if (m->rank == 3) {                                /* rank 3 leaves all its groups */
         ps_group_close(row);
         ps_group_close(column);
         return 0;
     }
-    int rc = ps_group_barrier(m->rank == 1 ? column : row);            /* ranks 1 and 2 wait for rank 3, 0 for 1 */
+    int rc = ps_group_barrier(m->rank == 1 ? column : row);            /* ranks 1 and 2 wait for rank 3, and rank 0
+                                                                        * for rank 1 */
     if (m->rank == 0 && rc < 0) rc = ps_group_barrier(column);
     expect(m, rc < 0 && strstr(ps_error_message(), "rank 3 ("), "a call with a rank that ended");
     expect(m, strstr(ps_error_message(), " (its script came to its end, or it closed the group), and rank "), "how");
@@ -1199,14 +1210,14 @@ static int one_ends(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Every allocation of a split fails once, on one rank: this is an error on all ranks, and the next split succeeds. */
+/* Every allocation of a split fails once on one rank. This is an error on all ranks, and the next split succeeds. */
 static int cuts_without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int32_t all[2] = { 0, 1 };
     bool made = false;
     for (int n = 0; n < 40 && !made && !m->bad; n++) {
         ps_group *part = NULL;
-        pthread_mutex_lock(&opening);                  /* the count of allocations is the process's */
+        pthread_mutex_lock(&opening);                  /* allocations are counted for the whole process */
         if (m->rank == 0) ps_test_fail_alloc(n, 1);
         pthread_mutex_unlock(&opening);
         int rc = ps_group_split(g, 2, all, "tp", &part);
@@ -1228,7 +1239,7 @@ static int cuts_without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 
 int main(void)
 {
-    signal(SIGPIPE, SIG_IGN);              /* as ps_comm_gloo does */
+    signal(SIGPIPE, SIG_IGN);              /* ps_comm_gloo does the same */
 #ifdef PS_HAVE_GLOO
     pthread_t unconnected;
     pthread_create(&unconnected, NULL, no_connection, NULL);

@@ -4,7 +4,7 @@
 #include "check.h"
 #include "tensor/tensor.h"
 
-enum { BIG = 64 << 10 };                      /* elements, 256 KiB: not small for a scope */
+enum { BIG = 64 << 10 };                      /* number of elements (256 KiB), which is not small for a scope */
 
 static ps_ctx *ctx;
 
@@ -28,7 +28,7 @@ static ps_tensor *filled(int64_t numel, double value)
     ps_attrs_fill_ attrs = { .value = value };
     OK(ps_apply(ctx, PS_OP_fill_, 1, &t, &attrs, sizeof attrs, out));
     CHECK(out[0] == t);
-    ps_tensor_release(out[0]);                /* in place it returns its input, with a reference */
+    ps_tensor_release(out[0]);                /* in place, it returns its input with one more reference */
     return t;
 }
 
@@ -102,7 +102,7 @@ static void test_headers(void)
     ps_tensor_release(empty);
 }
 
-/* A header without data takes the bytes of another tensor. */
+/* A header without data takes over the bytes of another tensor. */
 static void test_set_data(void)
 {
     int meta = -1;
@@ -117,7 +117,7 @@ static void test_set_data(void)
     CHECK(later->device_ == 0 && later->storage == value->storage && later->storage->refs == 2);
     ps_tensor_release(value);
     ps_tensor_release(small);
-    OK(ps_scope_end(ctx, inner, 0, NULL));               /* kept, as it was before */
+    OK(ps_scope_end(ctx, inner, 0, NULL));               /* kept by the inner scope, as before */
     CHECK(ps_tensor_alive(later) && item(later) == 3 && (later->flags & PS_T_REQUIRES_GRAD));
     ps_tensor *grad = filled(BIG, 1), *other_value = filled(BIG, 5), *part = slice(other_value, 1, 5);
     OK(ps_tensor_set_grad(later, grad));
@@ -184,7 +184,7 @@ static void test_scopes(void)
     OK(ps_scope_end(ctx, inner, 1, &returned));
     CHECK(ps_tensor_alive(dropped) && ps_tensor_alive(returned) && !ps_tensor_alive(inner_dropped));
     FAILS(ps_scope_end(ctx, inner, 0, NULL), PS_ESTATE, "not open");
-    scope_begin();                                               /* left open: the outer scope ends it */
+    scope_begin();                                               /* not closed, so the outer scope ends it */
     ps_tensor *forgotten = filled(BIG, 6);
     OK(ps_scope_end(ctx, outer, 0, NULL));
     CHECK(ps_scope_depth(ctx) == 0);
@@ -203,7 +203,7 @@ static void test_scopes(void)
 }
 
 /* -- the tape ----------------------------------------------------------------------------------------------------- */
-/* The tape holds bytes that a scope dropped, and releases them when the walk has passed. */
+/* The tape keeps bytes that a scope dropped, and releases them after the walk has passed. */
 static void test_tape(void)
 {
     int64_t before = used();
@@ -217,7 +217,7 @@ static void test_tape(void)
     CHECK(x->storage->bytes.dropped && x->storage->holds == 1);  /* the bytes exist, but scripts cannot read them */
     OK(backward(loss));
     CHECK(item(ps_tensor_get_grad(w)) == 2 * 3 * 2 * 2);
-    CHECK(used() == before + 2 * BIG * 4 + 256);                 /* w, its gradient, the loss */
+    CHECK(used() == before + 2 * BIG * 4 + 256);                 /* w, its gradient and the loss */
     FAILS(backward(loss), PS_ESTATE, "second time");
     ps_tensor_release(loss);
     ps_tensor_release(x);
@@ -263,7 +263,7 @@ static void test_versions(void)
 }
 
 /* -- the end ------------------------------------------------------------------------------------------------------ */
-/* Closes a context over everything that can be open. Headers stay valid, without bytes. */
+/* Closes a context while everything that can be open is open. Headers remain valid, without bytes. */
 static void test_close(void)
 {
     ps_ctx *first = ctx;
@@ -286,8 +286,8 @@ static void test_close(void)
     held[5] = sum(held[4]);
     OK(ps_backward_begin_n(ctx, 1, &held[5], NULL, NULL));
     CHECK(ps_backward_next(ctx, &stopped) == 1 && stopped == segment);
-    ps_ctx_free(ctx);                                        /* in the middle of a walk */
-    ps_ctx_free(ctx);                                        /* twice is harmless while a header is held */
+    ps_ctx_free(ctx);                                        /* closes the context during a walk */
+    ps_ctx_free(ctx);                                        /* a second call is harmless while a header is held */
 
     int32_t none = 0, device;
     int64_t id;
@@ -304,7 +304,7 @@ static void test_close(void)
     CHECK(ps_collect_due(ctx) == 0);
     ps_tensor_release(w);
     ps_tensor_release(kept);
-    for (int i = 0; i < 6; i++) ps_tensor_release(held[i]);  /* the last one frees the context */
+    for (int i = 0; i < 6; i++) ps_tensor_release(held[i]);  /* releasing the last header frees the context */
     ctx = first;
 }
 
@@ -327,7 +327,7 @@ static void test_failing_new(void)
     CHECK(!"it never succeeded");
 }
 
-/* Without memory for it, a device does not exist, and another device can take its place. */
+/* If there is no memory for a device, the device does not exist, and another device can take its index. */
 static void test_failing_device(void)
 {
     bool hit = true;
@@ -340,7 +340,7 @@ static void test_failing_device(void)
         int device = c->n_devices;
         OK(ps_dry_begin(c));
         ps_dry_end(c);
-        for (int times = 0; hit && times < 10; times++) {            /* more often than there can be devices */
+        for (int times = 0; hit && times < 10; times++) {            /* more attempts than there can be devices */
             OK(ps_backend_ref_open(&be));
             ps_test_fail_alloc(nth, 1);
             int rc = ps_ctx_add_device(c, be);
@@ -401,7 +401,7 @@ static void test_lent(void)
     OK(ps_tensor_borrow(none, lend, lent, 0, 0));
     CHECK(loans == 1 && used() == before && ps_tensor_version(t) > version);
     gone = 1;
-    OK(ps_tensor_borrow(t, lend, lent, 4, BIG * 4));      /* in place of bytes that are lost */
+    OK(ps_tensor_borrow(t, lend, lent, 4, BIG * 4));      /* replaces bytes that are lost */
     gone = 0;
     CHECK(loans == 1 && used() == before);
     void *address = NULL;
@@ -421,8 +421,8 @@ static void test_lent(void)
     FAILS(ps_apply(ctx, PS_OP_add, 2, in, &no_attrs, sizeof no_attrs, made), PS_EIO, "the lender's bytes are gone");
     gone = 0;
     ps_tensor_release(t);
-    CHECK(loans == 1);                                    /* the view has them */
-    OK(ps_scope_end(ctx, inner, 0, NULL));                /* drops the bytes; headers stay */
+    CHECK(loans == 1);                                    /* the view uses the loan */
+    OK(ps_scope_end(ctx, inner, 0, NULL));                /* drops the bytes and keeps the headers */
     CHECK(loans == 0 && !ps_tensor_alive(part));
     FAILS(ps_tensor_read(part, out, 16), PS_ESTALE, "");
     ps_tensor *rest[] = { part, none, later, total };
@@ -430,8 +430,9 @@ static void test_lent(void)
     CHECK(used() == before);
 }
 
-/* A tensor is written from its lender's memory, and read into it, where its own bytes begin earlier or later: as if the
- * bytes had been copied to another place in between. Large ones are copied in pieces by several threads. */
+/* A tensor is written from its lender's memory, and read into it, at an earlier or later address than its own bytes.
+ * The result must be as if the bytes had been copied to a separate buffer first. Large tensors are copied in pieces
+ * by several threads. */
 static void test_lent_overlaps(void)
 {
     enum { MOST = 3 << 20, AWAY = 100 };

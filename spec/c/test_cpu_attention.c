@@ -46,8 +46,8 @@ static int64_t place(const ps_view *x, int64_t b, int64_t h, int64_t i, int64_t 
     return b * x->stride[0] + h * x->stride[1] + i * x->stride[2] + d * x->stride[3];
 }
 enum { MARGIN = 64, CANARY = 0x5a };
-/* A tensor [B, H, T, D] whose rows are `gap` elements further apart than necessary. across: laid out [B, T, H, D]. At
- * first all bytes are canaries. */
+/* A tensor [B, H, T, D] whose rows are `gap` elements further apart than necessary. With `across` the layout is [B,
+ * T, H, D]. Initially all bytes are canaries. */
 static size_t bytes_of(const ps_view *x)
 {
     return (size_t)(x->stride[7] * ps_dtype_bytes(x->dtype)) + 2 * MARGIN;
@@ -57,7 +57,8 @@ static ps_view view4(int dtype, int64_t B, int64_t H, int64_t T, int64_t D, int6
     ps_view x = { .dtype = dtype, .ndim = 4, .numel = B * H * T * D, .shape = { B, H, T, D } };
     int64_t row = D + gap;
     x.stride[0] = H * T * row, x.stride[1] = across ? row : T * row, x.stride[2] = across ? H * row : row;
-    x.stride[3] = 1, x.stride[7] = B * H * T * row;         /* [7]: elements in memory, for this test only */
+    x.stride[3] = 1, x.stride[7] = B * H * T * row;         /* stride[7] is the number of elements in memory, only
+                                                             * for this test */
     x.data = malloc(bytes_of(&x));
     memset(x.data, CANARY, bytes_of(&x));
     x.data = (char *)x.data + MARGIN;
@@ -89,7 +90,8 @@ static bool canaries_alive(const ps_view *x)
 /* -- a case ------------------------------------------------------------------------------------------------------- */
 typedef struct shape {
     int64_t B, H, T, S, D;
-    int dtype, causal, mask;                          /* mask 1: some keys hidden; 2: sample 0 sees none */
+    int dtype, causal, mask;                          /* mask 1 hides some keys, and mask 2 hides all keys of sample
+                                                       * 0 */
     double p, scale;
 } shape;
 typedef struct arrays {
@@ -104,7 +106,7 @@ static double kept(const shape *s, int64_t b, int64_t h, int64_t i, int64_t j)
     ps_philox r = ps_philox4x32(SEED, (uint64_t)(SAMPLE + b) << 32 | e / 4, (uint64_t)STEP << 32 | OP);
     return ps_unit_f32(r.v[e % 4]) < s->p ? 0 : 1 / (1 - s->p);
 }
-/* The definition, for one query: weights before (w) and after (g) dropout. Returns lse. */
+/* Computes one query by the definition: weights before (w) and after (g) dropout. Returns lse. */
 static double weigh(const shape *s, const arrays *a, int64_t b, int64_t h, int64_t i, double *w, double *g)
 {
     double top = -INFINITY, sum = 0;
@@ -137,7 +139,7 @@ static void expect_forward(const shape *s, arrays *a)
     }
     free(w);
 }
-/* Gradients by the chain rule. y is rounded as in the kernel. */
+/* Computes gradients with the chain rule. y is rounded as in the kernel. */
 static void expect_backward(const shape *s, arrays *a)
 {
     double *w = calloc((size_t)(2 * s->S + 1), sizeof *w), *g = w + s->S;
@@ -203,7 +205,7 @@ static void *scratch(ps_call *call, size_t nbytes)
     scratch_taken(nbytes);
     free(memory);
     memory = aligned_alloc(64, (nbytes + 63) / 64 * 64);
-    if (memory) memset(memory, 0xff, nbytes);         /* NaN, so that a read before a write shows */
+    if (memory) memset(memory, 0xff, nbytes);         /* NaN, so that a read before a write is detected */
     return memory;
 }
 static int call_op(const ps_kernel *k, int op, int n_in, const ps_view *in, int n_out, ps_view *out, const void *attrs)
@@ -229,7 +231,8 @@ static int backward(const ps_kernel *k, const shape *s, arrays *a)
 }
 
 /* -- checks ------------------------------------------------------------------------------------------------------- */
-/* Largest difference from `want` (elements in [B, H, T, D] order), relative to the largest value, or to 0.05. */
+/* Returns the largest difference from `want` (elements in [B, H, T, D] order), relative to the largest value, or to
+ * 0.05 if that is larger. */
 static double error_of(const ps_view *x, const double *want)
 {
     double worst = 0, size = 0.05;
@@ -241,7 +244,7 @@ static double error_of(const ps_view *x, const double *want)
                     double got = get(x, place(x, b, h, i, d));
                     if (isinf(want[n]) && got == want[n]) continue;
                     double e = fabs(got - want[n]);
-                    if (!(e <= worst)) worst = e;      /* a NaN stays */
+                    if (!(e <= worst)) worst = e;      /* keeps a NaN */
                     size = fmax(size, fabs(want[n]));
                 }
     return worst / size;
@@ -301,7 +304,7 @@ static void test_case(const shape *s)
     arrays_free(&a);
 }
 
-/* The packed ops compute the same as the others on views of qkv. Outputs that are not requested are left out. */
+/* The packed ops must compute the same as the other ops on views of qkv. Outputs that are not requested are omitted. */
 static void test_packed(const ps_kernel *k)
 {
     enum { B = 2, T = 70, H = 3, D = 24, C = H * D };
@@ -368,7 +371,7 @@ static bool same_rows(const ps_view *x, int64_t i, const ps_view *y, int64_t j)
     return same;
 }
 
-/* A single query is computed by another method, with the bits that it has as the last of two queries. */
+/* A single query is computed with another method. It must have the same bits as the last of two queries. */
 static void test_one_query(const ps_kernel *k, const char *set)
 {
     static const int64_t lengths[] = { 1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 72, 128, 200 };
@@ -408,7 +411,7 @@ static void test_refusals(const ps_kernel *k)
     in[1].stride[3] = 1;
     ps_call call = { .in = in, .out = out, .attrs = &at, .scratch = scratch, .owner = &s };
     check(k[PS_OP_attention](&call) == PS_ENOMEM, "no memory is not reported", "memory");
-    /* a NaN reaches only values that depend on it */
+    /* a NaN must reach only values that depend on it */
     put(&a.q, place(&a.q, 0, 0, 1, 2), NAN);
     check(call_op(k, PS_OP_attention, 4, in, 2, out, &at) == 0, "the call failed", "NaN");
     check(isnan(get(&a.y, place(&a.y, 0, 0, 1, 0))) && isnan(get(&a.lse, 1)), "a NaN is lost", "NaN");

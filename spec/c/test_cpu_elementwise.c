@@ -36,7 +36,7 @@ static void fill_kernels(void)
 }
 
 /* -- tensors: a view in a buffer of its own ---------------------------------------------------------------------- */
-/* REPEATED: stride 0 along the first dimension. */
+/* REPEATED has stride 0 along the first dimension. */
 enum layout { FLAT, TRANSPOSED, PADDED, STEPPED, REPEATED, LAYOUTS };
 typedef struct tensor { ps_view v; char *buffer; int64_t nbytes, first; } tensor;
 
@@ -102,7 +102,7 @@ static tensor tensor_new(int dtype, enum layout layout, int ndim, const int64_t 
     return t;
 }
 
-/* limit: numbers lie within +-limit; specials: some are infinite, NaN, zero or huge. */
+/* Fills a tensor with random numbers in +-limit. With `specials`, some are infinite, NaN, zero or huge. */
 static void randomize(tensor *t, double limit, int specials)
 {
     static const double odd[] = { 0, -0.0, 1, -1, INFINITY, -INFINITY, NAN, 1e30, -1e30, 1e-39, 0.5, -3e5 };
@@ -155,7 +155,8 @@ static void result(int ok, const char *what, int op, int dtype)
     printf("%s: %s (op %d, type %d)\n", label, what, op, dtype);
 }
 
-/* Errors count relative to |want| + grain: where terms cancel, that is their size. bf16 and fp16 may be off by one. */
+/* Errors are relative to |want| + grain, where the grain is the size at which terms cancel. bf16 and fp16 results
+ * can differ by one unit. */
 static double grain = 0.05;
 static int close_to(const ps_view *got, const ps_view *want, double tolerance)
 {
@@ -170,7 +171,7 @@ static int close_to(const ps_view *got, const ps_view *want, double tolerance)
     return 1;
 }
 
-/* Outputs are contiguous and have the given types, and shapes like `shape`. For INPLACE ops (n_out 0) input 0 is
+/* Outputs are contiguous and have the given types and shapes like `shape`. For in-place ops (n_out 0), input 0 is
  * compared. */
 static void check_op(int op, const void *attrs, int n_in, tensor *in, int n_out, const int *dtypes, int ndim,
                      const int64_t *shape, double tolerance)
@@ -179,8 +180,8 @@ static void check_op(int op, const void *attrs, int n_in, tensor *in, int n_out,
     ps_view vin[8], vout[2];
     int judged = n_out ? n_out : 1;
     int last = in[0].v.numel >= 1 << 14 ? sets + 1 : sets - 1;      /* smaller sizes stay on one thread */
-    for (int attempt = -1; attempt <= last; attempt++) {            /* ref, each instruction set, and the best one on 1
-                                                                     * and 3 threads */
+    for (int attempt = -1; attempt <= last; attempt++) {            /* ref, each instruction set, and the best set on
+                                                                     * 1 and 3 threads */
         tensor *out = attempt < 0 ? want : got;
         ps_kernel kernel = attempt < 0 ? ref->kernel[op] : kernels[attempt < sets ? attempt : sets - 1][op];
         ps_set_threads(attempt == sets ? 1 : attempt == sets + 1 ? 3 : 2);
@@ -224,7 +225,7 @@ static void check_elementwise(int op, const void *attrs, int n_in, int in_dtype,
 {
     static const enum layout seconds[LAYOUTS] = { FLAT, FLAT, TRANSPOSED, PADDED, STEPPED };
     for (size_t s = 0; s < COUNT(shapes); s++)
-        for (int l = 0; l < (s < 7 ? LAYOUTS : PADDED); l++) {      /* large shapes in fewer types */
+        for (int l = 0; l < (s < 7 ? LAYOUTS : PADDED); l++) {      /* fewer types for large shapes */
             tensor in[3];
             for (int i = 0; i < n_in; i++) {
                 int dtype = op == PS_OP_where && i == 0 ? PS_BOOL : in_dtype;
@@ -288,7 +289,7 @@ static void test_binary(void)
     for (int T = 0; T < PS_DTYPE_COUNT; T++) check_elementwise(PS_OP_where, no_attrs, 3, T, T, 90, 1, 0);
 }
 
-/* [4, 1, 33] with [7, 33], [33] and a scalar. */
+/* Broadcasts [4, 1, 33] with [7, 33], [33] and a scalar. */
 static void test_broadcast(void)
 {
     static const int64_t out[] = { 4, 7, 33 }, a[] = { 4, 1, 33 }, b[] = { 7, 33 }, wide[] = { 301, 67 };
@@ -332,7 +333,7 @@ static void test_copies(void)
                     free(in[1].buffer);
                 }
         }
-    /* [B, T, H, D] seen as [B, H, T, D], with a whole matrix transposed inside of a batch. */
+    /* [B, T, H, D] viewed as [B, H, T, D], and a whole matrix transposed within a batch. */
     for (int T = 0; T < PS_DTYPE_COUNT; T++) {
         static const int64_t size[] = { 2, 40, 3, 64 }, seen[] = { 2, 3, 40, 64 }, turned[] = { 3, 64, 40, 2 };
         tensor x = tensor_new(T, FLAT, 4, size);
@@ -378,7 +379,7 @@ static void test_inplace(void)
             }
 }
 
-/* Shape of x without the dimensions of the bit set. */
+/* Returns the shape of x without the dimensions in the bit set. */
 static int kept(const ps_view *x, uint32_t bits, int64_t *out)
 {
     int n = 0;
@@ -433,8 +434,8 @@ static void test_reduce(void)
     grain = 10;
     for (size_t t = 0; t < COUNT(types); t++)
         for (size_t s = 0; s < COUNT(sizes); s++)
-            for (int l = 0; l < (s == 1 || s == 3 ? (t < 2 ? PADDED : 1) : LAYOUTS); l++)      /* large shapes in fewer
-                                                                                                * types */
+            for (int l = 0; l < (s == 1 || s == 3 ? (t < 2 ? PADDED : 1) : LAYOUTS); l++)      /* fewer types for
+                                                                                                * large shapes */
                 for (int specials = 0; specials <= (l == FLAT && types[t] <= PS_F16); specials++) {
                     tensor x = tensor_new(types[t], (enum layout)l, sizes[s].ndim, sizes[s].size);
                     randomize(&x, 3, 0);

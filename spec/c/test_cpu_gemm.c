@@ -22,8 +22,8 @@ static void *hold(size_t nbytes)
     if (held_count == 4096) exit(3);
     void *p = aligned_alloc(64, (nbytes + 127) / 64 * 64);
     if (!p) exit(3);
-    memset(p, 0x7f, nbytes);                                 /* NaN in bf16 and in fp32, so that unwritten places
-                                                              * show */
+    memset(p, 0x7f, nbytes);                                 /* NaN in bf16 and in fp32, so that unwritten elements
+                                                              * are detected */
     return held[held_count++] = p;
 }
 static void drop(void) { while (held_count > 0) free(held[--held_count]); }
@@ -52,7 +52,7 @@ static void put(const ps_view *v, int64_t i, float x)
     else ((uint16_t *)v->data)[i] = v->dtype == PS_BF16 ? ps_f32_to_bf16(x) : ps_f32_to_f16(x);
 }
 
-/* A contiguous tensor of random numbers; ndim -1: absent. */
+/* Creates a contiguous tensor of random numbers. ndim -1 means that it is absent. */
 static ps_view make(int dtype, int ndim, const int64_t *shape)
 {
     ps_view v = { .dtype = dtype, .ndim = ndim, .numel = 1 };
@@ -75,7 +75,7 @@ static ps_view swapped(ps_view v, int a, int b)
     v.shape[b] = n, v.stride[b] = s;
     return v;
 }
-static ps_view halved(ps_view v, int dim)                    /* every other element of dim */
+static ps_view halved(ps_view v, int dim)                    /* Keeps every other element along dim. */
 {
     v.numel = v.numel / v.shape[dim] * (v.shape[dim] / 2);
     v.shape[dim] /= 2;
@@ -100,7 +100,8 @@ static int run(ps_backend *be, int op, const ps_view *in, int n_in, ps_view *out
     return rc;
 }
 
-/* Largest difference over what rounding allows: sums of `terms` products, and the type of the result. */
+/* Returns the largest difference divided by the allowed rounding error, which depends on the number of products in a
+ * sum, `terms`, and on the result's type. */
 static double error(const ps_view *want, const ps_view *got, double terms)
 {
     double eps = got->dtype == PS_F32 ? 0x1p-24 : got->dtype == PS_BF16 ? 0x1p-8 : 0x1p-11, worst = 0, size = 0;
@@ -140,11 +141,12 @@ static void test_matmul(int t)
     MATMUL(MAKE(t, 4, 0), MAKE(t, 0, 3), 0, 4, 3);
     MATMUL(MAKE(t, 2, 4, 0), MAKE(t, 2, 0, 3), 1, 2, 4, 3);
     MATMUL(MAKE(t, 0, 4), MAKE(t, 4, 3), 0, 0, 3);
-    MATMUL(swapped(MAKE(t, 60, 44), 0, 1), MAKE(t, 60, 20), 1, 44, 20);              /* a weight gradient */
+    MATMUL(swapped(MAKE(t, 60, 44), 0, 1), MAKE(t, 60, 20), 1, 44, 20);              /* a weight's gradient */
     MATMUL(MAKE(t, 44, 60), swapped(MAKE(t, 20, 60), 0, 1), 0, 44, 20);
     MATMUL(swapped(MAKE(t, 60, 44), 0, 1), swapped(MAKE(t, 20, 60), 0, 1), 0, 44, 20);
     MATMUL(halved(MAKE(t, 44, 60), 0), MAKE(t, 60, 20), 0, 22, 20);                  /* strided rows */
-    MATMUL(halved(MAKE(t, 44, 60), 1), MAKE(t, 30, 20), 0, 44, 20);                  /* no unit stride: copied */
+    MATMUL(halved(MAKE(t, 44, 60), 1), MAKE(t, 30, 20), 0, 44, 20);                  /* no unit stride, so it is
+                                                                                      * copied */
     MATMUL(swapped(MAKE(t, 1, 30), 0, 1), halved(MAKE(t, 2, 50), 0), 0, 30, 50);
     MATMUL(MAKE(t, 6, 20, 30), MAKE(t, 6, 30, 10), 0, 6, 20, 10);
     MATMUL(MAKE(t, 6, 20, 30), swapped(MAKE(t, 6, 10, 30), 1, 2), 1, 6, 20, 10);
@@ -180,11 +182,11 @@ static void test_linear(int t)
     LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), absent, absent, 0);
     LINEAR(MAKE(t, 3, 17, 24), MAKE(t, 24, 40), MAKE(t, 40), absent, 0);
     LINEAR(MAKE(t, 3, 17, 24), MAKE(t, 40, 24), MAKE(t, 40), MAKE(t, 3, 17, 40), 1);
-    LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(PS_F32, 40), absent, 0);           /* a bias of another type */
+    LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(PS_F32, 40), absent, 0);           /* a bias with another dtype */
     LINEAR(MAKE(t, 17, 24), MAKE(t, 24, 40), MAKE(PS_BF16, 40), MAKE(t, 17, 40), 0);
     LINEAR(MAKE(t, 24), MAKE(t, 24, 40), MAKE(t, 40), absent, 0);                    /* one row */
     LINEAR(MAKE(t, 9, 24), MAKE(t, 24, 1), MAKE(t, 1), MAKE(t, 9, 1), 0);
-    LINEAR(MAKE(t, 5, 0), MAKE(t, 0, 8), MAKE(t, 8), MAKE(t, 5, 8), 0);              /* there are no terms */
+    LINEAR(MAKE(t, 5, 0), MAKE(t, 0, 8), MAKE(t, 8), MAKE(t, 5, 8), 0);              /* sums without terms */
     LINEAR(MAKE(t, 0, 5), MAKE(t, 5, 8), MAKE(t, 8), absent, 0);
     LINEAR(swapped(MAKE(t, 4, 3, 24), 0, 1), MAKE(t, 24, 40), MAKE(t, 40), absent, 0);
     LINEAR(swapped(MAKE(t, 24, 17), 0, 1), MAKE(t, 24, 40), absent, absent, 0);
@@ -203,7 +205,7 @@ static ps_view targets(int64_t n, int64_t vocab, int64_t ignored)
     return v;
 }
 
-/* want_grad: as in the op; bit 3 adds a bias. */
+/* want_grad is the op's attribute. Bit 3 adds a bias. */
 static void try_lm_loss(int t, int64_t N, int64_t V, int64_t C, int want_grad, int reduction)
 {
     ps_view in[4] = { MAKE(t, N, C), MAKE(t, V, C), targets(N, V, 5), MAKE(t, V) };
@@ -243,12 +245,12 @@ static void test_lm_loss(int t)
     try_lm_loss(t, 37, 50, 24, 2, 1);
     try_lm_loss(t, 1, 3, 1, 3, 1);
     try_lm_loss(t, 20, 50, 24, 0, 1);
-    try_lm_loss(t, 37, 50, 24, 15, 1);                       /* a bias, and its gradient */
+    try_lm_loss(t, 37, 50, 24, 15, 1);                       /* a bias and its gradient */
     try_lm_loss(t, 37, 50, 24, 12, 2);
     try_lm_loss(t, 20, 50, 24, 8, 1);
     try_lm_loss(t, 1050, 3000, 8, 15, 1);
     try_lm_loss(t, 1050, 300, 8, 3, 1);                      /* two panels */
-    try_lm_loss(t, 30, 5003, 8, 3, 1);                       /* dw in parts */
+    try_lm_loss(t, 30, 5003, 8, 3, 1);                       /* dw is computed in parts */
 }
 
 /* -- other properties ---------------------------------------------------------------------------------------------- */
@@ -265,8 +267,8 @@ static void test_bad_targets(void)
     CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == PS_ERANGE);
     CHECK(memcmp(before.data, out[1].data, 4 * 8 * 4) == 0);
     for (int i = 0; i < 4; i++) ((int64_t *)in[2].data)[i] = -100;
-    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == 0);          /* all targets are ignored: no loss, no
-                                                                          * gradient */
+    CHECK(run(cpu, PS_OP_lm_loss, in, 4, out, 4, &attrs) == 0);          /* all targets are ignored, so there is no
+                                                                          * loss and no gradient */
     CHECK(get(&out[0], 0) == 0 && get(&out[1], 3) == 0 && get(&out[2], 3) == 0);
     drop();
 }
@@ -291,8 +293,8 @@ static void test_threads(int t, int64_t m, int64_t k, int64_t n, int trans_a, in
     drop();
 }
 
-/* Copies the numbers to memory that ends with a page, followed by a page that cannot be read. *all: the region to
- * unmap. */
+/* Copies the numbers to memory that ends at a page boundary, before a page that cannot be read. *all is the region
+ * to unmap. */
 static ps_view at_end_of_page(const ps_view *v, void **all, size_t *all_nbytes)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), nbytes = (size_t)(v->numel * ps_dtype_bytes(v->dtype));
@@ -305,8 +307,8 @@ static ps_view at_end_of_page(const ps_view *v, void **all, size_t *all_nbytes)
     return c;
 }
 
-/* Products of one to four rows with a matrix [K, N] or, out_in, [N, K]: four rows are ref's, fewer have the bits of the
- * first of four, whatever the number of threads. */
+/* Products of one to four rows with a matrix [K, N] or, with out_in, [N, K]. Four rows must equal ref's result.
+ * Fewer rows must have the bits of the first of four rows, for any number of threads. */
 static void test_few_rows(int t, int64_t K, int64_t N, int out_in)
 {
     ps_view x = MAKE(t, 4, K), w = out_in ? MAKE(t, N, K) : MAKE(t, K, N), four = MAKE(t, 4, N), want = clone(&four);
@@ -334,7 +336,7 @@ static void test_few_rows(int t, int64_t K, int64_t N, int out_in)
     drop();
 }
 
-/* Sums in parts (onednn.c: depth_of): the last part is short, and existing values are added once. */
+/* Sums in parts (onednn.c: depth_of). The last part is short, and existing values are added once. */
 static void test_long_sums(void)
 {
     int64_t shape[2] = { 1030, 24 };
@@ -361,7 +363,8 @@ int main(void)
             test_threads(types[i], 256, 192, 320, form == 1, form == 2);
             test_threads(types[i], 512, 768, 128, form == 1, form == 2);
         }
-        for (int out_in = 0; out_in < 2; out_in++) {         /* pieces and vectors that are whole, and that are not */
+        for (int out_in = 0; out_in < 2; out_in++) {         /* pieces and vectors that are full, and some that are
+                                                              * not */
             test_few_rows(types[i], 128, 512, out_in);
             test_few_rows(types[i], 67, 1003, out_in);
             test_few_rows(types[i], 71, 4099, out_in);

@@ -71,14 +71,15 @@ static void *scratch(ps_call *call, size_t nbytes)
 }
 
 static uint64_t state;
-static float noise(void)                             /* in [-2, 2), in steps that bf16 cannot represent */
+static float noise(void)                             /* Returns a number in [-2, 2), in steps that bf16 cannot
+                                                      * represent. */
 {
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (float)(int32_t)(state >> 32) * 0x1p-30f;
 }
 static const ps_view none = { .ndim = -1 };
 
-/* Two dimensions, or one if cols is 0; the data is aligned only to an element. */
+/* Creates a tensor with two dimensions, or one if cols is 0. The data is only aligned to an element. */
 static ps_view make(int dtype, int64_t rows, int64_t cols)
 {
     int64_t numel = rows * (cols ? cols : 1), size = ps_dtype_bytes(dtype);
@@ -114,7 +115,7 @@ static ps_view indices(int dtype, int64_t n, int64_t limit)
     ps_view v = make(dtype, n, 0);
     for (int64_t i = 0; i < n; i++) {
         int64_t k = (int64_t)((noise() + 2) * 0.25f * (float)limit) % limit;
-        if (i % 3 == 0) k = k % (limit < 5 ? limit : 5);       /* some rows often */
+        if (i % 3 == 0) k = k % (limit < 5 ? limit : 5);       /* some rows occur often */
         if (dtype == PS_I32) ((int32_t *)v.data)[i] = (int32_t)k;
         else ((int64_t *)v.data)[i] = k;
     }
@@ -126,7 +127,8 @@ static size_t bytes_of(const ps_view *v) { return (size_t)(v->numel * ps_dtype_b
 struct runs {
     int op, n_in, n_out, n_changed;
     ps_view *in, *out;
-    ps_view *changed[PS_MAX_IN];                     /* what the kernel writes: outputs and in-place inputs */
+    ps_view *changed[PS_MAX_IN];                     /* the tensors that the kernel writes: outputs and in-place
+                                                      * inputs */
     const void *attrs;
 };
 static int call_kernel(const struct runs *t, ps_kernel k)
@@ -145,8 +147,8 @@ static void writes(struct runs *t, ps_view *v)
 }
 static int same_bits(const ps_view *v, const void *wanted) { return memcmp(v->data, wanted, bytes_of(v)) == 0; }
 
-/* The largest difference of `v` from `w`, per element, in units of the element's size plus the largest of all times
- * `floor`. The unit is at least fp16's smallest normal number. */
+/* Returns the largest difference of `v` from `w` per element. The unit is the element's size plus the largest
+ * element's size times `floor`, and at least fp16's smallest normal number. */
 static double distance(const ps_view *v, const ps_view *w, double floor)
 {
     double most = 0, top = 0, least = w->dtype == PS_F16 ? 0x1p-14 : 1e-30;
@@ -160,7 +162,8 @@ static double distance(const ps_view *v, const ps_view *w, double floor)
     }
     return most;
 }
-/* Runs every instruction set on 1 and 2 threads and the reference; `exact`: the reference's bits too. */
+/* Runs every instruction set on 1 and 2 threads, and the reference. With `exact`, results must have the reference's
+ * bits. */
 static void compare(struct runs *t, int exact, int line)
 {
     void *before[PS_MAX_IN], *first[PS_MAX_IN];
@@ -187,7 +190,7 @@ static void compare(struct runs *t, int exact, int line)
     for (int c = 0; c < t->n_changed; c++) {
         ps_view mine = *t->changed[c];
         mine.data = first[c];
-        /* One step of the type, because a sum's last bits may decide the rounding. */
+        /* One step of the type, since a sum's last bits can determine the rounding. */
         double unit = mine.dtype == PS_BF16 ? 0x1p-7 : mine.dtype == PS_F16 ? 0x1p-10 : 2e-5;
         double far = exact ? !same_bits(t->changed[c], first[c]) : distance(&mine, t->changed[c], 1e-2);
         snprintf(what, sizeof what, "op %d, operand %d of type %d is %g from the reference", t->op, c, mine.dtype, far);
@@ -213,7 +216,8 @@ static void test_norm(int rms, int dtype, int wtype, int64_t rows, int64_t C)
     writes(&t, &rstd);
     if (!rms) writes(&t, &mean);
     COMPARE(&t, 0);
-    for (int form = 0; form < 3; form++) {           /* 0: all; 1: add given, in dx's memory; 2: no dw, or no dx */
+    for (int form = 0; form < 3; form++) {           /* 0: all operands; 1: add is given, in dx's memory; 2: without
+                                                      * dw or without dx */
         ps_view dy = random_view(dtype, rows, C, 1.0f, 0.1f), dx = make(dtype, rows, C);
         ps_view dw = make(wtype < 0 ? dtype : wtype, C, 0), db = make(dw.dtype, C, 0), add = none;
         if (form == 1) add = dx = random_view(dtype, rows, C, 1.0f, 0.0f);
@@ -236,12 +240,12 @@ static void test_norms(void)
     for (size_t s = 0; s < sizeof size / sizeof *size; s++)
         for (int dtype = PS_F32; dtype <= PS_F16; dtype++)
             for (int rms = 0; rms < 2; rms++) {
-                if (rms && size[s][1] == 1) continue;    /* its dx is a difference of equal numbers: only rounding
-                                                          * errors */
+                if (rms && size[s][1] == 1) continue;    /* its dx is a difference of equal numbers, which is only a
+                                                          * rounding error */
                 test_norm(rms, dtype, dtype, size[s][0], size[s][1]);
                 test_norm(rms, dtype, s % 2 ? PS_F32 : -1, size[s][0], size[s][1]);
             }
-    /* A NaN stays in its row. */
+    /* A NaN must not leave its row. */
     used = 0;
     ps_view x = random_view(PS_BF16, 3, 40, 1.0f, 0.0f), y = make(PS_BF16, 3, 40);
     put(&x, 45, NAN);
@@ -252,7 +256,7 @@ static void test_norms(void)
     COMPARE(&t, 0);
     CHECK(isfinite(get(&y, 39)) && isnan(get(&y, 40)) && isnan(get(&y, 79)) && isfinite(get(&y, 80)));
 }
-/* The numbers of n rows in random order. */
+/* Returns n row indices in random order. */
 static ps_view row_numbers(int64_t n)
 {
     ps_view v = make(PS_I64, n, 0);
@@ -275,7 +279,7 @@ static void test_dropout(void)
                 if (p == 5) a.p = 0.5, a.per_sample = 3 * C, in[1] = row_numbers(rows);
                 struct runs t = { .op = PS_OP_dropout, .n_in = 2, .n_out = 1, .in = in, .out = &y, .attrs = &a };
                 writes(&t, &y);
-                /* 0 and 1/2: powers of two, no rounding; 1: the sign of zeros */
+                /* p of 0 and 1/2 are powers of two, without rounding; p of 1 is the sign of zeros */
                 COMPARE(&t, (p % 2 == 0 && p < 4) || p == 5);
             }
 }
@@ -320,7 +324,7 @@ static void test_cross_entropy(int dtype, int64_t rows, int64_t V, int reduction
     writes(&u, &dx);
     COMPARE(&u, 0);
 }
-/* Compares the gradient of one row with double arithmetic; `shape` selects a difficult kind of row. */
+/* Compares the gradient of one row with double arithmetic. `shape` selects a difficult kind of row. */
 static void test_loss_row(int dtype, int64_t V, int shape)
 {
     used = 0;
@@ -328,7 +332,7 @@ static void test_loss_row(int dtype, int64_t V, int shape)
     for (int64_t i = 0; i < V; i++) {
         if (shape == 1) put(&x, i, -150.0f + 300.0f * (float)i / (float)V);    /* the maximum grows along the whole
                                                                                 * row */
-        if (shape == 2 && i < V - 1) put(&x, i, -INFINITY);                    /* whole blocks with no mass */
+        if (shape == 2 && i < V - 1) put(&x, i, -INFINITY);                    /* whole blocks have no mass */
         if (shape == 3) put(&x, i, (float)get(&x, i) - 1000.0f);
         if (shape > 3) put(&x, i, (float)(i * 7919 % 5));                      /* several elements are the largest */
     }
@@ -459,8 +463,8 @@ static void test_tables(void)
 }
 
 /* -- optimizers -------------------------------------------------------------------------------------------------- */
-/* A list of tensors of odd sizes; kind 0: fp32 parameters that are their own masters, 1: masters apart, 2: the gradient
- * in the parameter's memory. */
+/* A list of tensors of odd sizes. kind 0: fp32 parameters that are their own masters. kind 1: separate masters. kind
+ * 2: the gradient is in the parameter's memory. */
 static void test_optimizer(int adam, int dtype, int grad_dtype, int kind, int variant)
 {
     static const int64_t size[] = { 1, 15, 17, 4096, 4097, 20001, 300 };
@@ -481,7 +485,7 @@ static void test_optimizer(int adam, int dtype, int grad_dtype, int kind, int va
         g[3] = random_view(PS_F32, size[i], 0, 0.1f, 0.0f);
         if (adam) g[4] = random_view(PS_F32, size[i], 0, 0.001f, 0.002f);
         else if (!(variant & 1)) g[3] = g[1];
-        if (size[i] > 3000) {                        /* denormals are kept, NaN stays */
+        if (size[i] > 3000) {                        /* denormals and NaN are kept */
             put(&g[2], 5, 1e-40f), put(&g[3], 5, 1e-42f), put(&g[2], 7, NAN);
             if (adam) put(&g[4], 5, 1e-43f);
         }
@@ -499,24 +503,26 @@ static void test_sq_norms(void)
     ps_view in[6], y = make(PS_F64, 6, 0);
     static const int64_t size[] = { 1, 33, 4096, 50001, 100, 0 };
     for (int i = 0; i < 6; i++) in[i] = random_view(i % 3, size[i], 0, 1.0f, 0.0f);
-    put(&in[1], 32, 1e25f);                          /* bf16; its square is beyond fp32 */
+    put(&in[1], 32, 1e25f);                          /* in bf16; its square exceeds fp32's range */
     put(&in[4], 99, -INFINITY);
     struct runs t = { .op = PS_OP_sq_norms, .n_in = 6, .n_out = 1, .in = in, .out = &y, .attrs = "" };
     writes(&t, &y);
     COMPARE(&t, 0);
 }
-/* Stored in any type, and in place: sq has the bits that sq_norms computes from the stored values. */
+/* Gradients are stored in any type, and in place. sq must have the bits that sq_norms computes from the stored
+ * values. */
 static void test_grad_store(void)
 {
     static const int64_t size[] = { 0, 1, 33, 4096, 4097, 50001 };
     struct ps_attrs_grad_store a = { 0 };
     for (int n = 0; n < 6; n++)
         for (int from = PS_F32; from <= PS_F16; from++)
-            for (int to = PS_F32; to <= PS_F16 + 1; to++) {            /* the last: into src itself */
+            for (int to = PS_F32; to <= PS_F16 + 1; to++) {            /* the last iteration stores into src itself */
                 used = 0;
                 ps_view src = random_view(from, size[n], 0, 1.0f, 0.0f), sq = make(PS_F64, 1, 0);
                 ps_view dst = to > PS_F16 ? src : make(to, size[n], 0), out[] = { dst, sq }, later = make(PS_F64, 1, 0);
-                if (n == 3) put(&src, 77, 1e-41f), put(&src, 4000, 70000.0f);      /* beyond fp16: infinite there */
+                if (n == 3) put(&src, 77, 1e-41f), put(&src, 4000, 70000.0f);      /* exceeds fp16's range and
+                                                                                    * becomes infinite */
                 if (n == 4) put(&src, 4096, NAN);
                 struct runs t = { .op = PS_OP_grad_store, .n_in = 1, .n_out = 2, .in = &src, .out = out, .attrs = &a };
                 writes(&t, &out[0]);

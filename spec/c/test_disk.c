@@ -33,7 +33,7 @@ static void *aligned(int64_t nbytes)
     return p;
 }
 
-/* Contents that depend on the place in the file and on the version written there. */
+/* Returns contents that depend on the offset in the file and on the version written there. */
 static uint64_t word_at(int64_t at, uint32_t version)
 {
     return ((uint64_t)at * 0x9E3779B97F4A7C15u) ^ ((uint64_t)version << 32 | version);
@@ -52,13 +52,13 @@ static bool holds(const uint64_t *p, int64_t offset, int64_t nbytes, uint32_t ve
 static int entries(void)
 {
     DIR *dir = opendir(folder);
-    int n = -2;                 /* . and .. */
+    int n = -2;                 /* starts at -2 because of . and .. */
     while (dir && readdir(dir)) n++;
     if (dir) closedir(dir);
     return n;
 }
 
-/* The descriptor of this process whose link contains `word`, or -1. */
+/* Returns this process's descriptor whose link contains `word`, or -1. */
 static int find_fd(const char *word)
 {
     for (int fd = 3; fd < 256; fd++) {
@@ -72,7 +72,8 @@ static int find_fd(const char *word)
     return -1;
 }
 
-/* A file system with fewer abilities: these two functions replace the C library's, and refuse what a test selects. */
+/* A file system with fewer features: these two functions replace the C library's, and reject the features that a
+ * test selects. */
 static int refused_flags;           /* of open */
 static bool refuse_fallocate;
 static int refused_opens;
@@ -115,7 +116,7 @@ static void test_extents(void)
     CHECK(e == 16 * BLOCK);                         /* does not fit into the first hole */
     ps_disk_extent_free(d, b, 8 * BLOCK);
     OK(ps_disk_extent_new(d, 12 * BLOCK, &a));
-    CHECK(a == 0);                                  /* the two holes have become one */
+    CHECK(a == 0);                                  /* the two holes have been merged */
     FAILS(ps_disk_extent_new(d, 235 * BLOCK, &b), PS_ENOSPC, "memory.disk");
     CHECK(strstr(ps_error_message(), "in 1 pieces of at most 958464") != NULL);
     FAILS(ps_disk_extent_new(d, 100, &b), PS_EINVAL, "4096");
@@ -127,7 +128,8 @@ static void test_extents(void)
     ps_disk_extent_free(d, c, 4 * BLOCK);
     ps_disk_extent_free(d, e, 6 * BLOCK);
 
-    /* Random allocations, compared with a map of blocks: first fit, no overlap, and everything is freed. */
+    /* Random allocations, compared with a map of blocks. Checks first fit and that blocks do not overlap, and that
+     * everything is freed. */
     static int owner[BLOCKS];
     static struct { int64_t at, n; } live[BLOCKS];
     int n_live = 0;
@@ -224,21 +226,21 @@ static void test_arguments(int threads)
 }
 
 /* -- contents ---------------------------------------------------------------------------------------------------- */
-/* Random reads and writes of parts of regions. In a region each job waits for the one before it, so that the expected
- * contents of a read are known. Jobs of different regions do not wait for each other. */
+/* Random reads and writes of parts of regions. Jobs in the same region wait for the previous job, so that the
+ * expected contents of a read are known. Jobs in different regions do not wait for each other. */
 enum { REGIONS = 12, OPEN_JOBS = 48 };
 typedef struct op {
     ps_disk_job *job;
     int region;
     bool write;
-    int64_t at, n;              /* blocks of the region */
-    uint32_t *versions;         /* [n] for each block, the contents that a read must find */
+    int64_t at, n;              /* the region's first block and number of blocks */
+    uint32_t *versions;         /* [n] for each block, the version that a read must find */
     uint64_t *mem;
 } op;
 typedef struct region {
     int64_t offset, blocks;
     uint32_t *versions;         /* [blocks] */
-    ps_disk_job *tail;          /* the newest job that nobody has waited for */
+    ps_disk_job *tail;          /* the newest job that no thread has waited for */
 } region;
 
 static bool finish(ps_disk *d, op *o, region *r, bool block)
@@ -305,8 +307,8 @@ static void test_mix(int threads, bool faults, int turns)
         o->region = (int)draw(REGIONS);
         begin(d, o, &regions[o->region], (uint32_t)turn + 2);
     }
-    for (int i = 0; i < OPEN_JOBS; i++)             /* dependent jobs before those that they wait for, in random
-                                                     * order */
+    for (int i = 0; i < OPEN_JOBS; i++)             /* waits for dependent jobs before the jobs on which they depend,
+                                                     * in random order */
         if (ops[i].job) finish(d, &ops[i], &regions[ops[i].region], true);
     ps_test_fail_io(-1, 0, 0);
     ps_disk_close(d);
@@ -314,8 +316,8 @@ static void test_mix(int threads, bool faults, int turns)
     CHECK(entries() == 0);
 }
 
-/* With checksums a byte that changed on the disk is an error of the job that reads it, and of no other; without them it
- * is read. Short transfers and interrupted ones change no checksum. */
+/* With checksums, a byte that changed on the disk is an error of the job that reads it, and of no other job. Without
+ * checksums, the byte is read. Short and interrupted transfers do not affect checksums. */
 static void test_sums(int threads, bool sums)
 {
     enum { PIECES_NBYTES = 9 * MIB };               /* three pieces */
@@ -359,7 +361,7 @@ static void test_sums(int threads, bool sums)
     ps_disk_close(d);
 }
 
-/* One job of many pieces, and what the info says. */
+/* One job with many pieces, and the values in its info. */
 static void test_large(int threads)
 {
     ps_disk *d;
@@ -371,7 +373,7 @@ static void test_large(int threads)
     fill(from, 0, nbytes, 7);
     OK(ps_disk_write(d, 0, from, nbytes, NULL, &write));
     OK(ps_disk_read(d, 0, to, nbytes, write, &read));
-    CHECK(ps_disk_wait(d, write, true) == 1);       /* freed before the job that named it */
+    CHECK(ps_disk_wait(d, write, true) == 1);       /* freed before the job that refers to it */
     CHECK(ps_disk_wait(d, read, true) == 1);
     CHECK(holds(to, 0, nbytes, 7));
     ps_disk_get_info(d, &info);
@@ -399,10 +401,10 @@ static void test_errors(int threads)
     FAILS(ps_disk_wait(d, a, true), PS_EIO, "writing");
     CHECK(strstr(ps_error_message(), "Input/output error") && strstr(ps_error_message(), "offset")
           && strstr(ps_error_message(), "bytes") && strstr(ps_error_message(), folder));
-    OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));       /* the next one goes well */
+    OK(ps_disk_write(d, 0, mem, 16 * MIB, NULL, &a));       /* the next job succeeds */
     CHECK(ps_disk_wait(d, a, true) == 1);
 
-    /* Jobs that wait for a failed job fail, no matter how long the chain is and whether they existed at that time. */
+    /* Jobs that wait for a failed job fail, whatever the length of the chain and whether they existed at that time. */
     ps_test_slow_io(0.02);
     ps_test_fail_io(0, 1, EIO);
     OK(ps_disk_read(d, 16 * MIB, other, MIB, NULL, &a));
@@ -437,12 +439,12 @@ static void test_errors(int threads)
         OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
         CHECK(ps_disk_wait(d, a, true) == 1);
     }
-    ps_test_fail_io(0, INT64_MAX / 2, EAGAIN);              /* ... but not forever */
+    ps_test_fail_io(0, INT64_MAX / 2, EAGAIN);              /* ... but not indefinitely */
     OK(ps_disk_read(d, 0, mem, BLOCK, NULL, &a));
     FAILS(ps_disk_wait(d, a, true), PS_EIO, "temporarily");
     ps_test_fail_io(-1, 0, 0);
 
-    int fd = find_fd(folder);                               /* the file ends where it should not */
+    int fd = find_fd(folder);                               /* the file ends too early */
     CHECK(fd >= 0 && ftruncate(fd, 24 * MIB) == 0);
     OK(ps_disk_read(d, 20 * MIB, mem, 8 * MIB, NULL, &a));
     FAILS(ps_disk_wait(d, a, true), PS_EIO, "ended early");
@@ -483,7 +485,7 @@ static void test_slow(int threads)
     free(mem);
 }
 
-/* The ring fails in its thread: jobs end with an error, and so do later ones. */
+/* The ring fails in its thread. Jobs end with an error, and so do later jobs. */
 static void test_lost_ring(void)
 {
     ps_disk *d;
@@ -511,7 +513,7 @@ static void test_lost_ring(void)
     if (null >= 0) close(null);
 }
 
-/* No descriptor is left for a ring: plain threads do the work. */
+/* No descriptor is left for a ring, so plain threads do the work. */
 static void test_no_ring(void)
 {
     ps_disk *d = NULL;
@@ -539,7 +541,7 @@ static void test_no_ring(void)
     free(mem);
 }
 
-/* Without nameless files, without direct transfers and without a way to reserve space, everything still works. */
+/* Everything works without nameless files, without direct transfers, and without a way to reserve space. */
 static void test_poor_file_system(void)
 {
     static const struct { int flags; bool fallocate; } poor[] = {
@@ -569,7 +571,7 @@ static void test_poor_file_system(void)
     refused_flags = 0, refuse_fallocate = false;
 }
 
-/* Every request for memory is refused in turn. Nothing is lost (AddressSanitizer detects leaks). */
+/* Every allocation fails once, one per run. Nothing is lost (AddressSanitizer detects leaks). */
 static int all_calls(int threads, uint64_t *mem)
 {
     ps_disk *d;
@@ -640,7 +642,7 @@ int main(void)
     }
     static const int threads[] = { 0, 1, 4 };
     alarm(300);                         /* ends a test that hangs */
-    setenv("PS_LOG", "error", 0);      /* warnings about such file systems are expected */
+    setenv("PS_LOG", "error", 0);      /* hides expected warnings about such file systems */
     test_extents();
     test_open();
     for (int i = 0; i < 3; i++) {

@@ -29,9 +29,9 @@ static void *hang_up(void *arg)
     return NULL;
 }
 
-/* Ranks 0 and 3 have a slow exchange under way. Meanwhile another communicator of the same connections hangs up in
- * another thread of rank 0, which is also slow. The exchange ends, as a failure unless the machine is slow. From
- * then on its memory belongs to the caller, although the connection may still be open: Gloo neither writes to the
+/* Ranks 0 and 3 have a slow exchange in progress. Meanwhile, another thread of rank 0, which is also slow, hangs up
+ * another communicator of the same connections. The exchange ends, as a failure unless the machine is slow. From
+ * then on its memory belongs to the caller, although the connection can still be open: Gloo neither writes to the
  * memory nor sends its contents. */
 static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -54,7 +54,7 @@ static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
         while (atomic_load(&begun) < m->size) usleep(50);
         pthread_create(&thread, NULL, hang_up, beside->comm);
         while (!ps_watch_over(c->watch)) usleep(50);
-        usleep(1000);                      /* by now the connections are being closed */
+        usleep(1000);                      /* the connections are now being closed */
         c->table->finish(c, PS_COMM_DATA);
         memset(out, 'x', N);
         memset(in, 'x', N);
@@ -71,8 +71,8 @@ static int hung_up_beside(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Two threads wait for lanes of one communicator, for bytes that never come, when a third hangs it up: both get an
- * error, and neither uses buffers that another thread has freed. */
+/* Two threads wait for lanes of one communicator, for bytes that never arrive, when a third thread hangs it up. Both
+ * threads get an error, and neither uses buffers that another thread has freed. */
 static void *wait_for_lane(void *arg)
 {
     ps_comm *c = arg;
@@ -88,7 +88,7 @@ static int hung_up_itself(struct member *m, ps_ctx *ctx, ps_group *g)
     void *rc = NULL;
     expect(m, ps_group_barrier(g) == 0, "barrier");
     if (m->rank == 1) {
-        usleep(100000);                    /* it sends nothing */
+        usleep(100000);                    /* this rank sends nothing */
         munmap(in, N);
         return 0;
     }

@@ -15,7 +15,7 @@
 /* -- safetensors ------------------------------------------------------------------------------------------------- */
 static const char awkward[] = "we\"ird\\ \xc3\xa9\xe2\x82\xac\xf0\x9f\x99\x82 \n\x01";
 
-/* Declares and writes one file with every dtype, an empty tensor, a scalar and a name that needs escapes. */
+/* Declares and writes a file with every dtype, an empty tensor, a scalar, and a name that needs escapes. */
 static int write_sample(const char *path)
 {
     ps_stw *w = NULL;
@@ -132,7 +132,7 @@ static void test_st_copy(void)
     unlink(path);
 }
 
-/* Lent bytes: they are the file's until a write, and they exist until the last loan ends. */
+/* Lent bytes are the file's bytes until they are written to, and exist until the last loan ends. */
 static void test_st_lend(void)
 {
     const char *path = in_folder("l.safetensors"), *other = in_folder("m.safetensors");
@@ -156,12 +156,12 @@ static void test_st_lend(void)
     OK(ps_st_lend(st, sizeof all / 2, sizeof all / 2, &loan[1]));
     int32_t *x = loan[0].bytes;
     x[1] = -1;
-    ps_st_drop(st, 0);                                    /* no page that was written to is returned */
+    ps_st_drop(st, 0);                                    /* pages that were written to are kept */
     CHECK(x[1] == -1 && x[2] == 2 && ((int32_t *)loan[1].bytes)[0] == 2048);
     OK(ps_st_read(st, 0, back, sizeof back));
-    CHECK(!memcmp(all, back, sizeof all));                /* the file has what it had */
+    CHECK(!memcmp(all, back, sizeof all));                /* the file has its original contents */
     OK(ps_st_copy(st, 0, (int64_t[]){ 0 }, shape, 0, back, 4096));
-    CHECK(!memcmp(all, back, sizeof all));                /* and so does its map */
+    CHECK(!memcmp(all, back, sizeof all));                /* the map also has its original contents */
     ps_loan again;
     OK(ps_st_lend(st, 4, 8, &again));
     CHECK(((int32_t *)again.bytes)[0] == 1 && ((int32_t *)again.bytes)[1] == 2);
@@ -234,7 +234,7 @@ static void test_st_writer_errors(void)
     OK(ps_stw_new(folder, &w));
     FAILS(ps_stw_begin(w), PS_EIO, "a folder");
     ps_stw_free(w);
-    OK(ps_stw_new(path, &w));               /* it has no tensors, but is a valid file */
+    OK(ps_stw_new(path, &w));               /* a file without tensors is valid */
     OK(ps_stw_begin(w));
     OK(ps_stw_commit(w));
     FAILS(ps_stw_commit(w), PS_ESTATE, "finished");
@@ -347,7 +347,7 @@ static void test_st_bad_headers(void)
         CHECK(!st && !strncmp(ps_error_message(), "F.st: ", 6));
         ps_st_close(st);
     }
-    /* Unusual but valid files: spaces, any order, trailing padding, types that we lack, empty tensors between
+    /* Unusual but valid files: spaces, any order, trailing padding, types that psluajit lacks, empty tensors between
      * others, escapes. */
     const char *good = "{ \"b\" : {\"shape\":[ 2 ,2], \"data_offsets\" : [8,12],\"dtype\":\"I8\"}\n,"
         "\"\\uD83D\\uDE42\\/\\u00e9\":{\"dtype\":\"U16\",\"shape\":[4],\"data_offsets\":[0,8]},"
@@ -368,7 +368,7 @@ static void test_st_bad_headers(void)
     unlink(in_folder("z"));
 }
 
-/* Every prefix of a good file is an error. A changed byte of its header is an error or harmless. */
+/* Every prefix of a valid file is an error. A changed byte in its header is an error or harmless. */
 static void test_st_damage(void)
 {
     const char *path = in_folder("d.safetensors");
@@ -438,7 +438,7 @@ static bool holds(const char *path, const char *text)
     return same;
 }
 
-/* Links to a file that does not exist yet: the file is made, and the links stay. */
+/* If links lead to a file that does not exist yet, the file is created, and the links remain. */
 static void test_links(void)
 {
     char sub[512], target[600];
@@ -458,7 +458,7 @@ static void test_links(void)
     unlink(link), unlink(second), unlink(loop);
 }
 
-/* Between the rename of a file and the sync of its folder another process may rename the folder, as the rank that
+/* Between the rename of a file and the sync of its folder, another process can rename the folder, as the rank that
  * commits a checkpoint does. */
 static void test_folder_moves(void)
 {
@@ -482,7 +482,7 @@ static void test_folder_moves(void)
     CHECK(rmdir(from) == 0);            /* the temporary file was removed, too */
 }
 
-/* A file never has the number of stdin, stdout or stderr, even if these are closed. */
+/* A file never gets the descriptor of stdin, stdout or stderr, even if these are closed. */
 static void test_stdio_closed(void)
 {
     ps_tempfile f;
@@ -496,7 +496,7 @@ static void test_stdio_closed(void)
     if (in >= 0) dup2(in, STDIN_FILENO), close(in);
 }
 
-/* Two folders exchange their names: in one step or, if the file system cannot do that, in three. */
+/* Two folders exchange their names, in one step or, if the file system cannot do that, in three steps. */
 static void test_swap(void)
 {
     char a[512], b[512], in_a[600], in_b[600];
@@ -509,7 +509,7 @@ static void test_swap(void)
     CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "b") && holds(in_b, "a"));
     ps_test_fail_file(0, 1, EINVAL);
     CHECK(ps_file_swap_folder(a, b) == 1 && holds(in_a, "a") && holds(in_b, "b"));
-    ps_test_fail_file(0, 2, EINVAL);                /* the second of the three steps also fails: everything is
+    ps_test_fail_file(0, 2, EINVAL);                /* the second of three steps also fails, and everything is
                                                      * unchanged */
     int rc = ps_file_swap_folder(a, b);
     ps_test_fail_file(-1, 0, 0);
@@ -519,7 +519,8 @@ static void test_swap(void)
     CHECK(ps_file_swap_folder(b, a) == 0 && rmdir(a) == 0);
 }
 
-/* A full disk, in a child with its own 64 KiB file system. Skipped if that is not allowed. Exits 0, 1 or 77. */
+/* Tests a full disk in a child process with a 64 KiB file system. The test is skipped if this is not allowed. The
+ * child exits with 0, 1 or 77. */
 static int full_disk_child(void)
 {
     static char big[100000];

@@ -12,7 +12,8 @@ static uint32_t draw(void)
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (uint32_t)(state >> 32);
 }
-/* Random bits; or exponents near 1, for which sums cancel and ties occur; or few bits set. */
+/* Returns random bits, or a number with an exponent near 1 (for which sums cancel and ties occur), or a number with
+ * few bits set. */
 static float number(int way)
 {
     uint32_t u = draw();
@@ -36,7 +37,7 @@ static void test_fma(void)
             a[k] = drawn ? number(way) : edge[n % EDGES];
             b[k] = drawn ? number(way) : edge[n / EDGES % EDGES];
             c[k] = drawn ? number(way) : edge[n / EDGES / EDGES];
-            if (drawn && n % 5 == 0) c[k] = -(a[k] * b[k]);              /* only the product's rounding remains */
+            if (drawn && n % 5 == 0) c[k] = -(a[k] * b[k]);              /* only the product's rounding error remains */
         }
         vf y = vf_fma(a, b, c);
         for (int k = 0; k < VL; k++) {

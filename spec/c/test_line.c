@@ -11,8 +11,8 @@
 enum { N = WIRE_N, MICROS = 6 };
 /* -- ranks --------------------------------------------------------------------------------------------------------- */
 
-/* Messages between the ranks' devices, as after ps_group_connect. p2p.c only needs to know that they are not sent by
- * the host. */
+/* Returns the message lines between the ranks' devices, as after ps_group_connect. p2p.c only needs to know that the
+ * host does not send them. */
 static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
 {
     static ps_comm carrier;
@@ -26,7 +26,7 @@ static ps_p2p *lines_of(struct member *m, ps_ctx *ctx, ps_group *g, int *device)
     return p;
 }
 
-/* Like a kernel that runs after everything for which the device waits. */
+/* Writes like a kernel that runs after everything for which the device waits. */
 static bool write_to(ps_tensor *t, double value)
 {
     return device_wait(t->ctx->devices[t->device_]) == 0 && touch(t, true, value);
@@ -43,14 +43,15 @@ static int post(ps_p2p *p, bool out, int peer, int lane, int micro, ps_tensor *t
     return out ? ps_p2p_send(p, peer, lane, &tag, NULL, t, q) : ps_p2p_recv(p, peer, lane, &tag, t, q);
 }
 
-/* A pipeline in which all ranks send first, in both directions. Afterwards a rank writes to what it sent, and reads
- * what it received. */
+/* A pipeline in which all ranks send first, in both directions. Afterwards, a rank overwrites the memory that it
+ * sent, and reads what it received. */
 static int both_ways(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     int device, rank = m->rank, last = m->size - 1;
     ps_p2p *p = lines_of(m, ctx, g, &device);
     if (!p) return 0;
-    for (int turn = 0; turn < 2 && !m->bad; turn++) {        /* the second has events and requests of the first */
+    for (int turn = 0; turn < 2 && !m->bad; turn++) {        /* the second turn reuses events and requests of the
+                                                              * first */
         ps_tensor *out[2][MICROS] = { { NULL } }, *in = filled(ctx, device, -1);
         ps_p2p_request *sent[2][MICROS], *q;
         for (int i = 0; i < MICROS; i++)
@@ -83,8 +84,8 @@ static int both_ways(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Waits for a message that cannot arrive completely. The wait may succeed, because it only orders the device's work;
- * ps_p2p_check then has the error. After it the memory belongs to its owner: this thread writes to it, and
+/* Waits for a message that cannot arrive completely. The wait can succeed, since it only orders the device's work.
+ * ps_p2p_check then returns the error. Afterwards, the memory belongs to its owner: this thread writes to it, and
  * ThreadSanitizer checks that. */
 static int wait_in_vain(struct member *m, ps_p2p_request *q, ps_tensor *t, const char *word)
 {
@@ -95,7 +96,7 @@ static int wait_in_vain(struct member *m, ps_p2p_request *q, ps_tensor *t, const
     return rc;
 }
 
-/* Rank 0 sends to rank 1 and receives from it. Rank 1 performs `fate`. */
+/* Rank 0 sends to rank 1 and receives from it. Rank 1 runs `fate`. */
 static int two_way(struct member *m, ps_ctx *ctx, ps_group *g, const char *word, void (*fate)(ps_p2p *))
 {
     int device;
@@ -115,7 +116,7 @@ static int two_way(struct member *m, ps_ctx *ctx, ps_group *g, const char *word,
     return 0;
 }
 
-/* In the middle of two messages that never move. */
+/* Gives up during two messages that never move. */
 static void gives_up(ps_p2p *p)
 {
     bool both;

@@ -44,7 +44,7 @@ static void test_rows(void)
     FAILS(ps_lines_open(folder, "", &l), PS_EIO, "a folder");
 }
 
-/* Line i of a drawn file: empty, short, or longer than what is read at once. */
+/* Returns the length of line i in a random file. A line is empty, short, or longer than one read. */
 static int64_t length_of(int i) { return i % 7 == 0 ? 0 : i % 1000 == 1 ? 1500000 : i % 97; }
 
 static void test_long(void)
@@ -78,7 +78,8 @@ static void test_long(void)
         FAILS(ps_lines_save(l, in_folder("none/x.rows")), PS_EIO, "none");
         ps_lines_close(l);
     }
-    /* An index with a changed byte is of no use: one of its marks, or the number of rows in its head. */
+    /* An index with a changed byte is not used. The byte is in one of its marks, or in the number of rows in its
+     * header. */
     for (long at = 70; at >= 24; at -= 46) {
         ps_lines *l = NULL;
         f = fopen(index, "r+b");

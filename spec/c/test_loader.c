@@ -92,7 +92,7 @@ static void test_token_writer(void)
     if (OK(ps_tokens_open(path, 0, &s)) && CHECK(ps_tokens_count(s) == 3) && OK(ps_tokens_read(s, 0, 3, back)))
         CHECK(back[0] == 1 && back[1] == 65535 && back[2] == 128);
     ps_tokens_close(s);
-    OK(ps_tokw_new(path, 4, &w));           /* abandoned: the old file stays */
+    OK(ps_tokw_new(path, 4, &w));           /* after it is abandoned, the old file remains */
     OK(ps_tokw_append(w, ids, 3));
     ps_tokw_free(w);
     if (OK(ps_tokens_open(path, 2, &s))) CHECK(ps_tokens_count(s) == 3);
@@ -112,7 +112,7 @@ static void open_shards(void)
     for (int i = 0; i < SHARDS; i++) {
         char name[24];
         snprintf(name, sizeof name, "s%d.bin", i);
-        write_shard(in_folder(name), i % 2 ? 4 : 2, sizes[i], first);   /* token k of all is k */
+        write_shard(in_folder(name), i % 2 ? 4 : 2, sizes[i], first);   /* token k of all shards is k */
         OK(ps_tokens_open(in_folder(name), 0, &shards[i]));
         first += sizes[i];
     }
@@ -134,7 +134,7 @@ static ps_loader_config config(int shuffle, int ahead, uint64_t seed)
                                .ahead = ahead };
 }
 
-/* Records `calls` results of next; a row has rc, x and y. */
+/* Records the results of `calls` calls of next. A row has rc, x and y. */
 enum { ROW = 1 + 2 * BATCH * SEQ };
 static int record(ps_loader *l, int calls, int32_t *rows)
 {
@@ -194,7 +194,7 @@ static void test_loader_resume(void)
         }
         OK(ps_loader_new(SHARDS, shards, &c, &other));
         OK(ps_loader_set_position(l, &(ps_loader_position){ 0, 0 }));
-        for (int done = 0; done < CALLS; done++) {          /* from every position, the epoch's end included */
+        for (int done = 0; done < CALLS; done++) {          /* from every position, including the epoch's end */
             int n = CALLS - done < 3 ? CALLS - done : 3;
             OK(ps_loader_get_position(l, &at));
             OK(ps_loader_set_position(other, &at));
@@ -210,7 +210,7 @@ static void test_loader_resume(void)
     }
 }
 
-/* A bijection for every small epoch, and windows that cross shards within a range of the tokens. */
+/* The order is a bijection for every small epoch, and windows cross shards within a range of the tokens. */
 static void test_loader_sizes(void)
 {
     ps_loader *l = NULL;
@@ -232,8 +232,7 @@ static void test_loader_sizes(void)
     }
 }
 
-/* The ranks together return the batches of one process, from any position on, and end their epochs at the same
- * place. */
+/* The ranks together return the batches of one process, from any position on, and end their epochs together. */
 static void test_loader_ranks(int shuffle)
 {
     enum { CALLS = 20, SIZE = 4 };          /* global batch 4 * 3: an epoch of 8 batches */
@@ -300,7 +299,8 @@ static void test_loader_errors(void)
     c.last = 3, c.first = 4;
     FAILS(ps_loader_new(SHARDS, shards, &c, &l), PS_ERANGE, "[4, 3)");
     c = config(0, 4, 0);
-    c.vocab = 50;                           /* token 50 of all is token 39 of shard 2, first read by batch 3 */
+    c.vocab = 50;                           /* token 50 of all is token 39 of shard 2, and batch 3 is the first to
+                                             * read it */
     if (!OK(ps_loader_new(SHARDS, shards, &c, &l))) return;
     OK(record(l, 1, rows));
     OK(record(l, 1, rows));
@@ -342,7 +342,7 @@ static void test_loader_concurrent(void)
     CHECK(!memcmp(rows[0], rows[1], sizeof rows[0]));
 }
 
-/* The ring is filled and discarded repeatedly; loaders and their threads end at any point. */
+/* The ring is filled and discarded repeatedly. Loaders and their threads end at any point. */
 static void test_loader_stress(void)
 {
     int32_t rows[2 * ROW], first[ROW];

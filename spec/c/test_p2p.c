@@ -28,8 +28,8 @@ static bool recv_from(ps_p2p *p, int peer, int lane, ps_p2p_tag tag, ps_tensor *
     return ps_p2p_recv(p, peer, lane, &tag, t, q) == 0;
 }
 
-/* The steady state of a pipeline, in which both neighbours send first. There are messages of several micro-batches at
- * once, and the last stage's losses. Payloads are larger than the buffers of sockets. */
+/* The steady state of a pipeline in which both neighbours send first. There are messages of several micro-batches at
+ * once, and the last stage's losses. Payloads are larger than socket buffers. */
 static int both_first(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     enum { MICROS = 6, N = 200000 };
@@ -49,7 +49,7 @@ static int both_first(struct member *m, ps_ctx *ctx, ps_group *g)
             expect(m, send_to(p, r, PS_P2P_LOSS, tag_of('L', rank, i), NULL, &sent_loss[i][r]), "loss");
     }
     for (int i = 0; i < MICROS && !m->bad; i++) {
-        if (rank < last) {                 /* the last lane first: none waits for another */
+        if (rank < last) {                 /* the last lane first, since no lane waits for another */
             expect(m, recv_from(p, last, PS_P2P_LOSS, tag_of('L', last, i), NULL, &q), "loss");
             expect(m, ps_p2p_wait(q, &note) == 0 && note.when == i + 0.25 && note.value[0] == last, "its values");
             expect(m, recv_from(p, rank + 1, PS_P2P_DOWN, tag_of('I', rank + 1, i), dy, &q), "down");
@@ -77,7 +77,8 @@ static int both_first(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Receives before sends and after them, shapes that are not known, empty tensors, several parts, all ranks with all. */
+/* Receives before and after sends, unknown shapes, empty tensors, several parts, and messages between all pairs of
+ * ranks. */
 static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -107,8 +108,8 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
         expect(m, ps_p2p_next(p, 0, PS_P2P_UP, &h) == 0 && h.dtype == -1 && h.tag.micro == -1, "alone");
         expect(m, recv_from(p, 0, PS_P2P_UP, tag_of('Y', 0, -1), NULL, &got) && ps_p2p_wait(got, NULL) == 0, "alone");
     }
-    /* Posted before the sends: a receive is not complete before its message was sent, and is complete some time after
-     * it. */
+    /* Posted before the sends. A receive is not complete before its message was sent, and is complete some time
+     * later. */
     int next = (rank + 1) % size, before = (rank + size - 1) % size;
     expect(m, recv_from(p, before, PS_P2P_TIED, tag_of('W', before, 0), theirs, &got), "ahead");
     expect(m, ps_p2p_test(got) == 0, "not yet");
@@ -118,7 +119,7 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
     for (int i = 0; i < 4000 && !(ps_p2p_test(got) && ps_p2p_test(q[0])); i++) usleep(1000);
     expect(m, ps_p2p_test(got) == 1 && ps_p2p_test(q[0]) == 1, "now");
     expect(m, ps_p2p_wait(got, NULL) == 0 && at(theirs, 4) == before && ps_p2p_wait(q[0], NULL) == 0, "value");
-    /* Invalid calls are refused, and do not end the run. */
+    /* Invalid calls are rejected, and do not end the run. */
     ps_tensor *meta, *flat, *turned;
     int64_t two[2] = { 2, 12 };
     ps_tensor_new(ctx, PS_F32, 0, 2, two, &flat);
@@ -147,7 +148,7 @@ static int kinds(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
 
-/* Rank 0 sends, rank 1 expects something else, and rank 2 waits in a collective. All ranks get the difference as an
+/* Rank 0 sends, rank 1 expects another message, and rank 2 waits in a collective. All ranks get the difference as an
  * error. */
 static ps_p2p_tag wrong_tag;
 static int wrong_dtype, wrong_numel;
@@ -164,8 +165,8 @@ static int mismatch(struct member *m, ps_ctx *ctx, ps_group *g)
                                 : wrong_numel ? numbers(ctx, wrong_dtype, wrong_numel, 0, 0) : NULL;
     int rc = 0;
     if (m->rank == 0) {
-        ps_p2p_tag tag = tag_of('F', 0, 3);            /* the receiver may have found the difference before the payload
-                                                        * is sent */
+        ps_p2p_tag tag = tag_of('F', 0, 3);            /* the receiver can find the difference before the payload is
+                                                        * sent */
         rc = ps_p2p_send(p, 1, PS_P2P_UP, &tag, NULL, t, &q);
         if (rc == 0) rc = ps_p2p_wait(q, NULL);
         expect(m, rc < 0, "the sender");
@@ -203,7 +204,8 @@ static void mismatches(void)
     }
 }
 
-/* One rank's step fails while the others wait for it, in messages and in a collective. The rank keeps its own error. */
+/* One rank's step fails while the other ranks wait for it, in messages and in a collective. The rank keeps its own
+ * error. */
 static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -222,7 +224,8 @@ static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
         ps_p2p_tag tag = tag_of('I', 1, 2);
         rc = m->rank == 2 ? ps_group_barrier(g) : ps_p2p_recv(p, 1, PS_P2P_DOWN, &tag, NULL, &q);
         if (rc == 0) rc = ps_p2p_wait(q, NULL);
-        expect(m, rc == PS_EIO || rc == PS_ESTATE, "told");             /* ESTATE: the rank made this call afterwards */
+        expect(m, rc == PS_EIO || rc == PS_ESTATE, "told");             /* ESTATE if the rank made this call
+                                                                         * afterwards */
         expect(m, strstr(ps_error_message(), "rank 1 (") != NULL, "who");
         expect(m, strstr(ps_error_message(), ") gave up: stage 1, I of micro-batch 2: no memory") != NULL, "why");
     }
@@ -230,7 +233,7 @@ static int aborts(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* No message arrives within the time-out: the error names the rank that did not send, and its place. */
+/* No message arrives within the time-out. The error names the rank that did not send, and its position in the step. */
 static int late(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -248,7 +251,8 @@ static int late(struct member *m, ps_ctx *ctx, ps_group *g)
         if (expect(m, recv_from(p, 1, PS_P2P_DOWN, tag_of('I', 1, 2), NULL, &q), "recv")) rc = ps_p2p_wait(q, NULL);
     } else rc = ps_p2p_next(p, 0, PS_P2P_UP, &h);
     expect(m, rc < 0, "late");
-    const char *why = strstr(ps_error_message(), "rank 1 (");      /* or that rank 0 sent nothing to rank 2 */
+    const char *why = strstr(ps_error_message(), "rank 1 (");      /* or the error says that rank 0 sent nothing to
+                                                                    * rank 2 */
     expect(m, why ? strstr(why, ") is alive but has not come to meet rank 0's recv I of micro-batch 2, stage 1 within "
            "0.5 s; it is in W of micro-batch 5, stage 1 of world") != NULL
            : strstr(ps_error_message(), "meet rank 2's recv (lane up) within 0.5 s") != NULL, "who, and where");
@@ -256,7 +260,7 @@ static int late(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A rank ends its script while another one waits for a message from it. */
+/* A rank ends its script while another rank waits for its message. */
 static int ends(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -271,7 +275,7 @@ static int ends(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Messages that are never received, and receives of messages that are never sent: closing waits for none of them. */
+/* Messages that are never received, and receives whose messages are never sent. Closing waits for none of them. */
 static int left_over(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -287,7 +291,7 @@ static int left_over(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Every allocation in a rank's calls fails once: this is an error of that rank, or of all, but nothing hangs. */
+/* Every allocation in a rank's calls fails once. This is an error of that rank, or of all ranks, and nothing hangs. */
 static int nth;
 static int without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 {
@@ -318,8 +322,8 @@ static int without_memory(struct member *m, ps_ctx *ctx, ps_group *g)
 
 /* -- processes that die or are stopped ----------------------------------------------------------------------------- */
 
-/* Rank 1 of three is ended by this signal in the middle of its action. The others wait, one for a message and one in a
- * collective. Each writes its error to the pipe. */
+/* This signal ends rank 1 of three during its action. The other ranks wait, one for a message and one in a
+ * collective. Each of them writes its error to the pipe. */
 static int victim(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     ps_p2p *p;
@@ -330,7 +334,7 @@ static int victim(struct member *m, ps_ctx *ctx, ps_group *g)
         rc = ps_p2p_send(p, 0, PS_P2P_DOWN, &now, NULL, NULL, &q);
         if (rc == 0) rc = ps_p2p_wait(q, NULL);
         ps_p2p_at(p, &now);
-        usleep(400000);                    /* a heartbeat tells where it is */
+        usleep(400000);                    /* a heartbeat reports its position */
         raise(m->bad);
     }
     if (rc == 0 && m->rank == 0) {
@@ -393,7 +397,7 @@ int main(void)
 #ifdef PS_HAVE_GLOO
     processes(SIGKILL, PS_EIO, "it was last known in F of micro-batch 3, stage 1 of world");
     processes(SIGSTOP, PS_ETIME, "it was last known in F of micro-batch 3, stage 1 of world");
-    signal(SIGPIPE, SIG_IGN);              /* as ps_comm_gloo does */
+    signal(SIGPIPE, SIG_IGN);              /* ps_comm_gloo does the same */
     with_group_of(4, both_first);
     with_group_of(3, kinds);
     mismatches();

@@ -26,7 +26,7 @@ static ps_pipe_table *make(int schedule, int p, int v, int m, int forward_only)
 /* -- an executor --------------------------------------------------------------------------------------------------- */
 enum { RANKS = 8, STAGES = 32, MICROS = 64, WAITING = STAGES * MICROS };
 
-typedef struct link { int32_t queue[WAITING], n, head; } link_;      /* vstage * MICROS + micro of the receiver */
+typedef struct link { int32_t queue[WAITING], n, head; } link_;      /* the receiver's vstage * MICROS + micro */
 typedef struct executor {
     link_ links[RANKS][RANKS][2];
     bool forward[STAGES][MICROS], back[STAGES][MICROS], weight[STAGES][MICROS], reduced[STAGES];
@@ -44,7 +44,7 @@ static int rank_of(const ps_pipe_table *t, int vstage)
     return rank;
 }
 
-/* Performs one action. False: it has to wait. */
+/* Performs one action. Returns false if it has to wait. */
 static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets)
 {
     const ps_pipe_spec *spec = ps_pipe_table_spec(t);
@@ -62,7 +62,7 @@ static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets
         if (!x.forward[s][i] || x.back[s][i] || (s < last && !x.has_grad[s][i])) broken = "a backward out of turn";
         if (x.yields[rank] <= i) broken = "a backward before the loop has the loss";
         x.back[s][i] = true;
-        if (a->kind == PS_ACT_INPUT) return true;               /* fall through: both in one */
+        if (a->kind == PS_ACT_INPUT) return true;               /* falls through to do both */
         __attribute__((fallthrough));
     case PS_ACT_WEIGHT:
         if (!x.back[s][i] || x.weight[s][i] || x.weights[s]++ != i) broken = "a weight's gradient out of turn";
@@ -83,7 +83,7 @@ static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets
         return (up ? x.has_input : x.has_grad)[s][i] = true;
     }
     case PS_ACT_YIELD:
-        if (x.yields[rank] == i) x.yields[rank]++;              /* the rank waits at it */
+        if (x.yields[rank] == i) x.yields[rank]++;              /* the rank waits at this action */
         else if (x.yields[rank] != i + 1) broken = "a yield out of turn";
         if (!x.forward[last][i]) return false;
         for (int r = 0; meets && r < ps_pipe_table_spec(t)->stages; r++)
@@ -93,8 +93,8 @@ static bool act(const ps_pipe_table *t, int rank, const ps_action *a, bool meets
     }
 }
 
-/* Performs all rows, each rank as far as possible, beginning with rank `begin`. meets: ranks wait for each other in the
- * body of the script's loop. */
+/* Performs all rows, each rank as far as possible, beginning with rank `begin`. If `meets` is true, ranks wait for
+ * each other in the body of the script's loop. */
 static void perform(const ps_pipe_table *t, int begin, bool meets)
 {
     int p = ps_pipe_table_spec(t)->stages, m = ps_pipe_table_spec(t)->micro_batches, done = 0;
@@ -132,7 +132,8 @@ static void sound(const ps_pipe_table *t, bool ok, const char *what, double valu
 }
 
 /* -- formulas ------------------------------------------------------------------------------------------------------ */
-/* The makespan where forward, input and weight take 1; 0: the sizes are outside of the formula's domain. */
+/* Returns the makespan if forward, input and weight actions take 1 each, or 0 if the sizes are outside of the
+ * formula's domain. */
 static double formula(int schedule, int p, int v, int m)
 {
     switch (schedule) {
@@ -212,8 +213,8 @@ static void test_schedules(void)
 }
 
 /* -- courses ------------------------------------------------------------------------------------------------------- */
-/* The end of each action by relaxation: longest paths through the table's graph. A message is an edge after the
- * previous message of its link. */
+/* Computes the end of each action by relaxation, as longest paths through the table's graph. A message is an edge
+ * that follows the previous message of its link. */
 static double end[RANKS][3 * WAITING], forward_end[STAGES][MICROS], back_end[STAGES][MICROS], sent[STAGES][MICROS][2];
 
 static double cost_of(const ps_pipe_cost *k, int kind)
@@ -222,8 +223,8 @@ static double cost_of(const ps_pipe_cost *k, int kind)
     return kind == PS_ACT_FORWARD ? k->forward : kind == PS_ACT_INPUT ? k->input : k->weight;
 }
 
-/* The time when the message arrives for which the action waits. `out`: the time when the message that it sends
- * leaves. */
+/* Returns the arrival time of the message for which the action waits. `out` is the time at which the message that
+ * the action sends leaves. */
 static double arrival(const ps_pipe_table *t, const ps_action *a, const ps_pipe_link *link)
 {
     int s = a->vstage, i = a->micro, last = ps_pipe_table_spec(t)->vstages - 1, up = a->kind == PS_ACT_FORWARD;
@@ -293,7 +294,8 @@ static void test_random_costs(void)
     }
 }
 
-/* Two stages, two micro-batches: 0F0 to 2, its message 3 to 5 and 6; 0F1 to 4, its message to 7 and 8. */
+/* Two stages and two micro-batches. 0F0 lasts until 2, and its message until 3, 5 and 6. 0F1 lasts until 4, and its
+ * message until 7 and 8. */
 static void test_by_hand(void)
 {
     static const ps_pipe_cost costs[2] = { { .forward = 2, .input = 3, .weight = 1, .nbytes = 6, .held = 100 },
@@ -306,7 +308,7 @@ static void test_by_hand(void)
     OK(ps_pipe_simulate(t, costs, &link, &times, ranks, lists));
     CHECK(spans[0][0].end == 2 && spans[0][1].end == 4);
     CHECK(spans[1][0].begin == 6 && spans[1][0].end == 7 && spans[1][1].end == 8);
-    CHECK(spans[1][2].begin == 9 && spans[1][2].end == 10);   /* left at 8, as the link was busy until 5 */
+    CHECK(spans[1][2].begin == 9 && spans[1][2].end == 10);   /* sent at 8, since the link was busy until 5 */
     CHECK(spans[0][2].begin == 12 && spans[0][2].end == 15 && spans[0][3].end == 16);
     CHECK(times.makespan == 20 && ranks[0].last == 20 && ranks[1].last == 15 && ranks[1].first == 6);
     CHECK(ranks[0].busy == 12 && ranks[1].busy == 8 && times.bubble == 0.5);
@@ -328,7 +330,7 @@ static void test_by_hand(void)
     ps_pipe_table_free(t);
 }
 
-/* The figures that papers report for p = 4, m = 8. */
+/* Checks the figures that papers report for p = 4 and m = 8. */
 static void test_bubbles(void)
 {
     static const struct { int schedule, v; double idle, makespan; } of[] = {
@@ -420,7 +422,7 @@ static void test_refusals(void)
 }
 
 /* -- where a model is cut ------------------------------------------------------------------------------------------ */
-/* The least makespan of all cuts into the virtual stages from v on, parts from `part` on. */
+/* Returns the smallest makespan of all assignments of the parts from `part` on to the virtual stages from v on. */
 static double best_of_all(const ps_pipe_table *t, const ps_pipe_cost *parts, int n, int v, int part,
                           ps_pipe_cost *costs)
 {

@@ -13,7 +13,7 @@ enum { RANKS = 8, N = 32, MICROS = 16, VSTAGES = 16, MESSAGES = 256, ROW = 4096 
 typedef struct message {
     pipe_tag tag;
     pipe_note note;
-    int64_t numel;                  /* -1: no tensor */
+    int64_t numel;                  /* -1 if there is no tensor */
     double values[N];
 } message;
 
@@ -23,11 +23,11 @@ typedef struct office {
     message *sent[RANKS][RANKS][PIPE_LANES];            /* [MESSAGES] */
     int n_sent[RANKS][RANKS][PIPE_LANES], n_posted[RANKS][RANKS][PIPE_LANES];
     int at_yield[MICROS], ranks;
-    pipe_tag came[RANKS][ROW];                          /* [n_came] the actions that each rank reached */
+    pipe_tag came[RANKS][ROW];                          /* [n_came] the actions that each rank has reached */
     int n_came[RANKS];
     bool failed;
     char why[200];
-    double late;                    /* added to the arrival of the first message from rank 0 */
+    double late;                    /* delay that is added to the arrival of the first message from rank 0 */
 } office;
 static office o;
 
@@ -74,7 +74,7 @@ static int box_wait(pipe_channel *w, void *waits, pipe_note *note)
     message m = { .numel = -1 };
     free(waits);
     if (r.sends) return 0;
-    if (r.t) CHECK(ps_tensor_alive(r.t));                /* bytes may still come into it */
+    if (r.t) CHECK(ps_tensor_alive(r.t));                /* bytes can still arrive in it */
     pthread_mutex_lock(&o.lock);
     while (!o.failed && o.n_sent[r.peer][rank][r.lane] <= r.turn) pthread_cond_wait(&o.moved, &o.lock);
     if (o.n_sent[r.peer][rank][r.lane] > r.turn) m = o.sent[r.peer][rank][r.lane][r.turn];
@@ -119,7 +119,7 @@ static void open_office(int ranks)
     o.ranks = ranks;
 }
 
-/* All ranks wait for each other in the body of the script's loop. */
+/* Makes all ranks wait for each other in the body of the script's loop. */
 static void meet(int micro)
 {
     pthread_mutex_lock(&o.lock);
@@ -166,7 +166,7 @@ static ps_tensor *weight(ps_ctx *ctx, int v)
     return w;
 }
 
-/* Gradients and losses of the uncut model: a loop by hand. */
+/* Computes the gradients and losses of the undivided model with a plain loop. */
 static void run_whole(int vstages, int micros, float (*grads)[N], double *losses)
 {
     ps_ctx *ctx;
@@ -203,7 +203,8 @@ static int step_open(ps_ctx *ctx, ps_step **step)
     return ps_engine_open(ctx, *step, &config, NULL);
 }
 
-/* Begins a step with the actions of a row. swaps: the row's first WEIGHT and the FORWARD after it change places. */
+/* Begins a step with the actions of a row. With `swaps`, the row's first WEIGHT and the following FORWARD are
+ * exchanged. */
 static int step_begin(ps_step *step, const ps_pipe_table *t, int rank, bool swaps)
 {
     static _Thread_local ps_action list[ROW];
@@ -250,12 +251,12 @@ static void step_close(ps_ctx *ctx, ps_step *step)
 /* -- a rank -------------------------------------------------------------------------------------------------------- */
 typedef struct rank {
     const ps_pipe_table *t;
-    const char *text;                       /* of the table, or NULL: a schedule's */
+    const char *text;                       /* text of the table, or NULL for a schedule's table */
     const ps_pipe_cost *costs;
     const ps_pipe_link *link;
-    int number, steps, rc, fails_at;        /* fails_at: the event of this number fails; -1: none fails */
-    bool dry, small, swaps;                 /* small: it expects other shapes; swaps: as in step_begin */
-    bool again, tells;                      /* again: forwards are recompute segments; tells: ps_pipe_begin */
+    int number, steps, rc, fails_at;        /* fails_at: index of the event that fails, or -1 */
+    bool dry, small, swaps;                 /* small: the rank expects other shapes; swaps: see step_begin */
+    bool again, tells;                      /* again: forwards are checkpointed segments; tells: see ps_pipe_begin */
     int n_segments, n_told;
     char error[600];
     float (*grads)[N];
@@ -264,7 +265,7 @@ typedef struct rank {
     ps_pipe_rank_times times;
 } rank;
 
-/* A forward that keeps nothing for its backward, which runs it again. */
+/* Runs a forward that keeps nothing for its backward, which runs the forward again. */
 static ps_tensor *segment(ps_ctx *ctx, ps_tensor *w, ps_tensor *in, bool last)
 {
     int64_t id;
@@ -276,7 +277,7 @@ static ps_tensor *segment(ps_ctx *ctx, ps_tensor *w, ps_tensor *in, bool last)
     return out;
 }
 
-/* The number of actions of the row that the executor performs by itself and that have one of two kinds. */
+/* Returns the number of the row's actions that the executor performs by itself and that have one of two kinds. */
 static int count_own(const rank *r, int one, int other)
 {
     int n = 0;
@@ -285,8 +286,9 @@ static int count_own(const rank *r, int one, int other)
     return n;
 }
 
-/* Numbers of a loss: odd micro-batches have a weight, and those whose number is a multiple of 3 have hits. All ranks
- * get these numbers, and -1 and 0 of 0 for the other micro-batches, even if they had some in the step before. */
+/* Checks the numbers of a loss. Odd micro-batches have a weight, and those whose index is a multiple of 3 have hits.
+ * All ranks get these numbers. For other micro-batches they get -1 and 0 of 0, even if the previous step had numbers
+ * for them. */
 static int tell_numbers(ps_pipe *x, int32_t micro)
 {
     if (micro % 2) PS_TRY(ps_pipe_weigh(x, micro, 10 + micro));
@@ -303,16 +305,17 @@ static void check_numbers(const ps_pipe_event *e)
 static int perform(rank *r, ps_ctx *ctx, ps_pipe *x, ps_step *step, const ps_pipe_table *t, ps_tensor **w)
 {
     int last = r->t->spec.vstages - 1, events = 0;
-    int32_t seen = 0;                       /* actions of the row before the one that is due */
+    int32_t seen = 0;                       /* number of the row's actions before the current one */
     ps_tensor *given = NULL;                /* the output of the forward before this event */
-    ps_tensor *ins[VSTAGES][MICROS] = { { NULL } };             /* of segments, until they have run again */
+    ps_tensor *ins[VSTAGES][MICROS] = { { NULL } };             /* inputs of segments, until the segments have run
+                                                                 * again */
     if (step) PS_TRY(step_begin(step, t, r->number, r->swaps));
     PS_TRY(ps_pipe_begin(x, step, r->dry, r->tells));
     for (;;) {
         ps_pipe_event e;
         ps_tensor *out = NULL, *in;
         int next = ps_pipe_next(x, &e);
-        if (next == 0 && given) CHECK(!ps_tensor_alive(given));      /* sent: its bytes have gone */
+        if (next == 0 && given) CHECK(!ps_tensor_alive(given));      /* its bytes have been sent */
         ps_tensor_release(given);
         given = NULL;
         PS_TRY(next);
@@ -442,7 +445,7 @@ static void prepare(const ps_pipe_table *t, const ps_pipe_cost *costs, const ps_
     }
 }
 
-/* Checks that a rank reached the actions of its row in their order. */
+/* Checks that a rank reached its row's actions in order. */
 static void check_came(const ps_pipe_table *t, int of)
 {
     int n = 0;
@@ -457,7 +460,8 @@ static void check_came(const ps_pipe_table *t, int of)
     CHECK(n == o.n_came[of]);
 }
 
-/* Every schedule, by a clock with and without links; and with segments that run again and actions that are told. */
+/* Every schedule, timed by a clock with and without links, and with segments that run again and actions that are
+ * reported to the script. */
 static void test_schedules(void)
 {
     static const struct { int schedule, p, v, m; } of[] = {
@@ -527,7 +531,7 @@ static void test_faults(void)
 {
     ps_pipe_table *t = make(PS_PIPE_1F1B, 4, 1, 8, 0), *other = make(PS_PIPE_GPIPE, 4, 1, 8, 0);
     for (int who = 0; who < 4; who++)
-        for (int at = 0; at < 16; at += 3) {               /* of its 8 forwards and 8 yields */
+        for (int at = 0; at < 16; at += 3) {               /* events of its 8 forwards and 8 yields */
             prepare(t, NULL, NULL);
             ranks[who].fails_at = at;
             run_ranks(4);
@@ -556,7 +560,7 @@ static void test_faults(void)
     ps_pipe_cost costs[4];
     for (int v = 0; v < 4; v++) costs[v] = (ps_pipe_cost){ .forward = 1, .input = 1, .weight = 1 };
     double last[2] = { 0, 0 };
-    for (int late = 0; late < 2; late++) {          /* a message that is late by two ticks */
+    for (int late = 0; late < 2; late++) {          /* a message that is two ticks late */
         prepare(t, costs, NULL);
         o.late = 2 * late;
         run_ranks(4);
@@ -567,7 +571,7 @@ static void test_faults(void)
     ps_pipe_table_free(other);
 }
 
-/* Two actions of one rank change places: the clock shows the order in which the executor performed them. */
+/* Two actions of one rank are exchanged. The clock shows the order in which the executor performed them. */
 static void test_swapped(void)
 {
     static const char *const texts[] = { "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n",
@@ -588,7 +592,7 @@ static void test_swapped(void)
     }
 }
 
-/* Calls out of turn, and tensors that are not the expected ones. */
+/* Calls in the wrong order, and tensors that are not the expected ones. */
 static void test_misuse(void)
 {
     ps_ctx *ctx;
@@ -653,8 +657,7 @@ static void test_misuse(void)
     ps_ctx_free(ctx);
 }
 
-/* The context ends in the middle of a step, as it does when a script fails: the step ends before its tensors' bytes are
- * freed. */
+/* The context ends during a step, as it does when a script fails. The step ends before its tensors' bytes are freed. */
 static void test_context_ends(void)
 {
     ps_ctx *ctx;
@@ -688,7 +691,7 @@ static void test_context_ends(void)
     ps_pipe_table_free(t);
 }
 
-/* One step with several virtual stages on one rank. Each failure is the step's error. */
+/* Runs a step with several virtual stages on one rank. Each failure is the step's error. */
 static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *step, ps_tensor **w, ps_tensor **batch)
 {
     int last = t->spec.vstages - 1;
@@ -715,8 +718,8 @@ static int quiet_step(ps_ctx *ctx, ps_pipe *x, const ps_pipe_table *t, ps_step *
     }
 }
 
-/* Every request for memory fails in turn, beginning with the open. A step that is abandoned does not affect the next
- * one. */
+/* Every allocation fails once, one per run, beginning with the open. An abandoned step does not affect the next
+ * step. */
 static void test_without_memory(int schedule, int V)
 {
     enum { MOST = 3, M = 2 };

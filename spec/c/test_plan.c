@@ -23,7 +23,7 @@ static unsigned rnd(unsigned n)
     return (unsigned)(state >> 33) % n;
 }
 
-/* A step: filled by hand or at random. */
+/* A step that is filled by hand or at random. */
 static ps_plan_chunk chunks[CHUNKS];
 static ps_use uses[USES];
 static int64_t extra[PS_TIERS][USES];          /* by moment; used where in.extra says so */
@@ -36,8 +36,8 @@ static void clear(int n_tiers, int n_chunks, int64_t nbytes, unsigned valid)
     for (int i = 0; i < n_chunks; i++) chunks[i] = (ps_plan_chunk){ .nbytes = nbytes, .valid = (uint8_t)valid };
 }
 
-/* Appends uses. A letter is a chunk: a small letter reads and a capital letter writes, on tier 0. '!' puts the next use
- * on tier 1. A '.' after a letter ends the chunk's contents. A blank begins the next moment. */
+/* Appends uses. A letter is a chunk: a lower-case letter reads and an upper-case letter writes, on tier 0. '!' puts
+ * the next use on tier 1. A '.' after a letter ends the chunk's contents. A blank begins the next moment. */
 static void trace(const char *text)
 {
     int tier = 0;
@@ -59,7 +59,7 @@ typedef struct world {
     uint8_t space[CHUNKS], valid[CHUNKS];      /* bit sets of tiers */
     bool blank[CHUNKS];
     int64_t used[PS_TIERS], peak[PS_TIERS], copied[PS_TIERS][2];
-    int done[PS_TIERS - 1], moment, use;       /* number of moves done; the next moment, and its first use */
+    int done[PS_TIERS - 1], moment, use;       /* number of finished moves; the next moment, and its first use */
 } world;
 
 static const char *broken;
@@ -69,7 +69,7 @@ static int64_t limit_at(int t, int moment)
     return in.capacity[t] + (in.extra[t] && moment >= 0 && moment < in.n_moments ? in.extra[t][moment] : 0);
 }
 
-/* Moves between two moments may still find the room of the earlier one. */
+/* Moves between two moments can still use the room of the earlier moment. */
 static void take(world *w, int c, int t)
 {
     int64_t before = limit_at(t, w->moment - 1), limit = limit_at(t, w->moment);
@@ -141,8 +141,8 @@ static bool may_move(const world *w, const ps_plan *p, int l)
     return m->from <= w->moment && m->after <= other;
 }
 
-/* Performs the plan. If several things may happen next, eager 0 prefers uses, 2 prefers moves, and 1 chooses any.
- * Returns NULL, or the guarantee that was broken. */
+/* Performs the plan. If several actions are possible, eager 0 prefers uses, 2 prefers moves, and 1 chooses at
+ * random. Returns NULL, or the guarantee that was violated. */
 static const char *carry_out(const ps_plan *p, int eager)
 {
     world w = { 0 };
@@ -197,7 +197,7 @@ static bool verify(const ps_plan *p, int line)
     return true;
 }
 
-/* Makes and checks a plan: bytes moved on both levels, or a negative code. */
+/* Makes and checks a plan. Returns the bytes moved on both levels, or a negative code. */
 static int64_t moved(int policy, bool steady, int line)
 {
     ps_plan p;
@@ -245,7 +245,7 @@ static void test_known(void)
     CHECK(p.fetched[0] == 50);
     ps_plan_clear(&p);
 
-    clear(2, 3, 10, 2);                          /* dirty chunks are written down, once */
+    clear(2, 3, 10, 2);                          /* dirty chunks are written to the lower tier once */
     trace("A b c a A b");
     in.capacity[0] = 20;
     in.cyclic = 1;
@@ -258,14 +258,15 @@ static void test_known(void)
     CHECK(move_is(&p, 0, 1, PS_MOVE_EVICT, 'a', 1, 1) && move_is(&p, 0, 2, PS_MOVE_FETCH, 'b', 1, 1));
     ps_plan_clear(&p);
 
-    clear(2, 2, 10, 0);                          /* without contents: nothing to fetch, something to write */
+    clear(2, 2, 10, 0);                          /* a chunk without contents is not fetched, but is written */
     trace("a b a");
     in.capacity[0] = 10;
     make(&p);
     CHECK(p.fetched[0] == 10 && p.evicted[0] == 20 && p.valid_after[0] == 3 && p.valid_after[1] == 2);
     ps_plan_clear(&p);
 
-    clear(2, 2, 10, 2);                          /* a use below: written down for it, stale after its write */
+    clear(2, 2, 10, 2);                          /* a use on the lower tier: the chunk is written down for it, and is
+                                                  * stale after its write */
     trace("A b !a !A a !B !b");
     in.capacity[0] = 20;
     make(&p);
@@ -284,7 +285,7 @@ static void test_known(void)
     ps_plan_clear(&p);
     CHECK(STEADY(policy_of("belady")) == 50);
 
-    clear(2, 4, 10, 3);                          /* a tier that became smaller, and nothing to do in it */
+    clear(2, 4, 10, 3);                          /* a smaller tier that is not used */
     in.capacity[0] = 20;
     make(&p);
     CHECK(p.n_moves[0] == 2 && p.moves[0][0].kind == PS_MOVE_DROP);
@@ -294,7 +295,7 @@ static void test_known(void)
 static void test_ahead(void)
 {
     ps_plan p;
-    clear(2, 4, 10, 2);                          /* each fetch begins when the chunk before it is used */
+    clear(2, 4, 10, 2);                          /* each fetch begins when the previous chunk is used */
     trace("a b c d");
     in.capacity[0] = 40;
     in.ahead[0] = 20;
@@ -310,7 +311,7 @@ static void test_ahead(void)
     make(&p);
     CHECK(move_is(&p, 0, 6, PS_MOVE_FETCH, 'd', 3, 3));
     ps_plan_clear(&p);
-    in.capacity[0] = 20;                         /* around the end of the step */
+    in.capacity[0] = 20;                         /* across the end of the step */
     in.cyclic = 1;
     make(&p);
     int last = p.n_moves[0] - 1;
@@ -325,7 +326,7 @@ static void test_ahead(void)
 static void test_three_tiers(void)
 {
     ps_plan p;
-    clear(3, 3, 10, 4);                          /* through the host, one at a time */
+    clear(3, 3, 10, 4);                          /* through the host, one chunk at a time */
     trace("a b c");
     in.capacity[0] = 30;
     in.capacity[1] = 10;
@@ -334,14 +335,15 @@ static void test_three_tiers(void)
     CHECK(p.valid_after[0] == 5 && p.valid_after[2] == 7 && p.moves[0][2].after == 5);
     ps_plan_clear(&p);
 
-    clear(3, 2, 10, 4);                          /* down twice: to the host, from there to the disk */
+    clear(3, 2, 10, 4);                          /* moved down twice, to the host and then to the disk */
     trace("A B a");
     in.capacity[0] = in.capacity[1] = 10;
     make(&p);
     CHECK(p.evicted[0] == 20 && p.evicted[1] >= 10 && p.peak[0] == 10 && p.peak[1] == 10);
     ps_plan_clear(&p);
 
-    clear(3, 2, 10, 2);                          /* the host's twin goes first, and comes back when the device drops */
+    clear(3, 2, 10, 2);                          /* the host's copy is dropped first, and returns when the device
+                                                  * drops its copy */
     trace("a !b a b");
     chunks[1].valid = 4;
     in.capacity[0] = in.capacity[1] = 10;
@@ -349,7 +351,7 @@ static void test_three_tiers(void)
     CHECK(p.evicted[1] == 0 || p.fetched[1] >= 10);
     ps_plan_clear(&p);
 
-    clear(3, 4, 10, 4);                          /* Adam on the host: its chunks do not pass the device */
+    clear(3, 4, 10, 4);                          /* Adam on the host, whose chunks are not copied to the device */
     trace("a b b a !A!c !B!d");
     in.capacity[0] = 20;
     in.capacity[1] = 40;
@@ -357,19 +359,21 @@ static void test_three_tiers(void)
     CHECK(STEADY(policy_of("belady")) == 20);
     CHECK(STEADY(policy_of("plan")) == 20);
 
-    clear(3, 3, 10, 4);                          /* ended on the device: gone from the host and the disk, too */
+    clear(3, 3, 10, 4);                          /* contents that end on the device are dropped on the host and the
+                                                  * disk, too */
     trace("A b a. b c b c");
     in.capacity[0] = in.capacity[1] = 20;
     in.cyclic = 1;
     CHECK(STEADY(policy_of("belady")) == 10);
-    clear(3, 2, 10, 4);                          /* ended on the host: the next contents begin on the device */
+    clear(3, 2, 10, 4);                          /* contents that end on the host; the next contents begin on the
+                                                  * device */
     trace("A b !a. b");
     in.capacity[0] = in.capacity[1] = 20;
     in.cyclic = 1;
     CHECK(STEADY(policy_of("belady")) == 10);
 }
 
-/* Chunks that are on a tier already take room there, too. */
+/* Chunks that are on a tier already use room there, too. */
 static void test_less_than_no_room(void)
 {
     ps_plan p;
@@ -388,8 +392,8 @@ static void test_less_than_no_room(void)
     CHECK(bad == 0);
 }
 
-/* An op that needs more than the capacity gets what is free at its moment, and only then. Afterwards the room is
- * returned. */
+/* An op that needs more than the capacity gets the free bytes at its moment, and only then. Afterwards the bytes are
+ * free again. */
 static void test_extra(void)
 {
     ps_plan p;
@@ -411,12 +415,13 @@ static void test_extra(void)
         CHECK(verify(&p, __LINE__) && p.peak[0] == 30 && p.fetched[0] >= 40 && p.fetched[0] <= 50);
         for (int i = 0; i < p.n_moves[0]; i++)
             if (p.moves[0][i].kind == PS_MOVE_FETCH && p.moves[0][i].chunk == 2)
-                CHECK(p.moves[0][i].from == 2 && p.moves[0][i].need == 2);      /* not earlier: there is no room */
+                CHECK(p.moves[0][i].from == 2 && p.moves[0][i].need == 2);      /* not earlier, since there is no
+                                                                                 * room */
         ps_plan_clear(&p);
     }
     clear(2, 3, 10, 2);
-    trace("ab cab");                                      /* c gets the extra room, and not that of a, which is also
-                                                           * needed */
+    trace("ab cab");                                      /* c gets the extra room instead of a's room, which is
+                                                           * needed, too */
     in.capacity[0] = 20;
     in.extra[0] = extra[0];
     extra[0][1] = 10;
@@ -478,7 +483,7 @@ static void test_refused(void)
 /* -- random traces ------------------------------------------------------------------------------------------------ */
 static void random_input(void)
 {
-    static int64_t sums[USES][PS_TIERS];                  /* bytes that the op of a moment uses */
+    static int64_t sums[USES][PS_TIERS];                  /* bytes that each moment's op uses */
     int n_tiers = 2 + (int)rnd(2), n = 2 + (int)rnd(rnd(4) ? 10 : CHUNKS - 2);
     clear(n_tiers, n, 0, 0);
     int64_t total = 0;
@@ -538,7 +543,7 @@ static void test_random(void)
     }
 }
 
-/* If everything fits, no policy changes anything: nothing moves twice. */
+/* If everything fits, no policy makes a difference, and nothing moves twice. */
 static void test_all_fits(void)
 {
     for (int i = 0; i < 200; i++) {

@@ -74,13 +74,13 @@ static int run(int op, const void *attrs, int n_in, const ps_view *in, int n_out
 #define OUT IN
 static const int32_t none[64];
 
-/* Smooth numbers that are neither round nor repeated. */
+/* Fills x with smooth numbers that are neither round nor repeated. */
 static void fill(double *x, int64_t n, double seed)
 {
     for (int64_t i = 0; i < n; i++) x[i] = sin(seed + 1.7 * (double)i) + 0.3 * cos(5 * seed + 0.37 * (double)(i * i));
 }
 
-/* The gradient of `f` with respect to x [n], by central differences. */
+/* Computes the gradient of `f` with respect to x [n] by central differences. */
 static void differences(double (*f)(void), double *x, int64_t n, double *out)
 {
     const double h = 1e-6;
@@ -168,7 +168,7 @@ static double unary_loss(void)
     return dot(u_y, u_dy, UN);
 }
 
-/* of_output: the backward needs the forward's output instead of its input. */
+/* of_output: the backward uses the forward's output instead of its input. */
 static void check_unary(int line, int op, int backward, int tanh_form, int of_output)
 {
     double dx[UN], want[UN];
@@ -258,7 +258,7 @@ static void test_matmul(void)
 {
     double a[6] = { 1, 2, 3, 4, 5, 6 }, b[12], y[16], want[16];
     fill(b, 12, 0.2);
-    /* [2, 1, 3 -> batch 2 of 2 x 3 shared] times the transpose of [2, 2, 3] */
+    /* [2, 1, 3], a shared batch of 2 x 3, times the transpose of [2, 2, 3] */
     ps_view av = F64(a, 2, 3), bv = swapped(F64(b, 2, 2, 3), 1, 2);
     for (int n = 0; n < 2; n++)
         for (int i = 0; i < 2; i++)
@@ -369,7 +369,7 @@ static void test_tables(void)
     ps_attrs_embedding_backward back = { .rows = 3, .accumulate = 1, .padding_idx = -1 };
     CHECK(run(PS_OP_embedding_backward, &back, IN(iv, F32(dy, 3, 2)), OUT(F32(dw, 3, 2))) == 0);
     CHECK(dw[0] == 4 && dw[1] == 5 && dw[2] == 1 && dw[3] == 1 && dw[4] == 7 && dw[5] == 9);
-    back.padding_idx = 2;                                    /* its row stays */
+    back.padding_idx = 2;                                    /* the row of padding stays unchanged */
     CHECK(run(PS_OP_embedding_backward, &back, IN(iv, F32(dy, 3, 2)), OUT(F32(dw, 3, 2))) == 0);
     CHECK(dw[0] == 7 && dw[1] == 9 && dw[4] == 7 && dw[5] == 9);
     back.accumulate = 0;
@@ -427,7 +427,7 @@ static void test_norms(void)
     differences(layer_norm_loss, n_b, NC, want_db);
     layer_norm_loss();
     ps_attrs_layer_norm_backward a = { .want_w = 1 };
-    for (int i = 0; i < NR * NC; i++) dx[i] = i, want_dx[i] += i;        /* dx lies in the memory of `add` */
+    for (int i = 0; i < NR * NC; i++) dx[i] = i, want_dx[i] += i;        /* dx uses the memory of `add` */
     CHECK(run(PS_OP_layer_norm_backward, &a, IN(dy, x, w, mean, rstd, dxv), OUT(dxv, dwv, dbv)) == 0);
     CHECK_SAME(dx, want_dx, NR * NC, 1e-8);
     CHECK_SAME(dw, want_dw, NC, 1e-8);
@@ -453,10 +453,11 @@ static void test_norms(void)
 enum { AB = 2, AH = 2, AT = 3, AS = 4, AD = 3 };
 static double a_q[AB * AT * AH * AD], a_k[AB * AH * AS * AD], a_v[AB * AH * AS * AD], a_y[AB * AT * AH * AD];
 static double a_dy[AB * AT * AH * AD], a_lse[AB * AH * AT];
-static uint8_t a_mask[AB * AS] = { 1, 1, 0, 1, 0, 1, 1, 1 };     /* sample 1: query 0 of no causal limit sees 1..3 */
+static uint8_t a_mask[AB * AS] = { 1, 1, 0, 1, 0, 1, 1, 1 };     /* in sample 1, query 0 sees keys 1..3 without the
+                                                                  * causal limit */
 static ps_attrs_attention a_attrs = { .scale = 0.7, .causal = 1, .p = 0.3, .seed = 5, .step = 2, .sample = 9, .op = 3 };
 
-/* [B, T, H, D] in memory, seen as [B, H, T, D]. */
+/* Views [B, T, H, D] in memory as [B, H, T, D]. */
 static ps_view heads_view(double *x) { return swapped(F64(x, AB, AT, AH, AD), 1, 2); }
 static ps_view keys_view(double *x) { return F64(x, AB, AH, AS, AD); }
 static ps_view mask_view(void) { return BOOL(a_mask, AB, AS); }
@@ -468,7 +469,7 @@ static double attention_loss(void)
     return dot(a_y, a_dy, AB * AT * AH * AD);
 }
 
-/* Written only from the formula, element by element. */
+/* Computes attention from the formula, element by element. */
 static void naive_attention(double *y, double *lse)
 {
     for (int b = 0; b < AB; b++)
@@ -527,7 +528,7 @@ static void test_attention(void)
     a_v[0] = 0;
 }
 
-/* The packed op against the plain one on views of the same memory. */
+/* Compares the packed op with the plain op on views of the same memory. */
 static void test_attention_packed(void)
 {
     enum { C = AH * AD, N = AB * AT * C };
@@ -555,7 +556,7 @@ static void test_attention_packed(void)
 }
 
 /* -- optimizers ------------------------------------------------------------------------------------------------- */
-/* Textbook Adam in double, one parameter, `steps` steps with gradient cos(step). */
+/* Computes textbook Adam in double for one parameter and `steps` steps with gradient cos(step). */
 static double textbook_adam(double p, int steps, int adamw, double lr, double wd)
 {
     double m = 0, v = 0;
@@ -634,14 +635,14 @@ static void test_dropout(void)
     }
     CHECK(abs(dropped - MANY / 4) < 5 * 87);                      /* 5 standard deviations */
     CHECK(others == 0);
-    a.sample = 8;                                                 /* samples 2 and 3 of the batch, alone */
+    a.sample = 8;                                                 /* samples 2 and 3 of the batch alone */
     ps_view half = F32(x, 2, MANY / 4);
     CHECK(run(PS_OP_dropout, &a, IN(half, absent), OUT(F32(z, 2, MANY / 4))) == 0);
     CHECK(memcmp(z, y + MANY / 2, MANY / 2 * sizeof *z) == 0);
-    a.sample = 6, a.first = MANY / 4 + 30;                        /* part of sample 1 and of sample 2, as flat rows */
+    a.sample = 6, a.first = MANY / 4 + 30;                        /* parts of samples 1 and 2 as flat rows */
     CHECK(run(PS_OP_dropout, &a, IN(F32(x, 1, MANY / 4), absent), OUT(F32(z, 1, MANY / 4))) == 0);
     CHECK(memcmp(z, y + a.first, MANY / 4 * sizeof *z) == 0);
-    int64_t rows[] = { 1, 3, 0 };                                 /* of the same samples, half a sample each */
+    int64_t rows[] = { 1, 3, 0 };                                 /* half of each of these samples */
     a.first = 0;
     ps_view some = F32(x, 3, MANY / 8), of = F32(z, 3, MANY / 8), numbers = I64(rows, 3);
     CHECK(run(PS_OP_dropout, &a, IN(some, numbers), OUT(of)) == 0);
@@ -759,7 +760,8 @@ static void test_table_is_full(void)
 {
     int missing = 0;
     for (int op = 0; op < PS_OP_COUNT; op++) missing += !ref->kernel[op];
-    CHECK(missing == 19);                   /* the views: reshape, permute, slice, expand; to_device; those of ranks */
+    CHECK(missing == 19);                   /* views (reshape, permute, slice, expand), to_device, and the ops of
+                                             * ranks */
     CHECK(!ref->kernel[PS_OP_reshape] && !ref->kernel[PS_OP_permute]);
     CHECK(!ref->kernel[PS_OP_slice] && !ref->kernel[PS_OP_expand] && !ref->kernel[PS_OP_to_device]);
     CHECK(!ref->kernel[PS_OP_all_reduce] && !ref->kernel[PS_OP_all_gather]);

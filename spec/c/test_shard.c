@@ -45,16 +45,16 @@ static int gathered_beside_gradients(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Rank 1 drops its part of a stripe whose gather it began ahead of time, and which rank 0 joins late. */
+/* Rank 1 drops its part of a stripe whose gather began early, and which rank 0 joins late. */
 static int dropped_on_its_way(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     static const ps_step under_way = { .pass = 3 };
     ps_gather list[2] = { { .stripe = 0, .pass = 3, .uses = 5 }, { .stripe = 1, .pass = 3, .uses = 5 } };
     const ps_gathers ahead = { .list = list, .n = 2 };
-    ps_chunk_config config = { .policy = 0, .prefetch = 1, .stress = true };  /* memory that is freed gets filled */
+    ps_chunk_config config = { .policy = 0, .prefetch = 1, .stress = true };  /* memory that is freed is overwritten */
     ps_chunks *cs = NULL;
     ps_shard *sh = NULL;
-    ps_storage *s[2][2];                   /* of a stripe and a rank */
+    ps_storage *s[2][2];                   /* indexed by stripe and rank */
     int32_t part;
     char *p;
     if (!expect(m, ps_chunks_new(&under_way, ctx->n_devices, ctx->devices, ctx->mem.plain, &config, NULL, &cs) == 0 &&

@@ -92,7 +92,7 @@ static void test_settings(void)
     FAILS(ps_sim_configure(sim, 0, 0, 0, (double)INFINITY), PS_EINVAL, "latency");
     FAILS(ps_sim_configure(cpu, MIB, 0, 0, 0), PS_EUNSUP, "device cpu");
     sim->close(sim);
-    for (int nth = 0; nth < 2; nth++) {                         /* its only request is for itself */
+    for (int nth = 0; nth < 2; nth++) {                         /* its only allocation is for itself */
         ps_backend *be = NULL;
         ps_test_fail_alloc(nth, 1);
         int rc = ps_backend_sim_open(ref, cpu, &be);
@@ -129,7 +129,7 @@ static void test_memory(void)
     FAILS(sim->region_new(sim, (size_t)1 << 37, &p), PS_ENOMEM, "this machine has");
     OK(ps_sim_configure(sim, 8 * MIB, 0, 0, -1));
 
-    CHECK(sim->bytes_available(sim) == 5 * MIB);                /* addresses cost nothing until they are memory */
+    CHECK(sim->bytes_available(sim) == 5 * MIB);                /* addresses use no memory before they are written */
     OK(sim->region_reserve(sim, 100 * MIB, (void **)&a));
     CHECK(sim->bytes_available(sim) == 5 * MIB);
     OK(sim->region_commit(sim, a, 4 * MIB));
@@ -143,10 +143,10 @@ static void test_memory(void)
     sim->region_discard(sim, a + MIB, 2 * MIB);                 /* a hole */
     CHECK(sim->bytes_available(sim) == 3 * MIB && a[MIB - 1] == 3 && a[3 * MIB] == 3);
     OK(sim->region_commit(sim, a + MIB, MIB));
-    CHECK(a[MIB] == 0 && sim->bytes_available(sim) == 2 * MIB); /* a freed block keeps no memory */
+    CHECK(a[MIB] == 0 && sim->bytes_available(sim) == 2 * MIB); /* a freed block uses no memory */
     sim->region_free(sim, a, 100 * MIB);
     CHECK(sim->bytes_available(sim) == 5 * MIB);
-    sim->close(sim);                                            /* b is returned with it */
+    sim->close(sim);                                            /* closing returns b's memory */
 }
 
 static ps_block *block(ps_arena *arena, int64_t nbytes)
@@ -156,8 +156,8 @@ static ps_block *block(ps_arena *arena, int64_t nbytes)
     return b;
 }
 
-/* The arena has addresses for the whole device. It has memory for the blocks that were in use at the same time, and can
- * be made to return memory that is not in use. */
+/* The arena has addresses for the whole device. It has memory for the blocks that were in use at the same time, and
+ * can return unused memory. */
 static void test_arena(void)
 {
     ps_arena *arena;
@@ -179,7 +179,7 @@ static void test_arena(void)
                                                                  * needed */
     CHECK(info->reserved == 62 * MIB && sim->bytes_available(sim) == 2 * MIB);
     FAILS(ps_arena_alloc(arena, 3 * MIB, &all[0]), PS_ENOMEM, "3.0 MiB wanted, 62.0 of 62.0 MiB held in use");
-    all[0] = block(arena, 2 * MIB);                             /* and nothing is lost by that */
+    all[0] = block(arena, 2 * MIB);                             /* and nothing is lost */
     CHECK(sim->bytes_available(sim) == 0);
     ps_arena_free(arena, all[0]);
     ps_arena_free(arena, b);
@@ -191,7 +191,7 @@ static void test_arena(void)
     for (int i = 33; i < 64; i += 2) ps_arena_free(arena, all[i]);
     CHECK(ps_arena_trim(arena, false) && info->reserved == 16 * MIB);
     for (int i = 1; i < 32; i += 4) ps_arena_free(arena, all[i]);
-    CHECK(!ps_arena_trim(arena, false) && info->reserved == 16 * MIB);   /* holes stay until a trim with holes */
+    CHECK(!ps_arena_trim(arena, false) && info->reserved == 16 * MIB);   /* holes remain until a trim with holes */
     for (int i = 3; i < 32; i += 4) ps_arena_free(arena, all[i]);
     CHECK(ps_arena_trim(arena, false) && info->reserved == 0 && sim->bytes_available(sim) == 64 * MIB);
 
@@ -202,10 +202,10 @@ static void test_arena(void)
     ps_arena_free(arena, b);
     OK(ps_sim_configure(sim, 2048 * MIB, 0, 0, -1));
     all[0] = block(arena, MIB);
-    all[1] = block(arena, 1900 * MIB);                          /* more than the first region has addresses */
+    all[1] = block(arena, 1900 * MIB);                          /* more than the addresses in the first region */
     CHECK(info->reserved == 1900 * MIB + 3 * MIB / 2);
     ps_arena_free(arena, all[1]);
-    all[1] = block(arena, 500 * MIB);                           /* that block is freed to make room in the first
+    all[1] = block(arena, 500 * MIB);                           /* the block is freed to make room in the first
                                                                  * region */
     CHECK(info->reserved == 501 * MIB);
     ps_arena_free(arena, all[0]);
@@ -243,12 +243,13 @@ static void test_order(void)
     uint8_t *device = region(MIB), *host = malloc(N * MIB), *back = malloc(N * MIB);
     ps_copy *in[N], *out[N];
     fill(host, N * MIB, 5);
-    for (int i = 0; i < N; i++) {                               /* one slot, which is filled and emptied in turn */
+    for (int i = 0; i < N; i++) {                               /* one slot, which is filled and emptied alternately */
         in[i] = start(true, device, host + i * MIB, MIB, i ? out[i - 1] : NULL);
         out[i] = start(false, back + i * MIB, device, MIB, in[i]);
         if (i % 7 == 3) CHECK(sim->copy_wait(sim, in[i - 1], true) == 1);
     }
-    CHECK(sim->copy_wait(sim, out[N - 1], true) == 1);          /* in order: all the other copies have ended, too */
+    CHECK(sim->copy_wait(sim, out[N - 1], true) == 1);          /* copies are in order, so all other copies have
+                                                                 * ended, too */
     for (int i = 0; i < N; i++) {
         if (i < N - 1) CHECK(sim->copy_wait(sim, out[i], false) == 1);
         if ((i + 1) % 7 != 3 || i == N - 1) CHECK(sim->copy_wait(sim, in[i], false) == 1);
@@ -256,7 +257,7 @@ static void test_order(void)
     CHECK(!memcmp(host, back, N * MIB));
     for (int i = 0; i < N; i++) in[i] = start(true, device, host + i * MIB, MIB, NULL);
     for (int i = N - 1; i >= 0; i--) CHECK(sim->copy_wait(sim, in[i], true) == 1);
-    CHECK(!memcmp(device, host + (N - 1) * MIB, MIB));          /* the last one lies there */
+    CHECK(!memcmp(device, host + (N - 1) * MIB, MIB));          /* the slot contains the last copy */
     free(host);
     free(back);
     sim->close(sim);
@@ -285,11 +286,11 @@ static void test_errors(void)
 }
 
 /* -- times -------------------------------------------------------------------------------------------------------- */
-/* By the model, no matter how fast the machine is: a copy takes latency + nbytes / rate. It begins at the later of two
- * moments: when it was requested, and when its lane and the copy before it are done. The test checks that no copy ends
+/* By the model, a copy takes latency + nbytes / rate on any machine. It begins when it was requested, or when its
+ * lane is free and the copy for which it waits has ended, whichever is later. The test checks that no copy ends
  * earlier. */
 static uint8_t *device_bytes, *host_bytes, *other_bytes;
-enum { PIECE = 2 << 20 };                                       /* 20 ms at the rate below */
+enum { PIECE = 2 << 20 };                                       /* takes 20 ms at the rate below */
 static const double rate = 2097152 / 0.02;
 typedef struct span { double begin, end; } span;
 
@@ -323,7 +324,7 @@ static void both_ways(void)
 {
     ps_copy *in, *out;
     span there = begins(true, 0, PIECE, NULL, 0, 0, 0.02, &in);
-    span back = begins(false, PIECE, PIECE, NULL, 0, 0, 0.02, &out);    /* each direction on its own */
+    span back = begins(false, PIECE, PIECE, NULL, 0, 0, 0.02, &out);    /* each direction is independent */
     ends(in, there);
     ends(out, back);
 }
@@ -339,7 +340,7 @@ static void one_after_another(void)
     CHECK(sim->copy_wait(sim, in, false) == 1);
 }
 
-/* If threads wake up late, the delays must not add up: a copy begins at the modelled end of the copy before it. */
+/* If threads wake up late, the delays must not add up. A copy begins at the modelled end of the previous copy. */
 static void many_small(void)
 {
     enum { N = 100 };
@@ -360,7 +361,7 @@ static double process_now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A thread sleeps while it waits: 70 ms of copying and idling need only a few milliseconds of the processor. */
+/* A thread sleeps while it waits, so 70 ms of copying and idling need only a few milliseconds of processor time. */
 static void test_idle_cost(void)
 {
     double least = FAR_S;
@@ -396,7 +397,7 @@ static void test_times(void)
 }
 
 /* -- abandoned copies --------------------------------------------------------------------------------------------- */
-/* Freeing memory, and closing a backend, do not wait for copies under way (which would take minutes by the model). */
+/* Freeing memory and closing a backend do not wait for copies in flight, which would take minutes by the model. */
 static void test_given_up(void)
 {
     open_sim(16 * MIB, 1e4, 50);
@@ -413,7 +414,7 @@ static void test_given_up(void)
     start(false, out, b, 4 * MIB, third);
     sim->close(sim);
     CHECK(ps_now() - began < PROMPT_S);
-    memset(host, 1, 4 * MIB);                                   /* no thread accesses these any more */
+    memset(host, 1, 4 * MIB);                                   /* no thread accesses this memory any more */
     memset(out, 1, 4 * MIB);
     free(host);
     free(out);

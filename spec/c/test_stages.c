@@ -10,7 +10,7 @@ enum { ROWS = 24, C = 32, BLOCKS = 4 };
 static ps_ctx *ctx;
 static int32_t dtype;
 
-/* Numbers of many bits, so that every rounding shows. */
+/* Returns numbers with many significant bits, so that every rounding is visible. */
 static ps_tensor *drawn(int seed, int ndim, const int64_t *shape, double scale)
 {
     ps_tensor *t = NULL, *wide = NULL, *out[PS_MAX_OUT] = { NULL };
@@ -71,7 +71,7 @@ static void free_model(void)
     ps_tensor_release(x0);
 }
 
-/* x + linear(norm(x)): the gradient of x is added up inside the norm's kernel. */
+/* Computes x + linear(norm(x)), in which the norm's kernel accumulates the gradient of x. */
 static ps_tensor *through(const block *b, ps_tensor *x)
 {
     ps_attrs_layer_norm norm = { .eps = 1e-5 };
@@ -92,7 +92,7 @@ static ps_tensor *loss_of(ps_tensor *y)
     return loss;
 }
 
-/* The gradients of all parameters; stages of `size` blocks each. */
+/* Computes the gradients of all parameters with stages of `size` blocks. */
 static void gradients(int size, float (*out)[C * C])
 {
     enum { MOST = BLOCKS };
@@ -170,13 +170,13 @@ static void test_boundary_refusals(void)
     OK(ps_tensor_require_grad(a, 1));
     FAILS(ps_boundary(ctx, 1, &a, out), PS_EINVAL, "history");
     OK(ps_tensor_require_grad(a, 0));
-    /* No gradients, no node: a boundary of an evaluation is a header. */
+    /* Without gradients there is no node, so a boundary in an evaluation is only a header. */
     int enabled = ps_set_grad_enabled(ctx, 0);
     OK(ps_boundary(ctx, 1, &a, out));
     CHECK(!out[0]->node);
     ps_set_grad_enabled(ctx, enabled);
     ps_tensor_release(out[0]);
-    /* An input that nothing reads has no gradient. */
+    /* An input that is not read has no gradient. */
     OK(ps_boundary(ctx, 2, (ps_tensor *[]){ a, a }, out));
     ps_tensor *loss = loss_of(out[0]);
     OK(ps_backward_begin_n(ctx, 1, &loss, NULL, NULL));
@@ -239,7 +239,7 @@ static ps_tensor *norm_of(ps_tensor *x, int gain, int shift)
                (ps_tensor *[]){ x, model.leaf[gain], shift < 0 ? NULL : model.leaf[shift] });
 }
 
-/* x + linear(norm(x)), a cheap tensor that the product keeps; then the same with an mlp. */
+/* Computes x + linear(norm(x)), a cheap tensor that the product keeps, and then the same with an mlp. */
 static ps_tensor *body_of(ps_tensor *x)
 {
     ps_attrs_linear linear = { .out_in = 0 };
@@ -250,7 +250,8 @@ static ps_tensor *body_of(ps_tensor *x)
     return then(y, then(h, run(PS_OP_mlp, &mlp, sizeof mlp, 6, (ps_tensor *[]){ h, p[W1], p[B1], p[W2], p[B2], y })));
 }
 
-/* (x w) w; x w', where w' is made of w alone, between products with w itself; and a residual of a product's input. */
+/* Computes (x w) w; x w', where w' is computed from w alone, between products with w itself; and a residual of a
+ * product's input. */
 static ps_tensor *products_of(ps_tensor *x)
 {
     static const ps_attrs_matmul none;
@@ -289,7 +290,8 @@ static ps_tensor *recomputed(part *s, ps_tensor *x)
     return y;
 }
 
-/* Virtual stage 0: the table's rows and the body; 1: products, and the loss by the table again. */
+/* Virtual stage 0 has the embedding's rows and the body. Virtual stage 1 has the products, and the loss with the
+ * embedding as its head. */
 static void forward(int v, int micro)
 {
     part *s = &parts[v][micro];
@@ -369,7 +371,8 @@ static void perform(int n, const ps_action *table, float (*out)[2 * WIDE * VOCAB
 #define END { PS_ACT_UPDATE, 0, 0 }
 #define COUNT(table) (int)(sizeof table / sizeof *table)
 
-/* The leaf TABLE and two gains are of both virtual stages: all of these tables add to them in one order. */
+/* Both virtual stages use the leaf TABLE and two gains. All of these tables add to their gradients in the same
+ * order. */
 static const ps_action whole_steps[] = { F(0, 0), F(1, 0), B(1, 0), B(0, 0), F(0, 1), F(1, 1), B(1, 1), B(0, 1),
                                          F(0, 2), F(1, 2), B(1, 2), B(0, 2), END },
     at_once[] = { F(0, 0), F(1, 0), I(1, 0), W(1, 0), I(0, 0), W(0, 0), F(0, 1), F(1, 1), I(1, 1), W(1, 1), I(0, 1),

@@ -33,7 +33,7 @@ static ps_tensor *op2(int op, ps_tensor *a, ps_tensor *b)
     return out[0];
 }
 
-/* The loss of virtual stage v for a micro-batch: the sum of (w x)^2. */
+/* Returns the loss of virtual stage v for a micro-batch, which is the sum of (w x)^2. */
 static ps_tensor *loss_of(int v, int micro)
 {
     ps_tensor *x = drawn(7 + 2 * micro + v, w[v]->dtype_ == PS_BF16), *y = op2(PS_OP_mul, w[v], x),
@@ -112,7 +112,7 @@ static result train(int n, const ps_action *table, bool bf16)
         ps_step_config c = { .actions = table, .n_actions = n, .trace = trace };
         OK(ps_step_begin(step, &c));
         for (int k = 0; k < n; k++) perform(&table[k], loss, &r.norm[i]);
-        CHECK(ps_step_look(step)->weight == MICROS);          /* however many virtual stages there are */
+        CHECK(ps_step_look(step)->weight == MICROS);          /* for any number of virtual stages */
         OK(ps_step_end(step, &trace));
         CHECK(trace >= 0);
     }
@@ -156,7 +156,7 @@ static void test_orders(bool bf16)
     }
 }
 
-/* Two roots in one walk give the gradients of two walks. */
+/* Two roots in one walk have the same gradients as two walks. */
 static void test_roots(void)
 {
     double grads[2][PARAMS][N];
@@ -245,7 +245,7 @@ static void test_tables(void)
     rng->op = 0, rng->sample = 0;
 }
 
-/* Seconds of processor time for a step of n micro-batches, without their computation. */
+/* Returns the processor seconds for a step of n micro-batches, without their computation. */
 static double seconds_of(int n)
 {
     ps_action *table = malloc(sizeof *table * (size_t)n * 2);
@@ -268,19 +268,19 @@ static double seconds_of(int n)
     return seconds;
 }
 
-/* Sixteen times as many micro-batches take about sixteen times as long. They would take 256 times as long if each one
- * visited all others. */
+/* Sixteen times as many micro-batches take about sixteen times as long. They would take 256 times as long if each
+ * micro-batch visited all others. */
 static void test_many(void)
 {
     double few = seconds_of(4000), many = seconds_of(64000);
     for (int i = 0; i < 5; i++) {
         double again = seconds_of(4000);
-        if (again > few) few = again;                          /* a short time may be lost in the clock's resolution */
+        if (again > few) few = again;                          /* short times can be below the clock's resolution */
     }
     CHECK(many < 64 * few);
 }
 
-/* What was put off is dropped with the step. */
+/* Deferred work is dropped with the step. */
 static void test_given_up(void)
 {
     static const ps_action table[] = { F(0, 0), I(0, 0), W(0, 0), { PS_ACT_UPDATE, 0, 0 } };
@@ -325,7 +325,7 @@ static void test_refusals(void)
     FAILS(ps_step_begin(other, &c), PS_ESTATE, "in chunks");
     OK(ps_step_begin(step, &c));
     FAILS(ps_step_begin(step, &c), PS_ESTATE, "under way");
-    ps_engine_close(ctx);                                     /* in the middle of a dry run */
+    ps_engine_close(ctx);                                     /* during a dry run */
     CHECK(!ps_step_look(step)->open && ps_step_look(step)->due.kind == PS_ACT_NONE);
     FAILS(ps_step_next(step, PS_ACT_FORWARD, NULL), PS_ESTATE, "no step is under way");
     for (int v = 0; v < PARAMS; v++) {

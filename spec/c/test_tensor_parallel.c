@@ -13,20 +13,20 @@
 int main(void) { return 0; }
 #else
 enum { N = 40, MICROS = 2, STEPS = 3, MOST = 4, VSTAGES = 2, MOST_TP = 2 };
-enum { WHOLE, SPLIT, PARTIAL, EXTRA, KINDS };             /* EXTRA: another partial one; step 1 gives it no gradient */
-enum { LEAVES = VSTAGES * (KINDS + MOST_TP - 1) };        /* one process has the pieces of SPLIT one by one */
+enum { WHOLE, SPLIT, PARTIAL, EXTRA, KINDS };             /* EXTRA is another partial one, which gets no gradient in
+                                                           * step 1 */
+enum { LEAVES = VSTAGES * (KINDS + MOST_TP - 1) };        /* in one process, each piece of SPLIT is a leaf */
 
 typedef struct result {
     double norm[STEPS];
-    double values[VSTAGES][KINDS][MOST_TP][N];            /* by piece; whole parameters are piece 0 */
+    double values[VSTAGES][KINDS][MOST_TP][N];            /* indexed by piece; whole parameters are piece 0 */
 } result;
 
-/* slots: gradients lie in the places of parameters. shared: both virtual stages use the first PARTIAL. */
+/* With `slots`, gradients use the parameters' memory. With `shared`, both virtual stages use the first PARTIAL. */
 typedef struct layout { int dp, tp, stage, dtype; bool slots, overlap, shared; } layout;
 
 typedef struct process {
-    int rank, dp_rank, tp_rank, n, n_leaves, lacks;       /* lacks: the rank of tp that has no gradient for EXTRA, or
-                                                           * -1 */
+    int rank, dp_rank, tp_rank, n, n_leaves, lacks;       /* lacks: the tp rank that has no gradient for EXTRA, or -1 */
     layout of;
     const ps_action *table;
     ps_ctx *ctx;
@@ -38,7 +38,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Called by threads. The thread that joins them reports the first failure. */
+/* Checks a condition in a thread. The joining thread reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -60,7 +60,7 @@ static ps_tensor *tensor_of(process *p, int dtype, const double *values)
 }
 
 /* -- the gradients: integers --------------------------------------------------------------------------------------- */
-/* Element i of the gradient that one micro-batch (of dp rank d) adds, on tp rank `part`. */
+/* Returns element i of the gradient that one micro-batch of dp rank d adds on tp rank `part`. */
 static double gradient(int vstage, int kind, int piece, int d, int micro, int part, int i)
 {
     int seed = 31 * vstage + 17 * kind + 7 * d + 3 * micro;
@@ -69,7 +69,7 @@ static double gradient(int vstage, int kind, int piece, int d, int micro, int pa
     return (i * 3 + seed + 13 * part) % 11 - 5;
 }
 
-/* The loss is linear: the sum over leaves of w g. */
+/* Returns a linear loss: the sum of w g over the leaves. */
 static ps_tensor *loss_of(process *p, int vstage, int micro, int step)
 {
     static const int32_t none;
@@ -104,7 +104,7 @@ static ps_tensor *loss_of(process *p, int vstage, int micro, int step)
     return sum;
 }
 
-/* The squared norm of a step's gradients, by these formulas. */
+/* Returns the squared norm of a step's gradients by these formulas. */
 static double norm_of(const layout *of, int step, int micros, int vstages)
 {
     double sum = 0;
@@ -142,13 +142,14 @@ static int32_t part_of(process *p, int owner, int stripe, int dtype, int32_t chu
 }
 
 static int owner_of(const process *p, int i) { return i % p->of.dp; }
-static int stripe_of(const process *p, int i)             /* each of one virtual stage, numbered in order */
+static int stripe_of(const process *p, int i)             /* Returns the stripe of a parameter. Each stripe belongs
+                                                           * to one virtual stage, and stripes are numbered in order. */
 {
     int a_stage = p->n_leaves / VSTAGES;
     return i / a_stage * a_stage + i % a_stage / p->of.dp;
 }
 
-/* Parts: of values, and of gradients. */
+/* Describes a parameter. `parts` are the parts of its values and of its gradients. */
 static ps_param param_of(process *p, int i, int32_t *parts)
 {
     static const int kinds_of_tp[KINDS] = { PS_TP_WHOLE, PS_TP_SPLIT, PS_TP_PARTIAL, PS_TP_PARTIAL };
@@ -213,7 +214,8 @@ static void act(process *p, const ps_action *a, int step, ps_tensor *(*loss)[2 *
     else p->failed = rc;
 }
 
-static bool is_last(const process *p, int k)              /* the last backward of its virtual stage */
+static bool is_last(const process *p, int k)              /* Returns whether this is the last backward of its virtual
+                                                           * stage. */
 {
     for (int j = k + 1; j < p->n; j++)
         if (p->table[j].kind == PS_ACT_BACKWARD && p->table[j].vstage == p->table[k].vstage) return false;
@@ -234,7 +236,7 @@ static void read_values(process *p)
     static const int32_t none;
     for (int i = 0; i < p->n_leaves; i++) {
         struct leaf *l = &p->leaf[i];
-        ps_tensor *read[PS_MAX_OUT] = { NULL };            /* a read by an op gathers */
+        ps_tensor *read[PS_MAX_OUT] = { NULL };            /* reading by an op gathers */
         if (!is_alone(p)) WELL(ps_engine_forget(p->ctx));
         ps_set_grad_enabled(p->ctx, 0);
         WELL(ps_apply(p->ctx, PS_OP_add, 2, (ps_tensor *[]){ l->w, l->w }, &none, sizeof none, read));
@@ -280,7 +282,7 @@ static void train(process *p)
     ps_step_free(p->step);
 }
 
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one after the other */
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one at a time */
 
 static void make_groups(process *p)
 {
@@ -332,7 +334,7 @@ static int run_ranks(layout of, int n, const ps_action *table, int lacks, proces
     return size;
 }
 
-/* Joins the pieces of the ranks with dp rank 0. Other ranks have the same pieces. */
+/* Joins the pieces of the ranks with dp rank 0. The other ranks have the same pieces. */
 static result run_all(layout of, int n, const ps_action *table)
 {
     process all[MOST];
@@ -381,7 +383,7 @@ static void test_layouts(void)
     }
 }
 
-/* Half types; gradients in the places of parameters; a parameter that waits for another virtual stage. */
+/* Half types, gradients in the parameters' memory, and a parameter that waits for another virtual stage. */
 static void test_places(void)
 {
     for (int how = 0; how < 4; how++) {
@@ -410,7 +412,7 @@ static void test_overlap(void)
     }
 }
 
-/* If not all ranks have a gradient, all ranks get the name of the parameter. */
+/* If only some ranks have a gradient, the error on all ranks contains the parameter's name. */
 static void test_one_lacks(void)
 {
     process all[MOST];

@@ -9,18 +9,18 @@
 #include "tensor/tensor.h"
 
 enum { N = 96, MICROS = 3, STEPS = 3, PARAMS = 3, RANKS = 2 };
-enum { TABLE, HEAD, WEIGHT };      /* HEAD: the table's use in virtual stage 1 */
+enum { TABLE, HEAD, WEIGHT };      /* HEAD is the use of TABLE in virtual stage 1 */
 
 typedef struct result { double norm[STEPS], table[N], weight[N]; } result;
 
 typedef struct process {
     int rank, size;                /* size 1: both virtual stages */
-    bool shared;                   /* the table is one leaf with one sum for all its uses */
+    bool shared;                   /* whether TABLE is one leaf with one sum for all its uses */
     ps_ctx *ctx;
     ps_step *step;
     ps_group *group;
     ps_tensor *leaf[PARAMS], *own[PARAMS][4];
-    ps_tensor *link[2][MICROS];    /* of one process: activations up, gradients down */
+    ps_tensor *link[2][MICROS];    /* links of one process: activations up, gradients down */
     ps_tensor *out[2][MICROS], *in[MICROS];
     int n;
     const ps_action *table;
@@ -29,7 +29,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Called by threads. The thread that joins them reports the first failure. */
+/* Checks a condition in a thread. The joining thread reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -154,7 +154,7 @@ static ps_param param_of(process *p, int which, int unit, int vstage, int number
     return r;
 }
 
-/* This process' parameters, by virtual stage and number. */
+/* Creates this process's parameters, sorted by virtual stage and index. Returns their number. */
 static int make_params(process *p, ps_param *list)
 {
     int n = 0;
@@ -249,7 +249,7 @@ static result test_tables(void)
     return first;
 }
 
-/* The sum of squares of the first step, from the parameters' first values: the formula of the gradient. */
+/* Checks the first step's sum of squares, computed from the initial values with the gradient's formula. */
 static void test_formula(const result *r)
 {
     process whole = { .size = 1 }, *p = &whole;
@@ -262,7 +262,7 @@ static void test_formula(const result *r)
         a = drawn(p, 11 + 2 * micro), b = drawn(p, 12 + 2 * micro);
         OK(ps_tensor_read_f64(a, 0, N, x)), OK(ps_tensor_read_f64(b, 0, N, y));
         ps_tensor_release(a), ps_tensor_release(b);
-        for (int i = 0; i < N; i++) {                     /* the loss: sum of (t x w + t y)^2 */
+        for (int i = 0; i < N; i++) {                     /* for the loss sum of (t x w + t y)^2 */
             double u = t[i] * x[i] * w[i] + t[i] * y[i];
             gt[i] += 2 * u * (x[i] * w[i] + y[i]);
             gw[i] += 2 * u * t[i] * x[i];
@@ -274,7 +274,7 @@ static void test_formula(const result *r)
 }
 
 #ifdef PS_HAVE_GLOO
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one after the other */
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one at a time */
 
 static void *rank_main(void *arg)
 {
@@ -343,7 +343,7 @@ static void test_refusals(void)
     other[1] = list[2], other[2] = list[1];
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "before all other uses");
     memcpy(other, list, sizeof other);
-    OK(ps_tensor_detach(list[0].param, &other[2].param));         /* the same bytes, and gradients of its own */
+    OK(ps_tensor_detach(list[0].param, &other[2].param));         /* the same bytes, with separate gradients */
     FAILS(ps_engine_params(p->ctx, n, other, 2, 1), PS_EINVAL, "is the same tensor");
     ps_tensor_release(other[2].param);
     OK(ps_group_self(p->ctx, &self));

@@ -26,8 +26,8 @@ static int put_text(ps_ptw *w, const char *s)
     return ps_ptw_put(w, &v);
 }
 
-/* A value with every kind and dtype:
- * [{"t": [tensors], 7: 3.5}, -1, 2^40, True, None, bytes, (), tied, view, scalar] */
+/* Writes a value with every kind and dtype: [{"t": [tensors], 7: 3.5}, -1, 2^40, True, None, bytes, (), tied, view,
+ * scalar]. */
 static int write_sample_wide(const char *path, int64_t wide_from)
 {
     ps_ptw *w = NULL;
@@ -60,7 +60,7 @@ static int write_sample_wide(const char *path, int64_t wide_from)
     if (rc >= 0) rc = ps_ptw_begin(w);
     for (int d = PS_DTYPE_COUNT - 1; d >= 0 && rc >= 0; d--) {
         int64_t nbytes = 3 * pt_type_by_dtype(d)->nbytes;
-        rc = ps_ptw_write(w, d, bytes_of, 1);               /* in two pieces */
+        rc = ps_ptw_write(w, d, bytes_of, 1);               /* written in two pieces */
         if (rc >= 0) rc = ps_ptw_write(w, d, bytes_of + 1, nbytes - 1);
     }
     if (rc >= 0) rc = ps_ptw_commit(w);
@@ -79,7 +79,7 @@ static ps_pt_value get(const ps_pt *pt, int value)
     return v;
 }
 
-/* Checks that every range of a tensor equals that part of the whole; whole: the tensor's bytes. */
+/* Checks that every range of a tensor equals the same range of the whole bytes. `whole` has the tensor's bytes. */
 static void check_ranges(ps_pt *pt, const ps_pt_tensor *t, const uint8_t *whole)
 {
     uint8_t part[64];
@@ -162,13 +162,13 @@ static void test_round_trip(void)
     CHECK(zip_crc32(zip_crc32(0, "1234", 4), "56789", 5) == 0xcbf43926);
     uint8_t noise[1000];
     for (int i = 0; i < 1000; i++) noise[i] = (uint8_t)(i * i >> 3);
-    for (int n = 0; n <= 1000; n++) {           /* long pieces and single bytes are computed by different methods */
+    for (int n = 0; n <= 1000; n++) {           /* long pieces and single bytes use different methods */
         uint32_t crc = 0;
         for (int i = 0; i < n; i++) crc = zip_crc32(crc, noise + i, 1);
         CHECK(zip_crc32(0, noise, n) == crc);
     }
     if (OK(write_sample())) check_sample(in_folder("a.pt"));
-    for (int wide = 1; wide < 5000; wide = wide * 3 + 1)        /* from all numbers to few of them in 64 bits */
+    for (int wide = 1; wide < 5000; wide = wide * 3 + 1)        /* from all numbers to a few of them in 64 bits */
         if (OK(write_sample_wide(in_folder("wide.pt"), wide))) check_sample(in_folder("wide.pt"));
 }
 
@@ -239,7 +239,7 @@ static uint8_t *read_whole(const char *path, size_t *n)
     return bytes;
 }
 
-/* Reads all that can be read below a value. */
+/* Reads everything that can be read below a value. */
 static int read_all(ps_pt *pt, int value)
 {
     uint8_t copy[4096];
@@ -292,7 +292,7 @@ static void test_damage(void)
             bytes[i + 5] ^= 1;
         }
     int zeroed = 0;
-    for (size_t i = 0; i + 46 + 14 < n; i++) {  /* 0 is a checksum like others, unless the archive has only this */
+    for (size_t i = 0; i + 46 + 14 < n; i++) {  /* 0 is a valid checksum unless all checksums in the archive are 0 */
         if (memcmp(bytes + i, "PK\1\2", 4) || memcmp(bytes + i + 46, "archive/data", 12)) continue;
         uint32_t crc;
         memcpy(&crc, bytes + i + 16, 4);
@@ -332,7 +332,7 @@ static void test_allocations(void)
 }
 
 /* -- pickles by hand --------------------------------------------------------------------------------------------- */
-/* Opens an archive with this data.pkl and storages "0" (16 bytes) and "e" (none). */
+/* Opens an archive with this data.pkl and the storages "0" (16 bytes) and "e" (empty). */
 static int open_pickle(const char *pickle, size_t n, ps_pt **out)
 {
     const char *path = in_folder("p.pt");
@@ -447,7 +447,8 @@ static void test_tensors(void)
     ps_pt_close(pt);
 }
 
-/* A list of one list four times, which is a list of another four times, and so on: few values, many paths. */
+/* A list contains one list four times, which contains another list four times, and so on. There are few values and
+ * many paths. */
 static void test_shared(void)
 {
     static const char pickle[] = "\x80\2]q\0]q\1(h\0h\0h\0h\0e]q\2(h\1h\1h\1h\1e]q\3(h\2h\2h\2h\2e.";
@@ -476,7 +477,7 @@ static void test_numbers(void)
     ps_pt_close(pt);
 }
 
-/* Integers that do not fit into 64 bits become the nearest double in every notation, or they are refused. They never
+/* Integers that do not fit into 64 bits become the nearest double in every notation, or are rejected. They never
  * become another integer. */
 static void test_large_numbers(void)
 {
@@ -511,13 +512,13 @@ static void test_large_numbers(void)
     REFUSED("\x80\2L1\0L\n.", "malformed integer");
 }
 
-/* A container that occurs again is one value at two places. */
+/* A container that occurs again is one value at two positions. */
 static void test_again(void)
 {
     const char *path = in_folder("again.pt");
     ps_ptw *w = NULL;
     ps_pt *pt = NULL;
-    enum { MANY = 300 };                        /* numbers of one byte and of four */
+    enum { MANY = 300 };                        /* indices of one byte and of four bytes */
     int numbers[MANY];
     OK(ps_ptw_new(path, &w));
     int root = put(w, PS_PT_LIST, 2 * MANY);

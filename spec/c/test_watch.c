@@ -12,7 +12,7 @@
 
 enum { SIZE = 3, MAGIC = 0x31575350 };
 static const char *const LOCAL = "127.0.0.1";
-static const ps_run nobody;                /* a run without name and secret */
+static const ps_run nobody;                /* a run without a name and a secret */
 
 typedef struct member {
     int rank, port, rc;
@@ -40,7 +40,7 @@ static void *start(void *arg)
     return NULL;
 }
 
-/* Starts ranks 0 .. n-1 of SIZE. The test plays the others. */
+/* Starts ranks 0 .. n-1 of SIZE. The test plays the other ranks. */
 static bool begin(int n, double silence_s)
 {
     if (!OK(ps_store_serve(LOCAL, 0, SIZE, &nobody, &server))) return false;
@@ -83,7 +83,7 @@ static void wait_over(ps_watch *w, double seconds)
     for (double until = ps_now() + seconds; !ps_watch_over(w) && ps_now() < until;) poll(NULL, 0, 5);
 }
 
-/* Checks that all of ranks 0 .. n-1 get this verdict within `seconds`, once. */
+/* Checks that ranks 0 .. n-1 each get this verdict once, within `seconds`. */
 static void all_hear(int n, int code, const char *word, double seconds)
 {
     for (int r = 0; r < n; r++) {
@@ -110,7 +110,7 @@ static void test_quiet(void)
         CHECK(atomic_load(&members[r].told) == 0);
     }
     end(SIZE);
-    ps_test_linger(FAR_S);                 /* no rank waits for another: `end` takes less than PROMPT_S */
+    ps_test_linger(FAR_S);                 /* no rank waits for another, so `end` takes less than PROMPT_S */
     for (int i = 0; i < 8; i++) {
         if (!begin(SIZE, 5)) break;
         end(SIZE);
@@ -132,7 +132,7 @@ static void *complain(void *arg)
     return NULL;
 }
 
-/* Both get the same verdict. */
+/* Checks that both get the same verdict. */
 static void both(struct complainer *a, struct complainer *b, int code, const char *word)
 {
     pthread_t threads[2];
@@ -167,7 +167,7 @@ static void test_missing(void)
     FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 0, 1, ""), PS_ETIME, "rank 1 (");
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* all ranks have come: so the bytes are late */
+    if (!begin(SIZE, 5)) return;           /* all ranks have arrived, so the bytes are late */
     for (int r = 0; r < SIZE; r++) enter(r, "all_reduce", 3, -1);
     both(&a, &b, PS_ETIME, "though all its ranks came to it: bytes of rank ");
     end(SIZE);
@@ -181,7 +181,7 @@ static void test_missing(void)
     end(SIZE);
 }
 
-/* Groups of some ranks: each has calls of its own, and the verdict says which group it was. */
+/* Groups of some ranks. Each group has its own calls, and the verdict names the group. */
 static void test_groups(void)
 {
     enum { TP = 7, PP = 8 };
@@ -190,18 +190,18 @@ static void test_groups(void)
     if (!begin(SIZE, 5)) return;
     for (int r = 1; r < SIZE; r++) CHECK((tp[r] = ps_watch_join(members[r].watch, TP, "tp")) == 1);
     for (int r = 0; r < SIZE; r++) CHECK((pp[r] = ps_watch_join(members[r].watch, PP, "pp")) > 0);
-    enter(2, "barrier", 9, -1);            /* it has made many calls in other groups, but has not reached this one's
-                                            * call */
+    enter(2, "barrier", 9, -1);            /* it has made many calls in other groups, but has not reached this
+                                            * group's call */
     ps_watch_enter(members[2].watch, pp[2], "all_gather", 40, -1, false);
     ps_watch_enter(members[1].watch, tp[1], "all_reduce", 3, -1, false);
     a.place = b.place = tp[1];
     both(&a, &b, PS_ETIME, ") is alive but has not come to all_reduce of tp (call 3) within 7 s; it is in all_gather "
          "of pp (call 40) and in barrier (call 9)");
-    CHECK(!strncmp(a.why, "rank 2 (", 8));             /* rank 0 is not of that group */
+    CHECK(!strncmp(a.why, "rank 2 (", 8));             /* rank 0 does not belong to that group */
     all_hear(SIZE, PS_ETIME, "rank 2 (", PROMPT_S);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* it ended while others of its group wait; rank 0 is in no call */
+    if (!begin(SIZE, 5)) return;           /* it ended while other ranks of its group wait; rank 0 is in no call */
     for (int r = 1; r < SIZE; r++) tp[r] = ps_watch_join(members[r].watch, TP, "tp");
     ps_watch_enter(members[2].watch, tp[2], "barrier", 0, -1, false);
     ps_watch_leave(members[2].watch, tp[2]);
@@ -214,7 +214,7 @@ static void test_groups(void)
     if (!CHECK(a.rc == PS_EIO && strstr(a.why, ") ended after barrier of tp (call 0)"))) printf("    %s\n", a.why);
     end(SIZE);
 
-    if (!begin(1, 5)) return;              /* as many as there is room for; a closed one makes room */
+    if (!begin(1, 5)) return;              /* as many as there is room for; closing one makes room */
     for (int i = 1; i < PS_WATCH_PLACES; i++) CHECK(ps_watch_join(members[0].watch, (uint64_t)i, "g") == i);
     FAILS(ps_watch_join(members[0].watch, 99, "g"), PS_EINVAL, "there are 32 groups of these ranks");
     ps_watch_part(members[0].watch, 5);
@@ -259,7 +259,7 @@ static void test_circle(void)
     }
 }
 
-/* A script that waits for a message, if none, one or all of the sent messages have arrived. */
+/* A script waits for a message after none, one or all of the sent messages have arrived. */
 static void test_messages(void)
 {
     enum { PP = 8 };
@@ -293,7 +293,7 @@ static void test_blame(void)
     CHECK(ps_now() - from < PROMPT_S);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* a third rank left: the peers that lost each other did not cause this */
+    if (!begin(SIZE, 5)) return;           /* a third rank left, so the peers that lost each other are not the cause */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[1].watch);
     members[1].watch = NULL;
@@ -305,7 +305,7 @@ static void test_blame(void)
     CHECK(!strncmp(a.why, "rank 1 (", 8));
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* rank 0 left: the others detect it */
+    if (!begin(SIZE, 5)) return;           /* rank 0 left, and the others detect it */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1), ps_watch_leave(members[r].watch, 0);
     ps_watch_close(members[0].watch);
     members[0].watch = NULL;
@@ -317,8 +317,8 @@ static void test_blame(void)
     CHECK(ps_watch_complain(members[2].watch, 0, PS_WATCH_LOST, 1, 1, "") == 0);
     end(SIZE);
 
-    if (!begin(SIZE, 5)) return;           /* a rank that gives up reports the reason, no matter what was lost before;
-                                            * it keeps its own error */
+    if (!begin(SIZE, 5)) return;           /* a rank that gives up reports the reason, whatever was lost before, and
+                                            * keeps its own error */
     for (int r = 0; r < SIZE; r++) enter(r, "barrier", 0, -1);
     pthread_t thread;
     struct complainer c = { .rank = 0, .what = PS_WATCH_LOST, .peer = 2, .text = "reset" };
@@ -355,7 +355,7 @@ static void test_blame(void)
 
 /* -- ranks that are not what they should be ------------------------------------------------------------------------ */
 
-/* Where the watch is, and the run by whose key it knows its ranks. */
+/* Returns the watch's port, and the run whose key identifies its ranks. */
 static int address(ps_store *store, ps_run *run)
 {
     char text[128] = "";
@@ -365,7 +365,7 @@ static int address(ps_store *store, ps_run *run)
     return (int)strtol(text, NULL, 10);
 }
 
-/* A connection to the watch that has proved itself. */
+/* Returns a connection to the watch that has proved itself. */
 static int reach(void)
 {
     ps_run run;
@@ -382,7 +382,7 @@ static int say(int fd, watch_message m, const char *text)
            ps_net_transfer(fd, (void *)(uintptr_t)text, m.nbytes, true, ps_now() + PROMPT_S) == 1;
 }
 
-/* A message, or false. */
+/* Receives a message. Returns false if there is none. */
 static bool hear(int fd, watch_message *m, char *text, double seconds)
 {
     double until = ps_now() + seconds;
@@ -391,7 +391,7 @@ static bool hear(int fd, watch_message *m, char *text, double seconds)
     return ps_net_transfer(fd, text, m->nbytes, false, until) == 1;
 }
 
-/* A rank 2 that the test plays, after its welcome. */
+/* Returns a rank 2 that the test plays, after its welcome. */
 static int false_rank(double silence_s)
 {
     int fd = reach();
@@ -412,7 +412,7 @@ static void test_death_and_silence(void)
              "crash); it was last known in all_gather (call 3)", 2);
     end(2);
 
-    if (!begin(2, 5)) return;              /* in more groups than it can report: the last ones count */
+    if (!begin(2, 5)) return;              /* in more groups than it can report, of which the last ones count */
     fd = false_rank(5);
     watch_place in_tp = at;
     memcpy(in_tp.axis, "tp", 3);
@@ -449,7 +449,7 @@ static void test_death_and_silence(void)
     close(fd);
     end(2);
 
-    if (!begin(2, 5)) return;              /* a rank that comes late gets the verdict */
+    if (!begin(2, 5)) return;              /* a rank that arrives late gets the verdict */
     enter(1, "barrier", 0, -1);
     CHECK(ps_watch_complain(members[1].watch, 0, PS_WATCH_GIVES_UP, 1, 0, "early") == 0);
     all_hear(2, PS_EIO, ") gave up: early", PROMPT_S);
@@ -467,7 +467,7 @@ static void test_death_and_silence(void)
     end(2);
 }
 
-/* Its connection is closed, although it has sent nothing useful. */
+/* Checks that the connection is closed, although the watch has sent nothing useful on it. */
 static void ends(int fd)
 {
     char byte;
@@ -491,17 +491,17 @@ static void test_strangers(void)
     ps_run run, other;
     int port = address(members[0].store, &run), idle = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
     watch_message good = { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 2, .seconds = 5 };
-    int fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);            /* a rank's words without a proof */
+    int fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);            /* a rank's messages without a proof */
     CHECK(ps_net_transfer(fd, &good, sizeof good, true, ps_now() + PROMPT_S) == 1);
     ends(fd);
-    ps_run_derive(&nobody, "1234 5", &other);                           /* the run is right, the key is not */
+    ps_run_derive(&nobody, "1234 5", &other);                           /* the run is correct, but the key is wrong */
     const ps_run *strange[] = { &nobody, &other };
     for (int i = 0; i < 2; i++) {
         fd = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
         FAILS(ps_proof_ask(fd, strange[i], ps_now() + 2, "test"), PS_ESTATE, "has another secret");
         ends(fd);
     }
-    watch_message bad[] = {                                             /* and for those that prove themselves */
+    watch_message bad[] = {                                             /* and invalid messages after a proof */
         { .magic = 1, .kind = WATCH_HELLO, .rank = 2 },
         { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 1 },
         { .magic = MAGIC, .kind = WATCH_HELLO, .rank = 0 },
@@ -521,17 +521,17 @@ static void test_strangers(void)
     for (int i = 0; i < 200; i++)
         noise(ps_net_reach(LOCAL, port, ps_now() + PROMPT_S), &state, &magic, i & 1 ? sizeof magic : 0);
     for (int i = 0; i < 100; i++) noise(reach(), &state, &bad[3], i & 1 ? 8 : 0);
-    int many[200];                         /* more connections than there is room for: the oldest are closed, among them
-                                            * the idle one */
+    int many[200];                         /* more connections than there is room for; the oldest are closed, among
+                                            * them the idle one */
     for (int i = 0; i < 200; i++) many[i] = ps_net_reach(LOCAL, port, ps_now() + PROMPT_S);
-    fd = false_rank(5);                    /* and rank 2 still finds its place */
+    fd = false_rank(5);                    /* and rank 2 can still connect */
     ends(idle);
     for (int i = 0; i < 200; i++) close(many[i]);
     watch_message m;
     char text[PS_WATCH_TEXT];
     CHECK(hear(fd, &m, text, PROMPT_S) && m.kind == WATCH_BEAT && m.rank == 0 && !ps_watch_over(members[0].watch));
     CHECK(say(fd, (watch_message){ .kind = WATCH_BYE, .rank = 2 }, ""));
-    CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all ranks have come: it stops listening */
+    CHECK(ps_net_reach(LOCAL, port, ps_now() + 0.2) == 0);     /* all ranks have arrived, so it stops listening */
     close(fd);
     end(2);
 }
@@ -551,7 +551,7 @@ static void test_files(void)
     end(2);
 }
 
-/* Lets a rank prove itself, and proves that it belongs to the run. */
+/* Lets a rank prove itself, and proves that this side belongs to the run. */
 static void let_in(int fd, const ps_run *run)
 {
     ps_proof p = { 0 };
@@ -562,7 +562,7 @@ static void let_in(int fd, const ps_run *run)
     CHECK(done == PS_PROOF_DONE);
 }
 
-/* The test plays rank 0 and serves what `answer` sends. */
+/* Plays rank 0 and serves `m`. */
 static int answer_with(watch_message m, bool stay, int *out_fd)
 {
     int listener = -1, port = 0;
@@ -626,7 +626,7 @@ static void test_rank_0(void)
     wait_over(members[1].watch, PROMPT_S);
     FAILS(ps_watch_verdict(members[1].watch), PS_EIO, "rank 0 (home) died");
     end_rank_1(fd);
-    CHECK(answer_with(welcome, true, &fd) == 0);               /* it is silent */
+    CHECK(answer_with(welcome, true, &fd) == 0);               /* it stays silent */
     enter(1, "barrier", 0, -1);
     FAILS(ps_watch_complain(members[1].watch, 0, PS_WATCH_LOST, 2, 1, "reset"), PS_ETIME, "rank 0 (home) is silent");
     end_rank_1(fd);

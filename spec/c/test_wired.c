@@ -10,11 +10,12 @@
 #ifdef PS_HAVE_GLOO
 enum { N = WIRE_N };
 
-static pthread_barrier_t meeting;          /* of the ranks' threads */
+static pthread_barrier_t meeting;          /* a barrier of the ranks' threads */
 
 static void meet(void) { pthread_barrier_wait(&meeting); }
 
-/* This rank's device, to which two groups of the same ranks are connected: the first is connection 1, tp is 2. */
+/* This rank's device, to which two groups of the same ranks are connected. The first group is connection 1, and tp
+ * is connection 2. */
 struct sides { int device; ps_backend *be; ps_group *tp; };
 
 static bool connected(struct member *m, ps_ctx *ctx, ps_group *g, struct sides *s)
@@ -28,7 +29,7 @@ static bool connected(struct member *m, ps_ctx *ctx, ps_group *g, struct sides *
 
 static bool says(const char *word) { return strstr(ps_error_message(), word) != NULL; }
 
-/* Waits until this rank's communicator has abandoned what was under way. The error stays. */
+/* Waits until this rank's communicator has abandoned the calls in progress. The error is kept. */
 static bool loses(struct sides *s)
 {
     double until = ps_now() + PROMPT_S;
@@ -48,7 +49,7 @@ static bool is(ps_tensor *t, int64_t i, double value)
 /* -- calls that succeed -------------------------------------------------------------------------------------------- */
 enum { MANY = 100, TENSORS = 10 };
 
-/* More calls than there are points, none of which has moved a byte when the last one returns. */
+/* More calls than there are points. When the last call returns, none of them has moved a byte yet. */
 static int in_a_row(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -59,7 +60,8 @@ static int in_a_row(struct member *m, ps_ctx *ctx, ps_group *g)
     part = filled(ctx, s.device, 10 * m->rank), piece = filled(ctx, s.device, 0);
     expect(m, ps_tensor_new(ctx, PS_F32, s.device, 1, shape, &all) == 0, "a tensor");
     expect(m, ps_group_all_gather(g, all, part) == 0 && ps_group_broadcast(g, part, 1) == 0, "gather, broadcast");
-    expect(m, ps_group_reduce_scatter(g, piece, all) == 0, "reduce_scatter");     /* the most memory first */
+    expect(m, ps_group_reduce_scatter(g, piece, all) == 0, "reduce_scatter");     /* the call that needs most memory
+                                                                                   * first */
     for (int i = 0; i < MANY; i++)
         expect(m, ps_group_all_reduce(g, t[i % TENSORS], PS_REDUCE_SUM) == 0, "all_reduce");
     meet();
@@ -80,7 +82,7 @@ static int in_a_row(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* Each exchange takes some time, and all of them together take much longer than one is allowed to. */
+/* Each exchange takes some time, and all of them together take much longer than a single one is allowed to take. */
 static int slowly(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -94,7 +96,7 @@ static int slowly(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A ZeRO job on the two parts of a tensor. */
+/* Starts a ZeRO job on the two parts of a tensor. */
 static bool job_start(ps_group *g, ps_tensor *t, int op, ps_job **job)
 {
     void *bytes = NULL;
@@ -111,8 +113,8 @@ static int job_end(ps_group *g, ps_tensor *t, ps_job *job)
     return group_told(g, rc);
 }
 
-/* A gather of chunks stalls. The other group's calls begin after it and end before it. Their order is that of the
- * script if the gather's ranks agree late. */
+/* A gather of chunks stalls. The other group's calls begin after it and end before it. Their order is the script's
+ * order if the gather's ranks agree late. */
 static int two_groups(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -148,7 +150,7 @@ static void *releases(void *arg)
     return NULL;
 }
 
-/* A group is closed while its bytes are under way, and they still come. */
+/* A group is closed while its bytes are in flight, and they still arrive. */
 static int closed(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -165,8 +167,8 @@ static int closed(struct member *m, ps_ctx *ctx, ps_group *g)
 }
 
 /* -- failures ------------------------------------------------------------------------------------------------------ */
-/* After a failure that the script has already received: later calls say that there was a failure, and nothing reports
- * it again. */
+/* After a failure that the script has received, later calls say that there was a failure, and nothing reports it
+ * again. */
 static void told_once(struct member *m, struct sides *s, ps_group *g, ps_tensor *t)
 {
     expect(m, ps_group_broadcast(g, t, 0) < 0 && says("failed before"), "a later call");
@@ -196,7 +198,7 @@ static int next_call(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* The next call is an op that multiplies rows which are gathered. */
+/* The next call is an op that multiplies gathered rows. */
 static int next_op(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -214,7 +216,7 @@ static int next_op(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* The other group also has a call under way, which ends with the same failure. */
+/* The other group also has a call in progress, which ends with the same failure. */
 static int next_read(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -227,7 +229,7 @@ static int next_read(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* ps_groups_settle is for the whole process, here for both ranks. */
+/* ps_groups_settle applies to the whole process, which is both ranks in this test. */
 static int settled(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -261,8 +263,8 @@ static int beside_a_call(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A job finds the failure first. A read in the meantime is still an error, even if nobody asks for the result of the
- * job. */
+/* A job finds the failure first. A read in the meantime is still an error, even if the job's result is never
+ * requested. */
 static int job_first(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;
@@ -287,7 +289,7 @@ static int job_first(struct member *m, ps_ctx *ctx, ps_group *g)
     return 0;
 }
 
-/* A gather that stalls, for which the script waits: the time-out ends it, and the wait. */
+/* The script waits for a gather that stalls. The time-out ends both the gather and the wait. */
 static int job_stalls(struct member *m, ps_ctx *ctx, ps_group *g)
 {
     struct sides s;

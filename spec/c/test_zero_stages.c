@@ -17,8 +17,8 @@ enum { N = 96, MICROS = 2, STEPS = 3, RANKS = 2, VSTAGES = 2, PARAMS = VSTAGES *
 typedef struct result { double norm[STEPS], w[PARAMS][N]; } result;
 
 typedef struct process {
-    int rank, size, stage, n;      /* size 1: all micro-batches, without ZeRO */
-    bool once;                     /* gradients are reduced once per step */
+    int rank, size, stage, n;      /* with size 1: all micro-batches, without ZeRO */
+    bool once;                     /* whether gradients are reduced once per step */
     const ps_action *table;
     ps_ctx *ctx;
     ps_step *step;
@@ -29,7 +29,7 @@ typedef struct process {
     result r;
 } process;
 
-/* Called by threads. The thread that joins them reports the first failure. */
+/* Checks a condition in a thread. The joining thread reports the first failure. */
 static bool well(process *p, bool ok, int line)
 {
     if (!ok && p->bad++ == 0)
@@ -58,7 +58,7 @@ static ps_tensor *op2(process *p, int op, ps_tensor *a, ps_tensor *b)
     return out[0];
 }
 
-/* Virtual stage v: the sum of (a x + b)^2, where x differs by rank and micro-batch. */
+/* Returns the loss of virtual stage v: the sum of (a x + b)^2, where x depends on the rank and the micro-batch. */
 static ps_tensor *loss_of(process *p, int v, int micro)
 {
     int batch = p->size == 1 ? micro : p->rank * MICROS + micro;
@@ -110,7 +110,7 @@ static int32_t part_of(process *p, int i, int stripe, int32_t chunk, bool reads)
     return part;
 }
 
-/* Parts: of values, and of gradients. */
+/* Describes a parameter. `parts` are the parts of its values and of its gradients. */
 static ps_param param_of(process *p, int i, int32_t *parts)
 {
     int v = i / RANKS;
@@ -162,7 +162,7 @@ static void train(process *p)
         WELL(ps_step_end(p->step, &trace));
     }
     for (int i = 0; i < PARAMS; i++) {
-        ps_tensor *read = NULL;                           /* a read by an op gathers */
+        ps_tensor *read = NULL;                           /* reading by an op gathers */
         if (p->size > 1) WELL(ps_engine_forget(p->ctx));
         ps_set_grad_enabled(p->ctx, 0);
         read = op2(p, PS_OP_add, p->w[i], p->w[i]);
@@ -184,7 +184,7 @@ static void train(process *p)
 #define END { PS_ACT_NORM, 0, 0 }, { PS_ACT_UPDATE, 0, 0 }
 #define OF(list) (int)(sizeof list / sizeof *list), list
 
-static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one after the other */
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;   /* contexts are opened one at a time */
 
 static void *rank_main(void *arg)
 {
@@ -240,7 +240,8 @@ int main(void)
     for (int stage = 0; stage <= 3; stage++) {
         static const struct { int n; const ps_action *table; } tables[] = { { OF(plain) }, { OF(ahead) },
                                                                            { OF(crossed) }, { OF(later) } };
-        /* Stages 2 and 3 sum micro-batches at the owner, unless once is set: the sums over ranks come first. */
+        /* Stages 2 and 3 sum micro-batches at the owner, so the sums over ranks come first. With `once`, they do
+         * not. */
         result of_stage = stage < 2 ? first : run_all(RANKS, stage, false, OF(plain));
         CHECK(fabs(of_stage.norm[2] - first.norm[2]) <= 1e-6 * first.norm[2]);
         for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {

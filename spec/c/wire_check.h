@@ -16,9 +16,8 @@ enum { EXCHANGE, SUM, COPY };
 
 typedef struct work {
     int kind, n;                           /* n: addends */
-    ps_comm_part send[MOST], recv[MOST];   /* SUM, COPY: from, and to the first */
-    int64_t after;                         /* number of moments after which the device's kernels ran and that are
-                                            * over */
+    ps_comm_part send[MOST], recv[MOST];   /* for SUM and COPY: from, and to the first */
+    int64_t after;                         /* number of completed moments after which the device's kernels have run */
 } work;
 
 /* A connection between the devices of some ranks. */
@@ -31,8 +30,9 @@ typedef struct hub {
     pthread_t mover;
 } hub;
 
-struct ps_wire_event { hub *h; int rank; int64_t number; };      /* over when this number of the rank's works are over;
-                                                                  * h NULL: this number of moments of the device */
+struct ps_wire_event { hub *h; int rank; int64_t number; };      /* complete when this number of the rank's works are
+                                                                  * complete or, if h is NULL, this number of the
+                                                                  * device's moments */
 /* A rank's device: the moments after which its kernels run. */
 typedef struct sim_device {
     ps_backend *be;
@@ -44,18 +44,18 @@ typedef struct sim_device {
 
 struct ps_wire { hub *h; sim_device *d; int rank, asked; int64_t after, last[PS_WIRE_LANES + 1]; };
 
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;         /* guards all fields that follow, also while bytes
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;         /* guards all following fields, also while bytes
                                                                   * move */
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 static hub hubs[HUBS];
 static sim_device devices[MOST];
 static int n_hubs, numbers_given, n_devices;
-/* The exchange that fails, counted from 1 in its connection; 0: none. An exchange that stalls continues when the test
- * allows it (wire_set). A broken one is an error, break_code, of one rank; break_rank -1: of all. hub_hit: the number
- * of the connection; 0: all. */
+/* The exchange that fails, counted from 1 in its connection, or 0 for none. A stalled exchange continues when the
+ * test allows it (wire_set). A broken exchange is the error break_code of rank break_rank, or of all ranks if
+ * break_rank is -1. hub_hit is the connection's number, or 0 for all connections. */
 static int64_t break_at, stall_at;
 static int break_code = PS_EIO, break_rank = -1, hub_hit;
-static useconds_t pace_us, memory_us;      /* the time of an exchange, and of allocating memory for sums */
+static useconds_t pace_us, memory_us;      /* duration of an exchange, and of allocating memory for sums */
 
 static inline void wire_set(int64_t *what, int64_t value)
 {
@@ -85,7 +85,7 @@ static inline bool all_over(const sim_device *d, int64_t n)
     return true;
 }
 
-/* The rank's next work, if its turn has come. */
+/* Returns the rank's next work if it is due. */
 static inline work *next_of(hub *h, int rank, sim_device *d)
 {
     work *w = &h->due[rank][h->over[rank] % DUE];
@@ -94,7 +94,7 @@ static inline work *next_of(hub *h, int rank, sim_device *d)
 
 static sim_device *owners[HUBS][MOST];
 
-/* True if all ranks have reached their next exchange. */
+/* Returns whether all ranks have reached their next exchange. */
 static inline bool all_come(hub *h)
 {
     for (int r = 0; r < h->size; r++) {
@@ -186,7 +186,7 @@ static inline int wire_new_id(ps_backend *be, char *id)
     return 0;
 }
 
-/* The lock is held. */
+/* Returns the device. The caller holds the lock. */
 static inline sim_device *device_of(ps_backend *be)
 {
     for (int i = 0; i < n_devices; i++) if (devices[i].be == be) return &devices[i];
@@ -216,7 +216,7 @@ static inline int wire_open(ps_backend *be, const char *id, int rank, int size, 
     return h ? 0 : ps_fail(PS_ENOMEM, "no more hubs");
 }
 
-/* Succeeds at the second query, as a library does that does not block. */
+/* Succeeds at the second query, like a library that does not block. */
 static inline int wire_ready(ps_wire *w)
 {
     pthread_mutex_lock(&lock);
@@ -398,7 +398,7 @@ static const ps_wire_table wire = {
 };
 
 /* -- devices ------------------------------------------------------------------------------------------------------- */
-/* This rank's device sim, whose bytes go over the wire. NULL: the check failed. */
+/* Returns this rank's device sim, whose bytes are sent over the wire, or NULL if a check failed. */
 static inline ps_backend *wired_sim(struct member *m, ps_ctx *ctx, int *number)
 {
     if (!expect(m, ps_device_find(ctx, "sim", number) == 0, "sim")) return NULL;
@@ -407,8 +407,8 @@ static inline ps_backend *wired_sim(struct member *m, ps_ctx *ctx, int *number)
     return ctx->devices[*number];
 }
 
-/* Like a read of the device's memory: waits for everything after which its kernels run, and returns the error of lost
- * bytes. */
+/* Waits for everything after which the device's kernels run, and returns the error of lost bytes, like a read of the
+ * device's memory. */
 static inline int device_wait(ps_backend *be)
 {
     pthread_mutex_lock(&lock);
@@ -419,7 +419,7 @@ static inline int device_wait(ps_backend *be)
 }
 
 /* Writes value, value + 1, ... + 6, value, ... to a tensor of WIRE_N numbers on sim, whose memory the processor can
- * access; or checks that it has these values. */
+ * access, or checks that it has these values. */
 static inline bool touch(ps_tensor *t, bool writes, double value)
 {
     void *bytes = NULL;

@@ -9,7 +9,7 @@
 #include "cuda_runtime.h"
 #include "base/half.h"
 
-bool ps_emu_library_fails(void);               /* a test requested the failure (emulate.h) */
+bool ps_emu_library_fails(void);               /* returns whether a test requested a failure (emulate.h) */
 
 typedef enum {
     CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_ALLOC_FAILED = 3, CUBLAS_STATUS_INVALID_VALUE = 7,
@@ -142,13 +142,13 @@ static inline cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmul
     return CUBLAS_STATUS_SUCCESS;
 }
 static inline int ps_emu_bytes(cudaDataType_t t) { return t == CUDA_R_64F ? 8 : t == CUDA_R_32F ? 4 : 2; }
-/* The type of D by the type of A and B, with the types of scale and computation. */
+/* Checks D's type for the type of A and B, and for the types of scale and computation. */
 static inline bool ps_emu_types(const ps_emu_desc *d, cudaDataType_t a, cudaDataType_t y)
 {
     if (a == CUDA_R_64F) return y == a && d->compute == CUBLAS_COMPUTE_64F && d->scale == CUDA_R_64F;
     return (y == a || y == CUDA_R_32F) && d->compute == CUBLAS_COMPUTE_32F && d->scale == CUDA_R_32F;
 }
-/* The operands of an epilogue. Only their addresses are checked. */
+/* Checks the operands of an epilogue. Only their addresses are checked. */
 static inline bool ps_emu_epilogue(const ps_emu_desc *d, const ps_emu_layout *y)
 {
     bool aux = d->epilogue & 128, vector = d->epilogue & (4 | 16 | 256 | 512);
@@ -158,7 +158,7 @@ static inline bool ps_emu_epilogue(const ps_emu_desc *d, const ps_emu_layout *y)
     if (d->epilogue > CUBLASLT_EPILOGUE_BIAS && (y->batch != 1 || y->type == CUDA_R_64F)) return false;
     return true;
 }
-/* Problems of 7, 23, 39 ... rows are refused here, so that tests use both the library's path and the plain one. */
+/* Rejects problems of 7, 23, 39 ... rows, so that tests use both the library's path and the plain one. */
 static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t d,
     cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t y,
     cublasLtMatmulPreference_t pref, int, cublasLtMatmulHeuristicResult_t *found, int *n)
@@ -170,14 +170,15 @@ static inline cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cu
                 (d->turn_a ? a->rows : a->cols) == (d->turn_b ? b->cols : b->rows);
     if (ps_emu_library_fails()) return CUBLAS_STATUS_ALLOC_FAILED;
     if (!fits || !ps_emu_epilogue(d, y) || pref->room < (32u << 20)) return CUBLAS_STATUS_INVALID_VALUE;
-    if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* sums in another order, or of rounded parts */
+    if (pref->reductions & ~2u) return CUBLAS_STATUS_INVALID_VALUE;     /* sums in another order, or sums of rounded
+                                                                         * parts */
     for (uint32_t align : pref->align)
         if (align == 0 || (align & (align - 1)) != 0 || align > 256) return CUBLAS_STATUS_INVALID_VALUE;
     found->algo = cublasLtMatmulAlgo_t{ *d, { *a, *b, *c, *y }, *pref };
     *n = y->rows % 16 != 7;
     return CUBLAS_STATUS_SUCCESS;
 }
-/* True if the product is the one for which its algorithm was chosen. */
+/* Returns whether the product is the one for which its algorithm was chosen. */
 static inline bool ps_emu_chosen(const cublasLtMatmulAlgo_t *algo, const ps_emu_desc *d, const ps_emu_layout *const *l,
                                  const void *const *p)
 {
@@ -201,15 +202,14 @@ static inline void ps_emu_put(void *p, cudaDataType_t t, int64_t i, double x)
     else if (t == CUDA_R_32F) ((float *)p)[i] = (float)x;
     else ((uint16_t *)p)[i] = t == CUDA_R_16F ? ps_f32_to_f16((float)x) : ps_f32_to_bf16((float)x);
 }
-/* The GELU (by tanh) that the epilogue asks for. */
+/* Computes the GELU (with tanh) that the epilogue requests. */
 static inline double ps_emu_gelu(const ps_emu_desc *d, cudaDataType_t type, int64_t at, double s)
 {
     if (!(d->epilogue & CUBLASLT_EPILOGUE_GELU)) return s;
     if (d->epilogue & 128) ps_emu_put(d->aux, type, at, s);
     return 0.5 * s * (1 + tanh(0.79788456080286535588 * (s + 0.044715 * s * s * s)));
 }
-/* A product in its stream: except for the matrices themselves, everything is as it was when the product was
- * requested. */
+/* A product in its stream. Everything except the matrices themselves has the state at the time of the request. */
 struct ps_emu_product {
     ps_emu_desc desc;
     double alpha, beta;
@@ -238,7 +238,8 @@ static inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc
         return CUBLAS_STATUS_SUCCESS;
     ps_emu_product p = { *d, al, be, pa, pb, pc, py, *a, *b, *c, *y };
     ps_emu_add(stream, [p, workspace, workspace_nbytes] {
-        memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* this product owns it now */
+        memset(workspace, 0xff, workspace_nbytes < 256 ? workspace_nbytes : 256);     /* this product owns the
+                                                                                       * workspace now */
         p.run();
     });
     return CUBLAS_STATUS_SUCCESS;

@@ -59,24 +59,25 @@ extern unsigned char *ps_emu_dynamic;
 #define gridDim ps_emu_grid
 #define warpSize 32
 
-void ps_emu_barrier(void);                     /* number of threads of the block that have not ended */
+void ps_emu_barrier(void);                     /* number of threads in the block that have not ended */
 void ps_emu_warp_barrier(void);
-/* [32][16] of this warp, for one exchange: requested and filled before a barrier of the warp, read after it. Two
- * buffers alternate, so no thread needs to wait for the readers. */
+/* [32][16] slots of this warp for one exchange. They are requested and filled before a barrier of the warp, and read
+ * after it. Two buffers alternate, so that no thread needs to wait for the readers. */
 uint64_t *ps_emu_warp_slots(void);
 /* Runs body(context) once for each thread of each block. */
 void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *), void *context);
-/* True if launches are only listed (PS_EMULATE_LIST); then lists this one. */
+/* If launches are only listed (PS_EMULATE_LIST), lists this launch and returns true. */
 bool ps_emu_listed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
-/* Copies of 4 or 16 bytes (src NULL: zeros). They happen when they are waited for, or immediately in other blocks. */
+/* Copies 4 or 16 bytes (zeros if src is NULL). The copy happens when it is waited for, or immediately in some
+ * blocks. */
 void ps_emu_async_copy(void *dst, const void *src, int nbytes);
 void ps_emu_async_commit(void);
 void ps_emu_async_wait(int but);
 
 /* Warpgroup products (wgmma.cpp): wgmma.fence, commit_group and wait_group; m64nNk16 of bf16 or fp16 with A in
- * registers or by descriptor, B by descriptor; fence.proxy.async; the address in a descriptor for an object in dynamic
- * shared memory. */
+ * registers or by descriptor, and B by descriptor; fence.proxy.async; and the descriptor address of an object in
+ * dynamic shared memory. */
 void ps_emu_wgmma_fence(void);
 void ps_emu_wgmma(float *d, const uint32_t *a_registers, uint64_t a, uint64_t b, int n, bool bf16, int trans_a,
                   int trans_b, bool add);
@@ -131,7 +132,7 @@ static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float a) { return sqrtf(a); }
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float ps_emu_expf(float x) { return expf(x); }
-#define __expf ps_emu_expf                     /* glibc declares one that it does not export */
+#define __expf ps_emu_expf                     /* glibc declares this name without exporting it */
 static inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 static inline double __dmul_rn(double a, double b) { return a * b; }
 static inline double __dadd_rn(double a, double b) { return a + b; }
@@ -144,15 +145,15 @@ template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
 template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
 
 /* -- work of streams ----------------------------------------------------------------------------------------------- */
-/* go() is called when the work's turn in its stream has come, and again until it returns true: the work is over. It
- * does not call the emulator. */
+/* go() is called when the work is due in its stream, and again until it returns true, which means that the work is
+ * complete. It does not call the emulator. */
 struct ps_emu_work {
     virtual bool go(void) = 0;
     virtual ~ps_emu_work() {}
 };
 struct ps_emu_stream {
-    virtual void add(ps_emu_work *work) = 0;       /* its last; `work` is deleted by the stream */
-    virtual void drive(void) = 0;                  /* as if the host had asked often whether all of it is over */
+    virtual void add(ps_emu_work *work) = 0;       /* appends the stream's last work; the stream deletes it */
+    virtual void drive(void) = 0;                  /* as if the host had often checked whether all work is complete */
 };
 typedef ps_emu_stream *cudaStream_t;
 

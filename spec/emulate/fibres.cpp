@@ -21,15 +21,15 @@ static ps_emu_fibre fibres[MAX_THREADS];
 static void *loop_sp;
 static bool backwards, early;
 static unsigned blocks_run;
-static int64_t started;              /* number of kernels, counted when they run */
+static int64_t started;              /* number of kernels that have started */
 static int n_threads, alive, block_arrived, block_turn;
 static int warp_arrived[32], warp_turn[32], warp_alive[32];
 static uint64_t slots[32][2][32 * 16];
 static void (*kernel_body)(void *);
 static void *kernel_context;
 
-/* Saves the registers that a call must preserve on this stack, and its address in *save. Continues with those saved at
- * `load`. */
+/* Saves the registers that a call must preserve on this stack, and their address in *save. Continues with the
+ * registers saved at `load`. */
 extern "C" void ps_emu_switch(void **save, void *load);
 asm(".text\n"
     ".globl ps_emu_switch\n"
@@ -139,14 +139,14 @@ static void prepare(ps_emu_fibre *f)
         abort();
     }
     void **top = (void **)(f->stack + STACK_BYTES - 64);
-    *--top = NULL;                                 /* begin_thread never returns; keeps the stack aligned */
+    *--top = NULL;                                 /* begin_thread never returns; this keeps the stack aligned */
     *--top = (void *)begin_thread;
     for (int i = 0; i < 6; i++) *--top = NULL;
     f->sp = top;
     f->ended = f->at_barrier = false;
 }
 
-/* Runs until every thread in it has ended or waits for the block's barrier. */
+/* Runs until every thread in the warp has ended or waits for the block's barrier. */
 static void run_warp(int warp)
 {
     int first = warp * 32, end = first + 32 < n_threads ? first + 32 : n_threads;
@@ -216,8 +216,8 @@ void ps_emu_run(dim3 grid, dim3 block, size_t shared_nbytes, void (*body)(void *
         for (unsigned y = 0; y < grid.y; y++)
             for (unsigned x = 0; x < grid.x; x++) {
                 ps_emu_block = dim3(x, y, z);
-                memset(ps_emu_dynamic, 0xff, shared_nbytes);           /* NaN, so that a use of the old contents
-                                                                        * shows */
+                memset(ps_emu_dynamic, 0xff, shared_nbytes);           /* NaN, so that a use of the old contents is
+                                                                        * detected */
                 run_block(shared_nbytes);
             }
 }

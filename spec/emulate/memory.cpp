@@ -114,7 +114,7 @@ static int64_t plain_used;
 namespace {
 
 enum { OLD_KEPT = 512, NANS_NBYTES = 32 << 20 };     /* OLD_KEPT: number of freed allocations whose addresses are not
-                                                      * used again */
+                                                      * reused */
 
 struct region { size_t nbytes, mapped; bool there, freed, pooled; };
 std::map<uintptr_t, region> regions;
@@ -149,14 +149,14 @@ void *reserve(size_t nbytes, bool pooled)
         sigaction(SIGSEGV, &a, NULL);
         first = false;
     }
-    size_t mapped = (nbytes + 4095) / 4096 * 4096 + 4096;      /* the page after it belongs to no allocation */
+    size_t mapped = (nbytes + 4095) / 4096 * 4096 + 4096;      /* the next page belongs to no allocation */
     void *p = mmap(NULL, mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) return NULL;
     regions[(uintptr_t)p] = region{ nbytes, mapped, false, false, pooled };
     return p;
 }
 
-/* A file full of NaNs: pages of it become memory of their own when they are written. */
+/* Returns a file full of NaNs. Its pages become private memory when they are written. */
 int nans(void)
 {
     static int file = -1;
@@ -237,7 +237,7 @@ cudaError_t cudaMalloc(void **p, size_t nbytes)
     return ps_emu_say(cudaSuccess);
 }
 
-/* Waits for the whole device, as the real runtime does for memory outside of pools. */
+/* Waits for the whole device, like the real runtime for memory outside of pools. */
 cudaError_t cudaFree(void *p)
 {
     ps_emu_entry in;
@@ -339,7 +339,7 @@ cudaError_t cudaGetDeviceCount(int *n)
     return ps_emu_say(cudaSuccess);
 }
 
-/* Each process has cards of its own, unless their number is set. */
+/* Each process has its own cards, unless their number is set. */
 cudaError_t cudaDeviceGetPCIBusId(char *out, int size, int device)
 {
     unsigned bus = ps_emu_number("PS_EMULATE_CARDS", 0) ? 1 : (unsigned)getpid() & 0xffff;

@@ -39,32 +39,33 @@ struct reduction { bool on; const float *in; float *out; size_t n; };
 struct group {
     std::vector<message> out, in;
     reduction reduce = { false, nullptr, nullptr, 0 };
-    struct { char *to; const char *from; size_t n; } own = { nullptr, nullptr, 0 };   /* from this rank to itself */
+    struct { char *to; const char *from; size_t n; } own = { nullptr, nullptr, 0 };   /* a message from this rank to
+                                                                                       * itself */
     cudaStream_t stream = nullptr;
     std::atomic<bool> over{ false };
 };
 
 }
 
-/* Stays after it was ended, because streams may have work of it. */
+/* Remains after it was ended, since streams can still have its work. */
 struct ncclComm {
     int rank, size, exchanges = 0;
-    std::string name;                          /* of the sockets, without the rank */
-    std::vector<int> peers;                    /* sockets, by rank */
+    std::string name;                          /* name of the sockets, without the rank */
+    std::vector<int> peers;                    /* sockets, indexed by rank */
     std::atomic<bool> connected{ false }, closing{ false };
     std::atomic<int> failure{ ncclSuccess };
     std::thread thread;
     std::mutex lock;
     std::condition_variable work;
-    std::deque<group *> due;                   /* groups whose turn has come */
-    group *next = nullptr, *last = nullptr;    /* next: open, or not in its stream yet */
-    bool ended = false, finalizing = false;    /* ended: the group `next` was ended */
+    std::deque<group *> due;                   /* groups that are due */
+    group *next = nullptr, *last = nullptr;    /* next: a group that is open or not in its stream yet */
+    bool ended = false, finalizing = false;    /* ended: whether the group `next` was ended */
     int asked = 0;
 };
 
 namespace {
 
-/* A group in its stream. */
+/* A group's work in its stream. */
 struct turn : ps_emu_work {
     ncclComm *c;
     group *g;
@@ -100,12 +101,13 @@ sockaddr_un address(const std::string &name, int rank, socklen_t *size)
     sockaddr_un a = {};
     a.sun_family = AF_UNIX;
     std::string path = name + "." + std::to_string(rank);
-    memcpy(a.sun_path + 1, path.data(), path.size());      /* an abstract address, so that no file stays in a folder */
+    memcpy(a.sun_path + 1, path.data(), path.size());      /* an abstract address, so that no file remains in a
+                                                            * folder */
     *size = (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + path.size());
     return a;
 }
 
-/* Moves n bytes over a socket. Fails if the peer is gone or this end is closing. */
+/* Moves n bytes over a socket. Fails if the peer has disconnected or this end is closing. */
 bool whole(ncclComm *c, int fd, char *bytes, size_t n, bool sending)
 {
     while (n > 0) {
@@ -121,7 +123,7 @@ bool whole(ncclComm *c, int fd, char *bytes, size_t n, bool sending)
     return true;
 }
 
-/* Rank r listens for the ranks after it and connects to those before it. */
+/* Listens for the ranks after r and connects to the ranks before r. */
 bool connect_all(ncclComm *c)
 {
     socklen_t size;
@@ -153,8 +155,8 @@ bool connect_all(ncclComm *c)
     return good;
 }
 
-/* Waits until all ranks with which bytes are exchanged have reached this exchange. No message is sent earlier, not even
- * a small one. */
+/* Waits until all ranks with which bytes are exchanged have reached this exchange. No message is sent earlier, not
+ * even a small one. */
 bool meet(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
 {
     std::vector<bool> with((size_t)c->size);
@@ -167,7 +169,7 @@ bool meet(ncclComm *c, const std::vector<message> &out, const std::vector<messag
     return good;
 }
 
-/* Each message begins with its length, so that both ends can compare it. */
+/* Exchanges messages. Each begins with its length, so that both ends can compare it. */
 bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<message> &in)
 {
     std::atomic<bool> sent{ true };
@@ -188,7 +190,7 @@ bool exchange(ncclComm *c, const std::vector<message> &out, const std::vector<me
     return got && sent;
 }
 
-/* Rank 1 has reached the exchange for which the setting requests `what`. */
+/* Returns whether rank 1 has reached the exchange for which the setting requests `what`. */
 bool is_to(ncclComm *c, const char *what)
 {
     size_t n = strlen(what);
@@ -334,7 +336,7 @@ static ncclResult_t end(ncclComm_t c)
 
 API ncclResult_t ncclCommAbort(ncclComm_t c) { return end(c); }
 API ncclResult_t ncclCommDestroy(ncclComm_t c) { return end(c); }
-/* Over when everything that was begun is over. */
+/* Completes when everything that was begun is complete. */
 API ncclResult_t ncclCommFinalize(ncclComm_t c)
 {
     if (state_of(c) != ncclSuccess) return ncclInvalidUsage;

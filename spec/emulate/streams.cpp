@@ -25,15 +25,15 @@ namespace {
 
 struct stream : ps_emu_stream {
     std::deque<std::unique_ptr<ps_emu_work>> work;
-    int64_t added = 0, done = 0;               /* pieces of work */
-    int64_t told = 0;                          /* number of these that are over, as far as the host knows */
-    bool destroyed = false, going = false;     /* going: its first piece has started and continues by itself */
+    int64_t added = 0, done = 0;               /* number of added works; number of finished works */
+    int64_t told = 0;                          /* number of works that the host knows to be complete */
+    bool destroyed = false, going = false;     /* going: the first work has started and continues by itself */
     void add(ps_emu_work *w) override;
     void drive(void) override;
     void append(ps_emu_work *w);
 };
 
-/* Up to a position in a stream. */
+/* Waits for a position in a stream. */
 struct waiting : ps_emu_work {
     stream *on;
     int64_t at;
@@ -45,7 +45,7 @@ struct copying : ps_emu_work {
     void *dst;
     const void *src, *host;                    /* host: the side that is host memory, or NULL */
     size_t n;
-    std::vector<char> staged;                  /* a copy of the source, if it was made at once */
+    std::vector<char> staged;                  /* a copy of the source, if it was made immediately */
     copying(void *d, const void *s, size_t nbytes, const void *h) : dst(d), src(s), host(h), n(nbytes)
     {
         if (host) ps_emu_host_begins(host, n);
@@ -59,7 +59,7 @@ struct copying : ps_emu_work {
 };
 
 std::mutex one;
-std::vector<stream *> streams;                 /* destroyed streams stay: their queued work is still performed */
+std::vector<stream *> streams;                 /* includes destroyed streams, whose queued work is still performed */
 cudaError_t broken;
 thread_local cudaError_t last_error;
 enum { LATE, MIXED, NOW };
@@ -82,8 +82,8 @@ unsigned random_below(unsigned n)
     return (unsigned)((seed >> 20) % n);
 }
 
-/* Performs the next piece of work of s, or one for which it waits. False: that piece continues by itself; call
- * again. */
+/* Performs the next work of s, or a work for which it waits. Returns false if that work continues by itself; the
+ * caller calls again. */
 bool advance(stream *s)
 {
     while (const waiting *w = dynamic_cast<const waiting *>(s->work.front().get())) {
@@ -104,7 +104,7 @@ bool advance(stream *s)
     return over;
 }
 
-/* Performs a piece of a random stream. */
+/* Performs one work of a random stream. */
 void advance_any(void)
 {
     size_t n = streams.size(), first = n ? random_below((unsigned)n) : 0;
@@ -116,7 +116,7 @@ void advance_any(void)
     }
 }
 
-/* Performs the first `at` pieces of s. False: one of them continues by itself; call again. */
+/* Performs the first `at` works of s. Returns false if one of them continues by itself; the caller calls again. */
 bool force(stream *s, int64_t at)
 {
     while (s->done < at) {
@@ -179,10 +179,10 @@ struct ps_emu_event {
     int64_t at;
     int asked;
     bool destroyed, timed;
-    int64_t ns, times;                         /* when its stream reached it; how often it was recorded */
+    int64_t ns, times;                         /* time when its stream reached it; number of times it was recorded */
 };
 
-/* The time at which a stream reaches an event. */
+/* Records the time at which a stream reaches an event. */
 struct stamping : waiting {
     ps_emu_event *e;
     int64_t which;
@@ -222,8 +222,8 @@ bool ps_emu_library_fails(void)
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count);
-/* After `first` more calls of a kind, `count` of them fail; first < 0: none. Returns the number of such calls since
- * the last call of this function. A device that has failed stays failed. */
+/* After `first` more calls of a kind, makes `count` of them fail. No call fails if first < 0. Returns the number of
+ * such calls since the last call of this function. A device that has failed stays failed. */
 int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count)
 {
     std::unique_lock<std::mutex> lock(one);
@@ -286,7 +286,7 @@ int64_t ps_emu_number(const char *name, int64_t otherwise)
 bool ps_emu_chance(unsigned one_of) { return mode == MIXED && random_below(one_of) == 0; }
 
 extern "C" __attribute__((visibility("default"))) void ps_emu_take_counts(int64_t *out, int n);
-/* Returns the counts since the last call. out: [n], the first of ps_emu_counts. */
+/* Returns the counts since the last call. out is [n], the first n of ps_emu_counts. */
 void ps_emu_take_counts(int64_t *out, int n)
 {
     ps_emu_entry in;
@@ -399,7 +399,7 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t h)
     return ps_emu_say(cudaSuccess);
 }
 
-/* An event that was never recorded is over. */
+/* Returns whether an event is complete. An event that was never recorded is complete. */
 static bool is_over(cudaEvent_t e)
 {
     if (!live(e)->on || e->on->told >= e->at) return true;
@@ -436,8 +436,8 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to)
 }
 
 /* -- copies -------------------------------------------------------------------------------------------------------- */
-/* If memory is not pinned, the source may be read immediately, and the call may return after the copy; or neither. The
- * destination must not be read before the copy is over. */
+/* If memory is not pinned, the source can be read immediately, and the call can return after the copy, or neither.
+ * The destination must not be read before the copy is complete. */
 cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, cudaMemcpyKind kind, cudaStream_t h)
 {
     ps_emu_entry in;

@@ -17,7 +17,7 @@ extern "C" {
 
 enum { MOST_WARPS = 32, MOST_N = 256 };
 
-/* One product as all threads of a warp request it, without the places of their registers. */
+/* One product as all threads of a warp request it, without the positions of their registers. */
 struct product {
     uint64_t a, b;
     int n, trans_a, trans_b;
@@ -27,22 +27,24 @@ struct product {
     int group;
 };
 struct warp_state {
-    std::vector<product> products;             /* in flight, from number `through` on */
+    std::vector<product> products;             /* in flight, from product `through` on */
     size_t through;
-    size_t asked[32];                          /* by each lane */
-    int groups[32];                            /* committed by each lane */
+    size_t asked[32];                          /* number of products that each lane requested */
+    int groups[32];                            /* number of groups that each lane committed */
     bool fenced[32];
 };
 static warp_state warps[MOST_WARPS];
-static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* by the warp that first requested each product */
+static std::vector<product> warpgroup_log[MOST_WARPS / 4];       /* indexed by the warp that first requested each
+                                                                  * product */
 struct piece { unsigned char *at; int nbytes; };
-static std::vector<std::vector<piece>> copied; /* by thread: pieces whose copy is over, and that are not fenced yet */
+static std::vector<std::vector<piece>> copied; /* by thread: pieces whose copy is complete, and that are not fenced
+                                                * yet */
 static std::vector<unsigned char> seen;        /* shared memory as products read it */
 static int64_t block_number;
 static int block_threads;
 static size_t block_nbytes;
 static int64_t products_done;
-static bool used;                              /* true if the state above belongs to this block */
+static bool used;                              /* whether the state above belongs to this block */
 
 void ps_emu_wgmma_begin(int n_threads, size_t shared_nbytes)
 {
@@ -72,7 +74,8 @@ void ps_emu_wgmma_end(void)
     }
 }
 
-/* The begin of the shared window, a part of which the hardware reserves. Dynamic memory is aligned to 16 bytes. */
+/* Returns the start of the shared window, a part of which the hardware reserves. Dynamic memory is aligned to 16
+ * bytes. */
 static uint32_t window(void) { return 1024 + 16 * (uint32_t)(block_number % 5); }
 
 uint32_t ps_emu_shared_address(const void *p)
@@ -99,7 +102,7 @@ void ps_emu_async_fence(void)
 }
 
 extern "C" __attribute__((visibility("default"))) int64_t ps_emu_take_products(void);
-/* The number of quarters of products since the last call, which shows whether a kernel had any. */
+/* Returns the number of quarters of products since the last call, which shows whether a kernel used any. */
 int64_t ps_emu_take_products(void)
 {
     int64_t n = products_done;
@@ -125,9 +128,9 @@ static descriptor decode(uint64_t bits)
     return d;
 }
 
-/* Element (i of M or N, k) of an operand. The canonical layouts, in elements of which T = 8 are 128 bits: MN-major
- * ((T,8,m),(8,k)):((1,T,LBO),(8T,SBO)), K-major ((8,m),(T,2k)):((8T,SBO),(1,T)). Then Swizzle<3,4,3> of the address:
- * bits 4..6 are exchanged by bits 7..9. */
+/* Returns element (i of M or N, k) of an operand. The canonical layouts, in elements of which T = 8 are 128 bits,
+ * are MN-major ((T,8,m),(8,k)):((1,T,LBO),(8T,SBO)) and K-major ((8,m),(T,2k)):((8T,SBO),(1,T)). Then Swizzle<3,4,3>
+ * is applied to the address: bits 4..6 are XORed with bits 7..9. */
 static float element(const descriptor &d, bool mn_major, int i, int k, bool bf16)
 {
     uint32_t at;
@@ -141,9 +144,9 @@ static float element(const descriptor &d, bool mn_major, int i, int k, bool bf16
     return bf16 ? ps_bf16_to_f32(half) : ps_f16_to_f32(half);
 }
 
-/* Rows 16 w .. 16 w + 15 of one product, w: the warp in its warpgroup. Fragments, with g = lane / 4 and t = lane % 4:
- * of A each lane has (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..), two halves each; of D, for each 8
- * columns from c on, (g, c + 2t..) and (g + 8, c + 2t..). */
+/* Computes rows 16 w .. 16 w + 15 of one product, where w is the warp's index in its warpgroup. Fragments, with g =
+ * lane / 4 and t = lane % 4: of A, each lane has (g, 2t..), (g + 8, 2t..), (g, 2t + 8..) and (g + 8, 2t + 8..), two
+ * halves each. Of D, for every 8 columns from c on, it has (g, c + 2t..) and (g + 8, c + 2t..). */
 static void multiply(const product &x, int w)
 {
     static float a[16][16], b[16][MOST_N];
@@ -173,7 +176,7 @@ static void multiply(const product &x, int w)
     }
 }
 
-/* Groups before number `end`, of this warp; all its threads are here. */
+/* Finishes this warp's groups before number `end`. All threads of the warp have arrived. */
 static void finish(int end)
 {
     warp_state *s = &warps[ps_emu_now->warp];

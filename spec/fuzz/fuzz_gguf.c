@@ -10,7 +10,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
 enum { VALUES = 1 << 12, MANY = 64 };
-static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
+static volatile uint8_t sink;   /* bytes are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -54,7 +54,7 @@ static void read_tensors(ps_gguf *g, const uint8_t *file, size_t size)
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
 {
-    uint8_t *file = malloc(size ? size : 1);            /* memory of its own, so that a read past the end is detected */
+    uint8_t *file = malloc(size ? size : 1);            /* separate memory, so that a read past the end is detected */
     if (!file) return 0;
     if (size) memcpy(file, input, size);
     ps_gguf *g = NULL;

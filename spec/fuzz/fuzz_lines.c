@@ -31,7 +31,7 @@ static bool is_blank(const uint8_t *line, size_t n)
     return true;
 }
 
-/* Compares the rows of an open file with the lines of its bytes. */
+/* Compares the rows of an open file with the lines in its bytes. */
 static void compare(ps_lines *l, const uint8_t *bytes, size_t n)
 {
     size_t at = n >= 3 && memcmp(bytes, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;

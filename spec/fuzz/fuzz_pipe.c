@@ -57,7 +57,7 @@ static void read_layout(char *text, int vstages)
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
 {
     if (!size) return 0;
-    char *text = calloc(1, size);               /* without the first byte, and with a 0 */
+    char *text = calloc(1, size);               /* without the first byte, and with a final 0 */
     if (!text) return 0;
     memcpy(text, input + 1, size - 1);
     if (input[0] < 128) read_table(text, size - 1);

@@ -9,7 +9,7 @@
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
-static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
+static volatile uint8_t sink;   /* bytes are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -38,7 +38,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
 {
     if (!size) return 0;
     size_t mode = input[0], n = size - 1, before = mode % 2 ? 8 : 0, behind = mode % 2 ? mode / 2 : 0;
-    /* memory of its own, so that a read past the end is detected */
+    /* separate memory, so that a read past the end is detected */
     uint8_t *file = calloc(1, before + n + behind + 1);
     if (!file) return 0;
     for (size_t i = 0; i < before; i++) file[i] = (uint8_t)(n >> (8 * i));

@@ -19,7 +19,7 @@ static void must(int condition)
 
 static ps_run run;
 
-/* Both ends of a connection; the bytes are ready to be read at the second, and nothing follows them. */
+/* Creates both ends of a connection. The bytes can be read at the second end, and nothing follows them. */
 static void connection(int fd[2], const uint8_t *bytes, size_t nbytes)
 {
     must(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fd) == 0);
@@ -48,7 +48,7 @@ static void to_server(int mode, const uint8_t *bytes, size_t nbytes)
     if (mode == RANK) s->seen[1] = 1, s->n_seen = 1;
     for (int i = 0; i < 4096 && s->clients; i++) {
         if (c->out) flush(c);
-        if (c->waits) c->gone = true;                       /* its end has arrived already */
+        if (c->waits) c->gone = true;                       /* the end of the connection has arrived already */
         else receive(s, c);
         while (recv(fd[0], heard, sizeof heard, MSG_DONTWAIT) > 0) { }
         sweep(s);

@@ -17,7 +17,7 @@ static void must(int condition)
 
 static const char text[] = "the cat's  12\n\n caf\xc3\xa9 \xf0\x9f\x98\x80\xff [MASK]";
 static const char pattern[] = "'(?:[sdmt]|ll|ve|re)| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+";
-static char letters[8192];          /* vocab.json of the 256 letters and the results of some merges */
+static char letters[8192];          /* vocab.json with the 256 letters and the results of some merges */
 
 static void make_letters(void)
 {
@@ -42,8 +42,8 @@ static int read_as(ps_tok *t, int (*reader)(ps_tok *, const ps_map *), const voi
     return rc;
 }
 
-/* Converts texts to ids and back: every id exists, offsets lie in the text; with byte tokens, valid UTF-8 is
- * restored. */
+/* Converts texts to ids and back. Every id must exist, and offsets must be inside the text. With byte tokens, valid
+ * UTF-8 must be restored. */
 static void use(ps_tok *t, const uint8_t *s, size_t n, int bytes)
 {
     ps_tok_ids out;
@@ -66,7 +66,7 @@ static void use(ps_tok *t, const uint8_t *s, size_t n, int bytes)
     free(ids);
 }
 
-/* strip: [MASK] includes the blanks around it. */
+/* Creates a GPT-2 tokenizer. With `strip`, [MASK] includes the blanks around it. */
 static ps_tok *gpt2(const char *split, size_t n, int strip)
 {
     ps_tok *t = NULL;
@@ -116,7 +116,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size)
                                                                 tok_read_tokenizer_json };
     if (!size) return 0;
     int kind = input[0] % 9;
-    uint8_t *s = malloc(size);              /* memory of its own, so that a read past the end is detected */
+    uint8_t *s = malloc(size);              /* separate memory, so that a read past the end is detected */
     ps_tok *t = NULL;
     if (!s) return 0;
     size_t n = size - 1;

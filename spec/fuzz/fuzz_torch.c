@@ -10,7 +10,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t size);
 
 enum { LARGEST_COPY = 1 << 20 };
-static volatile uint8_t sink;   /* bytes that are read only so that the sanitizer checks them */
+static volatile uint8_t sink;   /* bytes are read only so that the sanitizer checks them */
 
 static void must(int condition)
 {
@@ -54,7 +54,7 @@ static size_t put(uint8_t *to, uint64_t v, int nbytes)
     return (size_t)nbytes;
 }
 
-/* One entry's header (place < 0) or line of the directory. */
+/* Writes an entry's header (place < 0), or its line in the directory. */
 static size_t put_entry(uint8_t *to, const char *name, size_t nbytes, int64_t place)
 {
     size_t n = put(to, place < 0 ? 0x04034b50 : 0x02014b50, 4);
