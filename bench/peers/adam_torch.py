@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""AdamW on the CPU by PyTorch (fused and foreach) and DeepSpeed (CPUAdam), for bench/adam.lua: one JSON line.
+"""Measures AdamW on the CPU in PyTorch (fused and foreach) and DeepSpeed (CPUAdam), for bench/adam.lua.
 
     OMP_NUM_THREADS=2 python3 bench/peers/adam_torch.py --params 50000000 --passes 15
 
-The tensors, types and settings are those of bench/adam.lua; all types are fp32, except that deepspeed_bf16 has bf16
-parameters and gradients with fp32 state. Prints the median seconds per step. A peer that is not installed or does not
-build is left out, with the reason on a line of its own.
+The tensors, types and settings are those of bench/adam.lua. All types are fp32, except that deepspeed_bf16 has bf16
+parameters and gradients with fp32 state. Prints the median seconds per step as one line of JSON. A peer that is not
+installed or does not build is skipped, and a separate line contains the reason.
 """
 import argparse
 import json

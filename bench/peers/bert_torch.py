@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/bert.lua --peer`: transformers' BertForSequenceClassification of the same size on the same batches, with
-PyTorch's fused AdamW. It answers commands of its input, each by a line "@" and JSON: `step I` (seconds), until `quit`.
+"""The peer of `bench/bert.lua --peer`: transformers' BertForSequenceClassification of the same size on the same
+batches, with PyTorch's fused AdamW. It reads commands from its input until `quit`, and answers each with a line of
+"@" and JSON. The command `step I` returns seconds.
 
     bert_torch.py BATCHES.json --dtype bf16|amp|fp32 [--threads N] [--compile] [--packed]
 
---dtype amp: weights and Adam's state are fp32, and autocast computes in bf16. --packed: several lines are in a row of up to ROW
-tokens, and a mask [rows, 1, T, T] hides them from each other. PyTorch's attention without padding (flash attention of sequences
-one after the other) has no kernel for the processor.
+--dtype amp: weights and Adam's state are fp32, and autocast computes in bf16. --packed: a row contains several lines,
+up to ROW tokens, and a mask [rows, 1, T, T] hides them from each other. PyTorch's attention without padding (flash
+attention over concatenated sequences) has no kernel for the processor.
 """
 import argparse
 import contextlib
@@ -38,7 +39,8 @@ def answer(**value):
 
 
 def fill(lengths, width):
-    """Rows of line numbers, each of up to `width` tokens: the longest lines first, each in the first row that has room."""
+    """Distributes lines over rows of up to `width` tokens. The longest line is first, and each line goes to the
+    first row that has room. Returns rows of line numbers."""
     rows, left = [], []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         at = next((r for r, room in enumerate(left) if room >= lengths[i]), None)
@@ -52,8 +54,10 @@ def fill(lengths, width):
 
 
 def packed(batch):
-    """The batch with several lines in a row; `first` has the place of each line's first token in [rows * T]."""
-    lines = [[x for x, seen in zip(ids, mask) if seen] for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
+    """Returns the batch with several lines per row. `first` has the position of each line's first token in [rows *
+    T]."""
+    lines = [[x for x, seen in zip(ids, mask) if seen] for ids,
+             mask in zip(batch["input_ids"], batch["attention_mask"])]
     lengths = [len(x) for x in lines]
     fewest = len(fill(lengths, ROW))
     T = next(t for t in range(max(lengths), ROW + 1) if len(fill(lengths, t)) <= fewest)
@@ -69,7 +73,8 @@ def packed(batch):
             owner[r, at:at + n] = i + 1
             first[i] = r * T + at
             at += n
-    return {"input_ids": ids, "position_ids": places, "attention_mask": owner[:, None, :, None] == owner[:, None, None, :],
+    return {"input_ids": ids, "position_ids": places, "attention_mask": owner[:, None, :, None] == owner[:, None, None,
+                                                                                                         :],
             "first": first, "labels": torch.tensor(batch["labels"])}
 
 
@@ -78,7 +83,7 @@ def padded(batch):
 
 
 class Packed(torch.nn.Module):
-    """BertForSequenceClassification's forward for rows of several lines."""
+    """BertForSequenceClassification whose forward accepts rows of several lines."""
 
     def __init__(self, of):
         super().__init__()
@@ -89,7 +94,8 @@ class Packed(torch.nn.Module):
         x = bert(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask).last_hidden_state
         pooled = bert.pooler(x.reshape(-1, 1, x.shape[-1])[first])
         logits = self.of.classifier(self.of.dropout(pooled))
-        return transformers.modeling_outputs.SequenceClassifierOutput(loss=torch.nn.functional.cross_entropy(logits, labels))
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=torch.nn.functional.cross_entropy(logits,
+                                                                                                             labels))
 
 
 model = transformers.BertForSequenceClassification(transformers.BertConfig()).train()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's side of bench/conv.lua: each line of the input requests a step, and the answer is a line with "@" and its
-seconds as JSON."""
+"""PyTorch's side of bench/conv.lua. Each line of the input requests a step, and the answer is a line with "@" and the
+step's seconds as JSON.
+"""
 import argparse
 import json
 import os

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/dpo_losses.lua`: TRL's DPOTrainer with PEFT on the same rows, from the same adapter.
+"""The peer of `bench/dpo_losses.lua`: TRL's DPOTrainer with PEFT on the same rows, starting from the same adapter.
 
     dpo_trl.py MODEL ADAPTER ROWS.jsonl JOB.json
 
-JOB.json has steps, batch, lr, beta and loss_type. The Python needs torch, transformers, peft, trl and datasets. The
-last line is JSON: losses by step, pairs (the ids of each row: prompt, chosen, rejected), seconds.
+JOB.json has steps, batch, lr, beta and loss_type. The Python environment needs torch, transformers, peft, trl and
+datasets. The last line of the output is JSON with the loss of each step, pairs (the ids of each row: prompt, chosen,
+rejected) and seconds.
 """
 import json
 import os
@@ -28,7 +29,7 @@ losses = []
 
 
 class Trainer(DPOTrainer):
-    """Keeps the loss of each step, which the log rounds, and the order of the file."""
+    """Records the loss of each step, which the log rounds, and keeps the order of the file."""
 
     def _get_train_sampler(self, *args, **kwargs):
         return SequentialSampler(self.train_dataset)

@@ -3,7 +3,8 @@
 
     finetune_torch.py MODEL JOB.json
 
-JOB.json has steps, each with input_ids, labels and attention_mask, and lr. The last line is JSON: losses, seconds.
+JOB.json has lr, and steps with input_ids, labels and attention_mask. The last line of the output is JSON with losses
+and seconds.
 """
 import json
 import os

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/first_logits.lua --peer`: transformers loads a folder, runs one row of ids, and prints a JSON line with
-its last id's first logits and its own peak of memory in bytes.
+"""The peer of `bench/first_logits.lua --peer`: transformers loads a folder and runs one row of ids. The output is a
+line of JSON with the first logits of the last id, and the process's peak memory in bytes.
 
     first_logits_torch.py DIR --ids 464 2068 [--dtype bf16] [--told 64] [--threads N]
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/generate.lua --peer`: transformers continues prompts, greedily or by beams, with its cache. It
-answers commands of its input, each by a line "@" and JSON: `generate` (seconds, ids, without padding) and `read
-SECONDS` (bytes_per_s of sums of 512 MiB for about that long), until `quit`.
+"""The peer of `bench/generate.lua --peer`: transformers continues prompts with its cache, greedily or with beams. It
+reads commands from its input until `quit`, and answers each with a line of "@" and JSON. `generate` returns seconds
+and ids without padding. `read SECONDS` returns bytes_per_s of sums of 512 MiB, measured for about that long.
 
     generate_torch.py DIR --ids "1 2 3" [--ids ...] --max-new 20 [--num-beams N] [--dtype fp32] [--threads N]
 """
@@ -43,7 +43,7 @@ ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def without_padding(out, row):
-    """The prompt and its continuation, up to the first end token."""
+    """Returns the prompt and its continuation, up to the first end token."""
     added = out[width:]
     stop = next((i + 1 for i, token in enumerate(added) if token in ends), len(added))
     return row + added[:stop]

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures PyTorch with its best settings on the card that bench/gpu_check.sh measures. Prints one JSON object per
-line as soon as a figure is known.
+"""Measures PyTorch with its best settings on the card that bench/gpu_check.sh measures. Prints each figure as a line
+of JSON as soon as it is known.
 
     gpu_torch.py matmul | attention | copies [--small]
     gpu_torch.py train --model gpt2 --batch 16 --seq 1024 [--no-compile] [--offload]
 
-Training is bf16 by autocast with fp32 parameters, SDPA, fused AdamW, and a vocabulary of a multiple of 64; first with
-each block compiled on its own, which takes seconds, then with the model compiled as a whole, which can take minutes,
-and eager if neither worked. A batch that does not fit is halved. --offload keeps parameters, gradients and optimizer
-state in host memory by FSDP2's CPU offload in a world of one."""
+Training uses bf16 autocast with fp32 parameters, SDPA, fused AdamW, and a vocabulary that is a multiple of 64. First,
+each block is compiled separately, which takes seconds. Then the whole model is compiled, which can take minutes.
+Eager mode is used if neither worked. A batch that does not fit is halved. --offload keeps parameters, gradients and
+optimizer state in host memory with FSDP2's CPU offload in a world of one.
+"""
 import argparse
 import json
 import os
@@ -214,7 +215,8 @@ def make(a, device):
 
 
 def steps(a, model, how, batch):
-    """Trains, and prints the time of a step; if steps are long, after each step, since the run may be killed."""
+    """Trains, and prints the time of a step. If steps are long, prints it after each step, since the run can be
+    killed."""
     count = sum(p.numel() for p in model.parameters())
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4, **{"foreach" if "foreach" in how else "fused": True})
     f = torch.compile(model, dynamic=False) if how == "whole" else model
@@ -246,7 +248,7 @@ def steps(a, model, how, batch):
 
 
 def attempt(a, how, batch):
-    """Returns whether training worked; a batch that does not fit is halved."""
+    """Returns whether training worked. A batch that does not fit is halved."""
     while batch:
         torch.manual_seed(0)
         if a.device == "cuda":

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds the largest GPT-2-like model of which PyTorch finishes a training step within this machine's memory.
+"""Finds the largest GPT-2-like model for which PyTorch finishes a training step within this machine's memory.
 
     largest_torch.py [--autocast] [--width 2048] [--seq 128] [--from 8] [--step 2]
 
-Layers are added until a step no longer fits; each size runs in its own process, whose address space is limited to the
-machine's free memory, so that it fails with an error instead of being killed. PyTorch uses as little memory as it can:
-recompute per block, fused or single-tensor AdamW, and gradients freed as they are used, if the version supports this.
-The last line is one JSON object."""
+Layers are added until a step no longer fits. Each size runs in a separate process, whose address space is limited to
+the machine's free memory, so that it fails with an error instead of being killed. PyTorch uses as little memory as
+possible: recompute per block, fused or single-tensor AdamW, and gradients that are freed after their use, if the
+version supports this. The last line of the output is one JSON object.
+"""
 import argparse
 import json
 import resource

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The peer of `bench/train.lua --family llama --model llama-110m`: a step of transformers' LlamaForCausalLM, compiled by PyTorch,
-with its fused AdamW, on the processor. The last line is JSON: step_s (median of the steps after the second), tokens_per_s.
+"""The peer of `bench/train.lua --family llama --model llama-110m`: a training step of transformers' LlamaForCausalLM
+on the processor, compiled by PyTorch, with its fused AdamW. The last line of the output is JSON with step_s (the
+median of the steps after the second) and tokens_per_s.
 
     llama_torch.py --dtype bf16 --batch 4 --seq 256 --steps 6 [--threads N]
 """
@@ -24,7 +25,8 @@ if a.threads:
 torch.manual_seed(0)
 dtype = torch.bfloat16 if a.dtype == "bf16" else torch.float32
 config = transformers.LlamaConfig(vocab_size=32000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12,
-                                  num_attention_heads=12, max_position_embeddings=1024, rms_norm_eps=1e-5, tie_word_embeddings=True)
+                                  num_attention_heads=12, max_position_embeddings=1024, rms_norm_eps=1e-5,
+                                  tie_word_embeddings=True)
 model = transformers.LlamaForCausalLM(config).to(dtype).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 run = torch.compile(model) if a.compile else model
@@ -39,5 +41,6 @@ for _ in range(a.steps):
     times.append(time.time() - began)
     print("step %.3f s, loss %.4f" % (times[-1], float(loss.detach())), flush=True)
 step = sorted(times[2:])[len(times[2:]) // 2]
-print(json.dumps({"what": "train", "model": "llama-110m", "peer": "torch " + torch.__version__, "dtype": a.dtype, "step_s": step,
+print(json.dumps({"what": "train", "model": "llama-110m", "peer": "torch " + torch.__version__, "dtype": a.dtype,
+                  "step_s": step,
                   "tokens_per_s": a.batch * a.seq / step}))

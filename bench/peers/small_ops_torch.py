@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's side of bench/small_ops.lua: seconds of each call on one thread, as one line of JSON."""
+"""PyTorch's side of bench/small_ops.lua. Prints the seconds of each call on one thread as one line of JSON."""
 import argparse
 import json
 import math
@@ -62,15 +62,20 @@ def cases(n):
     r, c = ints(square(n), square(n)), ints(square(n), square(n))
     p, q = torch.randn(m, 16, requires_grad=True), torch.randn(n, requires_grad=True)
     return {
-        "add": lambda: a + b, "add a number": lambda: a + 1.5, "add int64": lambda: i64 + j64, "mul a column": lambda: x * column,
-        "add a row": lambda: x + row, "relu": lambda: F.relu(a), "softplus": lambda: F.softplus(a), "sum": lambda: a.sum(),
+        "add": lambda: a + b, "add a number": lambda: a + 1.5, "add int64": lambda: i64 + j64,
+        "mul a column": lambda: x * column,
+        "add a row": lambda: x + row, "relu": lambda: F.relu(a), "softplus": lambda: F.softplus(a),
+        "sum": lambda: a.sum(),
         "norm": lambda: torch.linalg.vector_norm(a), "item": lambda: one.item(), "one_hot": lambda: F.one_hot(hot, 16),
         "flip": lambda: x.flip(1), "roll": lambda: x.roll(1, 0), "tril": lambda: x.tril(),
         "cat, last dimension": lambda: torch.cat([x, y], -1), "gather": lambda: x.gather(1, at),
-        "scatter_add of rows": lambda: zeros.scatter_add(0, spread, rows), "index_add": lambda: zeros.index_add(0, i, rows),
+        "scatter_add of rows": lambda: zeros.scatter_add(0, spread, rows),
+        "index_add": lambda: zeros.index_add(0, i, rows),
         "x[i]": lambda: rows[i], "x[i, j]": lambda: x[r, c], "x[i] = v": assign(n), "x[mask]": lambda: a[mask],
-        "nonzero": lambda: mask.nonzero(), "sort": lambda: a.sort(), "dropout": lambda: F.dropout(a, 0.1), "prod": lambda: u.prod(),
-        "x[i], backward": backward(p, lambda: p[i].sum()), "softplus, backward": backward(q, lambda: F.softplus(q).sum()),
+        "nonzero": lambda: mask.nonzero(), "sort": lambda: a.sort(), "dropout": lambda: F.dropout(a, 0.1),
+        "prod": lambda: u.prod(),
+        "x[i], backward": backward(p, lambda: p[i].sum()), "softplus, backward": backward(q,
+                                                                                          lambda: F.softplus(q).sum()),
     }
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""tokenize_tiktoken.py DIR < text: prints the number of GPT-2 tokens in the text by tiktoken, loaded from the files in
-DIR."""
+"""Prints the number of GPT-2 tokens in a text, counted with tiktoken, which is loaded from the files in DIR.
+
+    tokenize_tiktoken.py DIR < text
+"""
 import os
 import sys
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Drawn graphs with functions of one's own and hooks: ps.autograd against torch.autograd.
+"""Random graphs with custom functions and hooks: ps.autograd compared with torch.autograd.
 
-A graph is a list of steps over values of one shape. A step is an op, a function with a backward in Lua (autograd_cases.lua) and in
-Python (below), or a hook of a value. Parts of a graph may be recomputed in backward. Row `grad` returns gradients of leaves and of
-values in between by ps.autograd.grad, row `kept` sums two gradients of one graph that the first call keeps, row `modules` has hooks
-of a module.
+A graph is a list of steps over values of one shape. A step is an op, a function with a backward in Lua
+(autograd_cases.lua) and in Python (below), or a hook of a value. Parts of a graph can be recomputed in backward. Row
+`grad` computes gradients of leaves and of intermediate values with ps.autograd.grad. Row `kept` sums two gradients of
+one graph, which the first call keeps. Row `modules` has hooks of a module.
 """
 import torch
 
@@ -87,9 +87,10 @@ class Marked(torch.autograd.Function):
         return dy * 2 + zero
 
 
-HOOKS = {"scale": lambda g: g * 1.5, "shift": lambda g: g + 0.25, "cut": lambda g: g.clamp(-0.5, 0.5), "look": lambda g: None}
+HOOKS = {"scale": lambda g: g * 1.5, "shift": lambda g: g + 0.25, "cut": lambda g: g.clamp(-0.5, 0.5),
+         "look": lambda g: None}
 
-# name: (inputs, outputs, Lua, Python); {a}, {b}: the inputs
+# name: (inputs, outputs, Lua, Python); {a} and {b} are the inputs
 STEPS = {
     "add": (2, 1, "{a} + {b}", lambda a, b: a + b),
     "mul": (2, 1, "{a} * {b}", lambda a, b: a * b),
@@ -112,11 +113,11 @@ def hooked(x, name):
 
 # -- graphs ----------------------------------------------------------------------------------------------------------
 class Graph:
-    """Drawn steps over values v1, v2, ...; the first are the inputs."""
+    """Random steps over values v1, v2, ... The first values are the inputs."""
 
     def __init__(self, d, grads):
         self.inputs, self.n, self.lines, self.steps = len(grads), len(grads), [], []
-        self.needs = dict(enumerate(grads, 1))               # which values depend on a leaf with a gradient
+        self.needs = dict(enumerate(grads, 1))               # values that depend on a leaf with gradient
         for _ in range(d.int(2, 12)):
             self.add(d)
         picks = sorted({self.n} | {d.int(self.inputs + 1, self.n) for _ in range(2)})
@@ -136,7 +137,7 @@ class Graph:
         for i in made:
             self.needs[i] = any(self.needs[k] for k in at) and not (name == "marked" and i == made[1])
         call = text.format(**{key: "v[%d]" % i for key, i in zip("ab", at)})
-        if d.chance(0.2) and self.needs[made[0]] and name != "marked":       # the same values, computed again in backward
+        if d.chance(0.2) and self.needs[made[0]] and name != "marked":  # the same values, computed again in backward
             args = ", ".join("v[%d]" % i for i in at)
             inner = text.format(**{key: key for key in "ab"})
             call = "ps.recompute(function(%s) return %s end, %s)" % (", ".join("ab"[:n_in]), inner, args)
@@ -144,7 +145,8 @@ class Graph:
         self.steps.append((name, made, at))
 
     def lua(self):
-        return PRELUDE + "local v = { %s } " % ", ".join("x[%d]" % (i + 1) for i in range(self.inputs)) + " ".join(self.lines) + " "
+        return PRELUDE + "local v = { %s } " % ", ".join("x[%d]" % (i + 1)
+                                                         for i in range(self.inputs)) + " ".join(self.lines) + " "
 
     def run(self, x):
         v = dict(enumerate(x, 1))
@@ -163,11 +165,12 @@ def drawn(d):
     shape = [n or 1 for n in d.shape(1, 3, 300)]
     grads = [True] + [d.chance(0.7) for _ in range(n - 1)]
     graph = Graph(d, grads)
-    # A leaf with hooks has one view here: run_cases.lua takes views of leaves, and PyTorch's hooks are of the view, too.
+    # A leaf with hooks has only one view, since run_cases.lua takes views of leaves, and PyTorch's hooks also belong to
+    # the view.
     return graph, [d.input(shape, dtype, g, low=-2, high=2) for g in grads], dtype
 
 
-# A graph is a chain of roundings, each of which the next steps carry on.
+# A graph is a chain of roundings, which later steps propagate.
 SLACK = {"fp32": 4e-6, "fp64": 1e-14}
 
 
@@ -185,7 +188,8 @@ def of_graph(d):
     return case(text, fn, inputs, dtype)
 
 
-LOSS = "local loss = 0 for _, i in ipairs { %s } do if v[i]:needs_grad() then loss = (v[i] * v[i]):sum() + loss end end "
+LOSS = ("local loss = 0 for _, i in ipairs { %s } do "
+        "if v[i]:needs_grad() then loss = (v[i] * v[i]):sum() + loss end end ")
 
 
 def loss_of(graph, v):
@@ -193,8 +197,8 @@ def loss_of(graph, v):
 
 
 def of_grad(d, calls=1):
-    """Gradients with respect to the first input and to values in between, as outputs. Values in between have no hooks: psluajit
-    gives the gradient that hooks have made, PyTorch only where the walk goes no further than the value."""
+    """Gradients with respect to the first input and to intermediate values, as outputs. Intermediate values have no
+    hooks: psluajit returns the gradient after the hooks, and PyTorch does so only if the walk ends at the value."""
     graph, inputs, dtype = drawn(d)
     hooked_ = {at for name, _, at in graph.steps if name is None}
     wanted = sorted({1} | {i for i in (d.int(1, graph.n) for _ in range(2)) if i not in hooked_})
@@ -253,7 +257,8 @@ def of_modules(d):
         if kinds["back"]:
             layer.register_full_backward_hook(lambda mod, into, out: (into[0] * out[0].sum(),))
         return layer(x[0])
-    return case(text, fn, [d.input([rows, n_in], dtype, True, low=-2, high=2), d.input([n_out, n_in], dtype, low=-1, high=1),
+    return case(text, fn, [d.input([rows, n_in], dtype, True, low=-2, high=2),
+                           d.input([n_out, n_in], dtype, low=-1, high=1),
                            d.input([n_out], dtype, low=-1, high=1)], dtype)
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Chat templates: psluajit's text against that of transformers, byte for byte.
+"""Chat templates: psluajit's text compared with that of transformers, byte for byte.
 
-The templates come from the source package of PyPI's llama-cpp-python (tools/oracle.sh unpacks them). Each is run with
-drawn conversations: with and without a system message, tools, tool calls, reasoning, other scripts, quotes, empty
-content, content in parts, several turns of the assistant in a row, and wrong orders of roles. If transformers raises an
-error, psluajit must raise one, too.
+The templates come from the source package of PyPI's llama-cpp-python (tools/oracle.sh unpacks them). Each is rendered
+with random conversations: with and without a system message, tools, tool calls, reasoning, other scripts, quotes,
+empty content, content in parts, several consecutive turns of the assistant, and wrong orders of roles. If
+transformers raises an error, psluajit must raise one, too.
 
-Other cases compare the parts of a text that the model is to produce with a table written from the models' cards; the
-generation blocks of TRL's templates for training; and ids and masks of a small tokenizer whose template has generation
-blocks, with messages that spell special tokens (transformers' sanitize_control_tokens).
+Other cases compare the parts of a text that the model has to produce with a table written from the models' cards; the
+generation blocks of TRL's training templates; and the ids and masks of a small tokenizer whose template has
+generation blocks, with messages that contain the text of special tokens (transformers' sanitize_control_tokens).
 """
 import copy
 import datetime
@@ -131,7 +131,7 @@ def reference(template, messages, options, date):
             add_generation_prompt=options["add_generation_prompt"],
             continue_final_message=options.get("continue_final_message", False), **kwargs)
         return rendered[0], None
-    except Exception as e:                                    # any class: Jinja's, Python's or transformers'
+    except Exception as e:                                    # errors of any class, from Jinja, Python or transformers
         return None, "%s: %s" % (type(e).__name__, e)
 
 
@@ -141,7 +141,7 @@ def first_difference(a, b):
 
 # -- text ------------------------------------------------------------------------------------------------------------
 def texts(run, paths, date):
-    """Returns cases, each with a function that returns what is wrong with psluajit's result."""
+    """Returns cases. Each has a function that returns the errors in psluajit's result."""
     for path in paths:
         with open(path, encoding="utf-8") as f:
             template = f.read()
@@ -184,7 +184,8 @@ CALLS = [{"role": "user", "content": "Weather?"},
          {"role": "assistant", "content": "It is mild.", "reasoning_content": "Easy."}]
 THOUGHTS = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nHello!"}]
 
-# What each model has to produce, from its card: reasoning, channels, calls, content, and the token that ends the turn.
+# The text that each model has to produce according to its card: reasoning, channels, calls, content, and the token that
+# ends the turn.
 TRAINED = {
     "meta-llama-Llama-3.1-8B-Instruct": (
         ["Hello!<|eot_id|>", "Sunny.<|eot_id|>"],
@@ -217,7 +218,7 @@ TRAINED = {
         ['<tool_call>\n{"name": "w", "arguments": {"c": "Rome"}}\n</tool_call><|end_of_text|>',
          "It is mild.<|end_of_text|>"]),
 }
-# Reasoning within the content: kept by these, and dropped by DeepSeek R1's template.
+# Reasoning within the content. These templates keep it, and DeepSeek R1's template drops it.
 KEPT = {"Qwen-Qwen3-0.6B": ["<think>\nHm.\n</think>\n\nHello!<|im_end|>"],
         "Qwen-Qwen2.5-7B-Instruct": ["<think>\nHm.\n</think>\n\nHello!<|im_end|>"],
         "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ["\n\nHello!<\uff5cend\u2581of\u2581sentence\uff5c>"]}
@@ -237,7 +238,7 @@ def trained(paths, date):
 
 # -- generation blocks -----------------------------------------------------------------------------------------------
 def training_templates():
-    """The templates of TRL's package that have generation blocks. The package is not imported."""
+    """Returns the templates of TRL's package that have generation blocks. The package is not imported."""
     found = importlib.util.find_spec("trl")
     if not found:
         sys.exit("chat_oracle.py: TRL is missing; tools/oracle.sh python installs it")
@@ -248,7 +249,7 @@ def training_templates():
 
 
 def merged(text, spans):
-    """The parts of a text at the given spans; neighbouring spans are joined."""
+    """Returns the parts of a text at the given spans. Adjacent spans are joined."""
     joined = []
     for first, last in spans:
         if first == last:
@@ -276,7 +277,7 @@ def generated(run, date):
                     [copy.deepcopy(given)], tools=copy.deepcopy(options.get("tools")), chat_template=template,
                     return_assistant_tokens_mask=True, **TOKENS)
                 want = (rendered[0], merged(rendered[0], spans[0]))
-            except Exception as e:                            # any class: Jinja's, Python's or transformers'
+            except Exception as e:                            # errors of any class, from Jinja, Python or transformers
                 want = "%s: %s" % (type(e).__name__, e)
 
             def judge(result, want=want):
@@ -287,7 +288,7 @@ def generated(run, date):
                 at = first_difference(want[0], result["text"])
                 off = [] if result["text"] == want[0] else ["texts differ at %d" % at]
                 ours = result["pieces"] or []
-                # without a block the answer of transformers is no part; ours then is by provenance
+                # without a block, transformers marks nothing, and ours marks by provenance
                 return off + ([] if not want[1] or ours == want[1] else ["want %r" % want[1], "ours %r" % ours])
             ours = dict(options, tokens=TOKENS)
             if "tools" in ours:
@@ -330,7 +331,7 @@ def ids(run, date):
             messages.append({"role": "user", "content": rng.choice(TEXTS + FORGED)})
             messages.append({"role": "assistant", "content": rng.choice(TEXTS + FORGED) + "!"})
         forged = any(token in m["content"] for m in messages for token in ("<|im_start|>", "<|im_end|>"))
-        # transformers marks bytes of a text; with control tokens made text it gives no mask
+        # transformers marks bytes of a text; with control tokens as text, it returns no mask
         out = tok.apply_chat_template(messages, sanitize_control_tokens=forged, return_dict=True,
                                       return_assistant_tokens_mask=not forged)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Repeats a sample of the proofs about the cuda kernels, without a GPU (tools/prove_cuda/prove.py, docs/cuda.md).
+"""Repeats a sample of the proofs about the cuda kernels without a GPU (tools/prove_cuda/prove.py, docs/cuda.md).
 
-The cases are fixed: proofs do not depend on the seed. Without nvcc all cases are skipped, which is an error with
-CI=true.
+The cases are fixed, since proofs do not depend on the seed. Without nvcc, all cases are skipped, which is an error
+with CI=true.
 """
 import argparse
 import os

@@ -1,41 +1,47 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where psluajit differs from PyTorch on purpose: every one, by name, with its reason. Nothing else may be off."""
+"""All intended differences between psluajit and PyTorch, by name and with their reasons. Any other difference is an
+error."""
 import math
 
 import torch
 
-# Rows of ops.def that the part `ops` does not compare, and why.
+# Rows of ops.def that the part `ops` does not compare, with the reasons.
 NOT_COMPARED = {}
 
-# Differences that a reference of a row has built in, by the name that it is mentioned by.
-SAVED_SUMS = """cross_entropy keeps one fp32 number a row for its gradient, the logarithm of the sum of exponentials, as attention
-does: the probabilities are off by its rounding. PyTorch keeps all log-probabilities."""
+# Differences that a row's reference reproduces, by the name in the row.
+SAVED_SUMS = """cross_entropy keeps one fp32 number per row for its gradient, the logarithm of the sum of exponentials,
+as attention does. The probabilities are off by its rounding. PyTorch keeps all log-probabilities."""
 
 
-# Rows of functions that are chains of ops here, and one op in PyTorch.
-COMPOSED = ("mse_loss", "l1_loss", "binary_cross_entropy", "bce with logits", "kl_div", "nll_loss", "smooth_l1_loss", "huber_loss",
-            "glu", "mish", "selu", "hardswish", "hardsigmoid", "softsign", "logsigmoid", "lerp", "normalize", "cosine_similarity")
+# Rows of functions that are chains of ops in psluajit, and one op in PyTorch.
+COMPOSED = ("mse_loss", "l1_loss", "binary_cross_entropy", "bce with logits", "kl_div", "nll_loss", "smooth_l1_loss",
+            "huber_loss",
+            "glu", "mish", "selu", "hardswish", "hardsigmoid", "softsign", "logsigmoid", "lerp", "normalize",
+            "cosine_similarity")
 
 
 def reference(name, fn):
-    """fn(a, b) as psluajit means it: b a tensor or, where the row's name says so, a number."""
+    """fn(a, b) with psluajit's meaning. b is a tensor or, if the row's name says so, a number."""
     if "with a number" in name:
         def beyond(x, value):
-            # PyTorch casts a number to the integers' type, where it becomes another one: uint8 < 300 is false there.
+            # PyTorch casts the number to the integer type, where its value changes: uint8 < 300 is false.
             return fn(x if x.dtype.is_floating_point else x.long(), value)
         return beyond if name[:2] in ("eq", "ne", "lt", "le", "gt", "ge") else fn
     if name in ("pow", "a ^ x"):
         def floats(a, b):
-            # Powers of integers are fp32: PyTorch's overflow silently, and it refuses negative exponents.
+            # Powers of integers are fp32. PyTorch's overflow silently, and it rejects negative exponents.
             if not torch.result_type(a, b).is_floating_point:
-                a, b = a.to(torch.get_default_dtype()), b if isinstance(b, (int, float)) else b.to(torch.get_default_dtype())
+                a, b = a.to(torch.get_default_dtype()), b if isinstance(b,
+                                                                        (int,
+                                                                         float)) else b.to(torch.get_default_dtype())
             return fn(a, b)
         return floats
     return fn
 
 
 def fitting(dtype, value):
-    """`where` refuses a number that the integers' type does not hold (PyTorch makes another one of it): 1 instead."""
+    """Replaces a number that does not fit into the integer type with 1, since `where` rejects it (PyTorch converts
+    it to another number)."""
     if dtype.startswith(("int", "uint")) and isinstance(value, int):
         info = torch.iinfo({"uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64}[dtype])
         return value if info.min <= value <= info.max else 1
@@ -43,28 +49,31 @@ def fitting(dtype, value):
 
 
 def cast(x, dtype):
-    """To an integer type: saturates and makes 0 of NaN, where C (and so PyTorch) promises nothing. To bool: is not 0."""
+    """A cast to an integer type saturates and converts NaN to 0; in C, and thus in PyTorch, the result is undefined.
+    A cast to bool returns x != 0."""
     if dtype == torch.bool or not x.dtype.is_floating_point:
         return x.to(dtype)
     info = torch.iinfo(dtype)
     x = torch.nan_to_num(x.double(), 0.0, math.inf, -math.inf)
-    wide = torch.where(x >= 2.0 ** 63, info.max, torch.where(x < -2.0 ** 63, info.min, x.clamp(-2.0 ** 63, 2.0 ** 63 - 1024)
+    wide = torch.where(x >= 2.0 ** 63, info.max, torch.where(x < -2.0 ** 63, info.min,
+                                                             x.clamp(-2.0 ** 63, 2.0 ** 63 - 1024)
                                                              .long()))
     return wide.clamp(info.min, info.max).to(dtype)
 
 
 def seen(given):
-    """The values of an input as the case sees them."""
+    """Returns the values of an input in the form in which the case uses them."""
     return given.view(given.base) if given.view else given.base
 
 
 def whole(case, kind, key, ours, theirs):
-    """The name of the rule that lets an output differ as a whole (missing, another type), or None."""
+    """Returns the name of the rule that allows a whole output to differ (it is missing or has another type), or
+    None."""
     return None
 
 
 def elements(case, kind, key, ours, theirs, exact, off):
-    """[(name of a rule, mask of elements that it lets differ)]."""
+    """Returns [(name of a rule, mask of elements that can differ by this rule)]."""
     rules = []
     if not ours.dtype.is_floating_point:
         return rules
@@ -83,7 +92,8 @@ def elements(case, kind, key, ours, theirs, exact, off):
     if case.row.startswith(("maximum", "minimum")):
         rule("maximum and minimum of zeros of both signs give either", zeros)
     if kind == "grad":
-        rule("a gradient beyond its type's range, on the way or at the end, is infinite or NaN by the order of operations",
+        rule("a gradient beyond its type's range, on the way or at the end, is infinite or NaN "
+             "by the order of operations",
              ~torch.isfinite(exact.to(ours.dtype)) & ~finite)
     if case.row == "square" and kind == "grad":
         rule("the gradient of square is dy x + dy x, where PyTorch's 2 x overflows", finite & ~torch.isfinite(theirs))

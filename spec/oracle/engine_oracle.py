@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole training runs of the engine against PyTorch and transformers.
+"""Whole training runs of the engine compared with PyTorch and transformers.
 
-A case is a small GPT-2 made by transformers, batches with masked labels, and a drawn configuration: type, accumulation,
-the loop (written by hand, or model:micro_batches with the step's whole batch), optimizer, clipping, loss scale, memory,
-changes of the learning rate, a stop and a resume. The engine trains it, a PyTorch loop trains it in the same types, and
-the same loop trains it in float64, which counts as the exact result.
+A case has a small GPT-2 from transformers, batches with masked labels, and a random configuration: type,
+accumulation, the loop (written by hand, or model:micro_batches with the step's whole batch), optimizer, clipping,
+loss scale, memory, changes of the learning rate, a stop and a resume. The engine trains it, a PyTorch loop trains it
+in the same types, and the same loop trains it in float64, which counts as the exact result.
 
-The loop takes the mean over all targets of a step (those that are not -100), as docs/memory.md promises for
-micro-batches. A parameter tensor is wrong if its distance to float64 (2-norm) is more than twice PyTorch's. If
-PyTorch's own distance on that tensor is below PyTorch's average over the model, that average is used instead, since
-sums in another order round differently. Averages are judged in the same way, losses and norms by the largest distance
-in the run.
+The loop computes the mean over all targets of a step (those that are not -100), as docs/memory.md promises for
+micro-batches. A parameter tensor is wrong if its distance from float64 (2-norm) is more than twice PyTorch's
+distance. If PyTorch's distance for that tensor is below PyTorch's average over the model, the average is used
+instead, since sums in another order round differently. Optimizer averages are judged in the same way, and losses and
+norms by the largest distance in the run.
 
-PyTorch's distance in one run is partly luck. If this rule finds an error, PyTorch runs NEARBY more times, from weights
-that differ by one rounding of the computation's type, and its largest distance is used. A correct run that rounds
-differently is within that distance; a run that computes something else is not.
+PyTorch's distance in one run is partly luck. If this rule finds an error, PyTorch runs NEARBY more times, from
+weights that differ by one rounding of the computation's type, and its largest distance is used. A correct run that
+rounds differently is within that distance, and a run that computes something else is not.
 """
 import copy
 import functools
@@ -31,15 +31,15 @@ import runs
 
 IGNORED = -100
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}     # half an ulp of 1
+EPS = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # half a unit in the last place of 1
 HALF_MAX = 65504.0
-# Enough runs that one more is hardly ever twice as far away as the farthest of them.
+# Enough runs that an additional run is hardly ever twice as far away as the farthest of them.
 NEARBY = 12
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 def draw_memory(rng, numel, folder):
-    """Where the state is. The bits must not depend on it, so any draw is right."""
+    """Draws where the state is stored. The bits must not depend on it, so any choice is correct."""
     kind = rng.choice(["plain", "chunks", "budget", "disk", "sim"])
     if kind == "plain":
         return {"memory": "plain"}
@@ -57,7 +57,7 @@ def draw_memory(rng, numel, folder):
 
 
 def draw_scale(rng):
-    """The fp16 block: a fixed scale, or a dynamic one that overflows and grows during the run."""
+    """Draws the fp16 section: a fixed loss scale, or a dynamic one that overflows and grows during the run."""
     block = {"enabled": True}
     if rng.random() < 0.4:
         block["loss_scale"] = 2.0 ** rng.randint(0, 10)
@@ -80,7 +80,7 @@ def draw_optimizer(rng):
 
 
 def averages(entry):
-    """The tensors that an optimizer keeps for a parameter, by PyTorch's names."""
+    """Returns the tensors that an optimizer stores for a parameter, by PyTorch's names."""
     return {key: value for key, value in entry.items() if key != "step" and torch.is_tensor(value)}
 
 
@@ -107,7 +107,7 @@ def draw_case(rng):
     case["config"] = config
     case["way"] = rng.choice(["straight", "straight", "ours, ours", "torch, ours", "ours, torch"])
     if case["way"] != "straight" and case["type"] == "fp16":
-        case["way"] = "ours, ours"                     # PyTorch's file has no place for the loss scale
+        case["way"] = "ours, ours"                     # PyTorch's file cannot store the loss scale
     if case["way"] != "straight":
         case["resume_at"] = rng.randint(1, case["steps"] - 1)
     case["loop"] = rng.choice(["hand", "micro_batches"])
@@ -115,7 +115,8 @@ def draw_case(rng):
 
 
 def draw_batches(rng, case):
-    """x, y int32 [rows, positions] for each (step, micro-batch); y holds the target of each position, or -100."""
+    """Draws x and y, int32 [rows, positions], for each (step, micro-batch). y has the target of each position, or
+    -100."""
     batches, rows, T, V = {}, case["rows"], case["positions"], case["gpt2"]["vocab_size"]
     empty_step = rng.randint(1, case["steps"])
     for step in range(1, case["steps"] + 1):
@@ -138,7 +139,7 @@ def draw_batches(rng, case):
 
 # -- the loop of PyTorch -----------------------------------------------------------------------------------------------
 class Scaler:
-    """DeepSpeed's FP16_Optimizer._update_scale, written from its description: the scale is halved after `hysteresis`
+    """DeepSpeed's FP16_Optimizer._update_scale, written from its description. The scale is halved after `hysteresis`
     overflows, and doubled after each window of good steps."""
 
     def __init__(self, block):
@@ -165,7 +166,7 @@ class Scaler:
 
 @functools.lru_cache(maxsize=1)
 def loaded(path):
-    """A case's model. Each loop copies it, since reading it takes as long as several steps."""
+    """Returns a case's model. Each loop copies it, since reading it takes as long as several steps."""
     return GPT2LMHeadModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
 
 
@@ -196,7 +197,7 @@ class Loop:
         self.losses, self.norms, self.skipped, self.largest = [], [], [], []
 
     def step(self, number, batches, skip=None):
-        """skip: whether the engine skipped this step; used by the float64 loop, in which nothing overflows."""
+        """skip: whether the engine skipped this step. The float64 loop needs it, since nothing overflows in float64."""
         case = self.case
         if str(number) in case["rates"]:
             for group in self.optimizer.param_groups:
@@ -218,7 +219,7 @@ class Loop:
             (loss * (scale / total)).backward()
             for n, p in self.params.items():
                 sums[n] += p.grad.to(self.master)
-        if total == 0:                                   # no targets: the step is skipped, the loss scale stays
+        if total == 0:  # without targets, the step is skipped, and the loss scale does not change
             self.largest.append(0.0)
             self.skipped.append(True)
             self.norms.append(None)
@@ -288,7 +289,7 @@ def trained_state(case):
 
 
 def judge_inspected(case, inspected):
-    """The errors of ps.inspect's mean, std, min and max of the parameters that the engine saved."""
+    """Returns the errors in ps.inspect's mean, std, min and max of the parameters that the engine saved."""
     off = []
     saved = torch.load(os.path.join(case["out"], "trained.pt"), weights_only=False)["model"]
     for name in case["names"]:
@@ -302,7 +303,7 @@ def judge_inspected(case, inspected):
 
 
 def kinds(state):
-    """Parameters and the optimizer's averages separately: names by kind."""
+    """Returns names by kind, separately for parameters and the optimizer's averages."""
     of = {}
     for n in state:
         of.setdefault(n.partition(" ")[2], []).append(n)
@@ -310,7 +311,7 @@ def kinds(state):
 
 
 def judge_state(ours, theirs, truth):
-    """The errors of the engine's tensors, one line each. theirs: the states of PyTorch's runs."""
+    """Returns the errors in the engine's tensors, one line each. theirs: the states of PyTorch's runs."""
     off = []
     for names in kinds(truth):
         distance = {n: max(float((t[n].double() - truth[n]).norm()) for t in theirs) for n in names}
@@ -328,7 +329,7 @@ def judge_state(ours, theirs, truth):
 
 
 def judge_numbers(what, ours, theirs, truth):
-    """Judges losses or norms, one by one. None: there is no number (a micro-batch without targets)."""
+    """Judges losses or norms one by one. None means that there is no number (a micro-batch without targets)."""
     if len(ours) != len(truth):
         return [f"{len(ours)} {what}s, not {len(truth)}"]
     off = []
@@ -342,12 +343,12 @@ def judge_numbers(what, ours, theirs, truth):
 
 
 def kept(numbers, skipped):
-    """From one number per step, the numbers of the steps that were not skipped."""
+    """Selects, from one number per step, the numbers of the steps that were not skipped."""
     return [n for n, skip in zip(numbers, skipped) if not skip]
 
 
 def judge(case, batches, trained=trained_state):
-    """The errors of a case, one line each. trained: a function that returns the engine's tensors."""
+    """Returns the errors of a case, one line each. trained: a function that returns the engine's tensors."""
     with open(os.path.join(case["out"], "result.json")) as f:
         result = json.load(f)
     if "error" in result:
@@ -368,8 +369,8 @@ def judge(case, batches, trained=trained_state):
         return made
 
     theirs = loop(TYPES[case["type"]], torch.float32)
-    # Both decide by gradients that round differently. Near the largest half number they may decide differently, after
-    # which the runs diverge.
+    # Both decide with gradients that round differently. Near the largest half number their decisions can differ, and
+    # then the runs diverge.
     for i, (a, b) in enumerate(zip(result["skipped"], theirs.skipped)):
         total = sum(int((batches[first + i, m][1] != IGNORED).sum()) for m in range(1, case["accumulate"] + 1))
         if a != b and total > 0:

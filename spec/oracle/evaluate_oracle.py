@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ps.evaluate against lm-eval on the same small models: log-probabilities of texts in windows, perplexities per word
-and per byte, sums of log-probabilities of choices, and the choices themselves; also exact match and F1 of answers
-against SQuAD's measures.
+"""ps.evaluate compared with lm-eval on the same small models: log-probabilities of texts in windows, perplexities per
+word and per byte, sums of log-probabilities of choices, and the selected choices. Exact match and F1 of answers are
+compared with SQuAD's measures.
 
-Each case draws a model like GPT-2 or Llama, a tokenizer that may put a token before texts, texts of up to several
-windows, and questions. Choices may differ if lm-eval's two largest numbers differ by less than 1e-4 of their size.
+Each case draws a model like GPT-2 or Llama, a tokenizer that can add a token before texts, texts of up to several
+windows, and questions. The selected choices can differ if lm-eval's two largest numbers differ by less than 1e-4 of
+their size.
 """
 import collections
 import json
@@ -111,7 +112,7 @@ def choices(lm, questions, result):
                 for q in questions for c in q["choices"]]
     try:
         sums, off, hits = iter(lm.loglikelihood(requests, disable_tqdm=True)), [], [0, 0]
-    except AssertionError:                                    # a choice is longer than a window: lm-eval says no more
+    except AssertionError:  # a choice is longer than a window; lm-eval's error says no more
         return [] if "continuation has" in result.get("error", "") else ["a choice is too long; ours %r" % result]
     if "error" in result:
         return [result["error"]]

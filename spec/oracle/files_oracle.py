@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PyTorch's .pt files and safetensors, both ways.
+"""PyTorch's .pt files and safetensors, in both directions.
 
-torch.save writes drawn values (nested containers, numbers, text, tensors of all types, views with strides, tied ones), a
-writer of this file's own writes safetensors with headers of any length and tensors in any order. psluajit loads each and
-saves it again; what torch.load and the safetensors library then read must be what was drawn, bit for bit. The rules by
-which values cross (tuples come back as lists, 2.0 as 2, None is an absent key) are those that lua/ps/io/serialize.lua states.
+torch.save writes random values (nested containers, numbers, text, tensors of all types, views with strides, tied
+tensors). A writer in this file writes safetensors with headers of any length and tensors in any order. psluajit loads
+each file and saves it again. The values that torch.load and the safetensors library then read must be the original
+ones, bit for bit. lua/ps/io/serialize.lua defines how values are converted: tuples become lists, 2.0 becomes 2, and
+None becomes an absent key.
 """
 import collections
 import json
@@ -20,7 +21,8 @@ import runs
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I32": torch.int32,
           "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool}
-WORDS = ["", "a", "weight", "h.0.attn", "ключ", "\"quoted\"", "back\\slash", "tab\t", "nul\u0001", "emoji \U0001F600", "-100", "1"]
+WORDS = ["", "a", "weight", "h.0.attn", "ключ", "\"quoted\"", "back\\slash", "tab\t", "nul\u0001",
+         "emoji \U0001F600", "-100", "1"]
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
@@ -29,7 +31,7 @@ def draw_shape(rng):
 
 
 def draw_dense(rng, shape, dtype=None):
-    """Random bits, so that NaNs with payloads, infinities, denormals and both zeros occur."""
+    """Returns random bits, so that NaNs with payloads, infinities, denormals and both zeros occur."""
     dtype = dtype or rng.choice(list(DTYPES.values()))
     n = math.prod(shape)
     if dtype == torch.bool:
@@ -57,13 +59,16 @@ def draw_tensor(rng):
 
 
 def draw_number(rng):
-    return rng.choice([rng.randint(-9, 9), rng.randint(-2**31, 2**31), rng.randint(-2**53, 2**53), rng.randint(-2**63, 2**63 - 1),
-                       2**53, 2**53 + 1, -2**53 - 1, 2**63 - 1, -2**63, 255, 256, 65535, 65536, rng.gauss(0, 1), rng.gauss(0, 1) * 1e300,
+    return rng.choice([rng.randint(-9, 9), rng.randint(-2**31, 2**31), rng.randint(-2**53, 2**53),
+                       rng.randint(-2**63, 2**63 - 1),
+                       2**53, 2**53 + 1, -2**53 - 1, 2**63 - 1, -2**63, 255, 256, 65535, 65536, rng.gauss(0, 1),
+                       rng.gauss(0, 1) * 1e300,
                        5e-324, 0.1, 1e16, -0.5, math.inf, -math.inf, math.nan])
 
 
 def draw_value(rng, depth, tensors):
-    kind = rng.choice(["number", "number", "text", "bool", "tensor", "tensor", "tied"] + ["list", "tuple", "dict", "ordered"] * (depth > 0))
+    kind = rng.choice(["number", "number", "text", "bool", "tensor", "tensor", "tied"]
+                      + ["list", "tuple", "dict", "ordered"] * (depth > 0))
     if kind == "number":
         return draw_number(rng)
     if kind == "text":
@@ -86,7 +91,8 @@ def draw_value(rng, depth, tensors):
 
 
 def write_safetensors(rng, path, tensors, metadata):
-    """A valid file whose header is as long as drawn: the format fixes no padding, Hugging Face's writer pads to 8."""
+    """Writes a valid file with a header of random length. The format does not define the padding, and Hugging Face's
+    writer pads to a multiple of 8."""
     order = list(tensors)
     rng.shuffle(order)
     header, data, at = {}, b"", 0
@@ -98,15 +104,18 @@ def write_safetensors(rng, path, tensors, metadata):
     if metadata is not None:
         header["__metadata__"] = metadata
     text = json.dumps(header, ensure_ascii=rng.random() < 0.5).encode()
-    length = len(text) + rng.choice([0, 0, rng.randint(1, 300), -len(text) % 8, (0x80 - len(text)) % 256, (0x4B50 - len(text)) % 65536])
+    length = len(text) + rng.choice([0, 0, rng.randint(1, 300), -len(text) % 8, (0x80 - len(text)) % 256,
+                                     (0x4B50 - len(text)) % 65536])
     with open(path, "wb") as f:
         f.write(length.to_bytes(8, "little") + text + b" " * (length - len(text)) + data)
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------
 def bits(t):
-    """Its bytes, row by row (a dimension of size 1 may have any stride, which view() minds)."""
-    return bytes(torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8).numpy()) if t.numel() else b""
+    """Returns a tensor's bytes, row by row. (A dimension of size 1 can have any stride, which view() does not
+    accept.)"""
+    return bytes(torch.empty(t.numel(),
+                             dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8).numpy()) if t.numel() else b""
 
 
 def same_tensor(a, b):
@@ -114,7 +123,8 @@ def same_tensor(a, b):
 
 
 def crossed(value):
-    """The value as serialize.lua says that it comes back. A float that is whole is an int, and so its zero has no sign."""
+    """Returns the value after the conversions that serialize.lua defines. A whole float becomes an int, so its zero
+    has no sign."""
     if isinstance(value, bool) or isinstance(value, (str, torch.Tensor)):
         return value
     if isinstance(value, float) and math.isfinite(value) and value == int(value) and abs(value) < 2**53:
@@ -144,7 +154,7 @@ def difference(want, got, where="value"):
 
 
 def tied(value, found):
-    """Which places hold one and the same tensor."""
+    """Returns the positions that share a tensor."""
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, (list, tuple)):
@@ -189,17 +199,19 @@ def main():
             torch.save(value, source, pickle_protocol=rng.choice([2, 2, 2, 3, 4, 5]))
             checks.append((index, [(judge_pt, value, to[0])], f".pt of {value!r}"[:500]))
         else:
-            names = rng.sample([w for w in WORDS if w != ""] + ["p%d" % i for i in range(6)], rng.choice([0, 1, 2, 4, 8]))
+            names = rng.sample([w for w in WORDS if w != ""] + ["p%d" % i for i in range(6)],
+                               rng.choice([0, 1, 2, 4, 8]))
             tensors = {name: draw_dense(rng, draw_shape(rng)) for name in names}
             metadata = rng.choice([None, {}, {"format": "pt"}, {"note": "ü \" \\ \n"}])
             source, to = base + ".safetensors", [base + ".out.safetensors", base + ".out.pt"]
             if rng.random() < 0.3:
                 with open(source, "wb") as f:
-                    f.write(save(tensors, metadata or None))      # of no tensors and {} its writer makes a header that is no JSON
+                    f.write(save(tensors, metadata or None))      # for no tensors and {} it writes invalid JSON
             else:
                 write_safetensors(rng, source, tensors, metadata)
             checks.append((index, [(judge_safetensors, tensors, to[0]), (judge_pt, tensors, to[1])],
-                           f"safetensors with { {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()} }"[:500]))
+                           f"safetensors with { {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()} }"
+                           [:500]))
         job.append({"from": source, "to": to})
     path = os.path.join(run.folder, "job.json")
     with open(path, "w") as f:

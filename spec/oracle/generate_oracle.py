@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ids that psluajit's generate gives against transformers': greedy and by beams, with and without penalties, n-grams that may not
-come again, ends, and prompts of several lengths.
+"""Ids from psluajit's generate compared with those of transformers: greedy and with beams, with and without
+penalties, n-grams that must not be repeated, end tokens, and prompts of several lengths.
 
-transformers makes a small model of GPT-2's or Llama's kind and its folder; the settings are options of the call or lie in generation_config.json. Prompts of
-several lengths are padded left for transformers. With n-grams each prompt runs alone there, since transformers counts padding.
+transformers creates a small model of GPT-2's or Llama's kind and its folder. The settings are options of the call or
+are in generation_config.json. For transformers, prompts of several lengths are padded on the left. With n-grams,
+transformers gets each prompt separately, since it counts padding.
 
-Ids are equal up to the first step where the scores of the two best tokens of transformers differ by less than 1e-4. A beam search
-has no such step: it may differ where transformers' own ids change with the weights' last bits.
+Ids must be equal up to the first step at which the scores of transformers' two best tokens differ by less than 1e-4.
+A beam search has no such step, so its ids can differ if transformers' own ids change with the last bits of the
+weights.
 """
 import json
 import os
@@ -20,11 +22,13 @@ CLOSE = 1e-4
 NEARBY = 8
 
 
-# by model_type: what its configuration and its language model are called
+# model_type -> its configuration class and its language model class
 FAMILIES = {name.lower(): (getattr(transformers, name + "Config"), getattr(transformers, model)) for name, model in [
     ("GPT2", "GPT2LMHeadModel")] + [(n, n + "ForCausalLM") for n in ("Llama", "Mistral", "Qwen2", "Qwen3")]}
-ROPES = [{"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 300.0},
-         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
+ROPES = [{"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0},
+         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 300.0},
+         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 20},
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}]
 
 
@@ -32,10 +36,12 @@ def draw_sizes(rng, family, vocab):
     heads, layers = rng.randint(1, 3), rng.randint(1, 3)
     if family == "gpt2":
         return dict(vocab_size=vocab, n_positions=40, n_layer=layers, n_head=heads, n_embd=heads * 8)
-    groups = rng.choice([1, 2])                      # heads that share their keys and values
-    # past the last of them a model goes on
-    sizes = dict(vocab_size=vocab, max_position_embeddings=rng.choice([40, 12, 5]), num_hidden_layers=layers, num_attention_heads=heads * groups,
-                 num_key_value_heads=heads, hidden_size=heads * groups * 8, intermediate_size=rng.randint(20, 40), head_dim=rng.choice([6, 8]),
+    groups = rng.choice([1, 2])                      # heads can share their keys and values
+    # a model continues past its last position
+    sizes = dict(vocab_size=vocab, max_position_embeddings=rng.choice([40, 12, 5]), num_hidden_layers=layers,
+                 num_attention_heads=heads * groups,
+                 num_key_value_heads=heads, hidden_size=heads * groups * 8, intermediate_size=rng.randint(20, 40),
+                 head_dim=rng.choice([6, 8]),
                  tie_word_embeddings=rng.random() < 0.5)
     if rng.random() < 0.5:
         sizes["rope_parameters"] = dict(rng.choice(ROPES))
@@ -47,13 +53,15 @@ def draw_sizes(rng, family, vocab):
 
 
 def draw_case(rng, _):
-    # from 32 on: the longest prompt, what is drawn, and candidates of beams, where no id may come twice
+    # at least 32: the longest prompt, the drawn ids, and the candidates of beams, in which no id can occur twice
     vocab, beams, n = rng.randint(32, 60), rng.choice([1, 1, 2, 3, 4]), rng.randint(1, 14)
     family = rng.choice(["gpt2"] + list(FAMILIES))
     case = {"family": family, "sizes": draw_sizes(rng, family, vocab),
-            "prompts": [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))], "n": n,
+            "prompts": [[rng.randrange(vocab) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 3))],
+            "n": n,
             "in_file": rng.random() < 0.4, "host": None}
-    options = {"do_sample": False, "num_beams": beams, "eos_token_id": rng.choice([None, rng.randrange(vocab), [1, vocab - 1]])}
+    options = {"do_sample": False, "num_beams": beams, "eos_token_id": rng.choice([None, rng.randrange(vocab),
+                                                                                   [1, vocab - 1]])}
     if rng.random() < 0.4:
         options["repetition_penalty"] = rng.choice([1.3, 0.7, 2.0])
     if rng.random() < 0.4:
@@ -61,7 +69,8 @@ def draw_case(rng, _):
     if rng.random() < 0.3:
         options["min_new_tokens"] = rng.randint(1, n)
     if beams > 1:
-        options |= {"length_penalty": rng.choice([1.0, 1.0, 0.0, 2.0, -0.5]), "early_stopping": rng.choice([False, False, True, "never"]),
+        options |= {"length_penalty": rng.choice([1.0, 1.0, 0.0, 2.0, -0.5]),
+                    "early_stopping": rng.choice([False, False, True, "never"]),
                     "num_return_sequences": rng.randint(1, beams)}
     if "no_repeat_ngram_size" in options and case["sizes"].get("rope_parameters", {}).get("rope_type") == "dynamic":
         case["prompts"] = case["prompts"][:1]        # others beside it change the length that the embedding goes by
@@ -78,10 +87,12 @@ def padded(prompts):
 
 
 def generate(model, case, prompts):
-    """Lists of ids as generate of psluajit gives them, and by row the steps at which the two best scores are apart (None: all)."""
+    """Returns lists of ids in the form of psluajit's generate, and for each row the steps at which the two best
+    scores differ clearly (None: all)."""
     options = {k: v for k, v in case["options"].items() if v is not None}
     ids, mask = padded(prompts)
-    got = model.generate(ids, attention_mask=mask, max_new_tokens=case["n"], pad_token_id=0, return_dict_in_generate=True,
+    got = model.generate(ids, attention_mask=mask, max_new_tokens=case["n"], pad_token_id=0,
+                         return_dict_in_generate=True,
                          output_scores=True, **options)
     eos = options.get("eos_token_id", [])
     eos = eos if isinstance(eos, list) else [eos]
@@ -117,7 +128,7 @@ def reference(model, case):
 
 
 def changes(model, case, rows):
-    """Whether transformers' ids change with weights that differ by a few units of their last bits."""
+    """Returns whether transformers' ids change if the weights change by a few units in the last place."""
     weights = {n: t.clone() for n, t in model.state_dict().items()}
     changed = False
     for k in range(NEARBY):
@@ -149,14 +160,14 @@ def judge(case, model):
 
 
 def make_folder(case):
-    """The case's model, whose folder it writes."""
+    """Writes the case's folder, and returns its model."""
     torch.manual_seed(case["seed"])
     config, model = FAMILIES[case["family"]]
     model = model(config(**case["sizes"], initializer_range=0.35, bos_token_id=0, eos_token_id=None)).eval()
     model.generation_config.eos_token_id = None
     model.save_pretrained(case["model"])
     options = {k: v for k, v in case["options"].items() if v is not None}
-    old = case["in_file"] and case["seed"] % 3 == 0         # in config.json, as before there was generation_config.json
+    old = case["in_file"] and case["seed"] % 3 == 0         # in config.json, as before generation_config.json existed
     path = os.path.join(case["model"], "config.json" if old else "generation_config.json")
     with open(os.path.join(case["model"], "config.json")) as f:
         fields = json.load(f) if old else {}
@@ -170,7 +181,8 @@ def make_folder(case):
 def main():
     run = runs.Run("generate", cases=40)
     runs.quiet_transformers()
-    cases = [case | {"disk": os.path.join(case["out"], "disk"), "ids": os.path.join(case["out"], "ids.json")} for case in run.cases(draw_case)]
+    cases = [case | {"disk": os.path.join(case["out"], "disk"), "ids": os.path.join(case["out"], "ids.json")}
+             for case in run.cases(draw_case)]
     models = [make_folder(case) for case in cases]
     for case in cases:
         os.makedirs(case["disk"])

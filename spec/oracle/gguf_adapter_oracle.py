@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adapters in GGUF files: psluajit against llama.cpp's converter.
+"""Adapters in GGUF files: psluajit compared with llama.cpp's converter.
 
-PEFT writes adapters with drawn options for small folders of Llama, Qwen 2 and Qwen 3. convert_lora_to_gguf.py
-(tools/oracle.sh unpacks it) and psluajit each make a GGUF file of the adapter. The metadata and the bytes of all
-tensors must be equal. psluajit then makes a folder of the converter's file; its tensors must be those that PEFT wrote.
+PEFT writes adapters with random options for small folders of Llama, Qwen 2 and Qwen 3. convert_lora_to_gguf.py
+(tools/oracle.sh unpacks it) and psluajit each write a GGUF file of the adapter. The metadata and the bytes of all
+tensors must be equal. psluajit then writes a folder from the converter's file, whose tensors must be those that PEFT
+wrote.
 """
 import contextlib
 import io
@@ -82,7 +83,7 @@ def make(case):
 def read(path):
     reader = gguf.GGUFReader(path)
     meta = {k: f.contents() for k, f in reader.fields.items() if not k.startswith(("GGUF.", "psluajit."))}
-    meta.pop("general.name", None)                         # that of a folder there, of the file here
+    meta.pop("general.name", None)  # the converter uses the folder's name, and psluajit the file's name
     return meta, {t.name: (t.tensor_type, list(t.shape), t.data.tobytes()) for t in reader.tensors}
 
 

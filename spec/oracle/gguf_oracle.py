@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GGUF files: psluajit against the package gguf and llama.cpp's own vocabularies.
+"""GGUF files: psluajit compared with the package gguf and llama.cpp's own vocabularies.
 
-The package writes drawn metadata of every type, and tensors of every type that psluajit reads. Their blocks are random
-bytes, so some scales are infinite, NaN, denormal or negative. Metadata, and the values of the package's dequantize,
-must be equal, bit for bit (a NaN equals any NaN). psluajit must refuse a type that it lacks, by its name. The drawn
-values that psluajit writes must have the bytes of the package's quantize.
+The package writes random metadata of every type, and tensors of every type that psluajit reads. Their blocks are
+random bytes, so some scales are infinite, NaN, denormal or negative. The metadata, and the values of the package's
+dequantize, must be equal bit for bit (a NaN equals any NaN). psluajit must reject a type that it lacks with an error
+that contains the type's name. The random values that psluajit writes must have the bytes of the package's quantize.
 
 The vocabularies come with texts and their ids from the source package of PyPI's llama-cpp-python (tools/oracle.sh
-unpacks them). For each, psluajit must give these ids, or refuse the tokenizer by name as listed in REFUSED.
+unpacks them). For each, psluajit must return these ids, or reject the tokenizer by name as listed in REFUSED.
 """
 import glob
 import json
@@ -23,7 +23,7 @@ import runs
 
 HOME = os.path.dirname(os.path.dirname(sys.executable))
 VOCABULARIES = os.environ.get("PS_GGUF_VOCABULARIES") or os.path.join(HOME, "vocabularies")
-# Vocabularies that are refused, and what the error names.
+# Vocabularies that are errors, and the text that each error contains.
 REFUSED = {"aquila": "tokenizer.ggml.pre = default", "gpt-neox": "tokenizer.ggml.pre = default",
            "deepseek-llm": "tokenizer.ggml.pre = deepseek-llm", "gemma-4": "tokenizer.ggml.model = gemma4",
            "nomic-bert-moe": "tokenizer.ggml.model = t5"}
@@ -31,7 +31,7 @@ END = "\n__ggml_vocab_test__\n"
 PLAIN = {T.F32: np.float32, T.F16: np.float16, T.F64: np.float64, T.I32: np.int32, T.I64: np.int64}
 BLOCKS = [T.BF16, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1, T.Q8_0, T.Q2_K, T.Q3_K, T.Q4_K, T.Q5_K, T.Q6_K,
           T.IQ4_NL, T.IQ4_XS, T.MXFP4]
-# Types of which the package makes the bytes of ggml's own quantisers. spec/io/gguf_spec.lua has those of the others.
+# Types for which the package produces the bytes of ggml's quantizers. spec/io/gguf_spec.lua tests the other types.
 WRITTEN = [T.F32, T.F16, T.BF16, T.Q8_0]
 LACKED = [T.IQ2_XXS, T.IQ3_S, T.TQ1_0, T.IQ1_M]
 TEXTS = ["", "a", "ключ", "two\nlines", "\U0001F600", "<|im_end|>", "x" * 300]
@@ -66,7 +66,7 @@ def shown(kind, value):
 
 
 def write(rng, path, numpy_rng):
-    """Writes a drawn file. Returns the metadata that psluajit should report, and the values of the tensors."""
+    """Writes a random file. Returns the metadata that psluajit should report, and the values of the tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     if rng.random() < 0.5:
         writer.add_custom_alignment(rng.choice([32, 64, 256]))
@@ -123,7 +123,7 @@ def judge(case, meta, values):
     tensors = load_bits(case["out"] + ".safetensors")
     for name, value in values.items():
         found = tensors[name]
-        if value.dtype == np.float32 and found.dtype == np.uint16:      # BF16 stays BF16 here
+        if value.dtype == np.float32 and found.dtype == np.uint16:      # BF16 stays BF16 in psluajit
             found = (found.astype(np.uint32) << 16).view(np.float32)
         if not same(found.reshape(value.shape), value):
             off.append("tensor %s: %s" % (name, value.shape))
@@ -131,7 +131,7 @@ def judge(case, meta, values):
 
 
 def load_bits(path):
-    """The tensors of a safetensors file, bfloat16 as its bits, which numpy has no type for."""
+    """Returns the tensors of a safetensors file, with bfloat16 as bits, since numpy has no type for it."""
     raw = open(path, "rb").read()
     n = int.from_bytes(raw[:8], "little")
     types = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64,
@@ -155,7 +155,7 @@ def drawn(run):
 
 
 def to_write(run):
-    """Drawn values, including zeros and tiny ones, that psluajit writes in each type of WRITTEN."""
+    """Returns random values, including zeros and tiny values, that psluajit writes in each type of WRITTEN."""
     job = []
     for index in run.indices[:40]:
         rng = run.random(index + 1000000)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The golden values of spec/golden against PyTorch, which computes them again."""
+"""The golden values in spec/golden compared with PyTorch, which computes them again."""
 import argparse
 import json
 
 import make_golden
 
 parser = argparse.ArgumentParser(description=__doc__)
-for option in ("--psluajit", "--seed", "--cases"):           # of other parts; nothing is drawn here
+for option in ("--psluajit", "--seed", "--cases"):           # options of other parts; this part draws nothing
     parser.add_argument(option)
 parser.parse_args()
 off = 0

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""GPT-2 folders of drawn configurations, from transformers and back.
+"""GPT-2 folders with random configurations, from transformers to psluajit and back.
 
-transformers makes a model, writes its folder (whole or in shards, safetensors or .bin, fp32 or half types, with or without
-the prefix of names), and a drawn set of fields of config.json is not at its default. psluajit reads it: logits, loss and
-gradients are held against transformers' in float32 and float64. Then psluajit writes the folder again, and transformers
-must find in it every key and the same logits, bit for bit.
+transformers creates a model and writes its folder (whole or in shards, safetensors or .bin, fp32 or half types, with
+or without the prefix of names). Random fields of config.json differ from their defaults. psluajit reads the folder:
+logits, loss and gradients are compared with those of transformers in float32 and float64. Then psluajit writes the
+folder again, and transformers must find every key in it and compute the same logits, bit for bit.
 
-A configuration may be refused, but by the name of a field that was drawn, and never for one of SUPPORTED.
+A configuration can be rejected, but the error must contain the name of a changed field, and it must not be one of
+SUPPORTED.
 """
 import json
 import os
@@ -19,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import runs
 from runs import distance
 
-# field -> its values; the first is GPT-2's own
+# field -> its values; the first value is GPT-2's own
 FIELDS = {
     "activation_function": ["gelu_new", "gelu", "gelu_pytorch_tanh", "relu", "silu", "tanh", "quick_gelu"],
     "layer_norm_epsilon": [1e-5, 1e-6, 1e-3],
@@ -35,10 +36,12 @@ FIELDS = {
     "add_cross_attention": [False, True],
     "use_cache": [True, False],
 }
-SUPPORTED = {"layer_norm_epsilon", "n_inner", "tie_word_embeddings", "resid_pdrop", "attn_pdrop", "embd_pdrop", "initializer_range",
+SUPPORTED = {"layer_norm_epsilon", "n_inner", "tie_word_embeddings", "resid_pdrop", "attn_pdrop", "embd_pdrop",
+             "initializer_range",
              "use_cache", "reorder_and_upcast_attn"}
 SUPPORTED_ACTIVATIONS = {"gelu_new", "gelu", "gelu_pytorch_tanh"}
-ALIASES = {"n_head": "num_attention_heads", "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_positions": "max_position_embeddings"}
+ALIASES = {"n_head": "num_attention_heads", "n_embd": "hidden_size", "n_layer": "num_hidden_layers",
+           "n_positions": "max_position_embeddings"}
 
 
 def draw_case(rng, _):
@@ -47,7 +50,8 @@ def draw_case(rng, _):
                  n_embd=heads * rng.choice([2, 4, 5, 8, 16]))
     fields = {name: rng.choice(values[1:]) for name, values in FIELDS.items() if rng.random() < 0.15}
     fields.setdefault("initializer_range", 0.2)
-    return {"sizes": sizes, "fields": fields, "rows": rng.randint(1, 3), "positions": rng.randint(1, sizes["n_positions"]),
+    return {"sizes": sizes, "fields": fields, "rows": rng.randint(1, 3),
+            "positions": rng.randint(1, sizes["n_positions"]),
             "file": rng.choice(["whole", "whole", "shards", "bare names", "old buffers"]),
             "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "recompute": rng.random() < 0.2,
             "alias": rng.choice([None, None, None] + list(ALIASES)), "unknown": rng.random() < 0.2}
@@ -87,7 +91,7 @@ NEARBY = 16
 
 
 def reference(folder, data, dtype, nearby=0):
-    """transformers' logits, loss and gradients; nearby: of weights that differ in their last bit, drawn by that number."""
+    """Returns transformers' logits, loss and gradients. nearby: seeds a change of the weights in their last bit."""
     model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     if nearby:
         gen = torch.Generator().manual_seed(nearby)
@@ -97,7 +101,7 @@ def reference(folder, data, dtype, nearby=0):
                 p.copy_(torch.where(p == 0, p, torch.nextafter(p, up)))
     model = model.to(dtype)
     if dtype == torch.float64:
-        for block in model.transformer.h:            # it insists on fp32; in exact arithmetic it is the same
+        for block in model.transformer.h:            # it insists on fp32; in exact arithmetic the result is the same
             block.attn.reorder_and_upcast_attn = False
     x, y = data["x"].long(), data["y"].long()
     logits = model(x).logits
@@ -122,11 +126,14 @@ def judge(case):
     data = load_file(case["data"])
     ours = load_file(os.path.join(case["out"], "out.safetensors"))
     theirs, truth = reference(case["model"], data, torch.float32), reference(case["model"], data, torch.float64)
-    off = [f"{n}: not there" for n in truth if n not in ours] + [f"{n}: not in transformers' model" for n in ours if n not in truth]
+    off = [f"{n}: not there" for n in truth if n not in ours] + [f"{n}: not in transformers' model" for n in ours
+                                                                 if n not in truth]
     gradients = [n for n in truth if n.startswith("grad.")]
-    # A gradient may be 0 but for rounding (that of the keys' bias is): the model's average then counts, per element.
-    typical = (sum(distance(theirs[n], truth[n]) ** 2 for n in gradients) / sum(truth[n].numel() for n in gradients)) ** 0.5
-    second = []                   # where the plain rule finds something off: PyTorch's distances near by, as in oracle.py
+    # A gradient can be 0 except for rounding, as that of the keys' bias is. Then the model's average per element
+    # counts.
+    typical = (sum(distance(theirs[n], truth[n]) ** 2 for n in gradients) / sum(truth[n].numel()
+                                                                                for n in gradients)) ** 0.5
+    second = []  # where the plain rule finds a deviation, PyTorch's distances nearby count, as in oracle.py
 
     def near_by(n):
         if not second:
@@ -146,7 +153,8 @@ def judge(case):
         if not got <= bound:
             bound += 2 * max(0, near_by(n) - max(distance(theirs[n], truth[n]), least))
         if not got <= bound:
-            off.append(f"{n}: {got:.3g} from float64, PyTorch {distance(theirs[n], truth[n]):.3g}, norm {float(truth[n].norm()):.3g}")
+            off.append(f"{n}: {got:.3g} from float64, PyTorch {distance(theirs[n], truth[n]):.3g}, "
+                       f"norm {float(truth[n].norm()):.3g}")
     back = os.path.join(case["out"], "back")
     again, info = GPT2LMHeadModel.from_pretrained(back, attn_implementation="eager", output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""PEFT adapters over drawn models of every family and head, read and written by bench/hf.lua.
+"""PEFT adapters for random models of every family and head, read and written by bench/hf.lua.
 
-The folders and batches are those of models_oracle.py. PEFT makes an adapter with drawn options (LoRA, rsLoRA, DoRA;
-ranks and alphas by patterns; linear layers, transposed layers, tables, heads; biases; fully trained heads) and writes
-it. Half of the cases read that folder (--adapter), the other half begin from its tensors (--lora). Logits, loss,
-gradients of the adapter's tensors and losses of 20 steps are compared with PEFT in float64. Then PEFT reads the adapter
-that psluajit trained: it must know every key, and its logits must equal psluajit's. A folder that
+The folders and batches are those of models_oracle.py. PEFT creates an adapter with random options (LoRA, rsLoRA,
+DoRA; ranks and alphas by patterns; linear layers, transposed layers, embeddings, heads; biases; fully trained heads)
+and writes it. Half of the cases read that folder (--adapter), and the other half start from its tensors (--lora).
+Logits, loss, gradients of the adapter's tensors and losses of 20 steps are compared with PEFT in float64. Then PEFT
+reads the adapter that psluajit trained: it must accept every key, and its logits must equal psluajit's. A folder that
 tools/merge_adapter.lua has merged must have the logits of PEFT's merge.
 
-Some of the drawn adapters ask for unsupported features: psluajit must refuse them by the name of the field, with exit
-status 2.
+Some of the random adapters have unsupported features. psluajit must reject them with an error that contains the name
+of the field, and with exit status 2.
 """
 import json
 import os
@@ -53,7 +53,7 @@ def draw_case(rng, index):
     untied = "CausalLM" in name and case["fields"].get("tie_word_embeddings") is False
     if isinstance(options["target_modules"], list) and untied and rng.random() < 0.5:
         options["target_modules"] = options["target_modules"] + ["lm_head"]
-    plain = index % 2 == 1                          # psluajit makes the adapter; otherwise it reads PEFT's
+    plain = index % 2 == 1                          # psluajit creates the adapter; otherwise it reads PEFT's
     if not plain:
         if rng.random() < 0.3:
             pattern = rng.choice(["query", "q_proj", "c_attn", r"layers\.0\..*", r"layer\.0\..*"])
@@ -66,7 +66,7 @@ def draw_case(rng, index):
             if rng.random() < 0.6:
                 options["task_type"] = "SEQ_CLS" if "Sequence" in name else "TOKEN_CLS" if "Token" in name \
                     else "QUESTION_ANS"
-        if rng.random() < 0.15 and not name.endswith("Model"):      # PEFT finds no numbers without a prefix
+        if rng.random() < 0.15 and not name.endswith("Model"):      # PEFT finds no layer index without a prefix
             options["layers_to_transform"] = [0]
             if not isinstance(options["target_modules"], list):
                 options["target_modules"] = linear
@@ -81,7 +81,7 @@ def base_of(case, dtype=torch.float32):
 
 
 def noisy(model, seed):
-    """Moves all trained values away from their start, so that B is not zero."""
+    """Moves all trained values away from their initial values, so that B is not zero."""
     torch.manual_seed(seed % 2 ** 31)
     with torch.no_grad():
         for p in model.parameters():
@@ -110,9 +110,9 @@ def reference(case, folder, dtype):
         return out
     out["loss"] = got.loss.detach()
     got.loss.backward()
-    where = {}                                      # of a tensor with two names (a tied bias) the first one
+    where = {}                                      # for a tensor with two names (a tied bias), the first name
     for n, t in sorted(peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()):
-        if ".modules_to_save." not in n:            # with bias="all", PEFT names a saved module's biases twice
+        if ".modules_to_save." not in n:            # with bias="all", PEFT lists a saved module's biases twice
             where.setdefault(t.data_ptr(), n)
     for n, p in model.named_parameters():
         if p.requires_grad and p.grad is not None:
@@ -148,7 +148,7 @@ def change(folder, fields):
 
 
 def begin(case, folder):
-    """Adds the adapter's tensors to the inputs, in the form of --lora, and returns the options."""
+    """Adds the adapter's tensors to the inputs in the form of --lora, and returns the options."""
     inputs = load_file(os.path.join(case["model"], "inputs.safetensors"))
     tensors = load_file(os.path.join(folder, "adapter_model.safetensors"))
     lora = {"lora." + n: t for n, t in tensors.items() if ".base_layer." not in n and ".lora_" in n}

@@ -3,8 +3,9 @@
 
     $(tools/oracle.sh python) spec/oracle/make_golden.py
 
-The files have no weights: `draw` makes them, number by number, and bench/golden_lib.lua makes the same ones. Each tensor
-has its shape, its l2 norm and its first eight elements, of the gradients of the first step and of the parameters after the last.
+The files contain no weights: `draw` computes them, number by number, and bench/golden_lib.lua computes the same ones.
+The files have the shape, the l2 norm and the first eight elements of each tensor, for the gradients of the first step
+and for the parameters after the last step.
 """
 import json
 import os
@@ -24,8 +25,8 @@ MODULUS = 2 ** 31 - 1
 
 
 class Draw:
-    """Park and Miller's generator (CACM 1988, with the multiplier 48271): x <- 48271 x mod 2^31 - 1. All its products are
-    below 2^53, so that a language whose only numbers are doubles draws the same ones."""
+    """Park and Miller's generator (CACM 1988, with the multiplier 48271): x <- 48271 x mod 2^31 - 1. All its
+    products are below 2^53, so a language whose only numbers are doubles computes the same sequence."""
 
     def __init__(self, seed):
         self.x = seed * 7919 % MODULUS
@@ -33,14 +34,14 @@ class Draw:
             self.next()
 
     def next(self):
-        """In (0, 1)."""
+        """Returns a number in (0, 1)."""
         self.x = self.x * 48271 % MODULUS
         return self.x / MODULUS
 
 
 def weights(model, seed):
-    """Fills the parameters in the order of their names: 1 + u / 10 for the weights of norms, u / 10 for biases and u / 8
-    for all others, with u in (-1, 1), rounded to float32."""
+    """Fills the parameters in the order of their names with 1 + u / 10 for norm weights, u / 10 for biases and u / 8
+    for all others, where u is in (-1, 1). Values are rounded to float32."""
     draw = Draw(seed)
     for name, p in sorted(model.named_parameters(), key=lambda entry: entry[0].encode()):
         scale, shift = (0.1, 0.0) if name.endswith(".bias") else (0.1, 1.0) if "ln_" in name else (0.125, 0.0)
@@ -66,7 +67,8 @@ def train(spec):
     draw, (vocab, positions) = Draw(spec["seed"] + 1000), (config["vocab_size"], config["n_positions"])
     tokens = [[[int(draw.next() * vocab) for _ in range(positions + 1)] for _ in range(spec["rows"])]
               for _ in range(spec["steps"])]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["lr"], betas=OPTIMIZER["betas"], eps=OPTIMIZER["eps"],
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["lr"], betas=OPTIMIZER["betas"],
+                                  eps=OPTIMIZER["eps"],
                                   weight_decay=OPTIMIZER["weight_decay"])
     losses, grads = [], None
     for rows in tokens:
@@ -83,7 +85,7 @@ def train(spec):
 
 
 def text_of(data):
-    """One line for each tensor and each batch, numbers to 12 digits."""
+    """Returns the text with one line per tensor and batch, and numbers with 12 digits."""
     def rounded(x):
         if isinstance(x, float):
             return float(f"{x:.12g}")
@@ -102,7 +104,8 @@ def text_of(data):
 
 
 def far(a, b, where=""):
-    """The first place at which two trees of numbers differ by more than 1e-9 of the larger number, or None."""
+    """Returns the first position at which two trees of numbers differ by more than 1e-9 of the larger number, or
+    None."""
     if isinstance(a, dict) or isinstance(a, list):
         if type(a) is not type(b) or len(a) != len(b) or (isinstance(a, dict) and a.keys() != b.keys()):
             return where

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Folders of BERT, RoBERTa, GPT-2, Llama, Mistral, Qwen2 and Qwen3 with each of their heads, from transformers, through bench/hf.lua and back.
+"""Folders of BERT, RoBERTa, GPT-2, Llama, Mistral, Qwen2 and Qwen3 with each of their heads, from transformers to
+bench/hf.lua and back.
 
-transformers makes a small model of odd sizes with a drawn set of config.json's fields and writes its folder (whole, in shards or
-as .bin, in fp32 or half types, with older names or other models' heads in it). bench/hf.lua reads it and a batch with padding
-left, right and inside, of whole rows, or a mask of 4 dimensions: logits, loss, gradients and losses of some steps are held
-against float64. Then what it trained, and the folder written again without training, are loaded by transformers: every key, and
-of the latter every bit.
+transformers creates a small model with odd sizes and random values of config.json's fields, and writes its folder
+(whole, in shards or as .bin, in fp32 or half types, with older names or other models' heads). bench/hf.lua reads the
+folder and a batch. The batch has padding on the left, on the right or inside, or of whole rows, or a mask of 4
+dimensions. Logits, loss, gradients and losses of some steps are compared with float64. Then transformers loads the
+trained folder, and a folder that was written again without training. It must find every key, and in the second folder
+every bit must be equal.
 
-A case is off where |ours - float64| is above 1e-5 (|float64| + 1e-3 of the model's largest gradient) and above twice what
-transformers itself is off in fp32 (gradients that are 0 but for rounding, such as those of the keys' biases, are noise in both).
+A case is wrong if |ours - float64| is above 1e-5 (|float64| + 1e-3 of the model's largest gradient) and above twice
+the error of transformers in fp32. Gradients that are 0 except for rounding, such as those of the keys' biases, are
+noise in both.
 
-Half of the models leave their weights in the files (mmap). Half of the encoders that have a mask leave padding out (unpad = true): their outputs are held where a position counts.
+Half of the models keep their weights in the files (mmap). Half of the encoders with a mask skip padding (unpad =
+true), and their outputs are compared at the positions that count.
 
-A drawn share of folders asks for what is not supported: it must be refused by the name of that field, with exit status 2.
+A random fraction of folders has unsupported features. psluajit must reject them with an error that contains the name
+of the field, and with exit status 2.
 """
 import json
 import os
@@ -28,40 +33,55 @@ from runs import distance
 HEADS = ["MaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model"]
 CLASSES = [("bert", "Bert" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
     + [("roberta", "Roberta" + ("For" if h == "MaskedLM" else "") + h) for h in HEADS] \
-    + [("gpt2", n) for n in ("GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification", "GPT2Model")] \
+    + [("gpt2", n) for n in ("GPT2LMHeadModel", "GPT2ForSequenceClassification", "GPT2ForTokenClassification",
+                             "GPT2Model")] \
     + [(b.lower(), b + n) for b in ("Llama", "Mistral", "Qwen2", "Qwen3")
        for n in ("ForCausalLM", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "Model")]
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3")
 ACTIVATIONS = ["gelu", "gelu_new", "relu", "silu", "tanh", "quick_gelu", "gelu_fast"]
-# field -> values, of which the first is usual; those of a family, and what no family follows
-ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5, 1.0], "type_vocab_size": [2, 3], "tie_word_embeddings": [True, False],
+# field -> values, the first of which is usual. There are fields of a family, and fields that no family supports.
+ENCODER = {"hidden_act": ACTIVATIONS, "layer_norm_eps": [1e-12, 1e-5, 1.0], "type_vocab_size": [2, 3],
+           "tie_word_embeddings": [True, False],
            "classifier_dropout": [None, 0.3], "hidden_dropout_prob": [0.1, 0.0], "intermediate_size": [40, 23],
            "chunk_size_feed_forward": [0, 1]}
-DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3, 1.0], "tie_word_embeddings": [True, False],
+DECODER = {"activation_function": ["gelu_new"] + ACTIVATIONS, "layer_norm_epsilon": [1e-5, 1e-3, 1.0],
+           "tie_word_embeddings": [True, False],
            "scale_attn_weights": [True, False], "scale_attn_by_inverse_layer_idx": [False, True], "n_inner": [None, 23],
            "reorder_and_upcast_attn": [False, True]}
-# the first is what the family has where a file says nothing; old: the names of files before transformers 5
-ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "factor": 3.0},
+# The first is a family's value if the file has none. old: the names in files before transformers 5.
+ROPES = [{"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 500.0},
+         {"rope_type": "linear", "factor": 3.0},
          {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 300.0},
-         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 20},
+         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 20},
          {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9},
-         {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0, "beta_slow": 2.0, "truncate": False},
+         {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 30, "beta_fast": 6.0,
+          "beta_slow": 2.0, "truncate": False},
          {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "truncate": None},
-         {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7}, {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
-LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3, 1.0], "tie_word_embeddings": [False, True], "intermediate_size": [40, 23],
-         "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3], "classifier_dropout": [None, 0.3],
+         {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7},
+         {"rope_type": "yarn", "factor": 5.0, "mscale": 0.7, "mscale_all_dim": 1.3}]
+LLAMA = {"hidden_act": ["silu"] + ACTIVATIONS, "rms_norm_eps": [1e-6, 1e-3, 1.0], "tie_word_embeddings": [False, True],
+         "intermediate_size": [40, 23],
+         "num_key_value_heads": [None, 1], "head_dim": [None, 6], "rope": ROPES, "attention_dropout": [0.0, 0.3],
+         "classifier_dropout": [None, 0.3],
          "token_classification_bias": [True, False, None]}
 OWN = {"llama": {"attention_bias": [False, True], "mlp_bias": [False, True], "pretraining_tp": [1, 2]},
        "mistral": {"sliding_window": [4096, None, 1, 3]},
        "qwen2": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1]},
-       "qwen3": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1], "attention_bias": [False, True]}}
+       "qwen3": {"layer_types": [None, "drawn"], "use_sliding_window": [False, True], "max_window_layers": [28, 0, 1],
+                 "attention_bias": [False, True]}}
 REFUSED = {"encoder": [{"is_decoder": True}, {"position_embedding_type": "relative_key"}, {"hidden_act": "mish"},
-                       {"quantization_config": {"bits": 4}}, {"auto_map": {"AutoModel": "x.Y"}}, {"model_type": "mamba"},
+                       {"quantization_config": {"bits": 4}}, {"auto_map": {"AutoModel": "x.Y"}},
+                       {"model_type": "mamba"},
                        {"architectures": ["BertForNextSentencePrediction"]}, {"is_causal": True},
                        {"per_layer_config": {"0": {"layer_norm_eps": 0.1}}}],
-           "llama": [{"rope_type": "longrope"}, {"partial_rotary_factor": 0.5}, {"hidden_act": "mish"}, {"quantization_config": {"bits": 4}},
-                     {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}}, {"is_causal": False}],
-           "decoder": [{"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.1}}}, {"add_cross_attention": True}, {"activation_function": "mish"}, {"architectures": ["GPT2DoubleHeadsModel"]}]}
+           "llama": [{"rope_type": "longrope"}, {"partial_rotary_factor": 0.5}, {"hidden_act": "mish"},
+                     {"quantization_config": {"bits": 4}},
+                     {"architectures": ["LlamaForQuestionAnswering"]}, {"per_layer_config": {"0": {"head_dim": 4}}},
+                     {"is_causal": False}],
+           "decoder": [{"is_causal": False}, {"per_layer_config": {"0": {"layer_norm_epsilon": 0.1}}},
+                       {"add_cross_attention": True}, {"activation_function": "mish"},
+                       {"architectures": ["GPT2DoubleHeadsModel"]}]}
 STEPS = 20
 IGNORED = -100
 
@@ -69,13 +89,14 @@ IGNORED = -100
 def draw_case(rng, index):
     family, name = CLASSES[index % len(CLASSES)]
     heads = rng.randint(1, 3)
-    # from 4 on: a layer norm of two numbers gives 1 and -1 whatever they are, and its gradient is rounding alone
+    # at least 4, since the layer norm of two numbers is 1 and -1 for any input, and its gradient is only rounding
     width, layers, positions = heads * rng.choice([4, 5, 8]), rng.randint(1, 3), rng.randint(12, 25)
     table = DECODER if family == "gpt2" else LLAMA | OWN[family] if family in LLAMAS else ENCODER
-    fields = {key: rng.choice(values[1:]) for key, values in table.items() if rng.random() < (0.4 if key in ("rope", "use_sliding_window") else 0.25)}
+    fields = {key: rng.choice(values[1:]) for key, values in table.items()
+              if rng.random() < (0.4 if key in ("rope", "use_sliding_window") else 0.25)}
     if family in LLAMAS:
         heads, width = heads * 2, heads * 2 * rng.choice([4, 6, 8])
-        if family == "qwen3":                        # dynamic divides by the columns less 2
+        if family == "qwen3":                        # dynamic divides by the number of columns minus 2
             fields.setdefault("head_dim", rng.choice([4, 6, 10]))
         if fields.get("num_key_value_heads"):
             fields["num_key_value_heads"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
@@ -86,10 +107,14 @@ def draw_case(rng, index):
         elif "layer_types" in fields:
             fields["layer_types"] = ["full_attention"] * layers
     labels = rng.choice([1, 2, 2, 3]) if "Sequence" in name else rng.choice([2, 3]) if "Token" in name else 2
-    case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70), "width": width,
-            "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4), "length": rng.randint(1, 11),
-            "pad": rng.choice([0, 1, 5, -1]), "use_cache": rng.random() < 0.8, "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
-            "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]), "mask": rng.random() < 0.8 and rng.choice(["ends", "ends", "holes", "a row"]),
+    case = {"family": family, "class": name, "fields": fields, "num_labels": labels, "vocab": rng.randint(20, 70),
+            "width": width,
+            "heads": heads, "layers": layers, "positions": positions, "rows": rng.randint(1, 4),
+            "length": rng.randint(1, 11),
+            "pad": rng.choice([0, 1, 5, -1]), "use_cache": rng.random() < 0.8,
+            "file": rng.choice(["whole", "whole", "shards", "bin", "old names"]),
+            "dtype": rng.choice(["float32", "float32", "bfloat16", "float16"]),
+            "mask": rng.random() < 0.8 and rng.choice(["ends", "ends", "holes", "a row"]),
             "types": rng.random() < 0.5, "places": rng.random() < 0.3, "problem": None, "refused": None}
     if rng.random() < 0.15:
         case["length"], case["positions"] = rng.randint(30, 140), 150
@@ -99,25 +124,30 @@ def draw_case(rng, index):
     if "Sequence" in name:
         case["problem"] = rng.choice([None, None, "regression", "multi_label_classification"])
     if rng.random() < 0.12:
-        case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "llama" if family in LLAMAS else "encoder"])
+        case["refused"] = rng.choice(REFUSED["decoder" if family == "gpt2" else "llama" if family in LLAMAS
+                                             else "encoder"])
     case["unpad"] = family in ("bert", "roberta") and "Question" not in name and case["mask"] and rng.random() < 0.5
     case["mmap"] = rng.random() < 0.5
     return case
 
 
 def config_of(case):
-    common = {"vocab_size": case["vocab"], "num_labels": case["num_labels"], "problem_type": case["problem"], "pad_token_id": case["pad"],
+    common = {"vocab_size": case["vocab"], "num_labels": case["num_labels"], "problem_type": case["problem"],
+              "pad_token_id": case["pad"],
               "use_cache": case["use_cache"], "initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3}
     if case["family"] == "gpt2":
-        return transformers.GPT2Config(n_embd=case["width"], n_layer=case["layers"], n_head=case["heads"], n_positions=case["positions"],
+        return transformers.GPT2Config(n_embd=case["width"], n_layer=case["layers"], n_head=case["heads"],
+                                       n_positions=case["positions"],
                                        **common, **case["fields"])
     if case["family"] in LLAMAS:
         fields = dict(case["fields"])
         if "rope" in fields:
             fields["rope_parameters"] = dict(fields.pop("rope"))
-        make = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig, "qwen2": transformers.Qwen2Config,
+        make = {"llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig,
+                "qwen2": transformers.Qwen2Config,
                 "qwen3": transformers.Qwen3Config}[case["family"]]
-        sizes = {"hidden_size": case["width"], "num_hidden_layers": case["layers"], "num_attention_heads": case["heads"],
+        sizes = {"hidden_size": case["width"], "num_hidden_layers": case["layers"],
+                 "num_attention_heads": case["heads"],
                  "max_position_embeddings": case["positions"], "intermediate_size": 40}
         if case["family"] != "llama" and "num_key_value_heads" not in fields:
             fields["num_key_value_heads"] = case["heads"]
@@ -129,7 +159,7 @@ def config_of(case):
 
 
 def write_folder(case, folder):
-    """The folder, and the batch beside it; gives the batch as transformers takes it."""
+    """Writes the folder and the batch next to it, and returns the batch in transformers' form."""
     torch.manual_seed(case["seed"])
     model = getattr(transformers, case["class"])(config_of(case))
     with torch.no_grad():
@@ -141,7 +171,7 @@ def write_folder(case, folder):
     if case["file"] == "bin":
         torch.save(load_file(path), os.path.join(folder, "pytorch_model.bin"))
         os.remove(path)
-    if case["file"] == "old names":                # gamma and beta, numbers of positions, another model's head
+    if case["file"] == "old names":                # gamma and beta, position ids, another model's head
         tensors = {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
                    for n, t in load_file(path).items()}
         prefix = "" if case["class"].endswith("Model") and case["family"] != "gpt2" else "bert."
@@ -185,7 +215,7 @@ def draw_batch(case):
     batch = {"input_ids": ids}
     if case["mask"] == "holes":
         mask = (torch.rand(shape) < 0.7).long()
-    elif case["mask"] == "a row":                      # of which no position counts
+    elif case["mask"] == "a row":                      # a row without positions that count
         mask[0] = 0
     elif case["mask"]:
         square = (shape[0], case["heads"] if case["seed"] % 2 else 1, shape[1], shape[1])
@@ -201,14 +231,15 @@ def draw_batch(case):
         batch["token_type_ids"] = torch.randint(0, top, shape)
     if case["places"]:
         batch["position_ids"] = torch.randint(0, case["positions"], shape)
-        if not case["mask"] and not case["use_cache"]:     # where others begin anew transformers sees several sequences
+        if not case["mask"] and not case["use_cache"]:     # transformers then sees several sequences
             first = torch.randint(0, case["positions"] - case["length"] + 1, (case["rows"], 1))
             batch["position_ids"] = first + torch.arange(case["length"])
     name, rows, k = case["class"], case["rows"], case["num_labels"]
     if "Sequence" in name:
         regression = case["problem"] == "regression" or case["problem"] is None and k == 1
         several = case["problem"] == "multi_label_classification" or regression and k > 1
-        batch["labels"] = torch.randint(0, 2 if several else max(k, 3) if regression else k, (rows, k) if several else (rows,))
+        batch["labels"] = torch.randint(0, 2 if several else max(k, 3) if regression else k,
+                                        (rows, k) if several else (rows,))
     elif "Token" in name or "LM" in name:
         batch["labels"] = torch.randint(0, k if "Token" in name else case["vocab"], shape)
         batch["labels"][torch.rand(shape) < 0.3] = IGNORED
@@ -222,7 +253,8 @@ def draw_batch(case):
 
 
 def as_theirs(case, batch, dtype):
-    batch = {n: t.to(dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.long() for n, t in batch.items()}
+    batch = {n: t.to(dtype) if t.is_floating_point() else t if t.dtype == torch.bool else t.long() for n,
+             t in batch.items()}
     kinds = case["problem"] or ("regression" if case["num_labels"] == 1 else None)
     if "labels" in batch and "Sequence" in case["class"] and kinds in ("regression", "multi_label_classification"):
         batch["labels"] = batch["labels"].to(dtype)
@@ -256,18 +288,23 @@ def reference(case, dtype):
 
 
 def counted(outputs, mask):
-    """The outputs with zeros where unpad = true leaves positions out: not the first, and hidden as keys."""
+    """Returns the outputs with zeros at the positions that unpad = true skips: those that are hidden as keys, except
+    the first."""
     seen = mask.bool().clone()
     seen[:, 0] = True
-    return {n: t * seen[..., None] if n == "last_hidden_state" or n == "logits" and t.dim() == 3 else t for n, t in outputs.items()}
+    return {n: t * seen[..., None] if n == "last_hidden_state" or n == "logits" and t.dim() == 3 else t for n,
+            t in outputs.items()}
 
 
 def compare(ours, theirs, truth):
-    off = [n + ": not there" for n in truth if n not in ours] + [n + ": not transformers'" for n in ours if n not in truth]
+    off = [n + ": not there" for n in truth if n not in ours] + [n + ": not transformers'" for n in ours
+                                                                 if n not in truth]
     gradients = [n for n in truth if n.startswith("grad.")]
     largest = max([float(truth[n].norm()) for n in gradients], default=0)
-    # of a gradient that is 0 but for rounding, by the model's average error of an element
-    typical = (sum(distance(theirs[n], truth[n]) ** 2 for n in gradients) / max(1, sum(truth[n].numel() for n in gradients))) ** 0.5
+    # for a gradient that is 0 except for rounding, the model's average error per element
+    typical = (sum(distance(theirs[n], truth[n]) ** 2 for n in gradients) / max(1,
+                                                                                sum(truth[n].numel()
+                                                                                    for n in gradients))) ** 0.5
     for n in truth:
         if n not in ours:
             continue
@@ -280,7 +317,8 @@ def compare(ours, theirs, truth):
         bound = max(1e-5 * size, 3 * max(distance(theirs[n], truth[n]), least)) + 2.0 ** -22
         got = distance(ours[n], truth[n])
         if not got <= bound:
-            off.append(f"{n}: {got:.3g} from float64, transformers {distance(theirs[n], truth[n]):.3g}, norm {size:.3g}")
+            off.append(f"{n}: {got:.3g} from float64, transformers {distance(theirs[n], truth[n]):.3g}, "
+                       f"norm {size:.3g}")
     return off
 
 
@@ -303,7 +341,8 @@ def loads(case, folder):
 def judge(run, case):
     batch = load_file(os.path.join(case["model"], "inputs.safetensors"))
     labelled = any(n in batch for n in ("labels", "start_positions"))
-    lines = [os.path.join(runs.HERE, "../../bench/hf.lua"), case["model"]] + (["--train", str(STEPS)] if labelled else []) + ["--unpad"] * case["unpad"] + ["--mmap"] * case["mmap"]
+    lines = ([os.path.join(runs.HERE, "../../bench/hf.lua"), case["model"]]
+             + (["--train", str(STEPS)] if labelled else []) + ["--unpad"] * case["unpad"] + ["--mmap"] * case["mmap"])
     env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
     done = subprocess.run([run.program, *lines], env=env, timeout=runs.LIMIT_S, capture_output=True, text=True)
     if case["refused"]:
@@ -313,12 +352,14 @@ def judge(run, case):
     if done.returncode != 0:
         return [f"status {done.returncode}: {done.stderr}"]
     theirs, truth = reference(case, torch.float32), reference(case, torch.float64)
-    ours = load_file(os.path.join(case["model"], "outputs.safetensors"))       # by the names in the file
-    ours = {n.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): t for n, t in ours.items()}
+    ours = load_file(os.path.join(case["model"], "outputs.safetensors"))       # by names in the file
+    ours = {n.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): t
+            for n, t in ours.items()}
     if case["unpad"]:
         ours, theirs, truth = (counted(o, batch["attention_mask"]) for o in (ours, theirs, truth))
     off = compare(ours, theirs, truth)
-    text = 'require("ps").from_pretrained(%s, { dtype = "auto", quiet = true }):save_pretrained(%s, { max_shard_size = %d })'
+    text = ('require("ps").from_pretrained(%s, { dtype = "auto", quiet = true })'
+            ':save_pretrained(%s, { max_shard_size = %d })')
     back = os.path.join(case["out"], "back")
     again = subprocess.run([run.program, "-e", text % (json.dumps(case["model"]), json.dumps(back), 6000)], env=env,
                            timeout=runs.LIMIT_S, capture_output=True, text=True)
@@ -326,7 +367,8 @@ def judge(run, case):
         return off + ["written again: " + again.stderr]
     off += loads(case, back)
     a, b = (getattr(transformers, case["class"]).from_pretrained(f).state_dict() for f in (case["model"], back))
-    off += [n + ": other bits in the folder that was written again" for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
+    off += [n + ": other bits in the folder that was written again" for n in a
+            if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])]
     if labelled:
         off += loads(case, os.path.join(case["model"], "trained"))
     return off

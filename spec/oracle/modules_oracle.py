@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every module of ps.nn against torch.nn (Conv1D: transformers'), outputs and gradients of inputs and parameters; the
-initialisations of nn.init, whose numbers are Philox's."""
+"""Every module of ps.nn compared with torch.nn (Conv1D with that of transformers): outputs and gradients of inputs
+and parameters. Also the initializers of nn.init, whose numbers are Philox's.
+"""
 import math
 
 import numpy as np
@@ -14,8 +15,8 @@ from oracle import Case, Row, lua, main
 from rows_elementwise import exact_gelu
 from rows_products import attend, indices_of
 
-# Classes of ps.nn that are covered, by the row; `main` fails when ps.nn has others. Those of the last two lines:
-# tensor_oracle.py, and ParallelCrossEntropy in parallel_layers_spec.lua, against the formula.
+# Classes of ps.nn that are covered, by row. `main` fails if ps.nn has others. The classes in the last two lines are
+# covered by tensor_oracle.py, and ParallelCrossEntropy by parallel_layers_spec.lua with the formula.
 COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiLU", "Tanh", "GELU", "Dropout",
            "Sequential",
            "ModuleList", "MLP", "MultiheadSelfAttention", "Module", "LMHead",
@@ -26,7 +27,7 @@ COVERED = {"Linear", "Conv1D", "Embedding", "LayerNorm", "RMSNorm", "ReLU", "SiL
 
 
 def put(module, *params):
-    """Lua that gives `module` its parameters: pairs of a path and the number of an input."""
+    """Returns Lua that sets the parameters of `module`, from pairs of a path and the index of an input."""
     return "local m = %s %s" % (module, " ".join("m%s:param(%s, x[%d])" % (
         "".join(".%s" % p if not p.isdigit() else "[%s]" % p for p in path.split(".")[:-1]), lua(path.split(".")[-1]),
                                                                            i)
@@ -51,7 +52,7 @@ def linear(d):
 
 
 def lm_head(d):
-    """Logits, with a weight of its own or with that of a table."""
+    """Logits with a separate weight or with an embedding's weight."""
     dtype, width, words, tied = d.dtype(), d.int(1, 33), d.int(1, 33), d.chance(0.5)
     inputs = [d.input(d.shape(0, 2) + [width], dtype, True), d.input([words, width], dtype, True)]
     own = "ps.nn.LMHead(%d, %d, { dtype = %s })" % (width, words, lua(dtype))
@@ -118,7 +119,7 @@ def activation(d):
 
 
 def dropout(d):
-    """What is dropped comes from a counter, as docs say; in evaluation nothing is."""
+    """Dropped elements are determined by a counter, as documented. In evaluation none are dropped."""
     p, seed, training = d.choice(0.0, 0.1, 0.5), d.int(0, 2 ** 40), d.chance(0.6)
     x = d.input(d.shape(1, 3), d.dtype(), True)
 
@@ -138,7 +139,7 @@ def dropout(d):
 
 
 def stack(d):
-    """Sequential or ModuleList of Linear, LayerNorm, GELU."""
+    """Sequential or ModuleList of Linear, LayerNorm and GELU."""
     dtype, sizes = d.dtype("fp32", "fp64"), [d.int(2, 17) for _ in range(d.int(2, 4))]
     how = d.choice("none", "tanh")
     x = d.input(d.shape(0, 1) + [sizes[0]], dtype, True)
@@ -194,7 +195,7 @@ def convolution(d):
 
 
 def without_parameters(d):
-    """Pooling, Upsample and Flatten, by their constructors."""
+    """Pooling, Upsample and Flatten with their constructors."""
     n, k = d.int(1, 2), d.int(1, 3)
     size = [d.int(4, 9) for _ in range(n)]
     shape = [d.int(1, 3), d.int(1, 4)] + size
@@ -220,7 +221,7 @@ def without_parameters(d):
 
 
 def channel_norm(d):
-    """Batch norms over a few batches, with their running statistics, then in evaluation; group norm."""
+    """Batch norms over a few batches with their running statistics, then in evaluation, and group norm."""
     dtype, c = d.dtype("fp32", "fp64"), d.choice(2, 4, 6)
     kind = d.choice("BatchNorm1d", "BatchNorm2d", "SyncBatchNorm", "GroupNorm")
     space = {"BatchNorm1d": d.choice([], [5]), "BatchNorm2d": [3, 4]}.get(kind, d.choice([7], [3, 4]))
@@ -291,7 +292,7 @@ def self_attention(d):
 
 
 def initialisation(d):
-    """The bounds and deviations of torch.nn.init; the numbers are Philox's from the first of the stream on."""
+    """Checks the bounds and deviations of torch.nn.init. The numbers are Philox's from the beginning of the stream."""
     name, seed = d.choice("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "uniform_",
                           "normal_",
                           "constant_"), d.int(0, 2 ** 50)
@@ -316,7 +317,7 @@ def initialisation(d):
                 2 * math.pi * philox.unit(words[:, 1])))
         return y.reshape(shape).to(m.dtype("fp32"))
     case = Case("ps.manual_seed(%d) return ps.nn.init.%s(ps.empty(%s), %s)" % (seed, name, lua(shape), args), run)
-    # as row normal_; of a sum of two
+    # as in row normal_; for a sum of two
     case.absolute = 6 * 2.0 ** -21 * scale if "normal" in name else 2.0 ** -23 * scale
     return case
 
@@ -333,7 +334,7 @@ for each in ROWS:
 
 
 def classes():
-    """Those of ps.nn are all covered: the first case asks for their names."""
+    """Checks that all classes of ps.nn are covered. The first case requests their names."""
     def draw(d):
         code = ("local lacks = {} local known = %s for name, value in pairs(ps.nn) do "
                 "if type(value) == 'table' and value.class_name and not known[name] "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Event files: TensorBoard reads what the monitor `tensorboard` of small trainings wrote, in its folders.
+"""Event files: TensorBoard reads the files that the monitor `tensorboard` wrote in small training runs, in its
+folders.
 
-Half of the runs go on from a step in their past, in an event file of their own: TensorBoard has to drop what the first file
-has from there on. The CSV monitor writes beside it, and has to have the same numbers.
+Half of the runs resume from an earlier step in a separate event file. TensorBoard must drop the first file's events
+from that step on. The CSV monitor also writes files, which must have the same numbers.
 """
 import csv
 import glob
@@ -25,7 +26,8 @@ TIMES = ["elapsed_time_ms_forward", "elapsed_time_ms_backward", "elapsed_time_ms
 
 def draw(run, index):
     rng = run.random(index)
-    case = {"type": rng.choice(["fp32", "bf16", "fp16"]), "batch": rng.randrange(1, 5), "accumulate": rng.randrange(1, 4),
+    case = {"type": rng.choice(["fp32", "bf16", "fp16"]), "batch": rng.randrange(1, 5),
+            "accumulate": rng.randrange(1, 4),
             "steps": rng.randrange(1, 9), "breakdown": rng.random() < 0.3, "lr": rng.choice([0.01, 1e-3, 3.3e-5]),
             "folder": run.folder, "job": "job%d" % index}
     if rng.random() < 0.5:
@@ -38,7 +40,7 @@ def close(a, b):
 
 
 def wrong(case, ours):
-    """What is not as it was told: a list of lines."""
+    """Returns the differences from the expected values as a list of lines."""
     off = []
     begins = ours["again"][0][0] if ours["again"] else float("inf")
     expected = [row for row in ours["first"] if row[0] < begins] + list(ours["again"])
@@ -48,7 +50,8 @@ def wrong(case, ours):
     if found != sorted("Train/Samples/" + tag for tag in tags):
         off.append("tags: %s" % found)
     for column, tag in enumerate(tags):
-        read = [(e.step, e.value) for e in events.Scalars("Train/Samples/" + tag)] if "Train/Samples/" + tag in found else []
+        read = [(e.step, e.value) for e in events.Scalars("Train/Samples/"
+                                                          + tag)] if "Train/Samples/" + tag in found else []
         if [x for x, _ in read] != [row[0] for row in expected]:
             off.append("%s: steps %s, expected %s" % (tag, [x for x, _ in read], [row[0] for row in expected]))
         elif tag in TAGS:
@@ -57,7 +60,9 @@ def wrong(case, ours):
         path = os.path.join(case["folder"], case["job"] + "_csv", "Train_Samples_%s.csv" % tag)
         with open(path, encoding="ascii", newline="") as f:
             rows = list(csv.reader(f))
-        if rows[0] != ["step", tag] or [int(row[0]) for row in rows[1:]] != [r[0] for r in ours["first"] + list(ours["again"])]:
+        if rows[0] != ["step", tag] or [int(row[0]) for row in rows[1:]] != [r[0]
+                                                                             for r in ours["first"]
+                                                                             + list(ours["again"])]:
             off.append("%s: %s" % (path, rows))
         elif read and not close(float(rows[-1][1]), read[-1][1]):
             off.append("%s ends with %s, TensorBoard with %g" % (path, rows[-1], read[-1][1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Every row of ops.def, and the methods of tensors that use them, against PyTorch."""
+"""Every row of ops.def, and the tensor methods that use them, compared with PyTorch."""
 import os
 import re
 import sys
@@ -26,7 +26,7 @@ ROWS = rows_elementwise.ROWS + rows_views.ROWS + rows_reduce.ROWS + rows_product
 
 
 def uncovered():
-    """Rows of ops.def that have neither cases nor a reason."""
+    """Returns the rows of ops.def that have neither cases nor a reason."""
     with open(os.path.join(HERE, "..", "..", "src", "ops.def")) as f:
         names = re.findall(r"^OP\((\w+),", f.read(), re.M)
     covered = {op for row in ROWS for op in row.ops} | set(differences.NOT_COMPARED)
@@ -37,7 +37,7 @@ def uncovered():
 
 
 def unknown_names():
-    """Names in docs/pytorch.md that do not exist in torch."""
+    """Returns the names in docs/pytorch.md that do not exist in torch."""
     with open(os.path.join(HERE, "..", "..", "docs", "pytorch.md")) as f:
         rows = [line.split("|") for line in f if line.startswith("| `")]
     names = [re.findall("`([^`]+)`", row[2] if len(row) == 6 else row[1]) for row in rows]

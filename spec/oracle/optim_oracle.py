@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Optimizers, schedules and loss scalers over some 20 steps against torch.optim, torch.optim.lr_scheduler, torch.amp
-and the formulas of DeepSpeed's schedules, which docs/config.md names."""
+"""Optimizers, schedules and loss scalers over about 20 steps, compared with torch.optim, torch.optim.lr_scheduler,
+torch.amp and the formulas of DeepSpeed's schedules, which docs/config.md lists.
+"""
 import math
 
 import torch
@@ -10,7 +11,7 @@ from oracle import TYPES, Case, Input, Row, lua, main
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 def settings(d, kind):
-    """(options as in Lua, as in PyTorch)."""
+    """Returns the options in Lua's form and in PyTorch's form."""
     lr, decay = d.choice(1e-3, 0.1, 3e-4), d.choice(0, 0, 0.1, 0.01)
     if kind == "SGD":
         momentum = d.choice(0, 0.9, 0.5)
@@ -28,7 +29,8 @@ def settings(d, kind):
 
 
 def optimizer(d):
-    """Steps with given gradients, some missing; a state that goes through state_dict; clipping; a rate that changes."""
+    """Steps with given gradients, some of which are missing; a state that is saved and loaded by state_dict;
+    clipping; a learning rate that changes."""
     kind = d.choice("Adam", "AdamW", "SGD", "RMSprop")
     dtype, steps = d.dtype("fp32", "fp32", "bf16", "fp16", "fp64"), d.int(1, 20)
     ours, theirs = settings(d, kind)
@@ -79,7 +81,8 @@ def optimizer(d):
 
 
 def adafactor(d):
-    """PyTorch's and transformers' Adafactor over steps, with a state that goes through PyTorch's form."""
+    """PyTorch's and transformers' Adafactor over several steps, with a state that is converted to PyTorch's form and
+    back."""
     kind, dtype, steps = d.choice("Adafactor", "HuggingFaceAdafactor"), d.dtype("fp32", "fp32", "bf16"), d.int(1, 12)
     shapes = [d.shape(0, 3, 200) for _ in range(d.int(1, 3))]
     shapes = [s if math.prod(s) else [3] for s in shapes]
@@ -137,7 +140,7 @@ def clip(d):
             p.grad = p.detach().clone()
         if m.exact or dtype == "fp64":
             torch.nn.utils.clip_grad_norm_(ps, most)
-        else:                                                       # the norm in fp32, whatever the type
+        else:                                                       # the norm is fp32 for every type
             norm = torch.sqrt(sum(p.grad.double().square().sum() for p in ps))
             for p in ps:
                 p.grad.mul_(min(1.0, most / (float(norm) + 1e-6)))
@@ -146,7 +149,7 @@ def clip(d):
 
 
 def grad_scaler(d):
-    """Scaled gradients, some of them infinite, against torch.amp.GradScaler."""
+    """Scaled gradients, some of them infinite, compared with torch.amp.GradScaler."""
     steps, kind = d.int(3, 20), d.choice("Adam", "SGD")
     shape = d.shape(0, 2, 60)
     init, growth, backoff, interval = 2.0 ** d.int(2, 12), d.choice(2.0, 4.0), d.choice(0.5, 0.25), d.int(1, 5)
@@ -214,12 +217,12 @@ def loss_scaler(d):
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------
-# Rates are doubles by formulas of a few operations each, of which the cosine is the least exact.
+# Rates are doubles from formulas of a few operations, of which the cosine is the least exact.
 ROUNDING = 2.0 ** -48
 
 
 def rates(d, name, options, count, fn, momentum=None, own=None):
-    """The optimizer's rate before each of `count` steps (and its first beta); fn(i) is the rate of step i."""
+    """Returns the optimizer's rate before each of `count` steps (and its first beta). fn(i) is the rate of step i."""
     start = own or d.choice(1e-3, 0.1)
     made = "ps.optim.Adam({ ps.ones({ 1 }):requires_grad(true) }, { lr = %s })" % lua(start)
     reload_at = d.int(0, count - 1)
@@ -240,7 +243,7 @@ def rates(d, name, options, count, fn, momentum=None, own=None):
 
 
 def of_torch(make, high, count):
-    """The rates that a schedule of torch.optim.lr_scheduler gives."""
+    """Returns the rates of a schedule of torch.optim.lr_scheduler."""
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=high)
     schedule, out = make(opt), []
     for _ in range(count):
@@ -251,7 +254,7 @@ def of_torch(make, high, count):
 
 
 def plain(d):
-    """warmup_cosine, warmup_linear, constant: a linear start, then PyTorch's CosineAnnealingLR or PolynomialLR."""
+    """warmup_cosine, warmup_linear and constant: a linear warmup, then PyTorch's CosineAnnealingLR or PolynomialLR."""
     name = d.choice("warmup_cosine", "warmup_linear", "constant")
     high, low, warmup, after = d.choice(1e-3, 0.1, 3e-4), d.choice(0.0, 1e-5, 1e-4), d.choice(0, 0, 1, 5), d.int(1, 30)
     options = {"max_lr": high, "warmup": warmup}
@@ -271,7 +274,7 @@ def plain(d):
 
 
 def warm(i, steps, kind):
-    """DeepSpeed's WarmupLR._get_gamma at last_batch_iteration = i."""
+    """Computes DeepSpeed's WarmupLR._get_gamma at last_batch_iteration = i."""
     steps = max(2, steps)
     if i >= steps:
         return 1.0
@@ -343,7 +346,7 @@ def deepspeed_range(d):
 
 
 def of_names(d):
-    """PyTorch's schedules under their own names, over two groups of other rates; one goes on from a state."""
+    """PyTorch's schedules under their own names, over two groups with different rates. One resumes from a state."""
     gamma, size, low, count = d.choice(0.1, 0.5, 0.97), d.int(1, 7), d.choice(0.0, 1e-4), d.int(1, 25)
     marks = sorted(d.int(1, 12) for _ in range(d.int(1, 3)))
     name, text, make = d.choice(

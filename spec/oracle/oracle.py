@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Code that the parts of the oracle (spec/oracle/*_oracle.py) share: drawing cases, running psluajit, judging results.
+"""Code that the parts of the oracle (spec/oracle/*_oracle.py) share: drawing cases, running psluajit, judging
+results.
 
-A part has rows; a row draws cases. A case is a piece of Lua and a PyTorch function that should compute the same results
-from the same inputs. `main` draws the cases, runs the Lua of several hundred of them in one psluajit (run_cases.lua),
-computes outputs and gradients with PyTorch in the same types and again in float64, and judges. See README.md in this
-folder.
+A part has rows; a row draws cases. A case is a piece of Lua and a PyTorch function that should compute the same
+results from the same inputs. `main` draws the cases, runs the Lua of several hundred of them in one psluajit
+(run_cases.lua), computes outputs and gradients with PyTorch in the same types and again in float64, and judges. See
+README.md in this folder.
 """
 import argparse
 import copy
@@ -36,30 +37,30 @@ FORMAT = {torch.float32: (24, -126, 127), torch.bfloat16: (8, -126, 127), torch.
 
 # -- cases -----------------------------------------------------------------------------------------------------------
 class Mode:
-    """How PyTorch computes: in the drawn types, or (exact) with every float as float64."""
+    """How PyTorch computes: in the case's types, or (exact) with every float as float64."""
 
     def __init__(self, exact, change=None, dtype=None):
-        """change: a function that changes float64 numbers by the last bit of the computation's type. dtype: the type to
-        which results are rounded that are saved for the gradient."""
+        """change: a function that changes float64 numbers by the last bit of the computation's type. dtype: the type
+        to which results are rounded that are saved for the gradient."""
         self.exact, self.change, self.dtype_saved = exact, change, dtype
 
     @property
     def move_rounded(self):
-        """The change that rounding makes to a result that is saved for the gradient, or None."""
+        """Returns the change by which rounding alters a result that is saved for the gradient, or None."""
         if not (self.exact and self.change):
             return None
         return lambda y: self.change(y, 2.0 ** -FORMAT[self.dtype_saved][0]) if self.dtype_saved else self.change(y)
 
     def dtype(self, name):
-        """The dtype of that name. In the reference every float type is float64."""
+        """Returns the dtype with that name. In the reference every float type is float64."""
         return torch.float64 if self.exact and name in FLOATS else TYPES[name]
 
     def to(self, x, name):
         return x.to(self.dtype(name))
 
     def saved(self, fn, slope, x):
-        """fn(x), whose gradient is slope(fn(x)). The gradient reads the rounded result, so that is changed like an
-        input."""
+        """Returns fn(x), whose gradient is slope(fn(x)). The gradient reads the rounded result, so this result is
+        changed like an input."""
         return FromResult.apply(x, fn, slope, self.move_rounded) if self.move_rounded else fn(x)
 
 
@@ -77,8 +78,8 @@ class FromResult(torch.autograd.Function):
 
 
 class Input:
-    """A tensor as it is in the file, and the view of it that the case uses (the Lua text of `x`, and a PyTorch
-    function)."""
+    """A tensor with its layout in the file, and the view of it that the case uses (the Lua text of `x`, and a
+    PyTorch function)."""
 
     def __init__(self, base, grad=False, lua="", view=None):
         self.base, self.grad, self.lua, self.view = base, grad and base.dtype.is_floating_point, lua, view
@@ -106,8 +107,8 @@ class Case:
 
 
 class Row:
-    """A name, a function draw(d) that makes a Case from a Draw, the rows of ops.def that it covers, and its share of
-    the cases. mixes: elements of a result are sums over many elements of the inputs (see bound_of)."""
+    """A name, a function draw(d) that creates a Case from a Draw, the rows of ops.def that it covers, and its weight
+    among the rows. mixes: elements of a result are sums over many elements of the inputs (see bound_of)."""
 
     def __init__(self, name, draw, ops=(), weight=1.0, mixes=False):
         self.name, self.draw, self.ops, self.weight = name, draw, ops.split() if isinstance(ops, str) else ops, weight
@@ -116,7 +117,8 @@ class Row:
 
 # -- drawing ---------------------------------------------------------------------------------------------------------
 class Draw:
-    """The random choices for one case. The same seed, part and index give the same case, independent of other cases."""
+    """The random choices for one case. The same seed, part and index always produce the same case, independently of
+    other cases."""
 
     def __init__(self, seed, part, index, attempt=0):
         self.rng = random.Random("%d:%s:%d:%d" % (seed, part, index, attempt))
@@ -129,7 +131,7 @@ class Draw:
         return self.rng.choice(options)
 
     def int(self, low, high):
-        """A whole number in [low, high]."""
+        """Returns a whole number in [low, high]."""
         return self.rng.randint(low, high)
 
     def uniform(self, low, high):
@@ -140,7 +142,7 @@ class Draw:
         return self.rng.choice(names or ("fp32", "fp32", "fp32", "bf16", "fp16", "fp64"))
 
     def size(self):
-        """A size: mostly small, sometimes larger than a vector, sometimes 0."""
+        """Returns a size, which is mostly small, sometimes larger than a vector, and sometimes 0."""
         r = self.rng.random()
         if r < 0.04:
             return 0
@@ -153,9 +155,9 @@ class Draw:
                 return shape
 
     def values(self, shape, dtype="fp32", low=None, high=None, special=0.0):
-        """Numbers of a type. Without bounds: normally distributed with a drawn scale, or few different whole numbers
-        (so that some are equal). special: the share of cases with NaN, infinities, zeros of both signs, denormals and
-        the largest numbers."""
+        """Returns numbers of a type. Without bounds, they are normally distributed with a random scale, or a few
+        different whole numbers (so that some are equal). special: the fraction of cases with NaN, infinities, zeros
+        of both signs, denormals and the largest numbers."""
         torch_type = TYPES[dtype]
         if dtype == "bool":
             return torch.rand(shape, generator=self.gen) < self.rng.choice((0.0, 0.3, 0.5, 0.9))
@@ -181,8 +183,8 @@ class Draw:
         return x
 
     def laid_out(self, x, grad=False, plain=0.55, expand=True):
-        """An Input whose view has x's shape: contiguous, transposed, a slice, or with strides of 0 (which needs other
-        values)."""
+        """Returns an Input whose view has x's shape: contiguous, transposed, a slice, or with strides of 0 (which
+        needs other values)."""
         n = x.dim()
         if n == 0 or self.chance(plain):
             return Input(x, grad)
@@ -222,7 +224,7 @@ class Draw:
 
 
 def lua(value):
-    """A Lua literal of a number, string, list or dictionary; floats keep every bit."""
+    """Returns a Lua literal for a number, string, list or dictionary. Floats keep every bit."""
     if value is None:
         return "nil"
     if isinstance(value, bool):
@@ -244,15 +246,15 @@ def lua(value):
 
 # -- PyTorch's side --------------------------------------------------------------------------------------------------
 class Result:
-    """Outputs and gradients (by the number of the input; None: no gradient), in float64 or the case's types."""
+    """Outputs and gradients (indexed by input; None if there is no gradient), in float64 or the case's types."""
 
     def __init__(self, outs, grads, sources=()):
         self.outs, self.grads, self.sources = outs, grads, sources
 
 
 def compute(case, draw=None, exact=False, change=None, graph=False):
-    """Runs the case in PyTorch. The first run draws the gradients of the outputs. change(x) alters float inputs. graph:
-    keeps outputs and gradients connected to all float inputs and gradients of outputs (`sources`)."""
+    """Runs the case in PyTorch. The first run draws the gradients of the outputs. change(x) alters float inputs.
+    graph: keeps outputs and gradients connected to all float inputs and gradients of outputs (`sources`)."""
     floats = [i.base.dtype for i in case.inputs if i is not None and i.base.dtype.is_floating_point]
     mode, leaves, xs = Mode(exact, change, floats[0] if len(set(floats)) == 1 else None), [], []
     change = change or (lambda x: x)
@@ -268,7 +270,7 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
             if base.dtype.is_floating_point:
                 base = change(base.double() if exact else base)
             leaf = base.detach().clone()
-            if given.view and case.mixes:                              # the view is the leaf; see bound_of
+            if given.view and case.mixes:                              # the view is the leaf (see bound_of)
                 leaf = given.view(leaf).clone()
             leaf.requires_grad_(given.grad or graph and base.dtype.is_floating_point)
             leaves.append(leaf)
@@ -297,15 +299,15 @@ def compute(case, draw=None, exact=False, change=None, graph=False):
 
 
 # -- the judge -------------------------------------------------------------------------------------------------------
-CONDITIONED = 256          # elements of a tensor whose condition is computed
-NEARBY = 4                 # neighbouring inputs for which PyTorch's own distance is measured
+CONDITIONED = 256          # number of elements of a tensor whose condition is computed
+NEARBY = 4                 # number of neighbouring inputs for which PyTorch's own distance is measured
 UNLUCKY, AGAIN = 4, 8      # see Part.unlucky
-MOVED = 8                  # how many times inputs are changed by their last bit
-WIDEST = 8.0               # see bound_of: the most by which PyTorch's worst element widens the bounds of others
+MOVED = 8                  # number of times that inputs are changed in their last bit
+WIDEST = 8.0               # largest factor by which PyTorch's worst element widens the bounds of others (see bound_of)
 
 
 def ulp(value, dtype):
-    """The distance between neighbouring numbers of a type at |value| (float64)."""
+    """Returns the distance between neighbouring numbers of a type at |value| (float64)."""
     bits, least, most = FORMAT[dtype]
     _, exponent = torch.frexp(value.abs())
     exponent = torch.clamp(torch.where(torch.isfinite(value) & (value != 0), exponent - 1, least), least, most)
@@ -313,8 +315,8 @@ def ulp(value, dtype):
 
 
 def rounding(dtype):
-    """The relative size of the last bit of the computation behind a result of this type: half types are computed in
-    fp32."""
+    """Returns the relative size of the last bit of the computation whose result has this type. Half types are
+    computed in fp32."""
     return 2.0 ** (-52 if dtype == torch.float64 else -23)
 
 
@@ -328,15 +330,15 @@ def last_bit(x, gen):
 
 
 class Second:
-    """A second judgement of a case, made only if the plain rule finds an error: PyTorch's distance, and the exact
-    result, for inputs that differ in their last bit."""
+    """A second judgement of a case, which is made only if the plain rule finds an error. It uses PyTorch's distance,
+    and the exact result, for inputs that differ in their last bit."""
 
     def __init__(self, case):
         self.case, self.near, self.moved = case, {}, {}
 
     def get(self, kind, key, dtype):
-        """Lists of PyTorch's distances for neighbouring inputs, and of float64 results for inputs changed by the last
-        bit of the computation."""
+        """Returns lists of PyTorch's distances for neighbouring inputs, and of float64 results for inputs changed by
+        the last bit of the computation."""
         gen = torch.Generator().manual_seed(self.case.index)
         wide = dtype == torch.float64
 
@@ -352,20 +354,21 @@ class Second:
             for _ in range(NEARBY):
                 state = gen.get_state()
                 low = compute(self.case, change=neighbour)
-                gen.set_state(state)                               # the same neighbours
+                gen.set_state(state)                               # draws the same neighbours
                 self.near[wide].append((low, self.exact_at(neighbour)))
         if dtype not in self.moved:
             self.moved[dtype] = [compute(self.case, exact=True, change=moved) for _ in range(MOVED)]
 
         def pick(result):
             return (result.outs[key] if kind == "out" else result.grads.get(key)).double()
-        factor = 2.0 ** -29 if wide else 1.0               # float64 cannot be compared with itself; see bound_of
+        factor = 2.0 ** -29 if wide else 1.0               # float64 cannot be compared with itself (see bound_of)
         return ([(pick(a) - pick(b)).abs() * factor for a, b in self.near[wide]],
                 [pick(m) for m in self.moved[dtype]])
 
     def condition(self, kind, key, mask, dtype):
-        """The largest first-order change of the elements of mask if inputs change by their last bit: the sum of
-        |derivative x input| times that bit. It is computed for the first CONDITIONED elements, and is 0 elsewhere."""
+        """Returns the largest first-order change of the masked elements if inputs change in their last bit, which is
+        the sum of |derivative x input| times that bit. It is computed for the first CONDITIONED elements, and is 0
+        elsewhere."""
         case = self.case
         found = torch.zeros(mask.shape, dtype=torch.float64)
         try:
@@ -382,7 +385,7 @@ class Second:
         return found
 
     def exact_at(self, neighbour):
-        """The float64 result for the inputs that `neighbour` makes from those in the case's types."""
+        """Returns the float64 result for the inputs that `neighbour` computes from those in the case's types."""
         case = self.case
         given, ups = case.inputs, case.ups
         case.inputs = [None if i is None else
@@ -428,8 +431,8 @@ def bound_of(theirs, exact, dtype, near, moved, mixes):
 
 
 class Off:
-    """The error of an output or a gradient of a case. rounding: it is too far away, but by at most the factor
-    UNLUCKY."""
+    """The error of an output or a gradient of a case. rounding: whether the distance is too large by at most the
+    factor UNLUCKY."""
 
     def __init__(self, what, text, rounding=False):
         self.what, self.text, self.rounding = what, text, rounding
@@ -443,7 +446,7 @@ def describe(tensor):
 
 
 def judge(case, kind, key, ours, theirs, exact, second, used):
-    """An Off, or None if the result is right. used: counts, by name, the intended differences that applied."""
+    """Returns an Off, or None if the result is correct. used: counts the intended differences that applied, by name."""
     what = "%s%d" % (kind, key)
     if ours is None and theirs is None:
         return None
@@ -457,7 +460,7 @@ def judge(case, kind, key, ours, theirs, exact, second, used):
         theirs = theirs.to(ours.dtype)
     dtype = ours.dtype
     o, t, r = ours.double(), theirs.double(), exact.double()
-    # A gradient is computed from the results: if they have fewer bits, it has fewer bits, too.
+    # A gradient is computed from the results. If they have fewer bits, so does the gradient.
     arithmetic = min([dtype] + [out.dtype for out in case.result.outs if kind == "grad"
                                 and out.dtype.is_floating_point],
                      key=lambda t: FORMAT[t][0] if t.is_floating_point else 99)
@@ -466,7 +469,7 @@ def judge(case, kind, key, ours, theirs, exact, second, used):
         bound = torch.zeros_like(o)
     else:
         same = (o == t) & (torch.signbit(o) == torch.signbit(t)) | torch.isnan(o) & torch.isnan(t)
-        rounded = r.to(dtype).double()                    # a correctly rounded result is right, whatever PyTorch's is
+        rounded = r.to(dtype).double()  # a correctly rounded result is right, whatever PyTorch's result is
         same_as_rounded = (o == rounded) & (torch.signbit(o) == torch.signbit(rounded))
         finite = torch.isfinite(o) & torch.isfinite(t) & torch.isfinite(r)
         zeros = (o == 0) & (t == 0) & (torch.signbit(o) != torch.signbit(t)) & ~same_as_rounded
@@ -534,7 +537,7 @@ def start(psluajit, folder, cases, isa, threads):
 
 
 def finish(process, folder):
-    """(results by id, tensors), or the text of the error."""
+    """Returns (results by id, tensors), or the text of the error."""
     try:
         code = process.wait(600)
     except subprocess.TimeoutExpired:
@@ -576,7 +579,7 @@ class Part:
             self.say(case, "\n     ".join(map(str, found)))
 
     def look(self, case, exact, tensors):
-        """The errors of a case's outputs and gradients."""
+        """Returns the errors in the case's outputs and gradients."""
         name, second, found = str(case.index), Second(case), []
         for k, theirs in enumerate(case.result.outs):
             found.append(judge(case, "out", k, tensors.get("%s.out.%d" % (name, k)), theirs, exact.outs[k], second,
@@ -588,10 +591,10 @@ class Part:
         return [f for f in found if f is not None]
 
     def unlucky(self, case):
-        """Whether a result that is too far away is within the bound for most inputs that differ in their last bit. This
-        happens by chance in one of thousands of cases. A wrong or imprecise computation also fails for the neighbouring
-        inputs. Only for distances of at most UNLUCKY times the bound: a larger distance is an error at once, and so are
-        NaN, wrong signs and wrong types."""
+        """Returns whether a result that is too far away is within the bound for most inputs that differ in their
+        last bit. By chance, such a result occurs in one of thousands of cases. A wrong or imprecise computation also
+        fails for the neighbouring inputs. This applies only to distances of at most UNLUCKY times the bound. A
+        larger distance is an error immediately, and so are NaN, wrong signs and wrong types."""
         gen, again = torch.Generator().manual_seed(case.index + 1), []
         for k in range(AGAIN):
             other = copy.copy(case)
@@ -614,7 +617,7 @@ class Part:
         return 2 * wrong <= AGAIN
 
     def draw(self, row, index):
-        """The case with that number. If PyTorch refuses a case (such as bool - bool), another one is drawn."""
+        """Returns the case with that index. If PyTorch rejects a case (such as bool - bool), another one is drawn."""
         for attempt in range(30):
             draw = Draw(self.options.seed, self.name, index, attempt)
             try:
@@ -630,7 +633,7 @@ class Part:
         return None
 
     def batch(self, cases, isa, threads):
-        """Runs cases together. If psluajit crashes, runs each alone."""
+        """Runs cases together. If psluajit crashes, runs each case separately."""
         folder, self.environment = tempfile.mkdtemp(prefix="oracle-"), (isa, threads)
         try:
             process = start(self.options.psluajit, folder, cases, isa, threads)
@@ -651,8 +654,8 @@ class Part:
 
 
 def main(name, rows, cases):
-    """Runs a part: its rows in turn (by weight), `cases` cases in all unless --cases gives another number. Exits with
-    status 1 if any case is wrong."""
+    """Runs a part: its rows one after another (by weight), with `cases` cases in total unless --cases gives another
+    number. Exits with status 1 if any case is wrong."""
     parser = argparse.ArgumentParser(description="Compares psluajit with PyTorch on drawn cases: " + name)
     parser.add_argument("--psluajit", default="build/psluajit")
     parser.add_argument("--seed", type=int, default=1)
@@ -664,7 +667,7 @@ def main(name, rows, cases):
     options = parser.parse_args()
     torch.set_num_threads(1)
     started = time.time()
-    order = []                                               # each row by its weight, at least once in a round
+    order = []                                               # each row as often as its weight, at least once per round
     for row in rows:
         order += [row] * max(1, round(row.weight))
     random.Random(0).shuffle(order)
@@ -698,6 +701,6 @@ def main(name, rows, cases):
 
 
 def environment(seed, batch):
-    """The instruction set and the number of threads of a batch of cases."""
+    """Returns the instruction set and the number of threads for a batch of cases."""
     rng = random.Random("%d:%d" % (seed, batch))
     return rng.choice(ISAS), rng.choice((1, 2))

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The names and the order of parameters, and optimizer states that go from PyTorch to psluajit and back.
+"""The names and the order of parameters, and optimizer states that are converted from PyTorch to psluajit and back.
 
-transformers makes a small model of each class that psluajit has (models_oracle.py draws its fields) and an optimizer of
-PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices alone; made from parameters
-or from named parameters, of one group or two) takes some steps with drawn gradients. order_cases.lua reads the
-model's folder, takes the state over into an engine's optimizer and into one of ps.optim, and writes it again, by
+transformers creates a small model of each class that psluajit has (models_oracle.py draws its fields). An optimizer
+of PyTorch (Adam, AdamW, SGD and RMSprop with momentum, Adafactor, and Muon over the matrices only; created from
+parameters or from named parameters, with one group or two) runs some steps with random gradients. order_cases.lua
+reads the model's folder, loads the state into an engine's optimizer and into one of ps.optim, and writes it again, by
 names and in PyTorch's form. The names of the parameters must be those of named_parameters, in its order. The state of
-each name must have the bits of PyTorch's, and a new optimizer of PyTorch that loads what psluajit wrote must have the
-state of the first, and make the same next step from settings of its own that it was not made with.
+each name must have the bits of PyTorch's. A new optimizer of PyTorch, created with other settings, loads the file
+that psluajit wrote. It must have the first optimizer's state and settings, and make the same next step.
 """
 import json
 import os
@@ -35,8 +35,8 @@ def draw_case(rng, index):
 
 
 def optimizer_of(case, model, named, own=True):
-    """An optimizer of the case's kind over the model's parameters; of two groups, biases are the first. Muon has the
-    matrices alone. own: with the case's settings, else with the defaults."""
+    """Returns an optimizer of the case's kind for the model's parameters. With two groups, the biases are the first
+    group. Muon has only the matrices. own: use the case's settings, else the defaults."""
     entries = [e for e in model.named_parameters() if case["kind"] != "Muon" or e[1].dim() == 2]
     lists = [entries]
     if case["groups"]:
@@ -46,7 +46,7 @@ def optimizer_of(case, model, named, own=True):
 
 
 def after_step(model, optimizer, seed):
-    """The parameters after another step with drawn gradients; the model keeps its own."""
+    """Returns the parameters after another step with random gradients. The model keeps its own parameters."""
     torch.manual_seed(seed)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for p in model.parameters():
@@ -65,7 +65,7 @@ def state_by_name(model, optimizer):
 
 
 def prepare(case):
-    """Writes the model, PyTorch's state and the case; gives the names and the state by name."""
+    """Writes the model, PyTorch's state and the case. Returns the names, and the state by name."""
     torch.manual_seed(case["seed"])
     model = getattr(transformers, case["class"])(models_oracle.config_of(case))
     if case["groups"] and not any(n.endswith("bias") for n, _ in model.named_parameters()):
@@ -97,7 +97,7 @@ def judge(case, model, want):
     off = [f"named_parameters: number {i} is {a}, of transformers {b}" for i, (a, b) in
            enumerate(zip(result["names"] + [None] * len(names), names)) if a != b]
     off += [f"{n}: no such parameter in transformers" for n in result["names"] if n not in names]
-    # By the engine, and by ps.optim. Muon of an engine has AdamW's groups, too, which no class of PyTorch loads.
+    # With the engine, and with ps.optim. An engine's Muon also has AdamW's groups, which no class of PyTorch loads.
     for prefix in ("", "plain_") if case["kind"] != "Muon" else ("plain_",):
         taken = load_file(os.path.join(case["out"], prefix + "by_name.safetensors"))
         off += compare(prefix + "taken over", taken, want)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows with several sequences: bench/packed.lua against transformers, for folders of each family with the drawn fields
-of models_oracle.py.
+"""Rows with several sequences: bench/packed.lua compared with transformers, for folders of each family with the
+random fields of models_oracle.py.
 
-transformers computes the same sequences as a batch with padding: the loss of each position, and the gradients of their
-sum. transformers' causal models also compute the packed rows, with position_ids that restart, without a cache and a
-mask, and bench/hf.lua must give the same logits.
+transformers computes the same sequences as a batch with padding: the loss of each position, and the gradients of
+their sum. transformers' causal models also compute the packed rows, with position_ids that restart, without a cache
+and a mask, and bench/hf.lua must return the same logits.
 """
 import os
 import subprocess
@@ -18,7 +18,7 @@ import runs
 
 CLASSES = [c for c in sorted(set(models_oracle.CLASSES)) if "LM" in c[1]]
 LOSS, GRADIENT = 2e-6, 1e-5              # relative to the largest loss (at least 1), and to the largest gradient
-NOTHING = 1e-6                           # of the largest of all gradients: rounding of what is 0, such as keys' biases
+NOTHING = 1e-6  # fraction of the largest gradient; rounding of gradients that are 0, such as those of keys' biases
 
 
 def draw_case(rng, index):
@@ -34,7 +34,8 @@ def draw_case(rng, index):
             rest -= n
         lengths.append(row)
     longest = max(abs(n) for row in lengths for n in row)
-    # Rotary angles of the kind "dynamic" depend on the longest row of a call, which is not that of a packed one.
+    # Rotary angles of the kind "dynamic" depend on the longest row of a call, which is not the longest row of a packed
+    # call.
     if case["fields"].get("rope", {}).get("rope_type") == "dynamic":
         del case["fields"]["rope"]
     return case | {"lengths": lengths, "positions": longest + 3, "dtype": "float32", "mask": False, "refused": None,
@@ -87,7 +88,7 @@ def reference(case, ids, dtype):
 
 
 def by_places(run, case, ids, segments, env):
-    """The logits of rows with restarted positions, from hf.lua and from transformers."""
+    """Returns the logits of rows with restarted positions, from hf.lua and from transformers."""
     places = torch.zeros(ids.shape, dtype=torch.int32)
     for r, at, n in sequences(case):
         places[r, at:at + n] = torch.arange(n, dtype=torch.int32)
@@ -116,7 +117,7 @@ def judge(run, case):
     ours = load_file(path.replace(".safetensors", ".out.safetensors"))
     (losses, grads, _), (near, near_grads, _) = reference(case, ids, torch.float64), reference(case, ids, torch.float32)
     off = []
-    # As far as PyTorch's own fp32 is off, twice, where that is more.
+    # Twice the error of PyTorch's own fp32, if that is larger.
     error = float((ours["losses"] - losses).abs().max())
     if error > max(LOSS * max(1, float(losses.abs().max())), 2 * float((near - losses).abs().max())):
         off.append(f"losses are {error} off, of {float(losses.abs().max())}")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tables of pipelines against those of torch.distributed.pipelining, whose stages are mocks here, rank by rank.
+"""Pipeline tables compared with those of torch.distributed.pipelining, whose stages are mocks, rank by rank.
 
-Each of PyTorch's tables is also read by psluajit as a table of the script's own, and each cell that psluajit writes by PyTorch.
+psluajit also reads each of PyTorch's tables as a table that a script defines, and PyTorch reads each cell that
+psluajit writes.
 """
 import json
 import os
@@ -14,11 +15,11 @@ import runs
 CLASSES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
            "looped_bfs": "ScheduleLoopedBFS", "zb_h1": "ScheduleInterleavedZeroBubble", "zb_v": "ScheduleZBVZeroBubble"}
 
-# Differences on purpose.
-BACKWARD_ORDER = """looped_bfs goes backward from the first micro-batch to the last, as all schedules here do, so that sums of
-gradients have the order that they have without a pipeline. PyTorch's goes from the last to the first."""
-LAST_RANK = """PyTorch's 1F1B tells a table for its last rank whose forwards begin with micro-batch 1 and end with one too many. Its
-runtime does not use it. What is compared there is what it means: F0 B0 F1 B1 ..."""
+# Intended differences.
+BACKWARD_ORDER = """looped_bfs runs backwards from the first micro-batch to the last, as all schedules of psluajit do,
+so that sums of gradients have the same order as without a pipeline. PyTorch's runs from the last to the first."""
+LAST_RANK = """PyTorch's 1F1B prints a table for its last rank whose forwards begin with micro-batch 1 and end with one
+too many. Its runtime does not use this table. The comparison uses the intended row: F0 B0 F1 B1 ..."""
 
 
 def draw(rng):
@@ -28,9 +29,9 @@ def draw(rng):
         v = rng.randrange(1, 5)
     if name == "zb_v":
         v = 2
-    if name == "1f1b":                                       # PyTorch has no table of fewer
+    if name == "1f1b":                                       # PyTorch has no table for fewer micro-batches
         m = max(m, p)
-    if name in ("interleaved", "zb_h1"):                     # its rounds have to divide the micro-batches
+    if name in ("interleaved", "zb_h1"):                     # its rounds must divide the micro-batches
         while m % max(1, m // p):
             m -= 1
     return {"schedule": name, "stages": p, "virtual_stages": v, "micro_batches": m}
@@ -38,13 +39,14 @@ def draw(rng):
 
 def stage(index, case):
     n = case["stages"] * case["virtual_stages"]
-    mock = MagicMock(stage_index=index, num_stages=n, group_size=case["stages"], group_rank=0, is_first=index == 0, is_last=index == n - 1,
+    mock = MagicMock(stage_index=index, num_stages=n, group_size=case["stages"], group_rank=0, is_first=index == 0,
+                     is_last=index == n - 1,
                      stage_index_to_group_rank={k: k % case["stages"] for k in range(n)}, has_backward=False)
     return mock
 
 
 def theirs(case):
-    """PyTorch's table: a list of cells for each rank."""
+    """Returns PyTorch's table as a list of cells for each rank."""
     made = [stage(k * case["stages"], case) for k in range(case["virtual_stages"])]
     made_of = getattr(schedules, CLASSES[case["schedule"]])
     many = issubclass(made_of, schedules.PipelineScheduleMulti)
@@ -54,7 +56,7 @@ def theirs(case):
 
 
 def as_here(case, rows):
-    """PyTorch's table with the differences of above."""
+    """Returns PyTorch's table with the intended differences applied."""
     last, m = case["stages"] - 1, case["micro_batches"]
     if case["schedule"] == "1f1b":
         rows[last] = [cell for i in range(m) for cell in ("%dF%d" % (last, i), "%dB%d" % (last, i))]
@@ -84,7 +86,8 @@ def main():
             off.append(mine.get("error") or read.get("error"))
         else:
             rows = [line.split(",") for line in mine["text"].rstrip("\n").split("\n")]
-            off += ["rank %d: %s, PyTorch %s" % (r, ",".join(a), ",".join(b)) for r, (a, b) in enumerate(zip(rows, tables[k])) if a != b]
+            off += ["rank %d: %s, PyTorch %s" % (r, ",".join(a), ",".join(b)) for r,
+                    (a, b) in enumerate(zip(rows, tables[k])) if a != b]
             if len(rows) != len(tables[k]):
                 off.append("%d ranks, PyTorch %d" % (len(rows), len(tables[k])))
             if read != mine:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: methods and functions that are made of others (lua/ps/tensor/composed.lua)."""
+"""Rows of the part `ops`: methods and functions that are composed of other ops (lua/ps/tensor/composed.lua)."""
 import math
 
 import torch
@@ -39,7 +39,7 @@ def triangle(name):
 
 
 def sort(d):
-    """Of different numbers, since PyTorch leaves the order of equal ones open."""
+    """Sorts different numbers, since PyTorch does not define the order of equal ones."""
     shape = [n or 2 for n in d.shape(1, 3, 3000)]
     dtype, dim, down = d.choice("fp32", "fp64", "int64", "int32"), any_dim(d, shape), d.chance(0.5)
     x = torch.randperm(math.prod(shape), generator=d.gen).reshape(shape).to(TYPES[dtype])
@@ -57,7 +57,8 @@ def linspace(d):
     first, last, steps, dtype = d.choice(0, -1, 2.5), d.choice(1, -3, 1e3), d.int(0, 300), d.choice("fp32", "fp64")
     return Case("ps.linspace(%s, %s, %d, { dtype = %s })" % (lua(first), lua(last), steps, lua(dtype)),
                 lambda x, m: torch.linspace(first, last, steps, dtype=m.dtype(dtype)),
-                absolute=4e-16 * max(abs(first), abs(last)) if dtype == "fp64" else 0.0)     # PyTorch's own rounding in fp64
+                # PyTorch's own rounding in fp64
+                absolute=4e-16 * max(abs(first), abs(last)) if dtype == "fp64" else 0.0)
 
 
 def one_hot(d):
@@ -65,7 +66,8 @@ def one_hot(d):
     index = torch.randint(0, classes, shape, generator=d.gen, dtype=d.choice(torch.int32, torch.int64))
     given = d.chance(0.6)
     return Case("ps.one_hot(x[1]%s)" % (", %d" % classes if given else ""),
-                lambda x, m: torch.nn.functional.one_hot(x[0].long(), classes if given else -1), [d.laid_out(index, False, 0.6, False)],
+                lambda x, m: torch.nn.functional.one_hot(x[0].long(), classes if given else -1),
+                [d.laid_out(index, False, 0.6, False)],
                 exact=True)
 
 
@@ -79,13 +81,14 @@ def logsumexp(d):
         return torch.logsumexp(wide, dims, keep).to(x[0].dtype)
     dtype = d.dtype()
     return Case("x[1]:logsumexp(%s, %s)" % (lua(dims), lua(keep)), run, [d.input(shape, dtype, True, low=-30, high=30)],
-                slack=4e-15 if dtype == "fp64" else 0.0)                 # PyTorch's own rounding in fp64 is what counts as right
+                slack=4e-15 if dtype == "fp64" else 0.0)  # PyTorch's own rounding in fp64 is the reference
 
 
 def norm(d):
     shape = [n or 1 for n in d.shape(1, 3)]
     dims, keep = some_dims(d, len(shape)), d.chance(0.4)
-    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (math.inf, "math.huge"), (-math.inf, "-math.huge"))
+    p, text = d.choice((2, "2"), (2, "nil"), (1, "1"), (3, "3"), (0, "0"), (math.inf, "math.huge"),
+                       (-math.inf, "-math.huge"))
 
     def run(x, m):
         wide = x[0] if x[0].dtype == torch.float64 else x[0].float()
@@ -96,7 +99,8 @@ def norm(d):
 
 
 def einsum(d):
-    text, ranks = d.choice(("ij,jk->ik", 2), ("ij,jk", 2), ("bij,bjk->bik", 2), ("bhid,bhjd->bhij", 2), ("i,j->ij", 2), ("ij->ji", 1),
+    text, ranks = d.choice(("ij,jk->ik", 2), ("ij,jk", 2), ("bij,bjk->bik", 2), ("bhid,bhjd->bhij", 2), ("i,j->ij", 2),
+                           ("ij->ji", 1),
                            ("ij->", 1), ("ijk->j", 1), ("ij,ij->", 2), ("ij,ij->j", 2), ("i,i", 2), ("ab,bc,cd->ad", 3),
                            ("ij,kl->k", 2), ("bi,bj,b->ij", 3), ("ijk,jl->lik", 2))
     sizes = {c: d.int(1, 7) for c in text if c.isalpha()}
@@ -107,7 +111,9 @@ def einsum(d):
 
 
 ROWS = [
-    of_shape(flip, "flip", 1), of_shape(roll, "roll", 1), of_shape(tile, "tile", 1, 3), of_shape(triangle("tril"), "tril", 2),
-    of_shape(triangle("triu"), "triu", 2), Row("sort", sort), Row("eye", eye), Row("linspace", linspace), Row("one_hot", one_hot),
+    of_shape(flip, "flip", 1), of_shape(roll, "roll", 1), of_shape(tile, "tile", 1, 3),
+    of_shape(triangle("tril"), "tril", 2),
+    of_shape(triangle("triu"), "triu", 2), Row("sort", sort), Row("eye", eye), Row("linspace", linspace),
+    Row("one_hot", one_hot),
     Row("logsumexp", logsumexp, "", 2), Row("norm by dimension", norm, "", 2), Row("einsum", einsum, "", 2),
 ]

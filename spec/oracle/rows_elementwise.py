@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: functions of each element, of one input, of two that are broadcast, with numbers, in place."""
+"""Rows of the part `ops`: elementwise functions of one input, of two inputs that are broadcast, of numbers, and in
+place."""
 import math
 
 import torch
@@ -9,15 +10,17 @@ import differences
 
 from oracle import FLOATS, INTS, Case, Input, Row, lua
 
-SPECIAL = 0.2                    # share of inputs that hold NaN, infinities, zeros of both signs, denormals
+SPECIAL = 0.2                    # fraction of inputs that contain NaN, infinities, zeros of both signs, denormals
 
 
 def unary(name, fn, low=None, high=None, exact=False, ints=True, grad=True, call=None, ops=None, slope=None):
-    """y = x:name(), floats with gradients; low, high: the usual range; slope(y): dy / dx where it is computed from y."""
+    """y = x:name() for floats with gradients. low, high: the usual range. slope(y): dy / dx if it is computed from
+    y."""
     def draw(d):
         dtype = d.choice(*INTS) if ints and d.chance(0.15) else d.dtype()
         bounded = low is not None and d.chance(0.6)
-        x = d.input(d.shape(), dtype, grad and d.chance(0.8), *(low, high) if bounded and dtype in FLOATS else (None, None),
+        x = d.input(d.shape(), dtype, grad and d.chance(0.8),
+                    *(low, high) if bounded and dtype in FLOATS else (None, None),
                     special=SPECIAL)
         return Case(call or "x[1]:%s()" % name, lambda x, m: m.saved(fn, slope, x[0]) if slope else fn(x[0]),
                     [x], exact={"out0"} if exact else False, device=d.choice("cpu", "cpu", "cpu", "ref"))
@@ -25,12 +28,12 @@ def unary(name, fn, low=None, high=None, exact=False, ints=True, grad=True, call
 
 
 def same_bits(a, b):
-    """Of half types and others PyTorch keeps a single number in fp32; here both are of the common type."""
+    """For half and other types, PyTorch keeps a single number in fp32. Here both operands have the common type."""
     return a == b or not {a, b} & {"bf16", "fp16"}
 
 
 def shapes_of_two(d):
-    """Two shapes that broadcast to one."""
+    """Returns two shapes that broadcast to one."""
     shape = d.shape()
     a, b = list(shape), list(shape)
     for i in range(len(shape)):
@@ -41,7 +44,7 @@ def shapes_of_two(d):
 
 
 def binary(name, fn, exact=False, ints=True, grad=True, apart=False, first=None, second=None):
-    """y = x:name(z) of all pairs of types. apart: integers are drawn that are not 0. first, second: ranges."""
+    """y = x:name(z) for all pairs of types. apart: no integer is 0. first, second: ranges."""
     def draw(d):
         names = FLOATS + INTS if ints else FLOATS
         if d.chance(0.5):
@@ -64,14 +67,15 @@ def binary(name, fn, exact=False, ints=True, grad=True, apart=False, first=None,
 
 
 def number(d):
-    """Lua has one kind of numbers: whole ones are PyTorch's int."""
+    """Converts a number. Lua has one kind of number, so whole numbers become PyTorch's int."""
     if d.chance(0.4):
         return d.choice(0, 1, -1, 2, 3, 7, -5, 100, 255, 256, 300, 1000, 100000, 2 ** 31, -2 ** 33)
     return d.choice(0.5, -0.25, 1.5, 0.1, -3.7, 1e-3, 1e-8, d.uniform(-10, 10), d.uniform(-10, 10))
 
 
 def beside(x, value):
-    """The number as a tensor of PyTorch that does not widen x; a whole one of int64 where an integer type cannot hold it."""
+    """Returns the number as a PyTorch tensor that does not widen x. A whole number that does not fit into an integer
+    type becomes int64."""
     if x.dtype.is_floating_point:
         return torch.tensor(value, dtype=x.dtype)
     if isinstance(value, float):
@@ -83,24 +87,25 @@ def beside(x, value):
 
 
 def picked(fn, x, value):
-    """maximum or minimum, of int64 where the integers' type does not hold the number."""
+    """Computes maximum or minimum, in int64 if the number does not fit into the integer type."""
     return fn(x.long() if value.dtype == torch.int64 and not x.dtype.is_floating_point else x, value)
 
 
 def with_number(name, code, fn, exact=True, types=FLOATS + INTS, numbers=number, ops=None, grad=True):
-    """y = f(x, a number); `code` has %s for the number."""
+    """y = f(x, a number). `code` has %s for the number."""
     def draw(d):
         dtype = d.dtype() if d.chance(0.6) else d.choice(*types)
         value = numbers(d)
         x = d.input(d.shape(), dtype, grad and d.chance(0.7), special=SPECIAL)
         half = dtype in ("bf16", "fp16")                          # PyTorch rounds some numbers to the type first
         fn_ = differences.reference(name, fn)
-        return Case(code % lua(value), lambda x, m: fn_(x[0], value), [x], exact={"out0"} if exact and not half else False)
+        return Case(code % lua(value), lambda x, m: fn_(x[0], value), [x],
+                    exact={"out0"} if exact and not half else False)
     return Row(name, draw, ops or ())
 
 
 def exact_gelu(x, how):
-    """In float64 without the cancellation of 1 + erf(x) or 1 + tanh(x)."""
+    """Computes GELU in float64 without the cancellation in 1 + erf(x) or 1 + tanh(x)."""
     if how == "tanh":
         u = math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)
         y = torch.where(x > 0, x - x * torch.sigmoid(-2 * u), x * torch.sigmoid(2 * u))
@@ -128,13 +133,15 @@ def silu_backward(d):
     def run(x, m):
         if not m.exact:
             return torch.ops.aten.silu_backward(x[1], x[0])
-        s = torch.sigmoid(x[0])                                  # PyTorch's own has no derivative
+        s = torch.sigmoid(x[0])                                  # PyTorch's own function has no derivative
         return x[1] * s * (1 + x[0] * (1 - s))
-    return Case("ps.ops.silu_backward(x[1], x[2])", run, [d.input(shape, dtype, low=-12, high=12), d.input(shape, dtype)])
+    return Case("ps.ops.silu_backward(x[1], x[2])", run, [d.input(shape, dtype, low=-12, high=12),
+                                                          d.input(shape, dtype)])
 
 
 def gated(x, up, how, exact):
-    act = F.silu if how == "silu" else (lambda t: exact_gelu(t, how)) if exact else (lambda t: F.gelu(t, approximate=how))
+    act = F.silu if how == "silu" else (lambda t: exact_gelu(t, how)) if exact else (lambda t: F.gelu(t,
+                                                                                                      approximate=how))
     return act(x) * up
 
 
@@ -200,14 +207,16 @@ def where_number(d):
 
 def clamp(d):
     dtype = d.choice("int32", "int64", "uint8") if d.chance(0.2) else d.dtype()
-    low, high = sorted((d.choice(d.uniform(-3, 3), float(d.int(-2, 2))), d.choice(d.uniform(-3, 3), float(d.int(-2, 2)))))
+    low, high = sorted((d.choice(d.uniform(-3, 3), float(d.int(-2, 2))),
+                        d.choice(d.uniform(-3, 3), float(d.int(-2, 2)))))
     if dtype in INTS:
         low, high = math.floor(low), math.floor(high)
         if dtype == "uint8":
             low, high = abs(low), abs(low) + abs(high)
     low, high = (None, high) if d.chance(0.2) else (low, None) if d.chance(0.2) else (low, high)
     x = d.input(d.shape(), dtype, True, special=SPECIAL)
-    return Case("x[1]:clamp(%s, %s)" % (lua(low), lua(high)), lambda x, m: torch.clamp(x[0], low, high), [x], exact={"out0"})
+    return Case("x[1]:clamp(%s, %s)" % (lua(low), lua(high)), lambda x, m: torch.clamp(x[0], low, high), [x],
+                exact={"out0"})
 
 
 def affine(d):
@@ -225,7 +234,8 @@ def exponents(d):
 
 
 def in_place(code, fn, exact=True, types=FLOATS, numbers=number):
-    """Lua that writes into a view x, from y or a number (%s); fn(x, y, number) does the same. The whole base counts."""
+    """Lua that writes into a view x, from y or a number (%s). fn(x, y, number) does the same. The whole base tensor
+    is compared."""
     def draw(d):
         shape = d.shape()
         a = d.dtype() if d.chance(0.5) else d.choice(*types)
@@ -249,20 +259,26 @@ def in_place(code, fn, exact=True, types=FLOATS, numbers=number):
 
 
 ROWS = [
-    unary("exp", torch.exp, -10, 10, slope=lambda y: y), unary("log", torch.log, 0.01, 50), unary("sqrt", torch.sqrt, 0, 50, slope=lambda y: 0.5 / y),
-    unary("rsqrt", torch.rsqrt, 0.01, 50, slope=lambda y: -0.5 * y ** 3), unary("reciprocal", torch.reciprocal, 0.1, 5, slope=lambda y: -y * y), unary("abs", torch.abs, exact=True),
+    unary("exp", torch.exp, -10, 10, slope=lambda y: y), unary("log", torch.log, 0.01, 50),
+    unary("sqrt", torch.sqrt, 0, 50, slope=lambda y: 0.5 / y),
+    unary("rsqrt", torch.rsqrt, 0.01, 50, slope=lambda y: -0.5 * y ** 3),
+    unary("reciprocal", torch.reciprocal, 0.1, 5, slope=lambda y: -y * y), unary("abs", torch.abs, exact=True),
     unary("sign", torch.sign, exact=True), unary("floor", torch.floor, -5, 5, exact=True),
     unary("ceil", torch.ceil, -5, 5, exact=True), unary("round", torch.round, -5, 5, exact=True),
     unary("sin", torch.sin, -20, 20), unary("cos", torch.cos, -20, 20), unary("erf", torch.erf, -4, 4),
-    unary("tanh", torch.tanh, -4, 4, slope=lambda y: 1 - y * y), unary("sigmoid", torch.sigmoid, -12, 12, slope=lambda y: y * (1 - y)), unary("relu", torch.relu, exact=True),
-    unary("silu", F.silu, -12, 12, ints=False), Row("gelu", gelu, "gelu", 2), Row("gelu_backward", gelu_backward, "gelu_backward"),
+    unary("tanh", torch.tanh, -4, 4, slope=lambda y: 1 - y * y),
+    unary("sigmoid", torch.sigmoid, -12, 12, slope=lambda y: y * (1 - y)), unary("relu", torch.relu, exact=True),
+    unary("silu", F.silu, -12, 12, ints=False), Row("gelu", gelu, "gelu", 2),
+    Row("gelu_backward", gelu_backward, "gelu_backward"),
     Row("silu_backward", silu_backward, "silu_backward"), Row("act_mul", act_mul, "act_mul", 2),
     Row("act_mul_backward", act_mul_backward, "act_mul_backward"),
-    unary("isfinite", torch.isfinite, exact=True, grad=False), unary("logical_not", torch.logical_not, exact=True, grad=False),
+    unary("isfinite", torch.isfinite, exact=True, grad=False),
+    unary("logical_not", torch.logical_not, exact=True, grad=False),
     unary("neg", torch.neg, exact=True, call="-x[1]", ops=["affine"]),
     unary("square", torch.square, exact=True, call="x[1]:square()", ops=["mul"]),
     binary("add", torch.add, exact=True), binary("sub", torch.sub, exact=True), binary("mul", torch.mul, exact=True),
-    binary("div", torch.div, exact=True, apart=True), binary("pow", torch.pow, apart=True, first=(0.1, 4), second=(-3, 3)),
+    binary("div", torch.div, exact=True, apart=True), binary("pow", torch.pow, apart=True, first=(0.1, 4),
+                                                             second=(-3, 3)),
     binary("maximum", torch.maximum, exact=True), binary("minimum", torch.minimum, exact=True),
     Row("where", where, "where", 2), Row("where with a number", where_number),
     Row("clamp", clamp, "clamp", 2), Row("affine", affine, "affine"),
@@ -278,11 +294,15 @@ ROWS += [
     with_number("x + a", "x[1] + %s", lambda x, a: x + a), with_number("a + x", "%s + x[1]", lambda x, a: a + x),
     with_number("x - a", "x[1] - %s", lambda x, a: x - a), with_number("a - x", "%s - x[1]", lambda x, a: a - x),
     with_number("x * a", "x[1] * %s", lambda x, a: x * a), with_number("a * x", "%s * x[1]", lambda x, a: a * x),
-    with_number("x / a", "x[1] / %s", lambda x, a: x / a), with_number("a / x", "%s / x[1]", lambda x, a: torch.div(beside(x, a), x)),
-    with_number("x ^ a", "x[1] ^ %s", lambda x, a: x ** a, exact=False, types=FLOATS, numbers=exponents, ops=["pow_scalar"]),
+    with_number("x / a", "x[1] / %s", lambda x, a: x / a), with_number("a / x", "%s / x[1]", lambda x,
+                                                                       a: torch.div(beside(x, a), x)),
+    with_number("x ^ a", "x[1] ^ %s", lambda x, a: x ** a, exact=False, types=FLOATS, numbers=exponents,
+                ops=["pow_scalar"]),
     with_number("a ^ x", "ps.pow(%s, x[1])", lambda x, a: torch.pow(beside(x, a), x), exact=False,
                 numbers=lambda d: d.choice(0, 1, 2, 0.5, 3.7, 10)),
-    Row("copy_", in_place("x:copy_(y)", lambda a, b, v: a.copy_(b if a.dtype.is_floating_point else differences.cast(b, a.dtype)), types=FLOATS + INTS), "copy_", 2),
+    Row("copy_", in_place("x:copy_(y)", lambda a, b, v: a.copy_(b if a.dtype.is_floating_point
+                                                                else differences.cast(b, a.dtype)),
+                                                                types=FLOATS + INTS), "copy_", 2),
     Row("fill_", in_place("x:fill_(%s)", lambda a, b, v: a.fill_(v)), "fill_"),
     Row("zero_", in_place("x:zero_()", lambda a, b, v: a.zero_())),
     Row("add_", in_place("x:add_(y)", lambda a, b, v: a.add_(b)), "axpy_"),

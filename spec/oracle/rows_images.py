@@ -9,7 +9,7 @@ from oracle import Case, Row, lua
 
 
 def wide(t):
-    """As fp32 where it is a half type: results are rounded once."""
+    """Converts half types to fp32, so that results are rounded once."""
     return t if t is None or t.dtype == torch.float64 else t.float()
 
 
@@ -18,7 +18,7 @@ def spaces(d):
 
 
 def numbers(d, n, low, high):
-    """A number, or one for each of n dimensions; and the list."""
+    """Returns a number, or a list with one number for each of n dimensions, and the list."""
     value = d.int(low, high)
     if n == 1 or d.chance(0.5):
         return value, [value] * n
@@ -80,12 +80,12 @@ def conv_transpose(d):
 
 
 def windows(d, n):
-    """Kernel, stride, padding, dilation and the size of an input that has room for them."""
+    """Draws kernel, stride, padding, dilation and the size of an input that has room for them."""
     k, ks = numbers(d, n, 1, 4)
     stride, ss = numbers(d, n, 1, 3)
     dilation, ds = numbers(d, n, 1, 2)
     ps = [d.int(0, ks[i] // 2) for i in range(n)]
-    least = [max((ks[i] - 1) * ds[i] + 1 - 2 * ps[i], ds[i]) for i in range(n)]          # no window of padding only
+    least = [max((ks[i] - 1) * ds[i] + 1 - 2 * ps[i], ds[i]) for i in range(n)]  # no window consists of padding only
     size = [least[i] + d.choice(0, 1, 2, 3, 5, 9) for i in range(n)]
     return k, ks, stride, ss, dilation, ds, ps, size
 
@@ -124,7 +124,8 @@ def avg_pool(d):
     def run(x, m):
         y = fn(wide(x[0]), ks, ss, ps, options["ceil_mode"], options["count_include_pad"], *more.values())
         return y.to(x[0].dtype)
-    return Case("ps.F.avg_pool%dd(x[1], %s, %s)" % (n, lua(k), lua({**options, **more})), run, [images(d, n, size, dtype)],
+    return Case("ps.F.avg_pool%dd(x[1], %s, %s)" % (n, lua(k), lua({**options, **more})), run,
+                [images(d, n, size, dtype)],
                 device=device(d))
 
 
@@ -179,8 +180,9 @@ def interpolate(d):
         options["align_corners"] = d.chance(0.6)
 
     def run(x, m):
-        if mode.startswith("nearest") and m.exact:              # PyTorch computes places in the input's type
-            return F.interpolate(x[0].float(), **options).to(x[0].dtype) if not x[0].requires_grad else Nearest.apply(x[0], options)
+        if mode.startswith("nearest") and m.exact:              # PyTorch computes positions in the input's type
+            return F.interpolate(x[0].float(),
+                                 **options).to(x[0].dtype) if not x[0].requires_grad else Nearest.apply(x[0], options)
         return F.interpolate(wide(x[0]), **options).to(x[0].dtype)
     if mode.startswith("nearest") and dtype == "fp64":
         dtype = "fp32"
@@ -189,7 +191,7 @@ def interpolate(d):
 
 
 class Nearest(torch.autograd.Function):
-    """Of float64, by the places of float32."""
+    """Interpolates float64 at the positions that float32 computes."""
 
     @staticmethod
     def forward(ctx, x, options):
@@ -217,7 +219,7 @@ def channels(d):
 
 
 def normalised(x, dims, w, b, eps):
-    """In float64 PyTorch's moments are off by many ulp."""
+    """Normalizes in float64, in which PyTorch's moments are off by many units in the last place."""
     apart = x - x.mean(dims, True)
     y = apart * torch.rsqrt(apart.square().mean(dims, True) + eps)
     shape = [1, -1] + [1] * (x.dim() - 2)
@@ -228,7 +230,8 @@ def batch_norm(d):
     shape, x, w, b, eps = channels(d)
     momentum, training = d.choice(0.1, 0.3, 1.0), d.chance(0.7)
     dtype = "fp64" if x.base.dtype == torch.float64 else "fp32"
-    mean, var = d.input([shape[1]], dtype, low=-1, high=1, plain=1.0), d.input([shape[1]], dtype, low=0.5, high=2, plain=1.0)
+    mean, var = d.input([shape[1]], dtype, low=-1, high=1, plain=1.0), d.input([shape[1]], dtype, low=0.5, high=2,
+                                                                               plain=1.0)
     options = {"training": training, "momentum": momentum, "eps": eps}
 
     def run(x, m):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: reading and writing by index tensors, masks and numbers (lua/ps/tensor/index.lua, scatter.lua)."""
+"""Rows of the part `ops`: reading and writing by index tensors, masks and numbers (lua/ps/tensor/index.lua,
+scatter.lua)."""
 import torch
 
 import differences
@@ -11,8 +12,8 @@ ALL = FLOATS + INTS
 
 
 def drawn_key(d, shape, inputs, unique=False):
-    """(Lua text, PyTorch's key as a function of the inputs) of a key for a tensor of that shape; appends to inputs. unique: no
-    element is named twice."""
+    """Draws a key for a tensor of that shape. Returns its Lua text and PyTorch's key as a function of the inputs,
+    and appends to inputs. unique: no element occurs twice."""
     sizes = d.choice([], [d.int(1, 4)], [2, d.int(1, 3)], [0] if not unique and d.chance(0.2) else [d.int(1, 5)])
     texts, makers, i = [], [], 0
     spread = not unique
@@ -24,10 +25,11 @@ def drawn_key(d, shape, inputs, unique=False):
             makers.append(lambda x: None)
             continue
         if kind == "index" or kind == "new":
-            own = [1 if s > 1 and spread and d.chance(0.2) else s for s in sizes][d.int(0, len(sizes)) if spread else 0:]
+            own = [1 if s > 1 and spread and d.chance(0.2) else s for s in sizes][d.int(0, len(sizes)) if spread
+                                                                                  else 0:]
             if unique:
                 own = [min(n, sizes[-1] if sizes else 1)]
-                if any("x[" in t for t in texts):            # a second index would need the first one's size
+                if any("x[" in t for t in texts):            # a second index would need the size of the first
                     own = [1]
                 flat = torch.randperm(n, generator=d.gen)[:own[0]]
             else:
@@ -38,7 +40,7 @@ def drawn_key(d, shape, inputs, unique=False):
             texts.append("x[%d]" % at)
             makers.append(lambda x, at=at: x[at - 1].long())
         elif kind == "mask":
-            if any("x[" in t for t in texts):                # its number of true elements would have to fit
+            if any("x[" in t for t in texts):                # its number of true elements would have to match
                 continue
             count = d.choice(1, sizes[-1] if sizes and sizes[-1] <= n and sizes[-1] else 1)
             mask = torch.zeros(n, dtype=torch.bool)
@@ -63,7 +65,7 @@ def drawn_key(d, shape, inputs, unique=False):
 
 
 def fitting(d, unique, value, dtype_choice):
-    """Draws shape, key, and a value for it until PyTorch takes them."""
+    """Draws a shape, a key and a value for it until PyTorch accepts them."""
     while True:
         shape = [n or 2 for n in d.shape(1, 4, 3000)]
         inputs = [None]
@@ -83,7 +85,7 @@ def read(d):
 
 
 def value_for(d, shape, dtype, inputs, grad):
-    """A number or a tensor that broadcasts to a shape; its Lua text and function."""
+    """Draws a number or a tensor that broadcasts to a shape. Returns its Lua text and its function."""
     if d.chance(0.3):
         n = d.int(0, 1)
         return str(n), lambda x: n
@@ -104,7 +106,8 @@ def assign(d):
         to_whole = torch.is_tensor(v) and not y.dtype.is_floating_point
         y[key(x)] = differences.cast(v, y.dtype) if to_whole else v
         return y
-    return Case("local t = x[1]%s t[%s] = %s return t" % (d.choice("", ":clone()"), text, value_text), run, inputs, exact=True)
+    return Case("local t = x[1]%s t[%s] = %s return t" % (d.choice("", ":clone()"), text, value_text), run, inputs,
+                exact=True)
 
 
 def index_put(d):
@@ -141,7 +144,7 @@ def flat_index(d):
 
 
 def along(d, unique):
-    """A tensor's shape, a dimension, and an index of as many dimensions; unique: no place is named twice."""
+    """Draws a tensor's shape, a dimension, and an index with as many dimensions. unique: no element occurs twice."""
     shape = [n or 2 for n in d.shape(1, 3)]
     dim = any_dim(d, shape)
     at = [d.int(0, n) for n in shape]
@@ -165,11 +168,12 @@ def scatter(d):
     inputs = [d.input(shape, dtype, True), index]
     if d.chance(0.3):
         value = d.int(0, 1)
-        return Case("x[1]:scatter(%d, x[2], %d)" % (dim, value), lambda x, m: x[0].scatter(dim, x[1].long(), value), inputs,
+        return Case("x[1]:scatter(%d, x[2], %d)" % (dim, value), lambda x, m: x[0].scatter(dim, x[1].long(), value),
+                    inputs,
                     exact={"out0"})
     own = source(d, index, dtype, inputs)
     if own != list(inputs[2].base.shape) and inputs[2].grad:
-        inputs[2].grad = False                               # PyTorch has no gradient of a larger source
+        inputs[2].grad = False                               # PyTorch has no gradient for a larger source
     in_place = d.chance(0.3)
     if in_place:
         for i in (0, 2):
@@ -221,7 +225,8 @@ def index_copy(d):
     inputs = [d.input(shape, dtype, True), at]
     if d.chance(0.3):
         value = d.int(0, 1)
-        return Case("x[1]:index_fill(%d, x[2], %d)" % (dim, value), lambda x, m: x[0].index_fill(dim, x[1].long(), value), inputs,
+        return Case("x[1]:index_fill(%d, x[2], %d)" % (dim, value), lambda x,
+                    m: x[0].index_fill(dim, x[1].long(), value), inputs,
                     exact={"out0"})
     src = list(shape)
     src[dim] = len(at.view(at.base) if at.view else at.base)
@@ -235,7 +240,8 @@ def masked_scatter(d):
     mask = [1 if d.chance(0.2) else n for n in shape]
     size = [torch.Size(shape).numel() + d.int(0, 3)]
     return Case("x[1]:masked_scatter(x[2], x[3])", lambda x, m: x[0].masked_scatter(x[1], x[2]),
-                [d.input(shape, dtype, True), d.input(mask, "bool"), d.input(size, dtype, True, expand=False)], exact={"out0"})
+                [d.input(shape, dtype, True), d.input(mask, "bool"), d.input(size, dtype, True, expand=False)],
+                exact={"out0"})
 
 
 def masked_fill(d):
@@ -248,6 +254,7 @@ ROWS = [
     Row("index by a key", read, "", 4), Row("assign by a key", assign, "", 4), Row("index_put", index_put, "", 4),
     Row("flat_index", flat_index, "flat_index"), Row("scatter", scatter, "scatter scatter_", 2),
     Row("scatter_backward", scatter_backward, "scatter_backward"),
-    Row("scatter_reduce", scatter_reduce, "scatter_reduce", 2), Row("index_add", index_add), Row("index_copy", index_copy),
+    Row("scatter_reduce", scatter_reduce, "scatter_reduce", 2), Row("index_add", index_add),
+    Row("index_copy", index_copy),
     Row("masked_scatter", masked_scatter), Row("masked_fill by a tensor", masked_fill),
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `modules`: attention with keys of its own, layers of encoders and decoders, norms over several
-dimensions,
-modules of losses and activations, and modules that hold others."""
+"""Rows of the part `modules`: attention with separate keys, encoder and decoder layers, norms over several
+dimensions, modules for losses and activations, and modules that contain others.
+"""
 import math
 
 import torch
@@ -19,8 +19,8 @@ COVERED = set("""
 
 
 def with_parameters(d, module, code, dtype, inputs):
-    """Lua that makes a module and gives it the parameters of PyTorch's, which become inputs; and a function that
-    calls PyTorch's module with them."""
+    """Returns Lua that creates a module and sets its parameters to PyTorch's, which become inputs, and a function
+    that calls PyTorch's module with them."""
     names = [name for name, _ in module.named_parameters()]
     lines, first = [code], len(inputs)
     for i, (name, p) in enumerate(module.named_parameters()):
@@ -37,7 +37,7 @@ def with_parameters(d, module, code, dtype, inputs):
 
 
 def bool_mask(d, shape):
-    """true hides; at least one key of each row is seen."""
+    """Draws a mask, in which true hides a key. At least one key of each row is visible."""
     mask = torch.rand(shape, generator=d.gen) < 0.3
     mask[..., 0] = False
     return d.laid_out(mask, False, 0.7, False)
@@ -122,7 +122,7 @@ def encoder(d):
     def run(x, m):
         return call(x, m, x[0], **{name: x[at] for name, at in kwargs.items()})
     return Case(code + " return m(x[1], %s)" % options(given), run, inputs, slack=1e-4 if dtype == "fp32" else 1e-11,
-                absolute=1e-4 if dtype == "fp32" else 1e-11)       # norms of norms: errors grow by their slopes
+                absolute=1e-4 if dtype == "fp32" else 1e-11)       # norms of norms, whose slopes amplify errors
 
 
 def decoder(d):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Losses that are made of other ops (lua/ps/tensor/losses.lua): ps.F.mse_loss and the like, and
-weights of classes and smoothed labels."""
+"""Losses that are composed of other ops (lua/ps/tensor/losses.lua), such as ps.F.mse_loss, class weights, and
+smoothed labels."""
 import torch
 import torch.nn.functional as F
 
@@ -64,7 +64,7 @@ def kl(d):
 
 
 def of_classes(d):
-    """Targets of which some, but not all, count: PyTorch's mean of none is NaN."""
+    """Draws targets of which some, but not all, are ignored, since PyTorch's mean over no targets is NaN."""
     n, classes, ignore = d.int(1, 20), d.int(2, 12), d.choice(-100, -1, 1)
     t = torch.randint(0, classes, (n,), generator=d.gen)
     t = torch.where(torch.rand(n, generator=d.gen) < 0.3, torch.full_like(t, ignore), t)
@@ -104,7 +104,7 @@ def smoothed(d):
 
 
 def hits(d):
-    """How many targets are PyTorch's argmax, of whole logits, several of which are the largest."""
+    """Counts the targets that are PyTorch's argmax of whole-number logits, several of which are the largest."""
     n, classes, ignore, t = of_classes(d)
     dtype, head, c = d.dtype("fp32", "bf16", "fp16", "fp64"), d.chance(0.4), d.int(1, 5)
     inputs = [d.input([n, c if head else classes], dtype, False, low=-2, high=2, expand=False), d.laid_out(t,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: weights of packed numbers, against the package gguf (NF4: against the paper's formula)."""
+"""Rows of the part `ops`: packed weights, compared with the package gguf (NF4 with the paper's formula)."""
 import gguf
 import torch
 import torch.nn.functional as F
@@ -7,22 +7,22 @@ from gguf import GGMLQuantizationType as T
 
 from oracle import Case, Row
 
-# ggml's types of packed numbers with the places of a block's fp16 scales, and NF4, which is psluajit's number 256.
+# ggml's packed types with the offsets of a block's fp16 scales, and NF4, which is psluajit's type 256.
 PACKED = {T.Q4_0: [0], T.Q4_1: [0, 2], T.Q5_0: [0], T.Q5_1: [0, 2], T.Q8_0: [0], T.Q2_K: [80, 82], T.Q3_K: [108],
           T.Q4_K: [0, 2], T.Q5_K: [0, 2], T.Q6_K: [208], T.IQ4_NL: [0], T.IQ4_XS: [0], T.MXFP4: [], "NF4": []}
 
 
 def nf4_numbers():
-    """The 16 numbers of NF4 by the paper's formula (Dettmers et al. 2023), with the roundings to fp32 of bitsandbytes:
-    quantiles of the normal distribution at equal steps from 0.9677083, eight above zero and seven below, over the
-    largest."""
+    """Returns the 16 numbers of NF4 by the paper's formula (Dettmers et al. 2023), with the fp32 roundings of
+    bitsandbytes. They are quantiles of the normal distribution at equal steps from 0.9677083, eight above zero and
+    seven below, divided by the largest."""
     up, down = (torch.special.ndtri(torch.linspace(0.9677083, 0.5, n)[:-1].double()).float() for n in (9, 8))
     numbers = torch.cat([up, torch.zeros(1), -down]).sort().values
     return numbers / numbers.abs().max()
 
 
 def unpacked(raw, kind):
-    """The numbers of uint8 [..., bytes], fp32."""
+    """Returns the numbers in uint8 [..., bytes] as fp32."""
     if kind != "NF4":
         return torch.from_numpy(gguf.quants.dequantize(raw.contiguous().numpy(), kind))
     blocks = raw.reshape(-1, 36)
@@ -31,7 +31,7 @@ def unpacked(raw, kind):
 
 
 def packed_rows(d, rows):
-    """A type, and rows of random blocks of it with small scales."""
+    """Draws a type, and rows of random blocks of it with small scales."""
     kind = d.choice(*PACKED)
     block, nbytes = (64, 36) if kind == "NF4" else gguf.GGML_QUANT_SIZES[kind]
     count = d.int(1, 3)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: products, losses, normalisation, attention, and the gradient rules that scripts can call."""
+"""Rows of the part `ops`: matrix products, losses, normalization, attention, and the gradient rules that scripts can
+call."""
 import math
 
 import torch
@@ -30,7 +31,8 @@ def matmul(d):
     if d.chance(0.15):
         b = [k]
     return Case("x[1]:matmul(x[2])", lambda x, _: torch.matmul(x[0], x[1]),
-                [d.input(a, dtype, d.chance(0.8)), d.input(b, dtype, d.chance(0.8))], device=d.choice("cpu", "cpu", "cpu", "ref"))
+                [d.input(a, dtype, d.chance(0.8)), d.input(b, dtype, d.chance(0.8))],
+                device=d.choice("cpu", "cpu", "cpu", "ref"))
 
 
 def linear(d):
@@ -43,7 +45,7 @@ def linear(d):
     def run(x, m):
         w = x[1] if out_in else x[1].t()
         wide = [t if t is None or t.dtype == torch.float64 else t.float() for t in (x[0], w, x[2], x[3])]
-        y = F.linear(wide[0], wide[1], wide[2])                  # one rounding to a half type, the residual's sum included
+        y = F.linear(wide[0], wide[1], wide[2])  # one rounding to a half type, including the residual's sum
         return (y if x[3] is None else y + wide[3]).to(x[0].dtype)
     text = "ps.F.linear(x[1], x[2], x[3], { out_in = %s, residual = x[4] })" % lua(out_in)
     return Case(text, run, inputs, device=d.choice("cpu", "cpu", "cpu", "ref"))
@@ -56,7 +58,8 @@ def mlp(d):
     def w(a, b):
         return d.input([b, a] if out_in else [a, b], dtype, True, low=-1, high=1)
     inputs = [d.input(lead + [c], dtype, True), w(c, h), d.input([h], dtype, True) if d.chance(0.7) else None, w(h, o),
-              d.input([o], dtype, True) if d.chance(0.7) else None, d.input(lead + [o], dtype, True) if d.chance(0.3) else None]
+              d.input([o], dtype, True) if d.chance(0.7) else None,
+              d.input(lead + [o], dtype, True) if d.chance(0.3) else None]
 
     def run(x, m):
         x0, w1, b1, w2, b2, r = x
@@ -112,14 +115,14 @@ def targets(d, shape, classes, ignore):
 
 
 class Rows(torch.autograd.Function):
-    """Cross entropy of rows x [N, V], targets [N] or -1; backward from the saved logarithms of the sums, moved by their
-    rounding (differences.SAVED_SUMS)."""
+    """Cross entropy of rows x [N, V] with targets [N] or -1. Backward uses the saved logarithms of the sums, moved
+    by their rounding (differences.SAVED_SUMS)."""
 
     @staticmethod
     def forward(ctx, x, t, moved):
         lse = torch.logsumexp(x, -1, keepdim=True)
         ctx.save_for_backward(x, t, moved(lse))
-        lse = lse + moved(torch.ones_like(lse)) - 1                    # the sum is a rounded number, in PyTorch, too
+        lse = lse + moved(torch.ones_like(lse)) - 1                    # the sum is a rounded number, also in PyTorch
         return torch.where(t < 0, 0.0, (lse - x.gather(-1, t.clamp(0).unsqueeze(-1))).squeeze(-1))
 
     @staticmethod
@@ -130,7 +133,7 @@ class Rows(torch.autograd.Function):
 
 
 def loss(x, t, ignore, reduction, moved=None):
-    """PyTorch's, of logits [..., V]; its sum and mean are of fp32 rows, as ours."""
+    """PyTorch's loss of logits [..., V]. The sum and the mean are computed from fp32 rows, as in psluajit."""
     flat, at = x.reshape(-1, x.shape[-1]), t.reshape(-1).long()
     if moved:
         rows = Rows.apply(flat, torch.where(at == ignore, -1, at), moved)
@@ -174,7 +177,7 @@ def cross_entropy_backward(d):
 def lm_loss(d):
     dtype, lead, c, classes = d.dtype("fp32", "bf16", "fp16"), d.shape(0, 2), d.int(1, 33), d.int(1, 60)
     ignore, reduction = d.choice(-100, -1, 1), d.choice("mean", "sum")
-    # Not of equal classes: there the rounding of all probabilities is one, and adds up.
+    # The classes are not equal, since the rounding of all probabilities would then be equal and add up.
     inputs = [d.input(lead + [c], dtype, True), d.input([classes, c], dtype, True, expand=False),
               targets(d, lead, classes, ignore)]
     biased = d.chance(0.4)
@@ -200,11 +203,12 @@ def layer_norm(d):
     def run(x, m):
         if not m.exact or c == 1:
             return F.layer_norm(x[0], (c,), x[1], x[2], eps)
-        apart = x[0] - x[0].mean(-1, True)                           # PyTorch's moments of float64 are off by many ulp
+        apart = x[0] - x[0].mean(-1, True)  # PyTorch's moments of float64 are off by many units in the last place
         y = apart * torch.rsqrt(apart.square().mean(-1, True) + eps)
         y = y if x[1] is None else y * x[1]
         return y if x[2] is None else y + x[2]
-    return Case("ps.F.layer_norm(x[1], x[2], x[3], %s)" % lua(eps), run, [x, w, b], device=d.choice("cpu", "cpu", "ref"))
+    return Case("ps.F.layer_norm(x[1], x[2], x[3], %s)" % lua(eps), run, [x, w, b],
+                device=d.choice("cpu", "cpu", "ref"))
 
 
 def rms_norm(d):
@@ -250,9 +254,9 @@ def norm_backward(d):
 
 
 class Attention(torch.autograd.Function):
-    """softmax(scale q k^T + bias) v over the keys that are seen, a query that sees no key giving 0. Backward has the rounded y and the logarithms of
-    the sums, and the difference of two rounded products (Dao et al., FlashAttention, 2022): `moved` moves them by their
-    rounding, where it is given."""
+    """softmax(scale q k^T + bias) v over the visible keys. A query that sees no key returns 0. Backward uses the
+    rounded y and the logarithms of the sums, and the difference of two rounded products (Dao et al., FlashAttention,
+    2022). `moved`, if it is given, moves them by their rounding."""
 
     @staticmethod
     def forward(ctx, q, k, v, seen, scale, moved, bias):
@@ -274,7 +278,7 @@ class Attention(torch.autograd.Function):
 
 
 def visible(T, S, causal, mask, window=0):
-    """bool [B or 1, H or 1, T, S]: which keys a query sees."""
+    """Returns bool [B or 1, H or 1, T, S], which is true for the keys that a query sees."""
     seen = torch.ones(1, 1, T, S, dtype=torch.bool)
     if causal:
         last, key = torch.arange(T).reshape(T, 1) + (S - T), torch.arange(S).reshape(1, S)
@@ -287,7 +291,8 @@ def visible(T, S, causal, mask, window=0):
 
 
 def attend(q, k, v, mask, causal, scale, mode, window=0):
-    """In the reference by the formula, else by PyTorch's own op (whose is_causal aligns otherwise, so it gets a mask)."""
+    """Computes attention with the formula in the reference, and otherwise with PyTorch's own op (whose is_causal
+    aligns differently, so it gets a mask)."""
     T, S, shared = q.shape[-2], k.shape[-2], q.shape[1] // k.shape[1]
     seen = visible(T, S, causal, mask, window)
     k, v = (x.repeat_interleave(shared, 1) for x in (k, v))
@@ -303,14 +308,15 @@ def attend(q, k, v, mask, causal, scale, mode, window=0):
 
 
 def attention(d):
-    dtype, b, h, t, s, width = d.dtype(), d.int(1, 3), d.int(1, 3), d.int(1, 12), d.int(1, 12), d.choice(1, 2, 3, 4, 8, 16, 17)
+    dtype, b, h, t, s, width = d.dtype(), d.int(1, 3), d.int(1, 3), d.int(1, 12), d.int(1, 12), d.choice(1, 2, 3, 4, 8,
+                                                                                                         16, 17)
     if d.chance(0.2):
         t, s = d.int(1, 70), d.int(1, 70)
     causal, masked = d.chance(0.5), d.chance(0.4)
     scale, shared = d.choice(None, None, 0.3, 1.0), d.choice(1, 1, 2, 3)
     window = d.int(1, s + 3) if causal and d.chance(0.5) else None
     q = d.input([b, h * shared, t, width], dtype, True)
-    # Not of equal keys: there the rounding of all weights is one, and adds up.
+    # The keys are not equal, since the rounding of all weights would then be equal and add up.
     k, v = (d.input([b, h, s, width], dtype, True, expand=False) for _ in "kv")
     mask = None
     if masked and d.chance(0.5):
@@ -338,11 +344,12 @@ def attention_packed(d):
         q, k, v = x[0].reshape(b, t, 3, heads, width).permute(2, 0, 3, 1, 4)
         y = attend(q, k, v, x[1], causal, 1 / math.sqrt(width), m)
         return y.transpose(1, 2).reshape(b, t, heads * width)
-    return Case("ps.F.attention_packed(x[1], %d, { causal = %s, mask = x[2] })" % (heads, lua(causal)), run, [qkv, mask])
+    return Case("ps.F.attention_packed(x[1], %d, { causal = %s, mask = x[2] })" % (heads, lua(causal)), run,
+                [qkv, mask])
 
 
 def attention_backward(d):
-    """attention_backward and attention_packed_backward, as scripts can call them."""
+    """attention_backward and attention_packed_backward, which scripts can call."""
     dtype, b, h, t, width = d.dtype("fp32", "bf16", "fp16"), d.int(1, 2), d.int(1, 3), d.int(1, 12), d.choice(2, 4, 8)
     causal, packed = d.chance(0.5), d.chance(0.5)
     s = t if packed else d.int(1, 12)
@@ -351,9 +358,11 @@ def attention_backward(d):
     dy = d.values([b, h, t, width], dtype)
     scores = (q.double() @ k.double().transpose(-1, -2)) * scale
     if causal:
-        scores = torch.where(torch.arange(s).reshape(1, s) <= torch.arange(t).reshape(t, 1) + (s - t), scores, -math.inf)
+        scores = torch.where(torch.arange(s).reshape(1, s) <= torch.arange(t).reshape(t, 1) + (s - t), scores,
+                             -math.inf)
     lse = torch.logsumexp(scores, -1).float()
-    y = Attention.apply(q.double(), k.double(), v.double(), visible(t, s, causal, None), scale, None, torch.zeros(())).to(q.dtype)
+    y = Attention.apply(q.double(), k.double(), v.double(), visible(t, s, causal, None), scale, None,
+                        torch.zeros(())).to(q.dtype)
 
     def run(x, m):
         if packed:
@@ -377,11 +386,12 @@ def attention_backward(d):
         return Case("ps.ops.attention_packed_backward(x[1], x[2], nil, x[3], x[4], %d, %d, 0)" % (h, causal), run,
                     [d.laid_out(z.contiguous(), expand=False) for z in (rows[0], qkv, rows[1], lse)])
     inputs = [d.laid_out(z.contiguous(), expand=False) for z in (dy, q, k, v, y, lse)]
-    return Case("ps.ops.attention_backward(x[1], x[2], x[3], x[4], nil, x[5], x[6], %s, %d)" % (lua(scale), causal), run, inputs)
+    return Case("ps.ops.attention_backward(x[1], x[2], x[3], x[4], nil, x[5], x[6], %s, %d)" % (lua(scale), causal),
+                run, inputs)
 
 
 def rope(d):
-    """Of real angles, and of any numbers in the place of cosines and sines."""
+    """Rotary embedding with real angles, and with any numbers in place of cosines and sines."""
     dtype, b, h, t, width = d.dtype(), d.int(1, 3), d.int(1, 3), d.int(1, 12), d.choice(2, 3, 4, 8, 17, 64)
     half, inverse = d.choice(width // 2, width // 2, d.int(0, width // 2)), d.chance(0.3)
     x, wide = d.input([b, h, t, width], dtype, True), "fp64" if dtype == "fp64" else "fp32"
@@ -396,7 +406,7 @@ def rope(d):
     return Case(code, run, [x, cos, sin], device=d.choice("cpu", "cpu", "ref"))
 
 
-# The products of several ranks, in the group of this process, which lives as long as the process does.
+# The products of several ranks, in the group of this process, which lives as long as the process.
 GROUP = ("local g = package.loaded.alone or require('ps').dist.self() package.loaded.alone = g "
          "local n = ps.C.ps_group_number(g.c) return ")
 
@@ -415,7 +425,8 @@ def of_ranks(d):
     several = d.int(1, 3)                                             # weights of the same rows
     for _ in range(1, several):
         k = size(d) or 1
-        inputs += [d.input([k, i] if out_in else [i, k], dtype, True), d.input([k], dtype, True) if d.chance(0.5) else None]
+        inputs += [d.input([k, i] if out_in else [i, k], dtype, True),
+                   d.input([k], dtype, True) if d.chance(0.5) else None]
 
     def run_all(x, m):
         y = [run([x[0], x[1 + 2 * k], x[2 + 2 * k]], m) for k in range(several)]
@@ -427,7 +438,8 @@ def of_ranks(d):
 
 
 def vocabulary(d):
-    """The words of a rank among all, whose other logits are drawn too: targets, the rows' coefficients and a mass of words."""
+    """Draws a rank's shard of the vocabulary and the logits of all other tokens: targets, the rows' coefficients and
+    the probability mass of the tokens."""
     n, words, padding = d.int(1, 9), d.int(1, 40), d.int(0, 3)
     first, behind, dtype = d.int(0, 9), d.int(0, 9), d.dtype("fp32", "bf16", "fp16", "fp64")
     wide = "fp64" if dtype == "fp64" else "fp32"
@@ -451,7 +463,7 @@ def logit_stats(d):
 
 
 def parallel_lm_loss(d):
-    """A rank of one: all words are its own, and the last columns of w may be padding of none."""
+    """A group of one rank, which has the whole vocabulary. The last columns of w can be padding."""
     n, words, c, dtype = d.int(1, 9), d.int(1, 60), d.int(1, 33), d.dtype("fp32", "bf16", "fp16")
     inputs = [d.input([n, c], dtype, True, expand=False), d.input([words, c], dtype, True, expand=False),
               targets(d, [n], words, -100), d.input([3, n], "fp32", False, 0.1, 1, expand=False),
@@ -474,14 +486,14 @@ def parallel_lm_loss(d):
 def column_linear_grad(d):
     dtype, n, i, out_in, several = d.dtype(), d.int(1, 9), size(d) or 2, d.chance(0.5), d.int(1, 3)
     want = [d.choice("", "w", "wb") for _ in range(several)]
-    at = [0] + [2 + 2 * k for k in range(1, several)]                 # of each dy among the inputs
+    at = [0] + [2 + 2 * k for k in range(1, several)]                 # positions of each dy among the inputs
     inputs = [None] * (4 + 2 * (several - 1))
     for k in range(several):
         o = size(d) or 2
         weight = d.input([o, i] if out_in else [i, o], dtype)
         inputs[at[k]], inputs[at[k] + 1] = d.input([n, o], dtype), weight
     if any(want):
-        inputs[2 + d.int(0, 1)] = d.input([n, i], dtype)              # x, or full, which is the same of one rank
+        inputs[2 + d.int(0, 1)] = d.input([n, i], dtype)              # x or full, which are the same on one rank
 
     def run(x, m):
         wide = [None if t is None else t.double() for t in x]
@@ -496,7 +508,8 @@ def column_linear_grad(d):
     bits = [sum((name in w) << k for k, w in enumerate(want)) for name in "wb"]
     given = ", ".join("x[%d]" % k if k <= len(inputs) else "nil" for k in range(1, 9))
     call = "ps.ops.column_linear_grad(%s, n, 1, 0, 0, %d, %d, %d, %d)" % (given, out_in, d.int(1, 8), bits[0], bits[1])
-    names = [name for k, w in enumerate(want) for name in (["w%d" % k] if "w" in w else []) + (["b%d" % k] if "b" in w else [])]
+    names = [name for k, w in enumerate(want) for name in (["w%d" % k] if "w" in w else [])
+             + (["b%d" % k] if "b" in w else [])]
     heads = ", ".join(["dx"] + ["%s%d" % (c, k) for k in range(3) for c in "wb"])      # those that nobody wants are nil
     call = "(function(%s) return %s end)(%s)" % (heads, ", ".join(["dx"] + names), call)
     return Case(GROUP + call, run, inputs)
@@ -505,15 +518,18 @@ def column_linear_grad(d):
 ROWS = [
     Row("products of several ranks", of_ranks, "column_linear row_linear", 2),
     Row("column_linear_grad", column_linear_grad, "column_linear_grad"),
-    Row("logit_stats", logit_stats, "logit_stats"), Row("parallel_lm_loss", parallel_lm_loss, "parallel_lm_loss logit_loss", 2),
+    Row("logit_stats", logit_stats, "logit_stats"), Row("parallel_lm_loss", parallel_lm_loss,
+                                                        "parallel_lm_loss logit_loss", 2),
     Row("matmul", matmul, "matmul", 5), Row("linear", linear, "linear", 4), Row("mlp", mlp, "mlp", 2),
-    Row("linear_grad", linear_grad, "linear_grad"), Row("linear_gelu_backward", linear_gelu_backward, "linear_gelu_backward"),
+    Row("linear_grad", linear_grad, "linear_grad"), Row("linear_gelu_backward", linear_gelu_backward,
+                                                        "linear_gelu_backward"),
     Row("cross_entropy", cross_entropy, "cross_entropy", 3), Row("lm_loss", lm_loss, "lm_loss", 2),
     Row("cross_entropy_backward", cross_entropy_backward, "cross_entropy_backward"),
     Row("layer_norm", layer_norm, "layer_norm", 3), Row("rms_norm", rms_norm, "rms_norm", 3),
     Row("norm backward", norm_backward, "layer_norm_backward rms_norm_backward", 2),
     Row("attention", attention, "attention", 4), Row("attention_packed", attention_packed, "attention_packed", 2),
-    Row("rope", rope, "rope", 2), Row("attention backward", attention_backward, "attention_backward attention_packed_backward", 2),
+    Row("rope", rope, "rope", 2), Row("attention backward", attention_backward,
+                                      "attention_backward attention_packed_backward", 2),
 ]
 for each in ROWS:
     each.mixes = True

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: numbers drawn by Philox counters, sampling, updates in place, the group of one process."""
+"""Rows of the part `ops`: numbers drawn with Philox counters, sampling, updates in place, the group of one
+process."""
 import math
 
 import numpy as np
@@ -33,7 +34,7 @@ def uniform(d):
             rounded = y.to(TYPES[dtype]).double()
             return torch.where(rounded >= high, low, y)
         y = y.to(x[0].dtype)
-        return torch.where(y >= high, torch.tensor(low, dtype=y.dtype), y)            # the range stays half-open
+        return torch.where(y >= high, torch.tensor(low, dtype=y.dtype), y)            # keeps the range half-open
     return Case("ps.ops.uniform_(x[1], %s, %s, %d, %d)" % (lua(low), lua(high), seed, offset), run, [x],
                 device=d.choice("cpu", "ref"))
 
@@ -48,12 +49,12 @@ def normal(d):
         z = np.sqrt(-2 * np.log(1 - philox.unit(words[:, 0]))) * np.cos(2 * math.pi * philox.unit(words[:, 1]))
         z = torch.from_numpy(z)
         if not m.exact:
-            z = z.float()                                            # the numbers are fp32 ones, whatever the type
+            z = z.float()                                            # the numbers are fp32 for every type
             return (mean + std * z).to(x[0].dtype).reshape(x[0].shape)
         return (mean + std * z).reshape(x[0].shape)
     case = Case("ps.ops.normal_(x[1], %s, %s, %d, %d)" % (lua(mean), lua(std), seed, offset), run, [x],
                 device=d.choice("cpu", "ref"))
-    # The radius is below 6, the angle up to 2 pi, an fp32 number and product.
+    # The radius is below 6, and the angle, up to 2 pi, is an fp32 number and product.
     case.absolute = 6 * 2.0 ** -21 * std
     return case
 
@@ -81,7 +82,7 @@ def dropout(d):
         numbers = [d.int(0, 30) for _ in range(shape[0])]
     x, device = d.input(shape, dtype, True), d.choice("cpu", "ref")
 
-    def drawn(n, count):                                      # of the first `count` elements of samples of n
+    def drawn(n, count):                                      # Draws the first `count` elements of samples of n.
         words = []
         for s in range(-(-count // n)):
             groups = np.arange(-(-n // 4), dtype=STREAM)
@@ -203,7 +204,7 @@ def adam(d):
             g = g + wd * p
         mom, v = b1 * mom + (1 - b1) * g, b2 * v + (1 - b2) * g * g
         step = lr / (1 - b1 ** t) * mom / ((v / (1 - b2 ** t)).sqrt() + eps)
-        p = p - (m.change(step) if m.exact and m.change else step)             # lr, betas, eps are rounded to fp32, too
+        p = p - (m.change(step) if m.exact and m.change else step)  # lr, betas and eps are rounded to fp32, too
         if m.exact:
             return [p, p, mom, v]
         p = p.float()
@@ -237,7 +238,7 @@ def sgd(d):
 
 
 def update(op, d, states, attrs, formula, shape=None, tail=0):
-    """An optimizer's update: param (which is its own master), grad and states, against a formula in float64."""
+    """An optimizer's update of param (which is its own master), grad and states, compared with a formula in float64."""
     shape = shape or d.shape(1, 2)
     inputs = [Input(d.values(shape, "fp32")), Input(d.values(shape, "fp32", -1, 1))] + states(shape)
     names = ", ".join("x[%d]" % (i + 3) for i in range(len(inputs) - 2))
@@ -384,7 +385,7 @@ ALONE = ("all_reduce all_gather reduce_scatter broadcast copy_to_tp reduce_from_
 
 
 def alone(d):
-    """The ops of several ranks in a group of one process: they return their input, and so does the gradient."""
+    """The ops of several ranks in a group of one process. They return their input, and so does the gradient."""
     name = d.choice(*ALONE.split())
     text = ("local group = require('ps').dist.self() "
             "return ps.ops.%s(x[1], ps.C.ps_group_number(group.c), 1, 0, 0)" % name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: reductions, running sums, the largest, norms."""
+"""Rows of the part `ops`: reductions, running sums, largest values, norms."""
 import math
 
 import torch
@@ -10,7 +10,7 @@ SPECIAL = 0.1
 
 
 def some_dims(d, n):
-    """nil, a number or a list."""
+    """Draws nil, a number or a list."""
     if n == 0 or d.chance(0.25):
         return None
     if d.chance(0.5):
@@ -78,7 +78,7 @@ def spread(name, fn):
 
 
 def chosen(d, name, fn):
-    """argmax and argmin: the first of equal ones."""
+    """argmax and argmin, which return the first of equal elements."""
     shape = [n or 3 for n in d.shape()]
     x = d.input(shape, d.dtype() if d.chance(0.6) else d.choice("int32", "int64", "uint8"), special=SPECIAL)
     if not shape or d.chance(0.3):
@@ -91,7 +91,7 @@ def both(d, name, fn):
     """max and min with a dimension: values and indices."""
     shape = [n or 3 for n in d.shape(1, 4)]
     dim, keep = d.int(-len(shape), len(shape) - 1), d.chance(0.4)
-    ranks = torch.argsort(torch.rand(shape, generator=d.gen), dim)         # no ties: PyTorch gives all to the index it took
+    ranks = torch.argsort(torch.rand(shape, generator=d.gen), dim)  # no ties: PyTorch's gradient goes to one index
     x = ranks.to(d.values([1], d.dtype()).dtype) - shape[dim] // 2
     return Case("x[1]:%s(%d, %s)" % (name, dim, lua(keep)), lambda x, m: list(fn(x[0], dim, keep)), [d.laid_out(
         x, True, expand=False)], exact=True)
@@ -101,7 +101,8 @@ def cumsum(d):
     shape = d.shape(1, 4)
     dim, dtype = d.int(-len(shape), len(shape) - 1), d.dtype() if d.chance(0.7) else d.choice(*INTS)
     if d.chance(0.7):
-        return Case("x[1]:cumsum(%d)" % dim, lambda x, m: x[0].cumsum(dim), [d.input(shape, dtype, True, special=SPECIAL)])
+        return Case("x[1]:cumsum(%d)" % dim, lambda x, m: x[0].cumsum(dim),
+                    [d.input(shape, dtype, True, special=SPECIAL)])
     if dtype in INTS:
         dtype = "fp32"
     return Case("ps.ops.cumsum(x[1], %d, 1)" % dim, lambda x, m: x[0].flip(dim).cumsum(dim).flip(dim),
@@ -112,7 +113,7 @@ def topk(d):
     shape = [n or 3 for n in d.shape(1, 3)]
     k, dtype = d.int(1, shape[-1]), d.dtype()
     x = d.values(shape, dtype)
-    ranks = torch.argsort(torch.rand(shape, generator=d.gen), -1)          # no ties: their order is nobody's promise
+    ranks = torch.argsort(torch.rand(shape, generator=d.gen), -1)          # without ties, whose order is unspecified
     x = ranks.to(x.dtype) + (0 if dtype in ("bf16", "fp16") else x.sign() / 4)
     return Case("x[1]:topk(%d)" % k, lambda x, m: list(x[0].topk(k)), [d.laid_out(x, True, expand=False)], exact=True)
 
@@ -141,7 +142,8 @@ def global_norm(d):
 
 
 def additions(inputs):
-    """Sums of squares go in 16 lanes of fp64, where each addition may round alike: a relative distance."""
+    """Returns the relative distance that is allowed for sums of squares. They are summed in 16 lanes of fp64, in
+    which each addition can round in the same direction."""
     return 2.0 ** -53 * sum((i.view(i.base) if i.view else i.base).numel() for i in inputs) / 16
 
 
@@ -159,14 +161,15 @@ def grad_store(d):
 
 
 class FromRow(torch.autograd.Function):
-    """softmax or log_softmax, whose gradient is computed from the rounded result: `moved` moves it by that."""
+    """softmax or log_softmax, whose gradient is computed from the rounded result. `moved` moves the result by the
+    rounding."""
 
     @staticmethod
     def forward(ctx, x, fn, dim, moved):
         y = fn(x, dim)
         ctx.save_for_backward(moved(y))
         ctx.log, ctx.dim = fn is torch.log_softmax, dim
-        # The logarithm of a sum that is a rounded number, in PyTorch, too.
+        # The logarithm of a sum that is a rounded number, also in PyTorch.
         return y + moved(torch.ones_like(y.narrow(dim, 0, min(1, y.shape[dim])))) - 1 if ctx.log else y
 
     @staticmethod

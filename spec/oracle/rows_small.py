@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: small functions that are made of others (lua/ps/tensor/small.lua, like.lua,
+"""Rows of the part `ops`: small functions that are composed of others (lua/ps/tensor/small.lua, like.lua,
 activations.lua)."""
 import math
 
@@ -15,7 +15,7 @@ ALL = FLOATS + INTS
 
 
 def wide(x):
-    """As ours: half types are computed in fp32, integers in int64."""
+    """Converts as psluajit does: half types are computed in fp32, and integers in int64."""
     if not x.dtype.is_floating_point:
         return x.long()
     return x if x.dtype == torch.float64 else x.float()
@@ -71,7 +71,7 @@ def argsort(d):
 
 
 def close(d):
-    """As numbers 0 and 1, since a boolean is no tensor."""
+    """Returns the result as 0 and 1, since a boolean is not a tensor."""
     shape, dtype = d.shape(0, 3, 200), d.choice("fp32", "fp64", "int64")
     x = d.input(shape, dtype, special=0.4)
     near = d.laid_out((x.view(x.base)
@@ -134,7 +134,7 @@ def like(d):
 
 # -- activations and losses ------------------------------------------------------------------------------------------
 def activation(text, fn, slack=None, low=-6, high=6):
-    """slack: a chain of roundings to its type, where PyTorch has one kernel."""
+    """slack: the function is a chain of roundings to its type, where PyTorch has one kernel."""
     def draw(d):
         dtype = d.dtype("fp32", "fp32", "fp64", "bf16") if slack is None else d.dtype("fp32", "fp64")
         given = dict(tolerance(dtype)) if slack else {}
@@ -190,7 +190,7 @@ def glu(d):
 
 
 def rest(name):
-    """Dividends of floats are never multiples of the divisor, where a rounding decides about the quotient."""
+    """Float dividends are never multiples of the divisor, for which a rounding would determine the quotient."""
     def draw(d):
         shape, dtype = d.shape(0, 3, 300), d.choice("fp32", "fp64", "int64", "int32")
         number = d.chance(0.4)

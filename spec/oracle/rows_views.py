@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rows of the part `ops`: views, copies, types, indices. All but sums of gradients are exact."""
+"""Rows of the part `ops`: views, copies, types, indices. All results except sums of gradients are exact."""
 import torch
 
 import differences
@@ -14,7 +14,7 @@ def numbers(x):
 
 
 def of_shape(call, fn, least=0, most=4, ops=(), weight=1, empty=True):
-    """call(d, shape) gives (Lua text of x[1], function of a tensor), or None where the shape does not serve."""
+    """call(d, shape) returns (Lua text for x[1], function of a tensor), or None if the shape is not suitable."""
     def draw(d):
         while True:
             shape = d.shape(least, most)
@@ -25,7 +25,8 @@ def of_shape(call, fn, least=0, most=4, ops=(), weight=1, empty=True):
                 break
         text, f = made
         x = d.input(shape, d.choice(*ALL), True, special=0.2)
-        return Case(text, lambda x, m: f(x[0]), [x], exact={"out0", "out1", "out2"}, device=d.choice("cpu", "cpu", "ref"))
+        return Case(text, lambda x, m: f(x[0]), [x], exact={"out0", "out1", "out2"},
+                    device=d.choice("cpu", "cpu", "ref"))
     return Row(fn, draw, ops, weight)
 
 
@@ -35,7 +36,7 @@ def any_dim(d, shape, extra=0):
 
 
 def factors(d, numel):
-    """A shape of that many elements."""
+    """Returns a shape with that many elements."""
     if numel == 0:
         shape = d.shape(1, 4)
         shape[d.int(0, len(shape) - 1)] = 0
@@ -87,7 +88,8 @@ def expand(d, shape):
 def slice_(d, shape):
     dim = any_dim(d, shape)
     n = shape[dim]
-    start, stop, step = d.choice(None, d.int(-n - 2, n + 2)), d.choice(None, d.int(-n - 2, n + 2)), d.choice(None, 1, 2, 3)
+    start, stop, step = d.choice(None, d.int(-n - 2, n + 2)), d.choice(None, d.int(-n - 2, n + 2)), d.choice(None, 1,
+                                                                                                             2, 3)
     index = [slice(None)] * len(shape)
     index[dim] = slice(start, stop, step)
     return "x[1]:slice(%s, %s, %s, %s)" % (dim, lua(start), lua(stop), lua(step)), lambda x: x[tuple(index)]
@@ -203,7 +205,8 @@ def cat(d):
 def stack(d):
     count, shape = d.int(1, 4), d.shape(0, 3)
     dim, a = any_dim(d, shape, 1), d.choice(*ALL)
-    return Case("ps.stack(x, %d)" % dim, lambda x, m: torch.stack(x, dim), [d.input(shape, a, True) for _ in range(count)],
+    return Case("ps.stack(x, %d)" % dim, lambda x, m: torch.stack(x, dim),
+                [d.input(shape, a, True) for _ in range(count)],
                 exact={"out0"})
 
 
@@ -222,7 +225,8 @@ def index_select(d):
 def index_tensor(d):
     shape = [n or 3 for n in d.shape(1, 3)]
     at = indices(d, d.shape(0, 2), shape[0])
-    return Case("x[1][x[2]]", lambda x, m: x[0][x[1].long()], [d.input(shape, d.choice(*ALL), True), at], exact={"out0"})
+    return Case("x[1][x[2]]", lambda x, m: x[0][x[1].long()], [d.input(shape, d.choice(*ALL), True), at],
+                exact={"out0"})
 
 
 def masked_select(d):
@@ -232,7 +236,8 @@ def masked_select(d):
 
 
 def nonzero(d):
-    return Case("x[1]:nonzero()", lambda x, m: x[0].nonzero(), [d.input(d.shape(), d.choice(*ALL), special=0.2)], exact=True)
+    return Case("x[1]:nonzero()", lambda x, m: x[0].nonzero(), [d.input(d.shape(), d.choice(*ALL), special=0.2)],
+                exact=True)
 
 
 def masked_fill(d):
@@ -282,11 +287,13 @@ def embedding_backward(d):
 
     def run(x, m):
         if not m.exact and x[1].numel() > 0:
-            dw = torch.ops.aten.embedding_dense_backward(x[1].to(TYPES["fp64" if dtype == "fp64" else "fp32"]), x[0].long(),
+            dw = torch.ops.aten.embedding_dense_backward(x[1].to(TYPES["fp64" if dtype == "fp64" else "fp32"]),
+                                                         x[0].long(),
                                                          rows, padding, False)
             return dw.to(TYPES[out])
         dw = torch.zeros(rows, width, dtype=torch.float64)
-        dw = dw.index_add(0, x[0].reshape(-1).long(), x[1].double().reshape(-1, width) * (x[0].reshape(-1, 1) != padding))
+        dw = dw.index_add(0, x[0].reshape(-1).long(), x[1].double().reshape(-1,
+                                                                            width) * (x[0].reshape(-1, 1) != padding))
         return dw if m.exact else dw.to(TYPES[out])
     return Case("ps.ops.embedding_backward(x[1], x[2], %d, 0, %d, %d)" % (rows, code, padding), run,
                 [indices(d, at, rows), d.input(at + [width], dtype)])

@@ -35,7 +35,7 @@ def distance(a, b):
 
 
 class Run:
-    """One run of a part. folder: for its files; it is removed at the end unless --keep names it."""
+    """One run of a part. folder: the folder for its files, which is removed at the end unless --keep names it."""
 
     def __init__(self, name, cases):
         parser = argparse.ArgumentParser(description="Compares psluajit with PyTorch on drawn cases: " + name)
@@ -73,8 +73,8 @@ class Run:
                           "data": os.path.join(out, "data.safetensors"), "seed": rng.getrandbits(62)}
 
     def psluajit(self, script, *arguments):
-        """Runs a script of this folder. The script catches errors of single cases; if the script itself fails, no case
-        counts."""
+        """Runs a script of this folder. The script catches errors in single cases. If the script itself fails, no
+        case counts."""
         env = dict(os.environ, OMP_WAIT_POLICY="passive", CUDA_VISIBLE_DEVICES="")
         subprocess.run([self.program, os.path.join(HERE, script), *arguments], check=True, env=env, timeout=LIMIT_S)
 
@@ -86,11 +86,11 @@ class Run:
                         os.path.join(HERE, script), *arguments], check=False, env=env, timeout=LIMIT_S)
 
     def judged_case(self, case, off):
-        """Counts a case of `cases`. If it is wrong, prints what was drawn for it."""
+        """Counts a case of `cases`. If it is wrong, prints its random choices."""
         self.judged(case["index"], off, json.dumps({k: v for k, v in case.items() if k not in PLACE}))
 
     def judged(self, index, off, told):
-        """Counts a case. off: a line for each error of the case; told: the case, in one line."""
+        """Counts a case. off: a line for each error of the case. told: a description of the case in one line."""
         self.count += 1
         if off:
             self.off += 1

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Learning-rate schedules of two groups against transformers' get_scheduler and torch.optim.lr_scheduler. DeepSpeed's
-and the older ones of PyTorch are in optim_oracle.py."""
+"""Learning-rate schedules of two groups compared with transformers' get_scheduler and torch.optim.lr_scheduler.
+DeepSpeed's schedules and PyTorch's older ones are in optim_oracle.py.
+"""
 import torch
 
 from oracle import Row, Case, lua, main
 
 
 def groups_case(d, text, steps, make, own, momentum=False, metrics=None, kind="SGD", slack=2.0 ** -40):
-    """The rates (and the momentum) of two groups before each step of a schedule that goes on from its state once.
-    text: Lua that makes it for `opt`; make: PyTorch's or transformers' for an optimizer; metrics: values that its steps
-    get."""
+    """The rates (and the momentum) of two groups before each step of a schedule that is resumed from its state once.
+    text: Lua that creates the schedule for `opt`. make: creates PyTorch's or transformers' schedule for an
+    optimizer. metrics: values that its steps get."""
     reload_at = d.int(1, steps)
     first = d.choice(0.02, 3.0, 1.0) * own
     code = ("local function p() return ps.ones({ 1 }):requires_grad(true) end "
@@ -79,7 +80,7 @@ def of_cycle(d):
 
 
 def more_names(d):
-    """PyTorch's other schedules that a count alone decides, over two groups, also one after another."""
+    """PyTorch's other schedules that depend only on a step count, over two groups, and also chained."""
     sched, own, steps = torch.optim.lr_scheduler, d.choice(0.1, 1e-3), d.int(1, 30)
     size, low, factor = d.int(1, 9), d.choice(0.0, own * 0.01), d.choice(0.25, 0.5)
     mark = d.int(1, 12)
@@ -98,7 +99,7 @@ def more_names(d):
 
 
 def plateau(d):
-    """PyTorch's ReduceLROnPlateau, under its name and transformers'."""
+    """PyTorch's ReduceLROnPlateau, under its own name and under transformers' name."""
     steps, own = d.int(3, 60), d.choice(0.1, 1e-3)
     options = {"mode": d.choice("min", "max"), "factor": d.choice(0.1, 0.5, 0.9), "patience": d.int(0, 4),
                "threshold": d.choice(1e-4, 0.1, 0.0), "threshold_mode": d.choice("rel", "abs"), "cooldown": d.int(0, 3),

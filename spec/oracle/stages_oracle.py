@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whole steps of pipelines of two and three processes, against PyTorch and transformers in one process.
+"""Whole steps of pipelines of two and three processes, compared with PyTorch and transformers in one process.
 
-A case is drawn by engine_oracle.py (a small GPT-2, masked labels, types, loss scales, clipping, learning rates) and cut
-into stages: a schedule, virtual stages, m micro-batches (the number of rows need not be divisible by m), a tied or an
-untied head. Each step's batch is given as a whole, and labels are masked so unevenly that the micro-batches' numbers of
-targets are very different, and some are zero. Losses, norms, parameters and averages are judged as in engine_oracle.py.
-The loss must be the same on all ranks.
+engine_oracle.py draws a case (a small GPT-2, masked labels, types, loss scales, clipping, learning rates). The model
+is split into stages, with a schedule, virtual stages, m micro-batches (which need not divide the number of rows), and
+a tied or an untied head. Each step's batch is given as a whole. Labels are masked so unevenly that the micro-batches'
+numbers of targets are very different, and some are zero. Losses, norms, parameters and averages are judged as in
+engine_oracle.py. The loss must be the same on all ranks.
 """
 import glob
 import json
@@ -26,7 +26,7 @@ def draw_case(rng, index):
     case = engine.draw_case(rng)
     for key in ("resume_at", "loop"):
         case.pop(key, None)
-    # All pairs of a schedule and a number of ranks, in turn.
+    # Selects each pair of a schedule and a number of ranks, one after another.
     schedule, ranks = NAMES[index % len(NAMES)], RANKS[(index + index // len(NAMES)) % len(RANKS)]
     virtual = rng.choice(SCHEDULES[schedule])
     case.update(way="straight", steps=3, ranks=ranks, rates={"2": 2e-3} if rng.random() < 0.5 else {})
@@ -40,8 +40,8 @@ def draw_case(rng, index):
 
 
 def draw_batches(rng, case):
-    """x, y int32 [rows, positions] of each step and of each of its micro-batches. The first micro-batches have one row
-    more."""
+    """Draws x and y, int32 [rows, positions], for each step and for each of its micro-batches. The first
+    micro-batches have one row more."""
     whole, cut, V, T, m = {}, {}, case["gpt2"]["vocab_size"], case["positions"], case["accumulate"]
     empty_step = rng.randint(1, case["steps"])
     for step in range(1, case["steps"] + 1):
@@ -62,7 +62,7 @@ def draw_batches(rng, case):
 
 
 def trained_state(case):
-    """Parameters and averages of a checkpoint, in which each rank has written its own."""
+    """Returns the parameters and averages in a checkpoint, to which each rank has written its own tensors."""
     out = {}
     for path in glob.glob(os.path.join(case["out"], "checkpoints", "step-*", "rank-*.safetensors")):
         for name, tensor in load_file(path).items():

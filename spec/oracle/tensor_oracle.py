@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Layers that two ranks share out, with sequence parallelism, against PyTorch's parallelize_module on two processes (gloo).
+"""Layers that two ranks share, with sequence parallelism, compared with PyTorch's parallelize_module on two processes
+(gloo).
 
-A case is a small network: a table of tokens, a norm, columns, GELU, rows, a residual, a norm and a head, with drawn sizes and
-weights. Losses and every parameter's gradient, put together from both ranks, are those of PyTorch's ranks, and PyTorch's those
-of the same network in one process in fp64, so that a mistake of both would show.
+A case is a small network with random sizes and weights: a token embedding, a norm, a column layer, GELU, a row layer,
+a residual, a norm and a head. Losses and every parameter's gradient, gathered from both ranks, must be those of
+PyTorch's ranks. PyTorch's must be those of the same network in one process in fp64, so that a mistake of both would
+be detected.
 
-Every fourth case is a whole model, a small GPT-2 or Llama of transformers' making, which the engine cuts by its table of names:
-its loss and gradients are those of transformers in one process in fp64. A gradient is what one step of SGD adds, over the rate.
-PyTorch's ranks cut the same model by parallelize_module and train it: the losses of five steps of AdamW are theirs, and those
-of one process in fp64.
+Every fourth case is a whole model, a small GPT-2 or Llama from transformers, which the engine shards by its table of
+names. Its loss and gradients must be those of transformers in one process in fp64. A gradient is the change of one
+step of SGD divided by the learning rate. PyTorch's ranks shard the same model with parallelize_module and train it.
+The losses of five steps of AdamW must be equal to theirs, and to those of one process in fp64.
 """
 import json
 import os
@@ -78,7 +80,7 @@ def on_rank(rank, job):
 
 
 class Packed(torch.nn.Module):
-    """GPT-2's queries, keys and values in three products, each of which can be cut by columns."""
+    """GPT-2's queries, keys and values as three products, each of which can be sharded by columns."""
 
     def __init__(self, packed):
         super().__init__()
@@ -90,7 +92,7 @@ class Packed(torch.nn.Module):
 
 
 def linear(w, b):
-    """A Linear of GPT-2's Conv1D, [in, out], which parallelize_module does not know."""
+    """Returns a Linear for GPT-2's Conv1D, [in, out], which parallelize_module does not support."""
     new = torch.nn.Linear(*w.shape)
     with torch.no_grad():
         new.weight.copy_(w.t())
@@ -101,17 +103,20 @@ def linear(w, b):
 def cut(model, family, mesh):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     if family == "llama":
-        at, columns, rows = "model.layers.*.", "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj", \
-            "self_attn.o_proj mlp.down_proj"
+        at, columns, rows = ("model.layers.*.",
+                             "self_attn.q_proj self_attn.k_proj self_attn.v_proj mlp.gate_proj mlp.up_proj",
+                             "self_attn.o_proj mlp.down_proj")
     else:
-        at, columns, rows = "transformer.h.*.", "attn.c_attn.q attn.c_attn.k attn.c_attn.v mlp.c_fc", "attn.c_proj mlp.c_proj"
+        at, columns, rows = ("transformer.h.*.", "attn.c_attn.q attn.c_attn.k attn.c_attn.v mlp.c_fc",
+                             "attn.c_proj mlp.c_proj")
         for block in model.transformer.h:
             block.attn.c_attn = Packed(block.attn.c_attn)
             block.attn.split_size //= RANKS
             for layer, name in (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj"):
                 old = getattr(layer, name)
                 setattr(layer, name, linear(old.weight, old.bias))
-    plan = {at + name: ColwiseParallel() for name in columns.split()} | {at + name: RowwiseParallel() for name in rows.split()}
+    plan = {at + name: ColwiseParallel() for name in columns.split()} | {at + name: RowwiseParallel()
+                                                                         for name in rows.split()}
     return parallelize_module(model.eval(), mesh, plan)
 
 
@@ -121,7 +126,7 @@ def model_loss(model, data):
 
 
 def train(model, data):
-    """The losses of STEPS steps."""
+    """Returns the losses of STEPS steps."""
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **ADAMW)
     losses = []
     for _ in range(STEPS):
@@ -221,7 +226,7 @@ def main():
         json.dump(cases, f)
     try:
         spawned.spawn(on_rank, args=(job,), nprocs=RANKS)
-    except spawned.ProcessExitedException as e:            # seen once: gloo's threads abort PyTorch's process as it ends
+    except spawned.ProcessExitedException as e:  # seen once: gloo's threads abort PyTorch's process as it ends
         print("PyTorch's processes run again: %s" % e)
         if os.path.exists(job + ".meet"):
             os.remove(job + ".meet")

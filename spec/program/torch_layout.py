@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Trains a model of examples/*.lua in PyTorch from the weights and batches of a file (--trace): prints the losses of
-its steps, and with a second file writes the weights after the last one. As in examples/layout.lua, a step's batch is
-cut into two micro-batches, whose mean loss is trained. With "sgd" the learning rate is 1024, so that the change of a
-weight in one step is its gradient times 1024."""
+"""Trains a model of examples/*.lua in PyTorch from the weights and batches in a file (--trace). Prints the losses of
+its steps, and with a second file writes the weights after the last step. As in examples/layout.lua, a step's batch is
+split into two micro-batches, whose mean loss is trained. With "sgd" the learning rate is 1024, so that the change of
+a weight in one step is its gradient times 1024.
+"""
 import sys
 
 import torch
@@ -12,7 +13,7 @@ CUTS = 2
 
 
 def run(model, lr):
-    """model(**batch) returns the loss of the named tensors of a micro-batch."""
+    """model(**batch) returns the loss for a micro-batch of named tensors."""
     trace = load_file(sys.argv[1])
     kind, out = sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None
     model.load_state_dict({name: t for name, t in trace.items() if not name[0].isdigit()})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Facts of the machine code in libps_cuda.so, read by NVIDIA's cuobjdump: the images in the library, and the resources
-that each kernel needs of the cards on which it may run."""
+"""Facts about the machine code in libps_cuda.so, which NVIDIA's cuobjdump reads: the images in the library, and the
+resources that each kernel needs on the cards on which it can run.
+"""
 import os
 import re
 import subprocess
@@ -88,7 +89,7 @@ class Cubins:
         return found
 
     def complaints(self, sources):
-        """Lists the violations; sources: the names of the .cu files."""
+        """Returns the violations. sources: the names of the .cu files."""
         wrong, n = [], len(sources) - 1              # attention_hopper is compiled only for sm_90a
         for arch, want in (("sm_80", n), ("sm_90", n), ("sm_90a", 1)):
             if self.images.get(arch) != want:
@@ -121,7 +122,7 @@ class Cubins:
             yield f"{where}a stack of {k['stack']} bytes"
 
     def said(self):
-        """The facts in a few lines."""
+        """Returns the facts in a few lines."""
         all_ = [(self.names[name], k) for kernels in self.kernels.values() for name, k in kernels.items()]
         free = max(k["registers"] for _, k in all_ if not k["threads"])
         return [

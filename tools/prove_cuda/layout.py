@@ -17,7 +17,7 @@ SCALARS = {
 
 
 class Struct(dict):
-    """A value of a struct that a kernel takes: Struct("heads", p="q", row=64); fields that are left out are zero."""
+    """A value of a struct that a kernel takes: Struct("heads", p="q", row=64). Omitted fields are zero."""
 
     def __init__(self, name, n=1, **fields):
         super().__init__(fields)
@@ -60,7 +60,7 @@ class Layouts:
                 self.constants.setdefault(parts[0], value)
 
     def number(self, expression, n=1):
-        """The value of a constant expression such as PS_MAX_IN / 4."""
+        """Returns the value of a constant expression such as PS_MAX_IN / 4."""
         known = re.sub(r"[A-Za-z_]\w*", lambda m: str(n if m.group(0) == "N" else self.constants[m.group(0)]),
                        expression)
         if not re.fullmatch(r"[-\d\s*/+()]+", known):
@@ -106,7 +106,7 @@ class Layouts:
         return fields, -(-offset // align) * align, align
 
     def entries(self, value, offset=0):
-        """Returns [(offset, type, value)] of a Struct. A pointer's value is the name of an object, or None."""
+        """Returns [(offset, type, value)] for a Struct. A pointer's value is the name of an object, or None."""
         fields, _, _ = self.fields(value.name, value.n)
         unknown = set(value) - {field[0] for field in fields}
         if unknown:

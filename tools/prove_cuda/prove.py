@@ -45,7 +45,7 @@ def operations(generated):
 
 
 def cached(build, name):
-    """A value that CMake found, or None."""
+    """Returns a value that CMake found, or None."""
     with open(os.path.join(build, "CMakeCache.txt"), encoding="utf-8") as file:
         match = re.search(rf"^{name}:\w+=(.*)$", file.read(), re.M)
     return None if not match or match.group(1).endswith("NOTFOUND") else match.group(1)
@@ -95,7 +95,7 @@ class Files:
         return module.kernels[name]
 
     def config(self, row, kernel):
-        """The prover's configuration, and the offsets of pointers."""
+        """Returns the prover's configuration, and the offsets of pointers."""
         layouts, declarations, arguments, arrays, pointers = self.layouts[row.source], [], [], [], set()
         if len(row.args) != len(kernel.params):
             raise SystemExit(f"{row}: {len(row.args)} parameters, the kernel has {len(kernel.params)}")
@@ -136,7 +136,7 @@ class Files:
 
 
 def judge(result):
-    """Reads a report: returns the outcome and, if the kernel is not proved, the reason."""
+    """Reads a report. Returns the outcome and, if the kernel is not proved, the reason."""
     checks, said = result.get("checks", {}), result.get("result")
     if said == "race_free" and checks.get("memory") == "passed" and checks.get("synchronization") == "passed":
         return PROVED, f"{result['counts']['memory_accesses']} accesses"
@@ -214,7 +214,7 @@ def gaps(files):
 
 
 def block():
-    """The tables of docs/cuda.md."""
+    """Returns the tables for docs/cuda.md."""
     lines, kernels = ["| file | kernel | proved for |", "|---|---|---|"], {}
     for row in ROWS:
         if row.outcome == PROVED:
@@ -228,7 +228,7 @@ def block():
 
 
 def docs(write):
-    """Returns whether docs/cuda.md has the tables; writes them there if requested."""
+    """Returns whether docs/cuda.md has the tables. Writes them there if requested."""
     with open(DOCS, encoding="utf-8") as file:
         text = file.read()
     at, end = text.index(BEGIN) + len(BEGIN), text.index(END)

@@ -40,18 +40,18 @@ class Kernel:
                                (scalar.group(1), int(re.sub(r"\D", "", scalar.group(1))) // 8))
 
     def sync_lines(self):
-        """The lines with an instruction of synchronisation, in order."""
+        """Returns the lines with a synchronization instruction, in order."""
         return [i for i, line in enumerate(self.body.split("\n")) if SYNC.search("\t" + line)]
 
     def without(self, n):
-        """The same kernel without its n-th instruction of synchronisation, and that instruction."""
+        """Returns the same kernel without its n-th synchronization instruction, and that instruction."""
         lines = self.body.split("\n")
         at = self.sync_lines()[n]
         gone, lines[at] = lines[at].strip(), ""
         return Kernel(self.head, "\n".join(lines), self.name), gone
 
     def rewritten(self, pointers):
-        """The text for the prover. pointers: the set of {(parameter, offset)} that are pointers."""
+        """Returns the text for the prover. pointers: the set of {(parameter, offset)} that are pointers."""
         return self.head + Rewrite(self, pointers).text
 
 
@@ -118,7 +118,7 @@ class Rewrite:
         return self.offsets(register) == []
 
     def offsets(self, register):
-        """Returns the sum that has been added to a pointer parameter; None if the register is not such a pointer."""
+        """Returns the sum that has been added to a pointer parameter, or None if the register is not such a pointer."""
         defs = self.defs.get(register, [])
         if len(defs) != 1:
             return None

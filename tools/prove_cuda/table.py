@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The properties that are proved of each kernel: a row has a kernel, a launch as the host code makes it, and the
-operands' shapes.
+"""The properties that are proved for each kernel. A row has a kernel, a launch as in the host code, and the operands'
+shapes.
 
-A parameter is a number, the name of an object in the device's memory, None (a null pointer), or a Struct with such
-fields. Two parameters with one name share their memory: such rows prove that an op works in place. The
-integers of an object may be given: if an index decides which element is written, the proof needs it.
+A parameter is a number, the name of an object in device memory, None (a null pointer), or a Struct with such fields.
+Two parameters with the same name share their memory; such rows prove that an op works in place. The integers in an
+object can be given: if an index determines which element is written, the proof needs it.
 """
 import math
 import re
@@ -19,14 +19,11 @@ NO_PLANTS = ("attention_hopper", "random")
 
 
 class Row:
-    """One kernel, one launch.
-
-    values: {object: (type, its integers)}. branches: only one side of each branch on data is followed. outcome: what
-    the prover reported when the row was written. why: for undecided and refused rows. quick: part of the sample;
-    PLANTS: without its proof, which takes a minute. plants: numbers of the kernel's instructions of synchronisation
-    without which it must be red. redundant: those without which it is still proved. seconds: of the processor, after
-    which the row is undecided.
-    """
+    """One kernel and one launch. values: {object: (type, its integers)}. branches: only one side of each
+    data-dependent branch is followed. outcome: the prover's result when the row was written. why: for undecided and
+    refused rows. quick: part of the sample. PLANTS: without its proof, which takes a minute. plants: indices of the
+    kernel's synchronization instructions without which the proof must fail. redundant: those without which the
+    kernel is still proved. seconds: processor seconds after which the row is undecided."""
 
     def __init__(self, source, kernel, shape, grid, block, args, shared=0, branches=False, outcome=PROVED, why="",
                  quick=False, plants=(), redundant=(), seconds=300, values=None):
@@ -321,7 +318,7 @@ def rows_of_random():
 
 
 class Positions:
-    """Indices of n positions in a table of V rows, and the result of sorting them: row 7 is hot."""
+    """Indices of n positions in an embedding of V rows, and the result of sorting them. Row 7 is hot."""
 
     def __init__(self, n, V):
         index = [7 if i % 3 == 0 else i * 11 % V for i in range(n)]
@@ -386,7 +383,8 @@ def rows_of_table():
 
 
 def dynamic_shared(source, kernel):
-    """Bytes of shared memory that the host code requests for attention on tensor cores; 0 for other kernels."""
+    """Returns the bytes of shared memory that the host code requests for attention on tensor cores, or 0 for other
+    kernels."""
     match = re.match(r"(forward|dq|dkv)_kernel<\w+, (\d+)(?:, (\w+))?", kernel)
     if not match:
         return 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Sphinx's configuration of the site (`make site`). tools/site.lua writes the pages and the file sources.txt.
+"""Sphinx's configuration for the site (`make site`). tools/site.lua writes the pages and the file sources.txt.
 
-Two things are added to Sphinx: the directive `lua-function` for entries of the API reference, which the search finds by
-name, and a page with numbered lines for each source file that sources.txt names. Debian 12's package furo has three
-defects for pages that are opened as files; mend_theme mends them.
+Two things are added to Sphinx: the directive `lua-function` for entries of the API reference, which the search finds
+by name, and a page with numbered lines for each source file in sources.txt. Debian 12's package furo has three
+defects in pages that are opened as files, which mend_theme repairs.
 """
 import html
 import re
@@ -72,7 +72,7 @@ class Function(ObjectDescription):
 
 
 def source_pages(app):
-    """Yields a page for each file that sources.txt names, with an anchor L<number> at each line."""
+    """Yields a page for each file in sources.txt, with an anchor L<number> at each line."""
     root = Path(app.config.source_root)
     for path in (Path(app.srcdir) / "sources.txt").read_text().split("\n"):
         if not path:
@@ -97,7 +97,7 @@ def source_pages(app):
 
 
 def without_menu(app, pagename, templatename, context, doctree):
-    """Leaves the menu of all pages out of the pages of source files, which take half of the time with it."""
+    """Omits the menu of all pages from the pages of source files, since it would take half of the time."""
     if pagename.startswith("source/"):
         context["toctree"] = lambda **options: ""
 
