@@ -17,7 +17,7 @@ function A.Gate.backward(ctx, dy)
   return dy * ctx.c * (s + x * s * (1 - s)), nil, dy
 end
 
--- Two outputs; only one of them may get a gradient.
+-- A function with two outputs, only one of which can get a gradient.
 A.Two = Function "Two"
 function A.Two.forward(ctx, x, y)
   ctx:save_for_backward(x, y)
@@ -28,7 +28,7 @@ function A.Two.backward(ctx, da, db)
   return da * y + db, da * x + db
 end
 
--- Its saved tensor is its output.
+-- A function whose saved tensor is its output.
 A.Norm = Function "Norm"
 function A.Norm.forward(ctx, x)
   local r = ((x * x):mean(-1, true) + 1):rsqrt()
@@ -41,11 +41,11 @@ function A.Norm.backward(ctx, dy)
   return r * (dy - y * (dy * y):mean(-1, true))
 end
 
--- Straight through: clipped elements also get the gradient.
+-- Straight-through: clipped elements also get the gradient.
 A.Straight = Function { name = "Straight", forward = function(_, x) return x:clamp(-1, 1) end,
   backward = function(_, dy) return dy end }
 
--- nil for an input that needs no gradient.
+-- Returns nil for an input that needs no gradient.
 A.Half = Function { name = "Half", forward = function(ctx, x, y)
   ctx.need = ctx.needs_input_grad
   return x * 0.5 + y
@@ -53,7 +53,7 @@ end, backward = function(ctx, dy)
   return ctx.need[1] and dy * 0.5 or nil, ctx.need[2] and dy * 0.25 or nil
 end }
 
--- An output without a gradient next to one that has one.
+-- An output without a gradient next to an output that has one.
 A.Marked = Function "Marked"
 function A.Marked.forward(ctx, x)
   local plain = x * 3

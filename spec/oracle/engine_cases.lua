@@ -30,7 +30,7 @@ local function open(case, config)
   }
 end
 
--- Returns an engine whose first budget may be too small: the error names the key, and that budget grows.
+-- Opens an engine whose initial budget can be too small. The error names the key, and that budget is raised.
 local function open_fitting(case, config, body)
   for _ = 1, 40 do
     local model, optimizer
@@ -48,10 +48,10 @@ local function open_fitting(case, config, body)
   error("no budget that fits was found", 0)
 end
 
--- Numbers as text keep every bit, NaN and infinities.
+-- Converts a number to text that keeps every bit, NaN and infinities.
 local function exact(x) return x and ("%.17g"):format(x) or json.null end
 
--- Returns all micro-batches of a step as one batch, which model:micro_batches cuts.
+-- Returns all micro-batches of a step as one batch, which model:micro_batches splits.
 local function whole(case, data, name, step)
   local list = {}
   for micro = 1, case.accumulate do list[micro] = data:tensor(("%s.%d.%d"):format(name, step, micro)) end
@@ -85,7 +85,7 @@ local function train(case, data, from, to, model, optimizer, result)
   end
 end
 
--- Saves the run, and notes in `result` what ps.inspect says of the parameters that are saved.
+-- Saves the run, and records in `result` the report of ps.inspect about the saved parameters.
 local function save(model, optimizer, path, result)
   ps.save({ model = model:state_dict(), optimizer = optimizer:state_dict() }, path)
   result.inspected = {}
@@ -99,7 +99,7 @@ local function fresh() return { losses = {}, skipped = {}, norms = {}, scales = 
 local function run(case)
   local data = ps.safetensors.open(case.data)
   local result, cut = nil, case.resume_at
-  if case.first == "torch" then                             -- continues from what PyTorch saved after `cut` steps
+  if case.first == "torch" then  -- continues from the state that PyTorch saved after `cut` steps
     open_fitting(case, case.config, function(model, optimizer)
       result = fresh()
       local saved = ps.load(case.started, { lazy = true })
@@ -120,7 +120,7 @@ local function run(case)
       save(model, optimizer, case.out .. "/trained.pt", result)
     end
   end)
-  if case.second == "ours" then                             -- another engine, other budgets, the same run
+  if case.second == "ours" then                             -- another engine with other budgets in the same run
     local before = result
     open_fitting(case, case.second_config, function(model, optimizer)
       result = fresh()

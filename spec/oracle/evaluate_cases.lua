@@ -14,7 +14,7 @@ local function answer(case)
   local function run(rows)
     return ps.evaluate.run(model, tok, { data = rows, max_length = case.max_length, batch = case.batch })
   end
-  local ok, choices = pcall(run, case.questions)           -- a choice may be longer than a window
+  local ok, choices = pcall(run, case.questions)           -- a choice can be longer than a window
   local out = { perplexity = run(case.texts), choices = ok and choices or { error = tostring(choices) }, metrics = {} }
   for i, pair in ipairs(case.answers) do
     out.metrics[i] = { ps.evaluate.exact_match(pair[1], pair[2]), ps.evaluate.word_f1(pair[1], pair[2]) }

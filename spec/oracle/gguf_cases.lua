@@ -16,7 +16,7 @@ local function write(path, text)
   f:close()
 end
 
--- Returns a value as text: strings in hexadecimal digits, so that any bytes pass.
+-- Converts a value to text. Strings become hexadecimal digits, so that any bytes are allowed.
 local function shown(value)
   if type(value) == "string" then return (value:gsub(".", function(c) return ("%02x"):format(c:byte()) end)) end
   if type(value) == "number" then return ("%.17g"):format(value) end
@@ -45,7 +45,7 @@ local function encode(case)
   write(case.out .. ".json", json.encode(all))
 end
 
--- Writes fp32 tensors of a safetensors file in other types, and drawn metadata.
+-- Writes a safetensors file's fp32 tensors in other types, with random metadata.
 local function convert(case)
   local tensors, list, entries = ps.load(case.tensors), {}, {}
   for name, kind in pairs(case.types) do

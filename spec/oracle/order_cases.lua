@@ -16,7 +16,7 @@ local function is_bias(name) return name:match "bias$" ~= nil end
 
 local model
 
--- Returns the state of an engine's optimizer, from PyTorch and back.
+-- Returns the state of an engine's optimizer that was loaded from PyTorch and saved again.
 local function run_engine(folder, case)
   local config = { optimizer = { type = case.kind, params = case.params }, plan_print = false }
   if case.memory == "plain" then config.memory = "plain" end
@@ -31,7 +31,7 @@ local function run_engine(folder, case)
   model = nil
 end
 
--- Returns the matrices of a model, with their names.
+-- Returns the matrices of a model with their names.
 local function matrices(module)
   local group = { params = {}, param_names = {} }
   for name, p in module:named_parameters() do

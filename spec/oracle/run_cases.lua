@@ -83,7 +83,7 @@ for _, case in ipairs(cases) do
   results[case.id] = ok and result or { error = tostring(result) }
 end
 
--- An empty file of safetensors has no tensors to hold.
+-- An empty safetensors file cannot be written without a tensor.
 found["none"] = ps.zeros({}, { dtype = "uint8" })
 ps.safetensors.save(folder .. "/out.safetensors", found)
 local f = assert(io.open(folder .. "/out.json", "wb"))

@@ -12,8 +12,8 @@ local tok = ps.tokenizer.from_pretrained(job.model)
 local model = ps.from_pretrained(job.model, { quiet = true }):eval()
 local batch = tok(job.texts, { padding = true, truncation = true, max_length = job.max_length })
 local vectors = ps.no_grad(function()
-  local x = model(batch).last_hidden_state                              -- [B, T, C]
-  local mask = batch.attention_mask:float():unsqueeze(-1)               -- [B, T, 1]
+  local x = model(batch).last_hidden_state                              -- shape [B, T, C]
+  local mask = batch.attention_mask:float():unsqueeze(-1)               -- shape [B, T, 1]
   local mean = (x * mask):sum(1) / mask:sum(1)
   return mean / mean:norm(2, 1, true)
 end)

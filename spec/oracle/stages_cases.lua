@@ -44,5 +44,5 @@ for _, case in ipairs(job) do
   f = assert(io.open(("%s/result-%d.json"):format(case.out, ps.rank()), "wb"))
   f:write(json.encode(ok and result or { error = tostring(result) }))
   f:close()
-  if not ok then error(result, 0) end                       -- the model is open: what follows would tell nothing
+  if not ok then error(result, 0) end  -- the model is still open, so later cases would prove nothing
 end

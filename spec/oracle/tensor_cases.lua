@@ -10,7 +10,7 @@ local cases = cjson.decode(f:read "*a")
 f:close()
 local group = ps.init_distributed { quiet = true }
 
--- Gives a layer this rank's part of the weights that a file has under a name.
+-- Fills a layer with this rank's shard of the weights that a file has under a name.
 local function fill(layer, state, name)
   for key, p in layer:named_parameters() do
     local desc, whole = shard.of(p), state[name .. "." .. key]
@@ -19,7 +19,7 @@ local function fill(layer, state, name)
   return layer
 end
 
--- What all ranks have of a tensor, put together.
+-- Gathers a tensor from the shards of all ranks.
 local function whole_of(desc, t)
   if not desc then return t end
   local shape = t:shape()
@@ -30,13 +30,13 @@ local function whole_of(desc, t)
   return shard.join(desc, parts)
 end
 
--- Returns the whole gradient of a parameter, on all ranks.
+-- Returns the whole gradient of a parameter on all ranks.
 local function gradient(p)
   if shard.is_partial(p) then return group:all_reduce(p:grad():clone()) end
   return whole_of(shard.of(p), p:grad())
 end
 
-local RATE = 64                                    -- a power of two: what a step adds is not rounded when it is divided
+local RATE = 64                                    -- a power of two, so that dividing a step's change does not round it
 
 local function begin(case, optimizer)
   return ps.initialize { quiet = true, model_func = function()
@@ -45,7 +45,7 @@ local function begin(case, optimizer)
     sequence_parallel = case.sequence, tp_overlap_comm = case.pieces } } }
 end
 
--- Returns a whole model, cut by its table of names: the gradients of a step, and the losses of some.
+-- Runs a whole model, sharded by its table of names. Returns the gradients of a step, and the losses of some steps.
 local function run_model(case)
   local state = ps.load(case.data)
   local model, optimizer = begin(case, { type = "SGD", params = { lr = RATE } })
@@ -57,7 +57,7 @@ local function run_model(case)
   optimizer:step()
   local names = {}
   for name in model.module:named_parameters() do names[#names + 1] = name end
-  table.sort(names)                                                        -- collectives in one order on all ranks
+  table.sort(names)  -- all ranks run collectives in the same order
   local now = {}
   for name, p in model.module:named_parameters() do now[name] = p end
   for _, name in ipairs(names) do
@@ -91,7 +91,7 @@ local function run(case)
     head = nn.ParallelLMHead(case.C, case.V, o) }
   for name, layer in pairs(net) do fill(layer, state, name) end
   for _, norm in ipairs { net.norm, net.last } do
-    for _, p in ipairs(norm:parameters()) do shard.set_partial(p) end      -- it sees this rank's rows
+    for _, p in ipairs(norm:parameters()) do shard.set_partial(p) end      -- the norm sees this rank's rows
   end
   region:set(case.B, case.T)
   local x = net.embed(state.ids)
@@ -106,7 +106,7 @@ local function run(case)
   end
   local names = {}
   for name in pairs(out) do if name ~= "loss" then names[#names + 1] = name end end
-  table.sort(names)                                                        -- collectives in one order on all ranks
+  table.sort(names)  -- all ranks run collectives in the same order
   for _, name in ipairs(names) do out[name] = gradient(out[name]) end
   if group:rank() == 0 then ps.save(out, case.out .. "/ours.safetensors") end
 end
