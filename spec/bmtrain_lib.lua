@@ -23,7 +23,7 @@ local BEGIN = [[
 ---@param size integer
 ---@param script string
 ---@return number[] numbers of the lines "step A B" of rank 0
----@return table<integer, {text: string, code: integer}> all the output of each rank
+---@return table<integer, {text: string, code: integer}> each rank's output
 function lib.run(folder, size, script)
   local all = ranks.run(folder, size, BEGIN:format(folder) .. script .. "\n  print 'done'\n")
   for rank = 0, size - 1 do

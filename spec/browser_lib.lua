@@ -13,13 +13,14 @@ local lib = {}
 local LIMIT_MS = 30000
 
 ---@class spec.Browser
----@field private asked {id: string, address: string}[] requests of the page
----@field private refused table<string, boolean> by id: the page's own policy refused the request, so it was not sent
----@field errors string[] of its scripts
+---@field private asked {id: string, address: string}[] the page's requests
+---@field private refused table<string, boolean> request id -> whether the page's own policy blocked the request, so
+--- that it was not sent
+---@field errors string[] errors of the page's scripts
 local Browser = {}
 Browser.__index = Browser
 
---- Returns the path of the browser; nil if there is none.
+--- Returns the path of the browser, or nil if there is none.
 ---@return string?
 function lib.program()
   for _, name in ipairs { "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome" } do
@@ -32,7 +33,7 @@ end
 
 lib.NONE = "needs Chromium (Debian's chromium-headless-shell)"
 
--- Returns the next message that the browser sends.
+-- Reads the next message from the browser.
 local function receive(self)
   while true do
     local message, rest = self.unread:match "^(%Z*)%z(.*)$"
@@ -80,7 +81,7 @@ function Browser:call(method, params)
   end
 end
 
---- Returns the value of an expression of JavaScript in the page.
+--- Evaluates a JavaScript expression in the page, and returns its value.
 ---@param expression string
 ---@return any
 function Browser:value(expression)
@@ -90,7 +91,7 @@ function Browser:value(expression)
   return result.result.value
 end
 
---- Moves the mouse to a place in an element, in pixels from its corner, and clicks there if requested.
+--- Moves the mouse to a position in an element, in pixels from its corner, and clicks if `press` is true.
 ---@param id string
 ---@param x number
 ---@param y number
@@ -109,7 +110,7 @@ function Browser:mouse(id, x, y, press)
   end
 end
 
---- Turns the wheel over a place in an element.
+--- Turns the mouse wheel over a position in an element.
 ---@param id string
 ---@param x number
 ---@param y number
@@ -119,9 +120,9 @@ function Browser:wheel(id, x, y, delta)
   self:call("Input.dispatchMouseEvent", { type = "mouseWheel", x = at.x + x, y = at.y + y, deltaX = 0, deltaY = delta })
 end
 
---- Presses a key several times. The element with the focus receives it.
----@param key string "ArrowRight"
----@param code integer Windows' code of the key, which the protocol requires
+--- Presses a key several times. The element that has the focus receives it.
+---@param key string for example "ArrowRight"
+---@param code integer the key's Windows key code, which the protocol requires
 ---@param times? integer
 function Browser:key(key, code, times)
   for _ = 1, times or 1 do
@@ -166,7 +167,7 @@ function lib.start()
   local from, its_out = unistd.pipe()
   local pid = unistd.fork()
   if pid == 0 then
-    -- Descriptors 3 and 4 may be ends of these pipes, so they are moved first.
+    -- Descriptors 3 and 4 can be ends of these pipes, so the pipes' ends are moved first.
     local high_in, high_out = unistd.dup2(its_in, 98), unistd.dup2(its_out, 99)
     unistd.dup2(high_in, 3)
     unistd.dup2(high_out, 4)

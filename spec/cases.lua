@@ -31,12 +31,12 @@ local function F(shape, low, high, dtype) return { shape = shape, low = low or -
 local function I(shape, low, high) return { shape = shape, low = low, high = high, index = true } end
 local function B(shape) return { shape = shape, bool = true } end
 local function R(shape, length) return { shape = shape, runs = length } end
---- Returns the same tensor as an earlier input.
+--- Returns an input that is the same tensor as input i.
 local function SAME(i) return { same = i } end
 
 local function args(...) return { n = select("#", ...), ... } end
 
--- Vector widths are 4, 8, 16 elements or their multiples: these sizes are all between or beyond them.
+-- Vectors have 4, 8 or 16 elements or multiples of them. All of these sizes are between or beyond these numbers.
 local SHAPES = { { 5, 7 }, {}, { 1 }, { 7 }, { 33 }, { 65 }, { 130 }, { 3, 5, 33 }, { 2, 0, 3 }, { 130, 1, 33 } }
 local PAIRS = {
   { { 5, 7 }, { 5, 7 } }, { { 4, 1, 5 }, { 3, 1 } }, { {}, {} }, { { 33 }, { 33 } }, { { 65 }, {} },
@@ -44,7 +44,7 @@ local PAIRS = {
   { { 2, 0 }, { 2, 1 } }, { { 130, 33 }, { 130, 33 } },
 }
 
--- Enough elements for parallel loops.
+-- A size with enough elements for parallel loops.
 local LARGE = { 131, 257 }
 
 --- Rounds the first two inputs, if they are floats, to whole numbers, many of which are equal.
@@ -56,7 +56,7 @@ local cases = {}
 
 local function case(row) cases[#cases + 1] = row end
 
---- Returns an op of one input over all SHAPES.
+--- Adds an op with one input for all SHAPES.
 local function unary(name, low, high, attrs, fields)
   local row = { name }
   for i, shape in ipairs(SHAPES) do
@@ -67,7 +67,7 @@ local function unary(name, low, high, attrs, fields)
   case(row)
 end
 
---- Returns an op of two inputs over all PAIRS of shapes.
+--- Adds an op with two inputs for all PAIRS of shapes.
 local function binary(name, a, b, fields)
   local row = { name }
   a, b = a or { -2, 2 }, b or { -2, 2 }
@@ -95,7 +95,7 @@ case { "expand", { F { 3, 1 }, attrs = args(3, { 2, 3, 4 }) }, { F {}, attrs = a
 -- -- copies and types -----------------------------------------------------------------------------------------------
 unary("contiguous", nil, nil, nil, { exact = true, ints = true })
 do
-  -- conversions to each type; see also ops_spec
+  -- conversions to each type (see also ops_spec)
   local row = { "cast", exact = true, ints = true, edges = true, wrt = {} }
   for code = 0, 7 do row[#row + 1] = { F({ 3, 33 }, -300, 300), attrs = args(code) } end
   case(row)
@@ -156,14 +156,14 @@ unary("ceil", -5, 5, nil, { exact = true, edges = true })
 unary("round", -5, 5, nil, { exact = true, edges = true })
 unary("sin", -20, 20)
 unary("cos", -20, 20)
--- of exp(-x^2), since x^2 is rounded
+-- error of exp(-x^2), since x^2 is rounded
 unary("erf", -4, 4, nil, { edges = true, gtol = { bf16 = 16 * 2 ^ -8 + 0.02 } })
--- Their gradients are small differences of an output near 1 and 1.
+-- Their gradients are small differences between an output near 1 and 1.
 unary("tanh", -4, 4, nil, { edges = true, gfloor = { fp32 = 4e-7, bf16 = 0.02 } })
 unary("sigmoid", -8, 8, nil, { edges = true, gfloor = { fp32 = 4e-7, bf16 = 0.02 } })
 unary("relu", nil, nil, nil, { exact = true, edges = true })
 unary("silu", -8, 8, nil, { edges = "finite", floor = 1e-35 })
--- x / 2 times (a number near 1, minus 1), which has an error of 6e-8.
+-- The result is x / 2 times (a number near 1, minus 1), which has an error of 6e-8.
 unary("gelu", -5, 5, args(0), { edges = "finite", floor = 3e-7 })
 unary("gelu", -5, 5, args(1), { edges = "finite", floor = 3e-7 })
 for tanh = 0, 1 do
@@ -201,7 +201,7 @@ do
           large = s[1] == LARGE }
       end
     end
-    -- a sum of many terms moves away from 0 and back, in 16 or more lanes
+    -- a sum of many terms moves away from 0 and back, in at least 16 lanes
     for k = 2, #row do
       local set = row[k]
       if set.attrs[1] == 0 and (name == "sum" or name == "mean") then
@@ -233,7 +233,7 @@ case { "topk", { F { 5, 7 }, attrs = args(3) }, { F { 130 }, attrs = args(130) }
 case { "sq_norms", { F { 5, 7 }, F { 130 }, F {} }, { F { 65, 33 } },
        { F { 3, 33 }, F { 0 }, F({ 33 }, -2, 2, "fp32") } }
 do
-  -- conversions to each float type; see also test_cpu_norm.c
+  -- conversions to each float type (see also test_cpu_norm.c)
   local row = { "grad_store", wrt = {} }
   for code = 0, 2 do
     for _, shape in ipairs { { 5, 7 }, { 130 }, {}, { 2, 0, 3 } } do
@@ -261,7 +261,7 @@ for out_in = 0, 1 do
          { F { 130, 7 }, F(w(7, 1)), F { 1 }, NONE, attrs = a, grads = false },
          { F { 2, 5, 33 }, F(w(33, 7)), F({ 7 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
          { F { 0, 33 }, F(w(33, 7)), F { 7 }, NONE, attrs = a, grads = false } }
-  -- few rows and a large matrix, whose sizes are and are not multiples of a piece
+  -- few rows and a large matrix, whose sizes are multiples of a piece in some cases
   case { "linear", { F { 1, 1, 200 }, F(w(200, 333)), NONE, NONE, attrs = a, grads = false },
          { F { 3, 131 }, F(w(131, 1100)), F { 1100 }, F { 3, 1100 }, attrs = a, grads = false },
          { F { 4, 1, 601 }, F(w(601, 111)), F({ 111 }, -2, 2, "fp32"), NONE, attrs = a, grads = false },
@@ -269,8 +269,8 @@ for out_in = 0, 1 do
          { F { 5, 131 }, F(w(131, 1100)), F { 1100 }, F { 5, 1100 }, attrs = a, grads = false } }
 end
 
--- Packed weights: random blocks, whose fp16 scales are between 1/128 and 1/64 (minima, too). { type, numbers and bytes
--- of a block, places of the upper halves of scales }; NF4 has an fp32 scale.
+-- Packed weights are random blocks. Their fp16 scales are between 1/128 and 1/64, and so are their minima. Each entry
+-- is { type, numbers in a block, bytes of a block, offsets of the scales' upper halves }. NF4 has an fp32 scale.
 local PACKED = { { 2, 32, 18, { 1 } }, { 3, 32, 20, { 1, 3 } }, { 6, 32, 22, { 1 } }, { 7, 32, 24, { 1, 3 } },
   { 8, 32, 34, { 1 } }, { 10, 256, 84, { 81, 83 } }, { 11, 256, 110, { 109 } }, { 12, 256, 144, { 1, 3 } },
   { 13, 256, 176, { 1, 3 } }, { 14, 256, 210, { 209 } }, { 20, 32, 18, { 1 } }, { 23, 256, 136, { 1 } },
@@ -316,7 +316,7 @@ case { "linear_packed", { F { 3, 64 }, I({ 4, 36 * 1 }, 0, 255), F { 4 }, F { 3,
 local ROWS = { { 5, 7 }, { 1 }, { 2, 3, 4 }, { 3, 33 }, { 2, 65 }, { 7, 130 }, { 0, 3 } }
 for _, name in ipairs { "softmax", "log_softmax" } do
   local row = { name, gfloor = { bf16 = 0.02 } }
-  -- dy minus a mean of dy, times a weight that has the rounding error of an exponent of up to 16.
+  -- Returns dy minus a mean of dy, times a weight that has the rounding error of an exponent of up to 16.
   local function spread(dy, ins, u)
     local weights, exponent = ins[1]:double():softmax(-1), u < 2 ^ -20 and 16 / 2 or 1
     local size = dy:abs()
@@ -347,8 +347,8 @@ do
     end
   end
   forward[#forward + 1] = { F({ 3, 6 }, -5, 5), I({ 3 }, 0, 1), attrs = args(0, 1) }        -- no target counts
-  -- hits: whole-number logits, several of which are the largest; rows of several blocks, and rows longer than a kernel
-  -- keeps
+  -- Hits: whole-number logits, several of which are the largest, in rows of several blocks, and in rows longer than a
+  -- kernel keeps.
   for reduction, s in ipairs { { 40, 7 }, { 40, 130 }, { 9, 5000 }, { 3, 70000 }, { 33, 256 } } do
     forward[#forward + 1] = { F(s, -2, 2), I({ s[1] }, 0, math.min(s[2], 9)), grads = false, prepare = whole,
                               attrs = args(reduction == 2 and 1 or -100, reduction % 3, 1) }
@@ -393,7 +393,7 @@ case { "flat_index", { I({ 3, 4 }, 0, 5), attrs = args({ 5 }, { 0 }) },
        { I({ 3, 1 }, -2, 2), I({ 4 }, 0, 7), attrs = args({ 2, 7 }, { 0, 1 }) },
        { I({}, 0, 9), I({ 2, 3 }, -3, 3), I({ 3 }, 0, 1), attrs = args({ 9, 3, 1 }, { 0, 2, 3 }) },
        { I({ 33 }, -65, 65), attrs = args({ 65 }, { 0 }) }, exact = true }
--- An index with no dimension after dim selects whole parts.
+-- If an index has no dimensions after dim, it selects whole parts.
 case { "gather", { F { 5, 4 }, I({ 3, 4 }, 0, 5), attrs = args(0) }, { F { 5, 4 }, I({ 5, 2 }, 0, 4), attrs = args(1) },
        { F { 5, 4 }, I({ 7 }, 0, 5), attrs = args(0) }, { F { 2, 5, 3, 2 }, I({ 2, 4 }, 0, 5), attrs = args(1) },
        { F { 3, 65, 2 }, I({ 2, 7, 1 }, 0, 65), attrs = args(1), grads = false },
@@ -404,7 +404,7 @@ case { "scatter_add", { F { 5, 4 }, I({ 3, 4 }, 0, 5), F { 3, 4 }, attrs = args(
        { F { 2, 5, 3 }, I({ 2, 9 }, 0, 5), F { 2, 9, 3 }, attrs = args(1) },
        { F { 3, 65 }, I({ 3, 130 }, 0, 65), F { 3, 130 }, attrs = args(-1), grads = false }, ints = true }
 do
-  -- In each set, several elements of src are written to the same place.
+  -- Adds cases in which several elements of src are written to the same element.
   local function sets(name, gradients, ...)
     return { name, { F { 5, 4 }, I({ 8, 4 }, 0, 5), F { 8, 4 }, attrs = args(0, ...), grads = gradients },
       { F { 5, 4 }, I({ 3, 6 }, 0, 4), F { 3, 6 }, attrs = args(1, ...), grads = gradients },
@@ -435,7 +435,7 @@ case { "concat", { F { 2, 3 }, F { 2, 4 }, F { 2, 1 }, attrs = args(1) }, { F { 
 -- -- normalisation --------------------------------------------------------------------------------------------------
 do
   local LN, LNB, RMS, RMSB = { "layer_norm" }, { "layer_norm_backward" }, { "rms_norm" }, { "rms_norm_backward" }
-  --- mean and rstd of x as the forward saves them, or rstd of the mean square.
+  --- Returns the mean and rstd of x as the forward saves them, or the rstd of the mean square.
   local function moments(x, centred)
     local d = x:double()
     local mean = d:mean(-1, true)
@@ -460,16 +460,16 @@ do
   end
   LN[#LN + 1] = { F { 5, 7 }, F { 7 }, NONE, attrs = args() }
   LN.tol, RMS.tol = { fp32 = 2e-5 }, { fp32 = 2e-5 }
-  LNB.floor, RMSB.floor = 2e-5, 2e-5      -- with C = 1 the gradient is 0, except for rounding errors times rstd = 316
-  -- Far from 0, where numbers are 8e-6 apart: an error of this size in the mean is divided by a deviation above 0.2
-  -- and multiplied by 2.
+  LNB.floor, RMSB.floor = 2e-5, 2e-5      -- with C = 1 the gradient is 0 except for rounding errors times rstd = 316
+  -- Values far from 0, where numbers are 8e-6 apart. An error of this size in the mean is divided by a deviation above
+  -- 0.2 and multiplied by 2.
   case { "layer_norm", { F({ 5, 7 }, 99, 101), F { 7 }, F { 7 }, attrs = args(), grads = false },
          tol = { fp32 = 2e-5 }, floor = 8e-5 }
   for _, row in ipairs { LN, LNB, RMS, RMSB } do case(row) end
 end
 
 do
-  --- mean and variance as the forward returns them: [C], or [N, groups].
+  --- Returns the mean and variance as the forward returns them, [C] or [N, groups].
   local function moments(x, groups)
     local N, C = x:size(0), x:size(1)
     local d = groups > 0 and x:double():reshape(N, groups, -1) or x:double():transpose(0, 1):reshape(C, -1)
@@ -495,7 +495,7 @@ do
     forward[#forward + 1] = { F(x), F { x[2] }, F { x[2] }, stats, stats, attrs = args(1e-3, 0) }
   end
   forward.tol, forward.floor = { fp32 = 2e-5 }, 2e-6
-  backward.floor = 2e-5                          -- differences of sums
+  backward.floor = 2e-5                          -- gradients are differences of sums
   case(forward)
   case(backward)
 end
@@ -533,7 +533,7 @@ do
                       attrs = args({ 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1) }
   weight[#weight + 1] = { F { 0, 3, 5, 6 }, F { 0, 4, 3, 4 }, attrs = args({ 1, 1 }, { 1, 1 }, { 0, 0, 0, 0 }, 1, 1,
                           { 3, 3 }) }
-  --- Sums of n products, in an order of oneDNN's own.
+  --- The results are sums of n products in an order that oneDNN chooses.
   for _, row in ipairs { conv, transpose, weight } do row.floor, row.gfloor = 4e-5, { fp32 = 4e-5, bf16 = 0.05 } end
   case(conv)
   case(transpose)
@@ -612,7 +612,7 @@ for _, attrs in ipairs { args(0.3, 11, 2, 3, 4), args(0.3, 11, 2, 3, 4, 37, 10),
   row[#row + 1] = { F(LARGE), NONE, attrs = attrs, grads = false, large = true }
   case(row)
 end
-case { "dropout", { F { 5, 7 }, I({ 5 }, 0, 9), attrs = args(0.3, 11, 2, 3, 4, 0, 21) },        -- rows by number
+case { "dropout", { F { 5, 7 }, I({ 5 }, 0, 9), attrs = args(0.3, 11, 2, 3, 4, 0, 21) },  -- rows selected by index
        { F { 3, 4, 33 }, I({ 12 }, 0, 40), attrs = args(0.3, 11, 2, 3, 4, 0, 66) },
        { F { 0, 5 }, I({ 0 }, 0, 1), attrs = args(0.3, 11, 2, 3, 4, 0, 5) },
        { F(LARGE), I({ 131 }, 0, 999), attrs = args(0.3, 11, 2, 3, 4, 0, 514), grads = false, large = true },
@@ -622,7 +622,7 @@ do
   local plain, causal, drop = args(0.4, 0), args(0.4, 1), args(0.3, 1, 0.25, 9, 3, 5, 2)
   local forward, backward = { "attention" }, { "attention_backward" }
   local ps = require "ps"
-  --- Scores [B, H, T, S], with -inf where a query does not see a key.
+  --- Returns the scores [B, H, T, S], with -inf where a query does not see a key.
   local function seen(s, mask, a)
     local B_, T, S = s:size(0), s:size(2), s:size(3)
     local sees = mask and mask:dim() == 2 and mask:reshape(B_, 1, 1, S):expand(B_, 1, T, S) or nil
@@ -643,12 +643,13 @@ do
     end
     return sees and ps.where(sees, s, -1 / 0) or s
   end
-  --- [B, G, S, D] with each head repeated for the queries that share it, and the reverse by sums.
+  --- Returns functions that repeat each head of [B, G, S, D] for the queries that share it, and that sum over these
+  --- queries.
   local function each(x, H)
     local G, S, D = x:size(1), x:size(2), x:size(3)
     return x:reshape(-1, G, 1, S, D):expand(x:size(0), G, H / G, S, D):reshape(-1, H, S, D)
   end
-  --- y and log-sum-exp of the weights in fp64.
+  --- Returns y and the log-sum-exp of the scores in fp64.
   local function saved(ins, a)
     local k = each(ins[3]:double(), ins[2]:size(1))
     local s = seen(ins[2]:double():matmul(k:transpose(2, 3)) * a[1], ins[5], a)
@@ -678,12 +679,13 @@ do
     local dv = t(square(w * keep) * of_w):matmul(square(dy))
     return { dq:sqrt() * scale, shared(dk):sqrt() * scale, shared(dv):sqrt() }
   end
-  --- H: heads, or { heads, heads of keys }; mask: true for a mask of bytes [B, S], or a mask of 4 dimensions.
+  --- Adds a case. H is the number of heads, or { heads, key heads }. mask is true for a mask of bytes [B, S], or a mask
+  --- of 4 dimensions.
   local function add(B_, H, T, S, D, mask, a, grads)
     local G = type(H) == "table" and H[2] or H
     H = type(H) == "table" and H[1] or H
     local q, k, m = { B_, H, T, D }, { B_, G, S, D }, mask == true and B { B_, S } or mask or NONE
-    m = type(m) == "number" and R({ B_, S }, m) or m                                        -- a length: segments
+    m = type(m) == "number" and R({ B_, S }, m) or m  -- a number is the length of segments
     forward[#forward + 1] = { F(q), F(k), F(k), m, attrs = a, grads = grads or false,
                               spread_of_gradients = function(dy, ins, u)
                                 return deviations(dy, ins[1], ins[2], ins[3], ins[4], a, u)
@@ -718,7 +720,7 @@ do
   add(2, 2, 70, 130, 8, F({ 2, 1, 70, 130 }, -1, 1), drop, false)
   add(2, { 2, 1 }, 33, 33, 8, F({ 1, 2, 1, 33 }, -1, 1), windowed(5), false)
   add(2, 2, 70, 70, 16, B { 2, 1, 70, 70 }, plain, false)
-  add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of a larger number
+  add(2, { 2, 1 }, 33, 40, 8, true, args(0.3, 1, 0.25, 9, 3, 5, 2, 0, 6), false)    -- heads 6 and 7 of more heads
   add(1, 2, 5, 6, 4, B { 1, 2, 1, 6 }, causal, false)
   add(2, 2, 5, 5, 4, 2, causal, true)
   add(2, { 4, 2 }, 6, 6, 3, 3, plain, true)
@@ -810,7 +812,7 @@ do
          set(group({ 130 }, 4), args(0.1, 0.9, 0, 0.1, 0, 1)),
          set({ F { 33 }, SAME(1), F { 33 }, SAME(1) }, args(0.1)), types = { "fp32" }, exact = true, layouts = false }
   case { "sgd_", set(group({ 65 }, 4, true), args(0.1, 0.9, 0.01, 0, 0, 0)), exact = true, layouts = false }
-  -- Masters that are kept as remainders: uint8, two for each element.
+  -- Masters that are stored as remainders: uint8, two per element.
   local function low(shape)
     local numel = 2
     for _, size in ipairs(shape) do numel = numel * size end
@@ -862,7 +864,7 @@ do
          types = { "fp32" }, tol = { fp32 = 2e-4 }, floor = 2e-5, layouts = false }
   case { "muon_", set(group({ 40, 65 }, 4, true), muon), tol = { fp32 = 2e-4, bf16 = 2e-2, fp16 = 4e-3 }, floor = 3e-3,
          layouts = false }
-  --- With averages of rows and columns, or of elements.
+  --- Averages of rows and columns, or of elements.
   local function factored(shape, rows, cols, a)
     local list = { F(shape), SAME(1), F(shape), F(rows, 0.1, 1, "fp32"), cols and F(cols, 0.1, 1, "fp32") or SAME(1) }
     return set(list, a)
@@ -902,7 +904,7 @@ do
   case { "remainder_join", with_low({ F { 5, 7 }, SAME(1) }, { 5, 7 }),
          with_low({ F { 131, 257 }, SAME(1) }, { 131, 257 }), types = { "bf16" }, exact = true, layouts = false }
 end
--- Small, since a block of the emulated device needs a second for a row of 5000.
+-- Small for cuda, since a block of the emulated device needs a second for a row of 5000.
 local LONG_ROWS = os.getenv "PS_TEST_DEVICE" == "cuda" and 4 or 40
 case { "sample", { F({ 5, 33 }, -5, 5), attrs = args(1, 1, 0, 3, 4) },
        { F({ 2, 3, 65 }, -5, 5), attrs = args(0.7, 0.9, 5, 3, 4) }, { F({ 130 }, -5, 5), attrs = args(0) },
@@ -976,7 +978,7 @@ end
 case { "to_device", { F { 5, 7 }, attrs = args(1) }, { F {}, attrs = args(1) }, { F { 0, 3 }, attrs = args(1) },
        exact = true, ints = true }                                    -- to ref
 
--- In a group of this process alone; of several ranks: spec/dist/ranks_ops_spec.lua.
+-- Ops in a group of this process alone. spec/dist/ranks_ops_spec.lua tests groups of several ranks.
 do
   local group = require("ps").dist.self()
   local alone = args(require("ps").C.ps_group_number(group.c), 1, 0, 0)
@@ -996,7 +998,7 @@ do
     end
     case { "column_linear", column({ keep = 1 }, lone(F { 5, 4 }, w(4, 6), F { 6 })),
            column({ keep = 0 }, lone(F { 3, 4 }, w(4, 2), NONE)),
-           -- gradients are those of the first output; of all outputs: spec/parallel/parallel_layers_spec.lua
+           -- Gradients of the first output. spec/parallel/parallel_layers_spec.lua tests gradients of all outputs.
            column({ keep = 0, wrt = { 1, 2 } }, F { 3, 4 }, w(4, 2), NONE, w(4, 6), F { 6 }, w(4, 3), NONE),
            column({ keep = 1, wrt = { 1, 2, 3 } }, F { 5, 4 }, w(4, 6), F { 6 }, w(4, 1), F { 1 }, NONE, NONE),
            column({ keep = 0, grads = false }, lone(F { 33, 65 }, w(65, 130), F { 130 })),
@@ -1004,7 +1006,7 @@ do
            column({ keep = 0, grads = false }, lone(F { 0, 4 }, w(4, 6), F { 6 })), alive = group }
     case { "row_linear", { F { 5, 4 }, w(4, 6), attrs = attrs() }, { F { 33, 65 }, w(65, 130), attrs = attrs(),
            grads = false }, { F { 0, 4 }, w(4, 6), attrs = attrs(), grads = false }, alive = group }
-    -- attrs: want_w, want_b, by bits
+    -- attrs: want_w and want_b as bits
     case { "column_linear_grad",
            { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) },
            { F { 5, 6 }, w(4, 6), NONE, F { 5, 4 }, NONE, NONE, NONE, NONE, attrs = attrs(1, 0) },
@@ -1013,8 +1015,8 @@ do
            { F { 5, 6 }, w(4, 6), F { 5, 4 }, NONE, F { 5, 3 }, w(4, 3), NONE, NONE, attrs = attrs(2, 0) },
            { F { 33, 23 }, w(65, 23), F { 33, 65 }, NONE, NONE, NONE, NONE, NONE, attrs = attrs(1, 1) }, alive = group }
   end
-  -- Returns the losses of a vocabulary: of the 30 words from 5 on, in 33 columns, with the statistics of two ranks; and
-  -- of all words.
+  -- Losses over a vocabulary: over 30 tokens from token 5 on, in 33 columns, with the statistics of two ranks, and over
+  -- all tokens.
   local function share(N) return F({ 3, N }, 0.5, 1.5, "fp32") end
   local function mass(V) return F({ V }, 0, 1, "fp32") end
   local function others(N, kinds)
@@ -1083,7 +1085,7 @@ do
   end
   mlp[#mlp + 1] = { F { 131, 96 }, F { 96, 200 }, F { 200 }, F { 200, 65 }, F { 65 }, F { 131, 65 }, attrs = args(0),
                     grads = false, large = true }
-  -- The first output is rounded twice, and the second is the sum of its rows.
+  -- Returns the allowed error. The first output is rounded twice, and the second is the sum of its rows.
   local function spread_of(a)
     return function(ins)
       local dy, w1, h = ins[1]:double(), ins[2]:double(), ins[3]:double()
@@ -1093,7 +1095,7 @@ do
   end
   for k = 2, #back do back[k].spread = spread_of(back[k].attrs) end
   mlp.tol = { fp32 = 2e-5, bf16 = 0.02, fp16 = 0.003 }
-  -- A sum of terms of size 1 to 6, of which three factors were rounded, may be near 0.
+  -- A sum of terms of size 1 to 6, three of whose factors were rounded, can be near 0.
   mlp.gfloor = { bf16 = 0.05 }
   mlp.gtol = { fp32 = 5e-5, bf16 = 0.06, fp16 = 0.01 }
   back.tol = { fp32 = 2e-5, bf16 = 0.02, fp16 = 0.003 }

@@ -8,10 +8,10 @@ local paths = require "ps.paths"
 local lib = {}
 
 --- Whether this is one of `make test`'s runs on an instruction set below the machine's (spec/computing.txt). Cases that
---- no instruction set can change are left out then. `make test-isa` has all of them.
+--- do not depend on the instruction set are skipped in these runs. `make test-isa` runs all of them.
 lib.lower_set = os.getenv "PS_CPU_ISA" ~= nil and os.getenv "PS_TEST_ISA" ~= "all"
 
---- Calls fn, which must fail with an error that contains all these parts. Returns the error.
+--- Calls fn, which must fail with an error that contains all of these texts. Returns the error.
 ---@param fn function
 ---@param ... string
 ---@return any err
@@ -25,7 +25,7 @@ function lib.fails(fn, ...)
   return err
 end
 
---- Calls fn, which must fail with a message that contains all these words. Returns the error.
+--- Calls fn, which must fail with a message that contains all of these words. Returns the error.
 ---@param words string[]
 ---@param fn function
 ---@return any err
@@ -40,8 +40,8 @@ function lib.fails_saying(words, fn)
   return problem
 end
 
---- Like fails_saying; the error must also be the engine's, with this code.
----@param code string "EINVAL", ...
+--- Calls fn like fails_saying. The error must also be the engine's error with this code.
+---@param code string the code, such as "EINVAL"
 ---@param words string[]
 ---@param fn function
 function lib.fails_as(code, words, fn)
@@ -50,8 +50,8 @@ function lib.fails_as(code, words, fn)
   if problem.name ~= code then error(("%s, not %s: %s"):format(problem.name, code, tostring(problem)), 2) end
 end
 
---- Returns the larger of two numbers, or NaN if one is NaN. LuaJIT's math.max loses a NaN in its first argument, and so
---- would running maxima of differences.
+--- Returns the larger of two numbers, or NaN if one of them is NaN. LuaJIT's math.max ignores a NaN in its first
+--- argument, so running maxima of differences would lose it.
 ---@param a number
 ---@param b number
 ---@return number
@@ -60,17 +60,17 @@ function lib.larger(a, b)
   return a > b and a or b
 end
 
---- Returns whether a tensor has these values, in the form of tolist(), and this type.
+--- Returns whether a tensor has these values, in the form of tolist(), and this dtype.
 ---@param expected any
 ---@param t ps.Tensor
----@param dtype? string default: any
+---@param dtype? string the dtype (default: any)
 function lib.is(expected, t, dtype)
   local expects = require "luassert"                          -- programs without busted use this file, too
   expects.same(expected, t:tolist())
   if dtype then expects.equal(dtype, t:dtype()) end
 end
 
---- 0, 1, 2, ... in a shape.
+--- Returns a tensor with a shape and the values 0, 1, 2, ...
 ---@param ... integer
 ---@return ps.Tensor fp32
 function lib.count(...)
@@ -90,7 +90,7 @@ function lib.bytes(t)
   return ffi.string(buffer, n)
 end
 
---- Makes a file of these bytes.
+--- Writes a file with these bytes.
 ---@param path string
 ---@param text string
 function lib.write(path, text)
@@ -99,7 +99,7 @@ function lib.write(path, text)
   f:close()
 end
 
---- Returns a file's bytes; nil if it cannot be read.
+--- Returns a file's bytes, or nil if it cannot be read.
 ---@param path string
 ---@return string?
 function lib.read(path)
@@ -109,7 +109,7 @@ function lib.read(path)
   return text
 end
 
---- Makes a .pt file with one tensor, 'w': these sizes and strides over a storage with the bytes of `values`.
+--- Writes a .pt file with one tensor, 'w', which has these sizes and strides and a storage with the bytes of `values`.
 ---@param path string
 ---@param values ps.Tensor
 ---@param shape integer[]
@@ -128,8 +128,8 @@ function lib.write_strided(path, values, shape, stride)
   C.ps_ptw_free(w)
 end
 
---- Returns the reason why memory, page faults and time cannot be checked here: this is a build with a sanitizer, which
---- needs a multiple of the program's memory and time. Nil in other builds.
+--- Returns the reason why memory, page faults and time cannot be checked, or nil if they can. A build with a sanitizer
+--- needs a multiple of the program's memory and time.
 ---@return string?
 function lib.sanitized()
   local maps = io.open "/proc/self/maps"
@@ -141,12 +141,12 @@ function lib.sanitized()
     name == "a" and "AddressSanitizer" or "ThreadSanitizer")
 end
 
---- Seconds for calls that take milliseconds on an idle machine. If a spec expects a call to end before its time-out,
---- the time-out is FAR_S, so that the two cannot be confused, however busy the machine is.
+--- PROMPT_S is a limit in seconds for calls that take milliseconds on an idle machine. If a spec expects a call to end
+--- before its time-out, the time-out is FAR_S, so that the two cannot be confused on a busy machine.
 lib.PROMPT_S, lib.FAR_S = 100, 1000
 
---- Runs a program by psluajit with variables in its environment. Returns its output, both streams.
----@param settings string as NAME=value
+--- Runs a program with psluajit, with variables in its environment. Returns the output of both streams.
+---@param settings string the variables, as NAME=value
 ---@param code string
 ---@return string
 function lib.run(settings, code)
@@ -159,9 +159,9 @@ function lib.run(settings, code)
   return text
 end
 
---- Runs a command of the shell.
+--- Runs a shell command.
 ---@param command string
----@return string text both streams
+---@return string text The output of both streams.
 ---@return integer code
 function lib.shell(command)
   local p = assert(io.popen(command .. " 2>&1; echo \"|$?\""))
@@ -171,9 +171,9 @@ function lib.shell(command)
 end
 
 --- Runs tools/merge.lua.
----@param ... string its arguments
+---@param ... string the arguments
 ---@return integer code
----@return string text both streams
+---@return string text The output of both streams.
 function lib.merge(...)
   local words = {}
   for i = 1, select("#", ...) do words[i] = ("'%s'"):format((select(i, ...))) end

@@ -8,7 +8,7 @@ local checkpoints, nn, optim, C = ps.checkpoints, ps.nn, ps.optim, ps.C
 
 local lib = {}
 
---- Before each test: a folder of its own.
+--- Creates a new folder before each test.
 ---@return string
 function lib.open()
   lib.folder = os.tmpname()
@@ -17,7 +17,7 @@ function lib.open()
   return lib.folder
 end
 
---- After each test.
+--- Removes the folder after each test.
 function lib.close()
   C.ps_test_fail_file(-1, 0, 0)
   C.ps_test_fail_alloc(-1, 0)
@@ -49,7 +49,7 @@ function lib.names(of)
   return table.concat(list, " ")
 end
 
---- Runs a script in its own process. Returns its output and exit code.
+--- Runs a script in a separate process. Returns its output and exit code.
 function lib.child(script, before)
   lib.write(lib.path("child.lua"), script)
   local out, code = check.shell(("%s OMP_NUM_THREADS=1 timeout 300 '%s' '%s' '%s'"):format(before or "",
@@ -58,7 +58,7 @@ function lib.child(script, before)
   return out, code
 end
 
---- Returns a model and an optimizer to save.
+--- Creates a model and an optimizer to save.
 function lib.new(size)
   ps.manual_seed(5)
   local model = nn.Linear(size or 4, 3)
@@ -91,7 +91,7 @@ function lib.fails(fn, ...)
   return tostring(problem)
 end
 
---- Calls fn with standard error in a file. Returns its result and the text.
+--- Calls fn with standard error redirected to a file. Returns its result and the text.
 function lib.said(fn)
   local stderr, file = io.stderr, assert(io.tmpfile())
   io.stderr = file -- luacheck: ignore 122
@@ -104,7 +104,7 @@ function lib.said(fn)
   return result, text
 end
 
---- Saves steps 1 to n. Returns the values after each.
+--- Saves steps 1 to n. Returns the values after each step.
 function lib.saved(run, n, options)
   local after = {}
   for number = 1, n do

@@ -16,7 +16,8 @@ local C, F = ps.C, ps.functional
 local M = {}
 
 -- -- numbers and text ----------------------------------------------------------------------------------------------
---- Random numbers of their own: the same on every machine, and used by no other code.
+--- Returns a random generator with separate state. It returns the same numbers on every machine, and no other code uses
+--- it.
 ---@param seed integer
 ---@return {int: fun(low: integer, high: integer): integer, pick: fun(list: any[]), chance: fun(p: number): boolean}
 function M.random(seed)
@@ -33,7 +34,7 @@ function M.random(seed)
   return r
 end
 
---- Returns a table of plain values as Lua text.
+--- Converts a table of plain values to Lua text.
 ---@param value any
 ---@return string
 function M.text(value)
@@ -50,7 +51,7 @@ function M.text(value)
 end
 
 -- -- models ----------------------------------------------------------------------------------------------------------
--- A multilayer perceptron [B, 16] -> [B, 8]; `case.model` has its special properties.
+-- A multilayer perceptron [B, 16] -> [B, 8]. `case.model` has its special properties.
 local MLP = nn.class("TestMLP")
 
 function MLP:init(case)
@@ -77,7 +78,7 @@ function MLP:init(case)
   self:buffer("scale", ps.full({ 1 }, 0.5))
 end
 
--- Returns the layers that run: all, or those that the step's number selects.
+-- Returns the layers that run, which are all layers or those that the step's number selects.
 local function runs(self, i)
   if self.kind ~= "changing" or not self.training then return true end
   return (tonumber(ps.rng().step) * 5 + i * 3) % 4 ~= 0
@@ -100,7 +101,7 @@ end
 
 M.MODELS = { "gpt2", "gpt2", "tied", "frozen", "unused", "large", "changing", "asking" }
 
---- Returns a function that makes the case's model.
+--- Returns a function that creates the case's model.
 ---@param case table
 ---@return fun(): ps.nn.Module
 function M.model_func(case)
@@ -111,7 +112,7 @@ function M.model_func(case)
   end
 end
 
--- Returns the batches of a case, on the host: [step][micro] = {x, y}.
+-- Returns a case's batches on the host: [step][micro] = {x, y}.
 local function batches(case)
   local all = {}
   for step = 1, case.steps do
@@ -146,8 +147,8 @@ local GROUPS = {
       nesterov = false }, {} },
 }
 
--- Speeds for the plan of Adam's split: a fast link, a slow one, and one between. With measured speeds, budgets and
--- moves would depend on the load of the machine.
+-- Rates for planning Adam's split: a fast link, a slow link, and one in between. With measured rates, budgets and moves
+-- would depend on the machine's load.
 local RATES = {
   { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 },
   { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 },
@@ -187,8 +188,8 @@ function M.bytes(t)
   return ffi.string(buffer, n)
 end
 
---- Everything that training changes: masters, parameters, averages, counts, and the states of the scaler and of the
---- random numbers.
+--- Returns everything that training changes: masters, parameters, averages, counts, and the states of the scaler and
+--- the random numbers.
 ---@param model ps.Engine
 ---@param optimizer ps.EngineOptimizer
 ---@return table<string, string>
@@ -217,7 +218,7 @@ local function look_at(model, case, batch, out)
   end
 end
 
---- Trains `case` on an open engine; out collects losses and norms as text.
+--- Trains `case` on an open engine. `out` collects losses and norms as text.
 ---@param case table
 ---@param data table
 ---@param model ps.Engine
@@ -242,7 +243,7 @@ function M.train(case, data, model, optimizer, out)
 end
 
 --- Compares the peaks of the tiers with their budgets.
----@param setting table for the error
+---@param setting table the setting, for the error
 function M.check_tiers(setting)
   local info = ffi.new("ps_tier_info")
   for t = 0, C.ps_engine_tier_count(ps.ctx) - 1 do
@@ -254,8 +255,8 @@ function M.check_tiers(setting)
   end
 end
 
--- The bytes in use on cpu and sim after all garbage is freed. (Traces of the JIT hold references to constants, and a
--- recompute segment is released only when a scope begins.)
+-- Returns the bytes in use on cpu and sim after all garbage is freed. The JIT's traces hold references to constants,
+-- and a checkpointed segment is released only when a scope begins.
 ---@return integer cpu
 ---@return integer sim
 function M.used()
@@ -268,7 +269,7 @@ function M.used()
   return ps.memory("cpu").used, ps.memory("sim").used
 end
 
---- Runs a case under a setting and closes the engine: {out, state}. Checks the budgets.
+--- Runs a case under a setting and closes the engine. Returns {out, state}. Checks the budgets.
 ---@param case table
 ---@param setting table
 ---@return {out: string[], state: table<string, string>, moved: integer, resident: integer}
@@ -294,7 +295,7 @@ function M.run(case, setting)
   return result
 end
 
---- Returns the first difference between two results, or nil.
+--- Returns the first difference between two results, or nil if there is none.
 ---@param a table
 ---@param b table
 ---@return string?
@@ -312,7 +313,7 @@ function M.difference(a, b)
 end
 
 -- -- drawing ---------------------------------------------------------------------------------------------------------
---- Returns a case, drawn by its seed.
+--- Draws a case from its seed.
 ---@param seed integer
 ---@return table
 function M.case(seed)
@@ -345,7 +346,7 @@ function M.case(seed)
   return case
 end
 
--- About the bytes of a case's chunks: 10 to 18 per parameter, and the waste at their ends.
+-- Returns the approximate number of bytes in a case's chunks: 10 to 18 per parameter, plus the waste at their ends.
 local function state_bytes(case)
   local numel = 0
   local was = ps.set_default_device("meta")
@@ -354,10 +355,10 @@ local function state_bytes(case)
   return numel * (case.optimizer ~= "SGD" and 18 or (case.momentum or case.groups == "sgd_rates") and 14 or 10)
 end
 
---- Returns a setting for a case. Its budgets may be slightly too small.
+--- Draws a setting for a case. Its budgets can be slightly too small.
 ---@param case table
----@param r table random numbers
----@param folder string for disk files
+---@param r table the random generator
+---@param folder string the folder for disk files
 ---@return table
 function M.setting(case, r, folder)
   local bytes, KIB = state_bytes(case), 1024
@@ -385,11 +386,11 @@ function M.setting(case, r, folder)
   return setting
 end
 
---- Returns the same with budgets that are scarce together: the last tier has no room for all chunks, so some are
---- resident on the first one.
+--- Draws a setting whose budgets are too small together: the last tier has no room for all chunks, so some are resident
+--- on the first tier.
 ---@param case table
----@param r table random numbers
----@param folder string for disk files
+---@param r table the random generator
+---@param folder string the folder for disk files
 ---@return table
 function M.scarce(case, r, folder)
   local setting = M.setting(case, r, folder)
@@ -404,9 +405,9 @@ function M.scarce(case, r, folder)
   return setting
 end
 
---- Raises the budget that an error says is too small. Returns the error's text, or nil if it is another error.
+--- Raises the budget that an error reports as too small. Returns the error's text, or nil for another error.
 ---@param problem any
----@param setting? table default: problem.setting
+---@param setting? table the setting to change (default: problem.setting)
 ---@return string?
 function M.grow(problem, setting)
   if type(problem) ~= "table" or (problem.name ~= "ENOMEM" and problem.name ~= "ENOSPC") then return end
@@ -419,13 +420,14 @@ function M.grow(problem, setting)
   return text
 end
 
---- Raises a setting's budgets to about the least under which `run` succeeds: by the number of missing bytes in the
---- error of a refused step, if it has one, else like M.grow. Fixed numbers would be right on only one machine, since
---- the work space of a matrix product depends on the processor's instructions.
----@param setting table its budgets grow here
----@param run fun() a step or more under the setting; leaves no engine open
----@param anyone? fun(yes: boolean): boolean for several ranks, which all call it: whether `yes` is true on any of them
----@return integer refused how often it was
+--- Raises a setting's budgets to approximately the smallest ones under which `run` succeeds: by the number of missing
+--- bytes in a failed step's error, if it has one, or else like M.grow. Fixed numbers would be right on only one
+--- machine, since the workspace of a matrix product depends on the processor's instructions.
+---@param setting table the setting whose budgets are raised
+---@param run fun() runs one or more steps under the setting, and leaves no engine open
+---@param anyone? fun(yes: boolean): boolean for several ranks, which all call it; returns whether `yes` is true on any
+--- of them
+---@return integer refused How often `run` failed.
 function M.fit(setting, run, anyone)
   anyone = anyone or function(yes) return yes end
   local function raise(problem)
@@ -446,7 +448,7 @@ end
 
 --- Runs a case under a setting, and raises budgets that are too small.
 ---@param case table
----@param setting table its budgets grow here
+---@param setting table the setting whose budgets are raised
 ---@return table result
 ---@return string[] refusals the errors about budgets
 function M.run_fitting(case, setting)
@@ -463,10 +465,10 @@ function M.run_fitting(case, setting)
   error("budgets that fit were not found: " .. refusals[#refusals], 0)
 end
 
---- For the specs of a file: one thread, since there are thousands of tiny steps, and a folder, which is removed at the
---- end.
+--- Sets up the specs of a file: one thread, since there are thousands of tiny steps, and a folder that is removed at
+--- the end.
 ---@param busted {setup: function, teardown: function}
----@param take fun(folder: string) gets it before the first spec
+---@param take fun(folder: string) receives the folder before the first spec
 function M.scratch(busted, take)
   local folder, threads
   busted.setup(function()
@@ -480,7 +482,7 @@ function M.scratch(busted, take)
   end)
 end
 
---- Returns the number of files and folders in a folder.
+--- Counts the files and folders in a folder.
 ---@param folder string
 ---@return integer
 function M.entries(folder)
@@ -489,7 +491,7 @@ function M.entries(folder)
   return n
 end
 
---- Closes the open engine, if any.
+--- Closes the open engine if there is one.
 function M.close_engine()
   local open = engine_setup.current()
   if open then open:close() end
@@ -506,7 +508,7 @@ function M.small(changes)
   return case
 end
 
---- Runs Lua text in another psluajit, in which `L` is M. Returns its output and exit code.
+--- Runs Lua text in another psluajit process, in which `L` is M. Returns its output and exit code.
 ---@param script string
 ---@param environment? string
 ---@return string output

@@ -14,10 +14,11 @@ local lib = { BUILD = BUILD, DRIVER = DRIVER, PLUGIN = PLUGIN, REAL = REAL, FULL
     and lfs.attributes(DRIVER .. "/libcuda.so.1", "mode") == "file",
   HAS_DRIVER = pcall(ffi.load, "libcuda.so.1") }
 
---- Runs a script (text) or a spec (a list of arguments) in a new psluajit with the emulated driver. Returns its
---- output, both streams, and its exit code.
+--- Runs a script (text) or a spec (a list of arguments) in a new psluajit process with the emulated driver. Returns the
+--- output of both streams, and the exit code.
 ---@param what string|string[]
----@param env? table<string, string|boolean> variables; false: not set; PATH_TO_DRIVER = false: without that driver
+---@param env? table<string, string|boolean> the variables; false unsets a variable, and PATH_TO_DRIVER = false runs
+--- without the driver
 function lib.child(what, env)
   local vars = { LD_LIBRARY_PATH = DRIVER, PS_CUDA_PLUGIN = PLUGIN, OMP_WAIT_POLICY = "passive", LUA_INIT = false,
     CUDA_VISIBLE_DEVICES = false, PS_CUDA_SYNC = false }
@@ -53,8 +54,8 @@ function lib.lacks_kernels()
   return require("spec.ranks_lib").NO_EMULATED
 end
 
---- For scripts: near(got, want, bound, what) compares by the largest difference over the largest value, or over the
---- root mean square if by_rms. It collects; all_near(), at the end, raises the first twelve that are off.
+--- For scripts: near(got, want, bound, what) compares the largest difference divided by the largest value, or by the
+--- root mean square if by_rms is set. It collects failures. all_near(), at the end, raises the first twelve.
 lib.NEAR = [[
   local wrong, count = {}, 0
   local function near(got, want, bound, what, by_rms)

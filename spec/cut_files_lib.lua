@@ -4,9 +4,9 @@
 -- of one process.
 local lib = {}
 
---- Code that follows a script's `local ps = require "ps"`. make(index, count) returns { model, optimizer } of one rank
---- along tp, or of one process if count is 1. train(made, index, count) performs two steps of AdamW with gradients
---- that are slices of one process's. hash(t) is a tensor's bytes as a number.
+--- Code that follows a script's `local ps = require "ps"`. make(index, count) returns { model, optimizer } for one rank
+--- along tp, or for one process if count is 1. train(made, index, count) performs two steps of AdamW, whose gradients
+--- are slices of one process's gradients. hash(t) returns a tensor's bytes as a number.
 lib.MODEL = [[
   local ffi, C = ps.ffi, ps.C
   local shard, nn, PretrainedModel = require "ps.tensor.shard", ps.nn, require "ps.pretrained.model"
@@ -56,7 +56,7 @@ lib.MODEL = [[
   end
 ]]
 
---- Returns the fields of MODEL, for the spec's own process.
+--- Returns MODEL's functions for the spec's own process.
 function lib.here()
   return assert(loadstring("local ps = require 'ps'\n" .. lib.MODEL
     .. "return { make = make, train = train, own = own, desc_of = desc_of, WHOLE = WHOLE }"))()

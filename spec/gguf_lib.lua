@@ -10,7 +10,7 @@ function lib.u32(n) return string.char(n % 256, math.floor(n / 256) % 256, math.
 function lib.u64(n) return lib.u32(n % 2 ^ 32) .. lib.u32(math.floor(n / 2 ^ 32)) end
 function lib.str(s) return lib.u64(#s) .. s end
 function lib.f32(x) return ffi.string(ffi.new("float[1]", x), 4) end
-function lib.f16(x)                                          -- fp16 bits of small whole numbers and their halves
+function lib.f16(x)  -- Returns the fp16 bits of small whole numbers and their halves.
   if x == 0 then return "\0\0" end
   local sign, m, e = x < 0 and 0x8000 or 0, math.frexp(math.abs(x))
   local bits = sign + (e + 14) * 1024 + (m * 2 - 1) * 1024
@@ -29,7 +29,7 @@ local function value_of(kind, value)
   return ffi.string(one, ffi.sizeof(one))
 end
 
--- Returns an entry of the metadata. value: a list for an array.
+-- Returns an entry of the metadata. For an array, `value` is a list.
 function lib.entry(key, kind, value)
   if type(value) ~= "table" then return lib.str(key) .. lib.u32(NUMBERS[kind]) .. value_of(kind, value) end
   local parts = { lib.str(key), lib.u32(9), lib.u32(NUMBERS[kind]), lib.u64(#value) }
@@ -37,8 +37,8 @@ function lib.entry(key, kind, value)
   return table.concat(parts)
 end
 
--- Returns the bytes of a file. meta: a list of { key, kind, value }; tensors: a list of { name, type number, shape from
--- the outermost dimension on, bytes }; how: version, alignment.
+-- Returns the bytes of a file. `meta` is a list of { key, kind, value }, and `tensors` is a list of { name, type id,
+-- shape from the outermost dimension on, bytes }. `how` has version and alignment.
 function lib.file(meta, tensors, how)
   how = how or {}
   local alignment, parts, data, at = how.alignment or 32, {}, {}, 0
@@ -63,7 +63,7 @@ function lib.write(path, bytes)
   return path
 end
 
--- Returns the bytes of a list of numbers in fp32.
+-- Returns the fp32 bytes of a list of numbers.
 function lib.floats(list) return ffi.string(ffi.new("float[?]", #list, list), 4 * #list) end
 
 return lib

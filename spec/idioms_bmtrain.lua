@@ -10,7 +10,7 @@ local LAYOUTS = { plain = {}, chunks = {}, zero3 = { zero_level = 3 }, pipeline 
   tensor = { tp_size = 2 } }
 local WIDTH, RATE = 48, 0.1
 
--- Returns the guide's SomeTransformerBlock, as a module and with the lines that its second step replaces.
+-- Returns the guide's SomeTransformerBlock as a module, with the lines that its second step replaces.
 local function block_class(base, parameter)
   local Block = nn.class("SomeTransformerBlock", base)
   function Block:init(number)
@@ -24,7 +24,7 @@ local function block_class(base, parameter)
   return Block
 end
 
--- Returns the guide's MyModule: list_of makes the list of blocks, wrap each block, call applies the list.
+-- Returns the guide's MyModule. list_of creates the list of blocks, wrap creates each block, and call applies the list.
 local function module_class(base, parameter, Block, list_of, wrap, call)
   local MyModule = nn.class("MyModule", base)
   function MyModule:init()
@@ -42,7 +42,7 @@ end
 
 local function same(x) return x end
 
--- Returns the losses of steps of Adam without ps.bmt.
+-- Returns the losses of Adam's steps without ps.bmt.
 local function reference(n)
   local losses = {}
   local model = module_class(nn.Module, nn.Parameter, block_class(nn.Module, nn.Parameter), nn.ModuleList, same,
@@ -61,7 +61,7 @@ end
 return function(rows_of)
   local row = rows_of "BMTrain"
 
-  -- Runs fn between bmt.init_distributed and bmt.close, which close the group of ranks of the previous rows.
+  -- Runs fn between bmt.init_distributed and bmt.close, which close the group of ranks from the previous rows.
   local number = 0
   local function session(e, fn)
     local world = ps.mesh.group "world"
@@ -76,7 +76,7 @@ return function(rows_of)
     if not ok then error(problem, 0) end
   end
 
-  -- Trains a model for three steps. The losses must equal the reference's.
+  -- Trains a model for three steps. The losses must equal the reference's losses.
   local function trains(e, model)
     local losses = reference(3)
     local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = RATE })

@@ -136,7 +136,7 @@ local function deepspeed(row, lib)
   end)
   row("engine.module, engine.optimizer", function(e)
     e:make()
-    assert(ps.nn.is_module(e.model.module) and e.model.optimizer == nil)      -- ps.initialize returns it with the model
+    assert(ps.nn.is_module(e.model.module) and e.model.optimizer == nil)      -- the optimizer is returned separately
   end)
   row("deepspeed.checkpointing.checkpoint(fn, x)", function() ps.checkpointing.checkpoint(print) end, "ps.recompute")
   row("checkpoint(block, x)  # as ps.recompute in forward, model:recompute_blocks()", function(e)
@@ -167,7 +167,7 @@ local function patrickstar(row)
     ps.save(e.model:state_dict(), e:path(("model-%s-%d.pt"):format(e.layout, ps.rank())))
     ps.synchronize()
     local whole = {}
-    -- Ranks of tensor parallelism have parts of one tensor under one name; the last one would replace the others.
+    -- Tensor-parallel ranks have shards of one tensor under the same name, and the last shard would replace the others.
     local parts = e.layout == "tensor"
     if parts then
       local other = ps.load(e:path(("model-%s-%d.pt"):format(e.layout, 1 - ps.rank())))

@@ -4,12 +4,12 @@ local ps = require "ps"
 
 local TARGETS = "the targets are a table, not a tensor: write model { input_ids = x, labels = x }"
 
--- Returns the loss of input_ids = labels = x without an engine.
+-- Returns the loss for input_ids = labels = x without an engine.
 local function own_loss(e, x, labels)
   return e.model_func() { input_ids = x, labels = labels or x }.loss:item()
 end
 
--- Runs forward and backward of a named batch on the layout. Returns the loss of all rows.
+-- Runs forward and backward of a named batch in the layout's way. Returns the loss of all rows.
 local function pass(e, batch)
   local sum, n = 0, 0
   if e.layout == "pipeline" then

@@ -23,15 +23,15 @@ lib.LAYOUTS = {
 
 ---@class Idiom
 ---@field guide string
----@field name string the line of the guide
----@field run fun(e: table): any raises an error, or checks by e
----@field fails table<string, string> by layout: an error with these words
+---@field name string the idiom's line in the guide
+---@field run fun(e: table): any raises an error if a check fails
+---@field fails table<string, string> layout -> words of the expected error
 
 ---@type Idiom[]
 lib.IDIOMS = {}
 
---- Returns a function that adds rows of a guide: row(name, run, fails). fails: words of the error on all layouts, or by
---- layout.
+--- Returns a function that adds rows of a guide: row(name, run, fails). `fails` has words of the expected error, for
+--- all layouts or by layout.
 ---@param guide string
 ---@return fun(name: string, run: fun(e: table), fails?: string|table<string, string>)
 local function rows_of(guide)
@@ -61,8 +61,8 @@ local function whole_batch()
   return ids:narrow(1, 0, 8):contiguous(), ids:narrow(1, 1, 8):contiguous()
 end
 
--- Returns the losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. how: before(model,
--- optimizer, step) is called between backward and step; made(model) first.
+-- Returns the losses of the whole batch before steps 1, 2, 3, ... of SGD without an engine. `how` has functions:
+-- made(model) is called first, and before(model, optimizer, step) between backward and step.
 local function reference(n, how)
   how = how or {}
   local model, losses = model_func(how.options), {}
@@ -83,8 +83,8 @@ end
 -- -- the case -------------------------------------------------------------------------------------------------------
 ---@class IdiomCase
 ---@field layout string
----@field config table keys of the configuration that make the layout
----@field losses number[] of the reference
+---@field config table the configuration keys that define the layout
+---@field losses number[] the reference's losses
 ---@field model ps.Engine
 ---@field optimizer ps.EngineOptimizer
 ---@field x ps.Tensor this rank's rows
@@ -95,8 +95,8 @@ local Case = {}
 Case.__index = Case
 Case.model_func, Case.reference, Case.OPTIONS, Case.RATE = model_func, reference, OPTIONS, RATE
 
---- Makes an engine.
----@param config? table keys of the configuration
+--- Creates an engine.
+---@param config? table additional configuration keys
 ---@param request? table other arguments of ps.initialize
 function Case:make(config, request)
   local all = { plan_print = false, optimizer = { type = "SGD", params = { lr = RATE } } }
@@ -110,14 +110,14 @@ function Case:make(config, request)
   return self.model, self.optimizer
 end
 
---- Makes an engine whose gradients stay until optimizer:step(), on every layout.
+--- Creates an engine whose gradients remain until optimizer:step() in every layout.
 function Case:make_kept(config)
   local all = { overlap_optimizer = false }
   for key, value in pairs(config or {}) do all[key] = value end
   return self:make(all)
 end
 
---- Returns a loss of the rows of all ranks.
+--- Returns the loss of all ranks' rows.
 ---@param loss ps.Tensor
 ---@return number
 function Case:loss_of(loss)
@@ -131,7 +131,7 @@ function Case.near(got, want, what, bound)
   error(("%s is %.7g, not %.7g"):format(what or "the value", got, want), 2)
 end
 
---- Compares a loss with that before step n of the reference.
+--- Compares a loss with the reference's loss before step n.
 function Case:holds(loss, n, want)
   want = want or self.losses[n]
   local got = type(loss) == "number" and loss or self:loss_of(loss)
@@ -140,8 +140,8 @@ function Case:holds(loss, n, want)
   end
 end
 
---- Calls fn in the first iteration of a loop over micro-batches, before backward or after it; ends the step, then
---- raises the error of that call. An error that leaves the loop would end the ranks' group.
+--- Calls fn in the first iteration of a loop over micro-batches, before or after backward. Ends the step, and then
+--- raises the call's error. An error that leaves the loop would end the ranks' group.
 ---@param fn fun(loss: ps.Tensor)
 ---@param after? boolean
 function Case:in_loop(fn, after)
@@ -156,7 +156,7 @@ function Case:in_loop(fn, after)
 end
 
 --- Runs forward and backward of a step in the layout's way.
----@return number loss of all rows
+---@return number loss the loss of all rows
 function Case:pass(x, y)
   x, y = x or self.x, y or self.y
   if self.layout ~= "pipeline" then
@@ -183,7 +183,7 @@ function Case:look(x, y)
   end)
 end
 
---- Runs a step of the case after n steps. The loss must equal the reference's.
+--- Runs a step of the case after n steps. The loss must equal the reference's loss.
 ---@return table info the result of optimizer:step()
 function Case:after(n, want)
   self:holds(self:pass(), n + 1, want)
@@ -193,7 +193,7 @@ end
 --- Returns a path that is the same on all ranks.
 function Case:path(name) return ("%s/%s"):format(self.folder, name) end
 
---- Returns a path of this rank.
+--- Returns a path that is different on each rank.
 function Case:own_path(name) return ("%s/rank%d-%s"):format(self.folder, ps.rank(), name) end
 
 local function new_case(layout, losses, folder)
@@ -211,7 +211,7 @@ end
 -- The error of a pipeline for model(x, y) outside of a loop.
 lib.LOOP = { pipeline = "in model:micro_batches(x, y) do" }
 
--- Runs a case. Returns "" or the fault.
+-- Runs a case. Returns "", or the fault.
 local function outcome(idiom, layout, losses, folder)
   local e = new_case(layout, losses, folder)
   local ok, problem = pcall(idiom.run, e)
@@ -223,12 +223,12 @@ local function outcome(idiom, layout, losses, folder)
   return problem:find(words, 1, true) and "" or ("the error lacks '%s': %s"):format(words, problem)
 end
 
---- Runs all idioms on a layout. Rank 0 prints a line for each: "layout | guide: name | fault".
+--- Runs all idioms in a layout. Rank 0 prints a line for each: "layout | guide: name | fault".
 ---@param layout string
----@param folder string for files
----@param only? string a part of a guide's name or of an idiom's name
+---@param folder string a folder for files
+---@param only? string runs only the idioms whose guide or name contains this text
 function lib.run(layout, folder, only)
-  io.stdout:setvbuf "line"                                 -- the lines on standard error stay separate
+  io.stdout:setvbuf "line"                                 -- keeps lines on standard error separate
   local losses, rank = reference(5), ps.rank()             -- BMTrain's rows close the group
   for _, idiom in ipairs(lib.IDIOMS) do
     local whole = idiom.guide .. ": " .. idiom.name

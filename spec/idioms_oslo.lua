@@ -8,7 +8,7 @@ local PARALLEL = { pipeline = { model_parallelism = { enable = true, pipeline_pa
 
 return function(rows_of)
   local row = rows_of "OSLO"
-  -- Returns the configuration of the layout, in OSLO's form if OSLO has the layout.
+  -- Returns the layout's configuration, in OSLO's form if OSLO has the layout.
   local function config_of(e)
     local config = { plan_print = false, optimizer = { type = "SGD", params = { lr = 0.5 } } }
     for key, value in pairs(PARALLEL[e.layout] or e.config) do config[key] = value end

@@ -5,7 +5,8 @@ local nn, F = ps.nn, ps.F
 
 local BACKWARD = "call model:backward(loss)"
 
--- Returns an error on all layouts, with a different text in a pipeline; default: that of a call outside of a loop.
+-- Returns an expected error for all layouts, with a different text in a pipeline (default: the error of a call outside
+-- of a loop).
 local function each_layout(lib, words, pipeline)
   local fails = {}
   for _, layout in ipairs(lib.NAMES) do fails[layout] = words end
@@ -273,7 +274,7 @@ local function clipping(row)
     end
   end)
   row("clip_grad_norm_(model.parameters(), 0.1)  # where backward updates", function(e)
-    local want, norms = reference(e)                -- gradients stay in plain memory and in a pipeline
+    local want, norms = reference(e)                -- gradients remain in plain memory and in a pipeline
     e:make { overlap_optimizer = true }
     for n = 1, 2 do
       e:holds(e:pass(), n, want[n])

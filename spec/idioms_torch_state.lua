@@ -3,7 +3,7 @@
 local ps = require "ps"
 local nn = ps.nn
 
--- Returns the value of a layout's parameter in a row: the sum of the whole tensor; nil if another rank has it.
+-- Returns the sum of a parameter's whole tensor in any layout, or nil if another rank has the parameter.
 local function count(list)
   local n = 0
   for _ in pairs(list) do n = n + 1 end
@@ -27,7 +27,7 @@ local function parameters(row)
     e:make()
     local n, want = 0, e.model_func():num_parameters()
     for _, p in ipairs(e.model:parameters()) do n = n + p:numel() end
-    if e.layout == "tensor" then assert(n < want) else assert(n == want, n) end   -- a rank's parts; num_parameters: all
+    if e.layout == "tensor" then assert(n < want) else assert(n == want, n) end   -- n counts shards with "tensor"
     assert(e.model:num_parameters() == want)
   end)
   row("sum(p.numel() for p in model.parameters() if p.requires_grad)", function(e)
@@ -44,7 +44,7 @@ local function parameters(row)
     e:make()
     for name, p in e.model:named_parameters() do
       assert(p:requires_grad() == true, name)
-      assert(p:requires_grad() == true, name)                 -- asking sets nothing
+      assert(p:requires_grad() == true, name)                 -- a query changes nothing
     end
     e:after(0)
   end)
@@ -216,7 +216,7 @@ local function states(row)
     if e.layout == "zero3" or e.layout == "pipeline" then
       names = ps.mesh.group("world"):all_reduce(ps.tensor { names }):item()
     end
-    -- The tied table is on the first stage and on the last.
+    -- The tied embedding is on the first stage and on the last.
     assert(names == count(e.model_func():state_dict()) + (e.layout == "pipeline" and 1 or 0), names)
   end)
   row("model.load_state_dict({}, strict=True)", function(e)
@@ -323,7 +323,7 @@ end
 
 -- -- data and random numbers ----------------------------------------------------------------------------------------
 local function data(row)
-  -- Returns a loader of 13 rows of 8 tokens each, and the sums of an epoch's rows, in order.
+  -- Returns a loader for 13 rows of 8 tokens each, and the sums of an epoch's rows, in order.
   local function loader(e, more)
     local path = e:own_path "tokens.bin"
     local ids = {}
@@ -398,7 +398,8 @@ local function data(row)
     assert(table.concat(one, " ") == table.concat(two, " "))
     assert(table.concat(one, " ") ~= table.concat(firsts(loader(e, { shuffle = true, seed = 6 })), " "))
   end)
-  row("DataLoader(drop_last=False)", function(e) loader(e, { drop_last = false }) end, "drop_last is for texts")
+  row("DataLoader(drop_last=False)", function(e) loader(e, { drop_last = false }) end,
+    "drop_last applies only to texts")
   row("DataLoader(num_workers=4, pin_memory=True)", function(e) loader(e, { num_workers = 4 }) end, "num_workers")
   row("for epoch in range(2): for x, y in dataloader: ...", function(e)
     local all, n = loader(e), 0

@@ -16,7 +16,7 @@ local FAILURE = "this forward was to fail"
 
 ---@class mix.Run
 ---@field case table
----@field settings table[] one for each engine of the run
+---@field settings table[] the settings of each engine of the run
 ---@field life integer
 ---@field step integer
 ---@field micro integer
@@ -48,7 +48,7 @@ local function batch(run, which, times)
 end
 
 -- -- an engine's life -------------------------------------------------------------------------------------------------
--- Makes the forward of the last layer fail while run.fails.
+-- Makes the forward of the last layer fail while run.fails is set.
 local function instrument(run, module)
   local victim = module.last or module.transformer.ln_f
   local was = victim.forward
@@ -120,7 +120,7 @@ local function reopen(run)
 end
 
 -- -- events -----------------------------------------------------------------------------------------------------
--- Some parameter of the model, by a number.
+-- Returns a parameter of the model that a number selects.
 local function some(run, n)
   local list = {}
   for name, p in run.model:named_parameters() do list[#list + 1] = { name, p } end
@@ -148,7 +148,7 @@ local function states(run)
   for k = 1, #names, 3 do say(run, "state", names[k], number(state[names[k]])) end
 end
 
--- Returns a model in plain memory, with an optimizer of its own, beside the engine.
+-- Trains a model in plain memory with a separate optimizer, in addition to the engine.
 local function train_another(run)
   if not run.other then
     ps.manual_seed(77)
@@ -169,7 +169,7 @@ local function through_file(run, state, load_into)
 end
 
 -- Events before a step, between forward and backward, between backward and step, and after a step: {name, chance,
--- function}; `whole`: only if backward has not updated parameters yet.
+-- function}. With `whole`, the event happens only if backward has not updated parameters yet.
 local AT = {
   before = {
     { "collects", 0.2, function() collectgarbage() end },
@@ -243,7 +243,7 @@ local AT = {
     end },
   },
 }
--- Variants of its forwards.
+-- Variants of a step's forwards.
 local WAYS = { { "larger", 0.15 }, { "twice", 0.12 }, { "two batches", 0.1 }, { "in eval mode", 0.12 },
   { "not by the engine", 0.08 }, { "weighed", 0.1 } }
 
@@ -293,9 +293,9 @@ local function train(run, plan)
 end
 
 -- -- runs, and how they are drawn --------------------------------------------------------------------------------
---- Returns the events in each step of a case.
+--- Draws the events in each step of a case.
 ---@param case table
----@param r table random numbers
+---@param r table the random generator
 ---@return table<string, boolean>[]
 function M.plan(case, r)
   local plan = {}
@@ -308,7 +308,7 @@ function M.plan(case, r)
   return plan
 end
 
---- Returns a case, its plan, and settings for the run's engines, by seed.
+--- Draws a case, its plan, and settings for the run's engines from a seed.
 ---@param seed integer
 ---@param folder string
 ---@return table case
@@ -330,7 +330,7 @@ function M.draw(seed, folder)
   return case, plan, settings
 end
 
---- Runs a case by a plan; each reopened engine uses the next of the settings.
+--- Runs a case with a plan. Each reopened engine uses the next settings.
 ---@param case table
 ---@param plan table
 ---@param settings table[]
@@ -349,7 +349,7 @@ function M.run(case, plan, settings, file)
   error(problem, 0)
 end
 
---- Returns the same, but raises budgets that are too small.
+--- Runs a case like `run`, but raises budgets that are too small.
 function M.run_fitting(case, plan, settings, file)
   for _ = 1, 60 do
     local ok, result = pcall(M.run, case, plan, settings, file)
@@ -359,7 +359,7 @@ function M.run_fitting(case, plan, settings, file)
   error("budgets that fit were not found", 0)
 end
 
---- Returns the same over plain memory.
+--- Runs a case like `run`, but in plain memory.
 function M.run_plain(case, plan, settings, file)
   local plain = {}
   for i, setting in ipairs(settings) do plain[i] = { memory = "plain", overlap = setting.overlap } end

@@ -15,7 +15,7 @@ end
 local function has_flag(name, flag) return ("|" .. info[name].flags .. "|"):find("|" .. flag .. "|", 1, true) ~= nil end
 
 local IS_FLOAT = { fp32 = true, bf16 = true, fp16 = true, fp64 = true }
--- The final rounding of the output may go either way: one unit in the last place of bf16 and fp16.
+-- The final rounding of the output can go either way: one unit in the last place of bf16 and fp16.
 local TOL = { fp32 = 1e-5, bf16 = 2 ^ -7, fp16 = 2 ^ -10, fp64 = 1e-9 }
 -- denormals
 local TINY = { fp32 = 1e-37, bf16 = 1e-37, fp16 = 6e-8, fp64 = 0, int32 = 0, int64 = 0, uint8 = 0, bool = 0 }
@@ -29,7 +29,7 @@ local function make(spec, dtype)
   if spec.bool then
     local t = ps.empty(spec.shape, { device = "ref" })
     return ops.uniform_(t, 0, 1, seed):gt(0.3)
-  elseif spec.runs then                                           -- every fourth run is of zeros
+  elseif spec.runs then                                           -- every fourth run consists of zeros
     local t = ops.uniform_(ps.empty(spec.shape, { device = "ref" }), 0, 1, seed)
     local run = t:lt(1 / spec.runs):float():cumsum(1) + 1
     return (run * run:ne((run / 4):floor() * 4):float()):to("int32")
@@ -46,7 +46,7 @@ local function make(spec, dtype)
   return ops.randint_(t, dtype == "uint8" and 0 or -20, 21, seed)
 end
 
---- Returns the inputs of a set as tensors on ref; absent ones are nil. n: their number.
+--- Returns the inputs of a set as tensors on ref, and their number n. Absent inputs are nil.
 local function make_inputs(set, dtype)
   seed = set.seed
   local ins, n = {}, #set
@@ -58,7 +58,7 @@ local function make_inputs(set, dtype)
   return ins, n
 end
 
---- Copies of tensors on a device; a tensor that occurs twice stays one tensor.
+--- Copies tensors to a device. A tensor that occurs twice stays one tensor.
 local function copies(ins, n, device)
   local out = {}
   for i = 1, n do
@@ -73,7 +73,7 @@ local function copies(ins, n, device)
 end
 
 local LAYOUTS = { "transposed", "every second", "rows apart", "offset" }
---- Returns the same values with other strides; nil if the shape has no such layout.
+--- Returns the same values with other strides, or nil if the shape has no such layout.
 local function lay_out(t, how)
   local shape = t:shape()
   local n = #shape
@@ -107,7 +107,7 @@ local function attrs_of(set, dtype)
   return a or { n = 0 }
 end
 
---- Runs a case's op. Returns the outputs; for ops that write in place, all of their inputs.
+--- Runs a case's op. Returns the outputs, or all inputs of an op that writes in place.
 local function run(name, set, ins, n, dtype)
   local a = attrs_of(set, dtype)
   local out
@@ -134,9 +134,9 @@ local function describe_set(name, dtype, set, ins, n, more)
   return ("%s(%s) in %s%s"):format(name, table.concat(parts, ", "), dtype, more and ", " .. more or "")
 end
 
---- Checks that every |got - want| is at most tol times the larger of |want| and the root mean square of all (or that
---- both are the same infinity or NaN); tol 0: equal. `floor` is an absolute difference that is always allowed; `room`
---- is one for each element, a tensor.
+--- Checks that every |got - want| is at most tol times the larger of |want| and the root mean square of all elements
+--- (or that both are the same infinity or NaN). With tol 0, they must be equal. `floor` is an absolute difference that
+--- is always allowed. `room` is a tensor with an allowed difference for each element.
 local function compare(what, got, want, tol, floor, room)
   floor = floor or 0
   local rooms = room and read(room)
@@ -163,8 +163,8 @@ local function compare(what, got, want, tol, floor, room)
   end
 end
 
--- A set's numbers depend on its op's name and its place among that op's sets, so that cases added elsewhere in the
--- table do not change them. PS_OP_SEED=n draws others: no bound may depend on the draw.
+-- A set's numbers depend on its op's name and its index among the op's sets, so that cases added elsewhere in the table
+-- do not change them. PS_OP_SEED=n draws other numbers, and no bound may depend on them.
 local DRAW = tonumber(os.getenv "PS_OP_SEED") or 0
 
 local function seed_of(name, number)
@@ -173,11 +173,11 @@ local function seed_of(name, number)
   return hash * 1000 + number * 100
 end
 
--- The allowance of a case's spread: seven standard deviations, which sums of many rounding errors do not reach.
+-- The allowance of a case's spread is seven standard deviations, which sums of many rounding errors do not reach.
 local UNIT = { fp32 = 2 ^ -24, bf16 = 2 ^ -8, fp16 = 2 ^ -11 }
 
---- For each output (or gradient) a tensor with the allowance of its elements in addition to tol; none without
---- `spread`.
+--- Returns, for each output (or gradient), a tensor with its elements' allowance in addition to tol. Returns none
+--- without `spread`.
 local function rooms(spread, dtype, ...)
   if not spread or not UNIT[dtype] then return {} end
   local n = select("#", ...)

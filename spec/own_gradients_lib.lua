@@ -23,15 +23,15 @@ function Gate.backward(ctx, dy)
   return dy * ctx.c * (s + x * s * (1 - s)), nil, dy
 end
 
--- A straight-through estimator, of a parameter alone: as it is, with twice the gradient.
+-- A straight-through estimator for a parameter: the same value, with twice the gradient.
 local Double = ps.autograd.Function { name = "Double", forward = function(_, w) return w * 1 end,
   backward = function(_, dw) return dw * 2 end }
 
 --- Returns the gate as ops, for the reference.
 local function gate_ops(x, c, y) return x * x:sigmoid() * c + y end
 
---- Returns a model: how.gate is applied within each block, where it can be recomputed, and to the block's output;
---- how.double to a parameter.
+--- Returns a model. how.gate is applied within each block, where it can be recomputed, and to the block's output.
+--- how.double is applied to a parameter.
 ---@param how table gate, double (functions), seen (a list for gradients), recompute, dtype
 local function model_func(how)
   ps.manual_seed(1)
@@ -59,7 +59,7 @@ local function model_func(how)
   return model
 end
 
--- Rows of all ranks, [8, 8]; labels of which each row has another number that count.
+-- Returns the rows of all ranks, [8, 8], and labels, of which each row has a different number that count.
 local function batch()
   ps.manual_seed(2)
   local ids = ps.randint(0, 32, { 8, 9 }, { dtype = "int64" })
@@ -70,18 +70,18 @@ local function batch()
   return x, y
 end
 
--- Of magnitudes, or signed, where ranks have addends.
+-- Returns a sum of magnitudes, or of signed values if ranks have addends.
 local function sum_of(t, signed)
   t = t:double()
   return (signed and t or t:abs()):sum():item()
 end
 
---- Losses of steps of SGD without an engine, and what hooks would see in the first one: by rows, the gradient of each
---- micro-batch's own loss.
+--- Returns the losses of SGD's steps without an engine, and the gradients that hooks would see in the first step: by
+--- rows, the gradient of each micro-batch's own loss.
 local function reference(rows)
   local how = { gate = gate_ops, seen = {}, parameter = {} }
   if lib.double then
-    how.double = function(w) return w + (w - w:detach()) end        -- the value of w, twice its gradient
+    how.double = function(w) return w + (w - w:detach()) end        -- the value of w with twice its gradient
   end
   local model = model_func(how)
   if lib.hook then model.transformer.h[1].mlp.c_fc.weight:register_hook(function(g) return g * 3 end) end
@@ -110,7 +110,8 @@ local function near(got, want, bound, what)
   error(("%s is %.9g, not %.9g"):format(what, got, want), 0)
 end
 
--- Sums of those of the gradients that have values: a dry run's have none. group: of ranks that have parts or addends.
+-- Returns sums of the gradients that have values, which those of a dry run do not. `group` is the group of ranks that
+-- have shards or addends.
 local function known(list, signed, group)
   local out = {}
   for _, g in ipairs(list) do
@@ -122,13 +123,13 @@ local function known(list, signed, group)
   return out
 end
 
---- Trains and compares. options: config (of ps.initialize), data (ranks that have rows of their own), bound, recompute,
---- reads (a hook reads a value), double, hook, stages (a rank has some of the layers), shares (ranks have parts
---- of gradients, or addends).
+--- Trains and compares. Options: config (of ps.initialize), data (number of ranks that have different rows), bound,
+--- recompute, reads (a hook reads a value), double, hook, stages (a rank has some of the layers), shares (ranks have
+--- shards of gradients, or addends).
 ---@param config table
 ---@param options? table
----@return string losses that were trained with, to the bit
----@return integer ran how often hooks ran in the first step
+---@return string losses the training losses, with all bits
+---@return integer ran the number of times that hooks ran in the first step
 function lib.run(config, options)
   options = options or {}
   lib.double, lib.hook, lib.ran = options.double, options.hook, 0

@@ -7,7 +7,7 @@ local lib = {}
 
 local MIB = 2 ^ 20
 
---- The peak of the device after the first step, and of all steps, in bytes and microseconds.
+--- The device's peak after the first step and over all steps, in bytes and microseconds.
 lib.PEAK = { nbytes = 96 * MIB, ts = 1400.5 }
 lib.FIRST_PEAK = { nbytes = 128 * MIB, ts = 250 }
 
@@ -60,7 +60,7 @@ end
 
 --- Writes a profile.
 ---@param path string
----@param profile? table default: the one above
+---@param profile? table the profile (default: the profile of lib.made)
 function lib.write(path, profile)
   local f = assert(io.open(path, "wb"))
   f:write(json.encode(profile or lib.made()))

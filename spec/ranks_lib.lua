@@ -6,7 +6,7 @@ local ps = require "ps"
 
 local lib = {}
 
---- Returns a folder of its own for a spec; call `remove` when done.
+--- Creates a new folder for a spec. Call `remove` at the end.
 ---@return string folder
 function lib.folder()
   local folder = os.tmpname()
@@ -18,8 +18,8 @@ end
 ---@param folder string
 function lib.remove(folder) os.execute(("rm -r '%s'"):format(folder)) end
 
---- Returns the environment in which the device cuda and NCCL are emulated (spec/emulate); nil if this build has no such
---- plug-in.
+--- Returns the environment in which the device cuda and NCCL are emulated (spec/emulate), or nil if this build has no
+--- such plug-in.
 ---@return string?
 function lib.emulated()
   local build = paths.exe:match("^(.*)/[^/]*$")
@@ -28,27 +28,26 @@ function lib.emulated()
   return ("LD_LIBRARY_PATH='%s' PS_CUDA_PLUGIN='%s'"):format(libraries, plugin)
 end
 
---- The reason for skipping a spec, by `if lib.no_gloo() then return pending(lib.no_gloo()) end`.
+--- The reason for skipping a spec. Use it as `if lib.no_gloo() then return pending(lib.no_gloo()) end`.
 lib.NO_EMULATED = "this build has no emulated plug-in (another processor, a sanitizer, or no C++ compiler)"
 local NO_GLOO = "needs a build with Gloo (libgloo-dev)"
 
---- The reason why there are no emulated GPUs; nil if there are.
+--- Returns the reason why there are no emulated GPUs, or nil if there are.
 ---@return string?
 function lib.no_emulated() return not lib.emulated() and lib.NO_EMULATED or nil end
 
---- Returns the reason why there cannot be several processes; nil if this build has Gloo.
+--- Returns the reason why there cannot be several processes, or nil if this build has Gloo.
 ---@return string?
 function lib.no_gloo()
   return select(2, pcall(ps.dist.gloo, "nowhere", 0, 1, 1)).name == "EUNSUP" and NO_GLOO or nil
 end
 
---- Runs a script as `size` ranks at once, which meet at file://FOLDER/rendezvous. Returns the output and exit code of
---- each.
+--- Runs a script as `size` ranks, which meet at file://FOLDER/rendezvous. Returns each rank's output and exit code.
 ---@param folder string
 ---@param size integer
 ---@param script string
----@param settings? string environment of all of them
----@return table<integer, {text: string, code: integer}> by rank, from 0
+---@param settings? string environment variables of all ranks
+---@return table<integer, {text: string, code: integer}> indexed by rank, from 0
 function lib.run(folder, size, script, settings)
   local name = folder .. "/script.lua"
   local f = assert(io.open(name, "wb"))
@@ -70,7 +69,7 @@ function lib.run(folder, size, script, settings)
   return out
 end
 
---- Returns the beginning of scripts of ranks: ps, nn, group, rank, size and folder.
+--- Returns the beginning of the ranks' scripts, which defines ps, nn, group, rank, size and folder.
 ---@param folder string
 ---@return string
 function lib.begin(folder)
@@ -83,10 +82,10 @@ function lib.begin(folder)
   ]]):format(folder)
 end
 
---- Code after `begin`: steps of a language model on batches of six rows, of which each rank uses its own, and the
---- rank's tensors afterwards.
+--- Code that follows `begin`. It runs steps of a language model on batches of six rows, of which each rank uses its own
+--- rows, and prints the rank's tensors.
 lib.TRAINING = [[
-  -- A row's first `step` targets are ignored, so that ranks have different numbers of targets.
+  -- The first `step` targets of a row are ignored, so that ranks have different numbers of targets.
   local function batch(step)
     local x = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
     local y = ps.randint(0, 256, { 6, 16 }, { dtype = "int32" })
@@ -101,7 +100,7 @@ lib.TRAINING = [[
       optimizer:step()
     end
   end
-  -- "name sum sum-of-squares" of every tensor on this rank, by name.
+  -- Returns "name sum sum-of-squares" for every tensor on this rank, sorted by name.
   local function sums(model)
     local lines = {}
     for name, t in pairs(model:state_dict()) do
@@ -113,7 +112,8 @@ lib.TRAINING = [[
   end
 ]]
 
---- Code after `begin`: losses of optimizer steps on rows of random tokens, different on each rank, as text.
+--- Code that follows `begin`. It returns, as text, the losses of optimizer steps on rows of random tokens, which differ
+--- between ranks.
 lib.LOSSES = [[
   local function losses(model, optimizer, steps, vocab, shape)
     local seen = {}
@@ -133,8 +133,8 @@ lib.LOSSES = [[
 ---@param folder string
 ---@param size integer
 ---@param script string
----@param settings? string environment of all of them
----@return table<integer, {text: string, code: integer}> by rank, from 0
+---@param settings? string environment variables of all ranks
+---@return table<integer, {text: string, code: integer}> indexed by rank, from 0
 function lib.check(folder, size, script, settings)
   local all = lib.run(folder, size, lib.begin(folder) .. script .. '\nprint "done"', settings)
   local said, ok = {}, true

@@ -9,7 +9,7 @@ local lib = {}
 -- Files that read values for their callers.
 local FOR_CALLERS = { ["lua/ps/core/copied.lua"] = true }
 
--- Returns the file of lua/ps that reads a key, or nil if a file outside of it.
+-- Returns the file of lua/ps that reads a key, or nil if a file outside of lua/ps reads it.
 local function reader()
   local level = 3
   while true do
@@ -21,8 +21,9 @@ local function reader()
   end
 end
 
---- From now on, records the reads of every configuration that is checked, until `stop` is called.
----@return table<string, table<string, boolean>> reads by path (of a schedule's parameters: "PATH of SCHEDULE"): files
+--- Starts recording the reads of every configuration that is checked, until `stop` is called.
+---@return table<string, table<string, boolean>> reads path -> files; the path of a schedule's parameter is "PATH of
+--- SCHEDULE"
 ---@return fun() stop
 function lib.record()
   local reads, values, run, plain_pairs = {}, setmetatable({}, { __mode = "k" }), check.run, pairs
@@ -36,7 +37,7 @@ function lib.record()
     reads[name][file] = true
   end
 
-  -- Returns the proxy of a section. `kind` is the type that chooses among variants of the section.
+  -- Returns the proxy of a section. `kind` is the type that selects a variant of the section.
   function proxy(section, node, kind)
     if node.variants then
       for name, variant in plain_pairs(node.variants) do
@@ -71,7 +72,7 @@ function lib.record()
   end
 end
 
---- The recorded reads, as text for another process: a line "FILE PATH" for each.
+--- Converts the recorded reads to text for another process, with a line "FILE PATH" for each.
 ---@param reads table<string, table<string, boolean>>
 ---@return string
 function lib.text(reads)
@@ -82,7 +83,7 @@ function lib.text(reads)
   return table.concat(lines)
 end
 
---- Adds the reads in `text` from another process.
+--- Adds the reads in `text`, which another process recorded.
 ---@param reads table<string, table<string, boolean>>
 ---@param text string
 function lib.add(reads, text)

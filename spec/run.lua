@@ -10,8 +10,8 @@
 -- words run: `run.lua ops --only softplus`.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
----@return string[] every spec, in order
----@return table<string, string> by_name "repl" -> "spec/prompt/repl_spec.lua"
+---@return string[] all specs, in order
+---@return table<string, string> by_name for example "repl" -> "spec/prompt/repl_spec.lua"
 local function all_specs()
   local files, by_name = {}, {}
   local list = assert(io.popen(("find '%s' -mindepth 2 -name '*_spec.lua' -not -path '*/cluster/*' | LC_ALL=C sort")
@@ -37,12 +37,12 @@ local function exists(path)
   return f ~= nil
 end
 
---- Returns the file that `repl`, `repl_spec` and `repl_spec.lua` are short for.
+--- Returns the path of a spec, given as `repl`, `repl_spec` or `repl_spec.lua`.
 ---@param name string
 ---@return string?
 local function path_of(name) return by_name[(name:gsub("%.lua$", ""):gsub("_spec$", ""))] end
 
--- Returns the specs of a folder, "prompt/" or "spec/prompt/".
+-- Returns the specs in a folder, given as "prompt/" or "spec/prompt/".
 local function specs_in(name)
   local found, within = {}, ("%s/%s"):format(folder, name:gsub("^spec/", ""))
   for _, path in ipairs(every) do if path:sub(1, #within) == within then found[#found + 1] = path end end
@@ -86,7 +86,7 @@ while arg[at] do
       io.stderr:write("spec/run.lua: --only needs words of the names of tests\n")
       os.exit(1)
     end
-  elseif a == "--or-none" then or_none = true             -- of a part of a run: another part may have the words
+  elseif a == "--or-none" then or_none = true  -- for a part of a run, since another part can contain the words
   elseif a:match("%.lua$") and exists(a) then files[#files + 1] = a
   elseif short then files[#files + 1] = short
   elseif a:match "/$" and specs_in(a)[1] then
@@ -176,7 +176,7 @@ local started = 0
 
 local busted = require "busted.core"()
 require "busted"(busted)
-busted.register("file", "file", {})     -- no insulation: FFI types cannot be declared twice
+busted.register("file", "file", {})     -- no insulation, since FFI types cannot be declared twice
 
 ---@param element table
 ---@return string
@@ -199,7 +199,7 @@ local function print_problem(kind, element, message)
 end
 
 if words then
-  -- A test that is not registered does not run. Its file's other tests count as ever.
+  -- A test that is not registered does not run. The other tests of its file count as usual.
   for _, kind in ipairs { "it", "pending" } do
     busted.subscribe({ "register", kind }, function(name)
       local parent = busted.context.get()

@@ -9,11 +9,11 @@ local table_driver = require "ps.engine.step.table"
 
 local lib = {}
 
---- Returns the table of a schedule, only with forwards and backwards.
+--- Returns the table of a schedule that only has forwards and backwards.
 ---@param schedule string
 ---@param ranks integer
----@param virtual integer virtual stages of each
----@param micro integer micro-batches
+---@param virtual integer number of virtual stages per rank
+---@param micro integer number of micro-batches
 ---@return ps.pipe.Table
 function lib.table_of(schedule, ranks, virtual, micro)
   return pipe_table.table { schedule = schedule, stages = ranks, virtual_stages = virtual, micro_batches = micro }
@@ -21,8 +21,8 @@ end
 
 local configure, join, new, drive = setup.configure, pipe_of.join, pipe_of.new, row_driver.new
 
---- From now on, ps.initialize makes engines of rank `rank` of a pipeline without other ranks: the model is laid out,
---- but cannot be trained.
+--- Makes ps.initialize create engines of rank `rank` of a pipeline without other ranks. The model is laid out, but
+--- cannot be trained.
 ---@param table_ ps.pipe.Table
 ---@param rank integer
 function lib.play(table_, rank)
@@ -35,7 +35,7 @@ function lib.play(table_, rank)
   row_driver.new = table_driver.new -- luacheck: ignore 122
 end
 
---- Undoes the change.
+--- Restores ps.initialize.
 function lib.stop()
   setup.configure, pipe_of.join, pipe_of.new, row_driver.new = configure, join, new, drive -- luacheck: ignore 122
 end

@@ -10,13 +10,14 @@ local lib = {}
 
 ---@class spec.Terminal
 ---@field pid integer
----@field fd integer the other end of the terminal
----@field text string all that the program has printed so far, line ends as "\n", without escape sequences
----@field seen integer length of the text that `expect` has passed
+---@field fd integer the descriptor of the terminal's other end
+---@field text string everything that the program has printed so far, with line ends as "\n" and without escape
+--- sequences
+---@field seen integer length of the text up to the last match of `expect`
 local Terminal = {}
 Terminal.__index = Terminal
 
---- Starts psluajit with these arguments on a terminal.
+--- Starts psluajit on a terminal with these arguments.
 ---@param args string[]
 ---@param env? table<string, string>
 ---@return spec.Terminal
@@ -43,7 +44,7 @@ function lib.start(args, env)
   return setmetatable({ pid = pid, fd = fd, text = "", seen = 0 }, Terminal)
 end
 
---- Waits for more output; false: there was none in time, or the program has ended.
+--- Waits for more output. Returns false if there was none in time, or if the program has ended.
 ---@param seconds number
 ---@return boolean
 function Terminal:read(seconds)
@@ -54,9 +55,9 @@ function Terminal:read(seconds)
   return true
 end
 
---- Waits until the program has printed a plain text after the previously expected one. Returns the output before it.
+--- Waits until the program has printed a plain text after the previously expected text. Returns the output before it.
 ---@param what string
----@param seconds? number default 30
+---@param seconds? number the time limit (default 30)
 ---@return string before
 function Terminal:expect(what, seconds)
   local ends = os.time() + (seconds or 30)
@@ -79,7 +80,7 @@ function Terminal:type(text) unistd.write(self.fd, text) end
 --- Types Ctrl-C.
 function Terminal:interrupt() self:type "\3" end
 
---- Types a statement at the prompt that prints something. Returns its output.
+--- Types a statement that prints something at the prompt. Returns its output.
 ---@param statement string
 ---@return string
 function Terminal:ask(statement)
@@ -92,14 +93,14 @@ function Terminal:ask(statement)
   until false
 end
 
---- Types a statement at the prompt that prints nothing.
+--- Types a statement that prints nothing at the prompt.
 ---@param statement string
 function Terminal:run(statement)
   local said = self:ask(statement .. " print 'ran'")
   if said ~= "ran" then error(said, 2) end
 end
 
---- Reads output for a while.
+--- Reads output for a given time.
 ---@param seconds number
 function Terminal:wait(seconds)
   local clock = require "ps".now
@@ -117,7 +118,7 @@ function Terminal:ended()
 end
 
 --- Waits for the program's end. Returns its whole output and its status. A program that takes too long is killed.
----@param seconds? number default 60
+---@param seconds? number the time limit (default 60)
 ---@return string text, integer status, string how "exited" or "killed"
 function Terminal:finish(seconds)
   local ends = os.time() + (seconds or 60)

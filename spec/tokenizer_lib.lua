@@ -6,13 +6,14 @@ local write = require("spec.check_lib").write
 
 local lib = {}
 
---- UTF-8 of a code point below U+0800.
+--- Returns the UTF-8 of a code point below U+0800.
 function lib.utf8(c)
   if c < 128 then return string.char(c) end
   return string.char(0xc0 + math.floor(c / 64), 0x80 + c % 64)
 end
 
---- GPT-2's letter of each byte: printable ones are themselves, the others follow from U+0100 on.
+--- Returns GPT-2's letter for each byte. Printable bytes are their own letters, and the others are mapped to U+0100 and
+--- up.
 ---@return table<integer, string>
 function lib.letters()
   local letters, n = {}, 0
@@ -24,7 +25,7 @@ function lib.letters()
   return letters
 end
 
---- Returns a new folder with files: { name = text, or a table, which becomes JSON }.
+--- Creates a folder with files: { name = text, or a table, which becomes JSON }. Returns its path.
 ---@param files table<string, string|table>
 ---@return string path
 function lib.folder(files)
@@ -39,8 +40,8 @@ end
 
 function lib.remove(path) os.execute("rm -r '" .. path .. "'") end
 
---- Returns a vocabulary of the 256 letters, the results of merges, and "<|endoftext|>"; ids in that order.
----@param merges string[][] pairs of tokens as files spell them
+--- Returns a vocabulary of the 256 letters, the results of merges, and "<|endoftext|>", with ids in this order.
+---@param merges string[][] pairs of tokens, spelled as in files
 ---@return table<string, integer> vocab
 function lib.vocab(merges)
   local vocab, n = {}, 256
@@ -60,9 +61,9 @@ function lib.merges_text(merges)
   return table.concat(lines, "\n") .. "\n"
 end
 
---- Returns a folder of GPT-2's kind.
+--- Creates a folder of GPT-2's kind, and returns its path.
 ---@param merges string[][]
----@param more? table<string, string|table> further files
+---@param more? table<string, string|table> additional files
 ---@return string path
 function lib.gpt2(merges, more)
   local files = { ["vocab.json"] = lib.vocab(merges), ["merges.txt"] = lib.merges_text(merges) }
@@ -70,8 +71,8 @@ function lib.gpt2(merges, more)
   return lib.folder(files)
 end
 
---- Byte-pair encoding of a word by its definition: the leftmost of the pairs of lowest rank is merged, until there is
---- none.
+--- Encodes a word with byte-pair encoding by its definition: the leftmost pair of the lowest rank is merged until there
+--- is none.
 ---@param word string
 ---@param merges string[][]
 ---@param vocab table<string, integer>

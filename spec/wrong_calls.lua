@@ -376,7 +376,7 @@ require "ps.checkpoints.merge".run()
 require "ps.train.plot".text()
 ]==]
 
--- The same for a model made by ps.initialize, with these keys in the configuration.
+-- The same code for a model that ps.initialize creates with these configuration keys.
 local settings = [==[
 config="nope.json"
 config=TEXT
@@ -406,8 +406,8 @@ config={optimizer={type="AdamW", params={lr=1}}}, param_groups=3
 config={optimizer={type="AdamW", params={lr=1}}}, local_rank="a"
 ]==]
 
--- Calls of functions and methods without their object, and invalid counts: the error begins with the
--- script's line and has these words. A line and its words, with | between them.
+-- Calls of functions and methods without their object, and with invalid counts. The error begins with the script's line
+-- and contains these words. Each row is a line and its words, separated by |.
 local named = [==[
 ps.var(3) | ps.var | a tensor | a number
 ps.std({}) | ps.std | a tensor | a table

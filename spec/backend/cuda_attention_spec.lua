@@ -4,7 +4,8 @@
 -- PS_CUDA_REAL=1 on a GPU of compute capability 9.0.
 local cuda = require "spec.cuda_lib"
 
---- Runs a script with this PS_CUDA_ATTENTION. The script must print "fine" at its end. Returns the output before that.
+--- Runs a script with the given PS_CUDA_ATTENTION. The script must print "fine" at its end. Returns the output before
+--- that word.
 local function runs(attention, script)
   local out, code = cuda.child(script .. "\nprint 'fine'", { PS_CUDA_ATTENTION = attention })
   assert.truthy(code == 0 and out:find("fine\n", 1, true), out)
@@ -21,13 +22,13 @@ local function lacks()
   return why ~= nil
 end
 
--- Sizes: D, T, S, causal. Tiles have 128 or 192 queries and 64 or 128 keys.
+-- Sizes D, T, S and whether attention is causal. Tiles have 128 or 192 queries and 64 or 128 keys.
 local SIZES = [[
   local sizes = { { 64, 193, 193, 1 }, { 64, 130, 300, 1 }, { 64, 300, 70, 1 }, { 64, 66, 257, 0 }, { 64, 1, 640, 1 },
     { 128, 129, 129, 1 }, { 128, 70, 385, 1 }, { 128, 260, 131, 1 }, { 128, 128, 256, 0 }, { 128, 1, 1, 1 } }
 ]]
 
--- run(dtype, D, T, S, causal, device): outputs and gradients, of the same inputs on every device.
+-- run(dtype, D, T, S, causal, device) returns outputs and gradients. The inputs are the same on every device.
 local RUN = [[
   local function run(dtype, D, T, S, causal, device, p, mask, heads)
     ps.manual_seed(D + T + S)
@@ -44,18 +45,18 @@ local RUN = [[
   local function off(got, want)
     got, want = got:to("cpu"):double(), want:to("cpu"):double()
     local most, size = (got - want):abs():max():item(), want:square():mean():sqrt():item()
-    return most / math.max(size, 0.05)                          -- with a single key the gradients are 0
+    return most / math.max(size, 0.05)                          -- with a single key, the gradients are 0
   end
 ]]
 
--- The number of products that the emulator has computed since the last call; 1 on a GPU.
+-- Returns the number of products that the emulator has computed since the last call, or 1 on a GPU.
 local COUNT = cuda.REAL and "local function count() return nil end\n" or ([[
   local ffi = require "ffi"
   ffi.cdef "int64_t ps_emu_take_products(void);"
   ps.device("cuda")
   local plugin = ffi.load(%q)
   local function count()
-    ps.ones({ 1 }, { device = "cuda" }):item()                         -- the queued work has ended
+    ps.ones({ 1 }, { device = "cuda" }):item()                         -- waits until the queued work has ended
     return tonumber(plugin.ps_emu_take_products())
   end
 ]]):format(cuda.PLUGIN)

@@ -6,14 +6,15 @@
 local lib = require "spec.cuda_lib"
 
 -- For scripts: walk(kind, count, work, look) forks once for each N = 0, 1, 2, ... In fork N, calls N to N + count - 1
--- of a kind fail. It calls work() with failures on, then look(ok, error) without them. Returns the number of calls.
+-- of a kind fail. The fork calls work() with failures enabled, and then look(ok, error) without them. walk returns the
+-- number of calls.
 local WALK = ([[
   local ffi, unistd, wait = require "ffi", require "posix.unistd", require "posix.sys.wait"
   ffi.cdef "int64_t ps_emu_fail_calls(int kind, int64_t first, int64_t count);"
   local DEVICE, MEMORY, LIBRARY = 0, 1, 2             -- luacheck: ignore
   local FULL, plugin = %s, ffi.load(%q)
-  io.stdout:setvbuf("no")                             -- otherwise a fork would write it again
-  ps.set_threads(1)                                   -- a fork does not have the other threads
+  io.stdout:setvbuf("no")                             -- otherwise a fork would write the buffer again
+  ps.set_threads(1)                                   -- a fork has only the forking thread
 
   local function forked(kind, nth, count, work, look)
     local reader, writer = unistd.pipe()
@@ -27,7 +28,7 @@ local WALK = ([[
       local calls = tonumber(plugin.ps_emu_fail_calls(kind, -1, 0))
       local fine, wrong = pcall(look, ok, tostring(why))
       print(fine and "calls " .. calls or "WRONG: " .. tostring(wrong) .. " AFTER: " .. tostring(why))
-      os.exit(0, true)                                -- including all work of closing
+      os.exit(0, true)                                -- includes all work of closing
     end
     unistd.close(writer)
     local text = {}
@@ -52,7 +53,7 @@ local WALK = ([[
   end
 ]]):format(tostring(lib.FULL), lib.PLUGIN)
 
--- For scripts: an engine whose chunks move between the host and the device, and that updates on both.
+-- For scripts: an engine whose chunks move between the host and the device, and whose updates run on both.
 local ENGINE = [[
   local gpt2, bytes = require "models.gpt2", require("spec.check_lib").bytes
   local function engine()
@@ -84,9 +85,9 @@ local function comes_to_its_end(script)
   assert.truthy(code == 0 and out:find("fine\n", 1, true), ("exit code %d: %s"):format(code, out))
 end
 
--- Checks the conditions after the device was abandoned: every error contains cause.
+-- Checks the state after the device was abandoned. Every error must contain `cause`.
 local GIVEN_UP = [[
-  -- The values that parameters have after each step of `work`.
+  -- The values that the parameters have after each step of `work`.
   local known, file = {}, os.tmpname()
   local function remember(f, at)
     for name, t in pairs(model:state_dict()) do
@@ -120,7 +121,7 @@ local GIVEN_UP = [[
         local good, problem = pcall(use)
         assert(not good and tostring(problem):find(GONE, 1, true), tostring(problem))
       end
-      -- In the middle of an update no values can be read. Otherwise all values that can be read are from one step.
+      -- During an update, no values can be read. Otherwise, all values that can be read are from one step.
       local whole, state = pcall(model.state_dict, model)
       assert(whole or tostring(state):find("step %d failed in its update %("), tostring(state))
       local of
@@ -131,7 +132,7 @@ local GIVEN_UP = [[
         assert(not good or (at and (not of or at == of)), name .. " has a value that it never had, or not then")
         of = at
       end
-      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host keeps working
+      assert((ps.ones({ 4 }) + 1):sum():item() == 8)                 -- the host still works
       model:close()
     end
   end
@@ -190,7 +191,7 @@ describe("when CUDA fails,", function()
       for _, count in ipairs { 1, 2, 1e9 } do
         assert(walk(MEMORY, count, 5, both, function(ok, why)
           assert(ok or why:find("cuda has no [%d.]+ MiB of memory in one piece, [%d.]+ MiB are free"), why)
-          if stage == "update" then return model:close() end         -- it is not known which parameters were updated
+          if stage == "update" then return model:close() end         -- it is unknown which parameters were updated
           if stage == "making" then both() end
           if stage == "gradients" then optimizer:zero_grad() end
           while #losses < 2 do one() end
@@ -213,7 +214,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
     if ranks.no_gloo() or not ranks.emulated() then return pending(ranks.no_gloo() or ranks.NO_EMULATED) end
     local counts = lib.FULL and 40 or 2
     for case = 1, 2 * counts do
-      local kind, share = case % 2 * 2, 0.95 * case / (2 * counts + 1)         -- of the calls in two steps
+      local kind, share = case % 2 * 2, 0.95 * case / (2 * counts + 1)  -- `counts` is the number of calls in two steps
       local began = os.time()
       local all = ranks.check(folder, 2, WALK .. ENGINE:gsub("memory = %b{},", "zero_optimization = { stage = 3 },")
         .. ([[
@@ -223,9 +224,8 @@ describe("when CUDA fails on one of two ranks that train together,", function()
         step()
         local calls = tonumber(plugin.ps_emu_fail_calls(%d, -1, 0))
         if rank == 1 then plugin.ps_emu_fail_calls(%d, math.floor(2 * calls * %g), 1) end
-        local function settle() ps.check(ps.C.ps_groups_settle()) end      -- calls return before their bytes have
-                                                                           -- arrived
-        -- More steps than were counted, because the time decides how often a thread asks about an exchange.
+        local function settle() ps.check(ps.C.ps_groups_settle()) end  -- waits for bytes that calls did not wait for
+        -- More steps than were counted, since the timing determines how often a thread checks an exchange.
         local ok, why = pcall(function() for _ = 1, 20 do step() end settle() end)
         why = tostring(why)
         assert(not ok, "no error")
@@ -234,7 +234,7 @@ describe("when CUDA fails on one of two ranks that train together,", function()
           assert(cause or (rank == 0 and text:find("rank 1 %%(%%S+%%) ended")), text)
         end
         told(why)
-        ok, why = pcall(settle)                                      -- this also ends the work under way
+        ok, why = pcall(settle)                                      -- this also ends the work in progress
         if not ok then told(tostring(why)) end
       ]]):format(kind, kind, kind, share), ranks.emulated())
       assert.truthy(os.time() - began < check.PROMPT_S, all[0].text)

@@ -21,8 +21,8 @@ end
 describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processor,"), function()
   it("normalise rows of every width, aligned or not, and compute their gradients", function()
     runs [[
-      -- rows, width, with add, with w. With bf16 a thread has 8 columns: 13 and 20 are not multiples of it, 2056 and
-      -- 4104 are large
+      -- Rows, width, with add, with w. With bf16 a thread has 8 columns; 13 and 20 are not multiples of 8, and 2056 and
+      -- 4104 are large.
       for _, case in ipairs { { 1, 24, true, true }, { 67, 40, false, true }, { 133, 96, true, false },
                               { 9, 1600, true, true }, { 5, 2056, true, true }, { 3, 4104, false, true },
                               { 21, 13, true, true }, { 10, 20, false, true } } do
@@ -62,7 +62,8 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
 
   it("sum the losses of a vocabulary in one pass over each row, or in several", function()
     runs [[
-      -- positions, words, width: 300 bf16 words are not a multiple of 16 bytes, 304 are; 131 positions need two panels
+      -- Positions, vocabulary size, width. 300 bf16 elements are not a multiple of 16 bytes, and 304 are. 131 positions
+      -- need two panels.
       for _, case in ipairs { { 131, 300, 16 }, { 9, 304, 8 }, { 140, 1003, 8 }, { 7, 21, 8 }, { 40, 5000, 8 } } do
         local N, V, C = unpack(case)
         for _, dtype in ipairs { "bf16", "fp32" } do
@@ -87,7 +88,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
         for _, dtype in ipairs { "bf16", "fp32", "fp64" } do
           local logits = ps.randn({ 6, V }, { dtype = dtype, device = "ref" }) * 4
           local target = ps.tensor({ 1, V - 1, -100, 0, 7, 5 }, { dtype = "int64", device = "ref" })
-          logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- all words except eight are excluded
+          logits:narrow(0, 4, 1):narrow(1, 8, V - 8):fill_(-math.huge)           -- excludes all but eight tokens
           logits:narrow(0, 5, 1):copy_(logits:narrow(0, 5, 1) - 200)
           local results = {}
           for _, device in ipairs { "ref", "cuda" } do
@@ -111,8 +112,8 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
 
   it("sum the gradients of table rows that few, many or all positions selected", function()
     runs [[
-      -- positions, rows, columns, and the number of positions that select row 3: it is hot from 65 on, and sorted
-      -- separately from 513 on
+      -- Positions, rows, columns, and the number of positions that select row 3. The row is hot from 65 positions on,
+      -- and sorted separately from 513 on.
       for _, case in ipairs { { 90, 40, 24, 0 }, { 200, 7, 16, 66 }, { 1500, 11, 40, 600 }, { 700, 5, 13, 700 } } do
         local n, V, C, same = unpack(case)
         local index = ps.randint(0, V, { n }, { dtype = "int32", device = "ref" })
@@ -127,7 +128,7 @@ describe("kernels of the device cuda" .. (cuda.REAL and "" or ", on the processo
             local function once() (ps.F.embedding(index:to(device), w) * dy:to(device)):sum():backward() end
             once()
             local first = w:grad():clone()
-            once()                                            -- adds to existing values
+            once()                                            -- the second call adds to existing values
             local wide = ps.ops.embedding_backward(index:to(device), dy:to(device), V, 0, ps.C.PS_F32)
             results[device] = { first, w:grad(), dtype ~= "fp64" and wide or nil }
           end

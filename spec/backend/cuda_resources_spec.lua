@@ -9,13 +9,13 @@ local paths = require "ps.paths"
 
 local FOLDER = paths.exe:match("^(.*)/[^/]*$") .. "/cuda"
 
--- The only kernels that may have stack frames: those with the ops of one element that are chosen at run time (of which
--- pow, sin and cos need local memory), sampling (a histogram of 16 sums), and some in fp64. Anything else must not.
+-- The only kernels that can have stack frames: kernels with elementwise ops that are selected at run time (pow, sin and
+-- cos need local memory), sampling (a histogram of 16 sums), and some fp64 kernels.
 local MAY_HAVE_FRAMES = { "flat_kernelI.*Lin1E", "any_kernelI", "sample_kernelI", "Id[Ed]", "IdLb" }
--- Some version of ptxas spills four registers to fit one more block on a multiprocessor. That does no harm.
+-- Some ptxas versions spill four registers to fit one more block on a multiprocessor, which is harmless.
 local FRAME = 16
 
---- Returns all kernels: {file, name (mangled), arch, registers, stack, spills}.
+--- Returns all kernels as {file, name (mangled), arch, registers, stack, spills}.
 local function kernels()
   local all = {}
   for file in lfs.dir(FOLDER) do
@@ -46,7 +46,7 @@ local function may_have_a_frame(name)
   return false
 end
 
---- Returns the architectures of each file's kernels, "FILE NAME" to "sm_80 sm_90".
+--- Returns the architectures of each kernel: "FILE NAME" -> "sm_80 sm_90".
 local function architectures(all)
   local of = {}
   for _, k in ipairs(all) do

@@ -12,7 +12,7 @@ local cuda = require "spec.cuda_lib"
 local BUILD, DRIVER, PLUGIN, REAL, FULL = cuda.BUILD, cuda.DRIVER, cuda.PLUGIN, cuda.REAL, cuda.FULL
 local HAS_DRIVER, child = cuda.HAS_DRIVER, cuda.child
 local it = it
-if REAL and not HAS_DRIVER then                -- all of them are listed, and each is excluded
+if REAL and not HAS_DRIVER then                -- all devices are listed, and each is excluded
   local listed = it
   it = function(name) listed(name, function() pending(cuda.lacks_kernels()) end) end
 end
@@ -27,7 +27,7 @@ local function needs_emulated(kernels)
   return why ~= nil
 end
 
---- Opening the device fails with a text that contains all these parts.
+--- Checks that opening the device fails with a message that contains all of these texts.
 local function says(env, ...)
   local out, code = child("local ok, err = pcall(ps.device, 'cuda') assert(not ok) print(tostring(err))", env)
   assert.equal(0, code, out)
@@ -152,7 +152,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
       end
       table.sort(missing)
       missing = table.concat(missing, " ")
-      -- The host performs the updates of optimizers other than Adam and SGD (docs/optimizers.md), and packed weights.
+      -- The host runs the updates of optimizers other than Adam and SGD (docs/optimizers.md), and ops on packed
+      -- weights.
       assert(missing == "adafactor_ adam8bit_ adam_bf16_ copy_to_tp counted_once expand lamb_ linear_packed lion_ "
         .. "muon_ permute remainder_join remainder_split_ reshape rmsprop_ scatter_to_tp slice to_device "
         .. "unpack", missing)
@@ -193,8 +194,7 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
 
   it("compute a GELU, its gradient and sums for biases within products, with ref's gradients", function()
     runs [[
-      -- rows, features, hidden features (cuBLASLt needs multiples of 8, its stand-in does not accept 23), biases,
-      -- out_in
+      -- Rows, features, hidden features (cuBLASLt needs multiples of 8, and its stand-in rejects 23), biases, out_in.
       for _, case in ipairs { { 33, 16, 32, true, 0 }, { 40, 24, 64, true, 1 }, { 20, 8, 48, false, 0 },
                               { 9, 12, 23, true, 0 }, { 17, 16, 30, true, 1 } } do
         local N, C, H, biases, out_in = unpack(case)
@@ -321,8 +321,8 @@ describe("the kernels of the device cuda" .. (REAL and "" or ", on the processor
   end)
 end)
 
--- For scripts: counts(fn) runs fn and returns the emulator's counts for that time: how often the host waited, copies
--- with memory that is not pinned, allocations, frees, and copies of any kind.
+-- For scripts: counts(fn) runs fn and returns the emulator's counts during the call: how often the host waited, the
+-- copies with memory that is not pinned, allocations, frees, and all copies.
 local COUNTS = ([[
   local ffi = require "ffi"
   ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
@@ -349,7 +349,7 @@ describe("a training step on cuda after the first one", function()
       local function check(what, step, waits, copies)
         step()
         step()
-        ps.ones({ 1 }, { device = "cuda" }):item()           -- the copies of the first step have ended
+        ps.ones({ 1 }, { device = "cuda" }):item()           -- waits for the copies of the first step
         local got = counts(step)
         local want = { waits = waits, pageable = 0, taken = 0, given_back = 0, copies = copies }
         for name, n in pairs(want) do
@@ -456,7 +456,8 @@ describe("a training step on cuda after the first one", function()
     if REAL then return pending("the emulator counts; a GPU does not") end
     runs(COUNTS .. [[
       local gpt2 = require "models.gpt2"
-      -- With the second setting, state is copied to the device for its update: chunks of two sizes replace each other.
+      -- With the second setting, state is copied to the device for its update, so that chunks of two sizes replace each
+      -- other.
       local rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 }
       for budget, speeds in pairs { ["700KiB"] = {}, ["560KiB"] = rates } do
         local model, opt = ps.initialize { quiet = true, config = { device = "cuda", bf16 = { enabled = true },

@@ -11,7 +11,7 @@ if lib.FULL then
 end
 if lib.REAL then MODES = { "as they are" } end
 
---- Returns a script that must reach its end, whatever the order of the work.
+--- Returns a script that must reach its end in any order of the work.
 local function always(name, script, env)
   for _, mode in ipairs(MODES) do
     it(("%s: %s"):format(mode, name), function()
@@ -24,7 +24,7 @@ local function always(name, script, env)
   end
 end
 
--- For scripts: the losses and parameters after steps on equal batches.
+-- For scripts: returns the losses and parameters after steps on equal batches.
 local TRAIN = [[
   local gpt2, bytes = require "models.gpt2", require("spec.check_lib").bytes
   local function train(config, steps, micros)
@@ -112,14 +112,14 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
       local back = there[i]:to("cpu")
       assert(back:min():item() == 2 * i and back:max():item() == 2 * i)
     end
-    for i = 1, 40 do                                                   -- small ones, through one slot
+    for i = 1, 40 do                                                   -- small copies through one slot
       local t = ps.full({ 5 }, i):to("cuda")
       assert((t + t):to("cpu"):sum():item() == 10 * i)
     end
   ]])
 
-  -- The host memory of large activations is pinned. Small ones then lie before the pages that are returned to the
-  -- system.
+  -- The host memory of large activations is pinned. Small activations are then located before the pages that are
+  -- returned to the system.
   always("host memory that goes back to the system is not unpinned under a copy beside it", [[
     local F, bytes = ps.F, require("spec.check_lib").bytes
     local w = ps.randn({ 48, 48 }, { device = "cuda" }):mul(0.1):keep():requires_grad(true)
@@ -142,7 +142,7 @@ describe("streams of the device cuda, " .. (lib.REAL and "on a GPU" or "emulated
         config = { device = "cuda", memory = { device = "1MiB", host = "1MiB" },
           rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 } } }:close()
     end
-    make_room()                                            -- from here on the device's rates are known
+    make_room()                                            -- from here on, the device's rates are known
     step(3650, ps.offload_activations)
     local want = step(1001, function(fn, ...) return fn(...) end)
     assert(step(1001, ps.offload_activations, make_room) == want)

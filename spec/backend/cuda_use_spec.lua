@@ -85,7 +85,7 @@ describe("on the device cuda", function()
         end
       end
       assert(#kernels == 6, #kernels)
-      local late = tonumber(asked - began) + 3e7                 -- nothing runs before the host waits for it
+      local late = tonumber(asked - began) + 3e7                 -- no work runs before the host waits for it
       for i, k in ipairs(kernels) do
         assert(k[2] > k[1], "a kernel takes time")
         assert(i == 1 or k[1] >= kernels[i - 1][2] - 2000, "kernels of a stream do not overlap")
@@ -131,7 +131,7 @@ describe("on the device cuda", function()
       local copies, ops, before = 0, 0, {}
       for _, e in ipairs(profile.traceEvents) do
         if e.cat == "copy" then copies = copies + 1 end
-        -- a stream does its work one after the other, so each direction has one track, and kernels have one
+        -- A stream runs its work in order, so each direction of copies has one track, and kernels have one.
         if e.cat == "copy" or (e.cat == "op" and e.tid ~= 0) then
           ops = ops + 1
           local name = e.cat == "op" and "op" or e.name
@@ -166,8 +166,7 @@ describe("on the device cuda", function()
       assert(math.abs(a - c) < 1e-4 and math.abs(b - d) < 1e-4, a .. " " .. c .. " " .. b .. " " .. d)
       assert(ps.fast_dtype("cuda") == "bf16" and ps.prefers_fused "cuda" and not ps.prefers_fused "cpu")
 
-      local function unpadded(device)                         -- dropout draws the same numbers there, by the rows'
-                                                              -- numbers
+      local function unpadded(device)  -- dropout draws the same numbers, which depend on the row index
         ps.manual_seed(3)
         local bert = require("models.bert").new("tiny", { task = "masked_lm", dropout = 0.2, unpad = true }):to(device)
         local seen = ps.tensor({ { 1, 1, 1, 1, 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0, 0, 0, 0, 0 },
@@ -175,7 +174,7 @@ describe("on the device cuda", function()
         local ids = ps.randint(1, 256, { 3, 9 }, { dtype = "int32" })
         local batch = { input_ids = ids:to(device), attention_mask = seen:to(device),
           labels = ps.where(seen:eq(1), ids, ps.full({ 1 }, -100, { dtype = "int32" })):to(device) }
-        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 needed rows, and 1 that fills the tile
+        assert(bert:batch_of(batch).rows:numel() == 16)     -- 15 needed rows, and 1 row that fills the tile
         local loss = bert(batch).loss
         loss:backward()
         return loss:item(), bert.bert.embeddings.word_embeddings.weight:grad():to "cpu"
@@ -211,8 +210,7 @@ describe("on the device cuda", function()
         there(x:to("cuda"), x:to("cuda")):backward()
         a:step()
         b:step()
-        near(here:state_dict(), there:state_dict(), 2e-3)     -- Adam turns the rounding error of a zero gradient into a
-                                                              -- large step
+        near(here:state_dict(), there:state_dict(), 2e-3)     -- Adam amplifies the rounding error of a zero gradient
         near(a:state_dict(here).tensors, b:state_dict(there).tensors, 1e-5)
         here:load_state_dict(there:state_dict())
         a:zero_grad()

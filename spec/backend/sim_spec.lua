@@ -103,7 +103,7 @@ describe("an op on sim has the cpu's bits:", function()
   end)
 end)
 
---- Returns a few steps of a small model: losses, and all parameters' bytes.
+--- Trains a small model for a few steps. Returns the losses and the bytes of all parameters.
 local function train(device, dtype, recompute)
   ps.manual_seed(4)
   local config = { vocab_size = 64, n_positions = 16, n_layer = 2, n_head = 2, n_embd = 32, resid_pdrop = 0.1 }

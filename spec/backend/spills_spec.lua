@@ -10,9 +10,9 @@ local BUILD = paths.exe:match("^(.*)/[^/]*$")
 local SETS = { "avx2", "avx512" }
 local FAMILIES = { "optim", "norm", "loss", "elementwise", "elementwise_copy", "attention", "reduce", "table",
   "dropout" }
--- At most this share of a loop's vector instructions may use the stack, which also holds constants.
+-- The largest fraction of a loop's vector instructions that can use the stack, which also holds constants.
 local SHARE = 0.3
--- Loops with fewer instructions are not a kernel's main loop, but tails and short rows.
+-- Loops with fewer instructions are tails and short rows, and not a kernel's main loop.
 local FEWEST = 16
 
 --- Returns the functions of an object file: {name, list of {address, text}}.
@@ -29,7 +29,7 @@ local function functions(path)
   return all
 end
 
---- Returns the innermost loops of a function, as first and last instruction. Loops that call functions are left out:
+--- Returns a function's innermost loops as first and last instruction. Loops that call functions are skipped, since
 --- they handle rows that end within a vector.
 local function loops(f)
   local at, found, inner = {}, {}, {}
@@ -62,7 +62,7 @@ local function count(f, l)
   return vectors, stack
 end
 
---- Returns whether a loop without vectors adds fp32 numbers one by one, and writes the sums back to memory.
+--- Returns whether a loop without vectors adds fp32 numbers one by one and writes the sums to memory.
 local function adds_in_memory(f, l)
   local adds, stores = false, false
   for i = l.first, l.last do
@@ -141,7 +141,7 @@ describe("machine code of the vector kernels", function()
     assert.equal("", table.concat(wrong, "\n"))
   end)
 
-  -- If a probe's loop did more than it counts, the rate would be too low.
+  -- If a probe's loop did more accesses than the probe counts, the rate would be too low.
   it("accesses memory in the bandwidth probe's loops as often as the probe counts", function()
     local why = obstacle()
     if why then return pending(why) end
@@ -162,7 +162,7 @@ describe("machine code of the vector kernels", function()
           found[("%d loads, %d stores, %d others"):format(loads, stores, others)] = true
         end
       end
-      -- Each stream that is written is read a second time, from the cache.
+      -- Each written stream is read a second time, from the cache.
       for _, streams in ipairs { { 2, 1 }, { 4, 3 }, { 4, 4 }, { 4, 0 } } do
         local reads, writes = unpack(streams)
         local want = ("%d loads, %d stores, 0 others"):format(reads + writes, writes)

@@ -8,8 +8,9 @@ local lib = require "spec.ranks_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- A model as BMTrain's users write it: everything in one forward, on a rank's own rows. Table and head are tied; blocks
--- get a mask with rows, a bias that trains and a number, and the loss also depends on the hidden states.
+-- A model in the style of BMTrain's users: everything is in one forward, on a rank's own rows. The embedding and the
+-- head are tied. Blocks get a mask with rows, a trained bias and a number, and the loss also depends on the hidden
+-- states.
 local SCRIPT = [[
   local pipe, tp, micros, level, dtype = PIPE, TP, MICROS, LEVEL, "DTYPE"
   local plain = { tensor_parallel = { sequence_parallel = false } }
@@ -56,13 +57,13 @@ local SCRIPT = [[
   bmt.save(model, folder .. "/begin.pt")
   bmt.init_parameters(model)
   bmt.load(model, folder .. "/begin.pt")
-  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })      -- approximately the gradient
+  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })      -- approximates the gradient
   local manager = bmt.optim.OptimManager { loss_scale = dtype ~= "fp32" and 64 or nil }
   manager:add_optimizer(optimizer)
   ps.manual_seed(9)
   local all = ps.randint(0, WORDS, { B, T }, { dtype = "int32" })
   local mask = ps.randint(0, 2, { B, T, T }, { dtype = "int32" })
-  local copies = bmt.world_size() / tp                       -- ranks with different rows
+  local copies = bmt.world_size() / tp                       -- number of ranks with different rows
   -- Samples are numbered along the pipeline first.
   local stage = math.floor(bmt.rank() * pipe / bmt.world_size())
   local number = (math.floor(bmt.rank() / tp) % (copies / pipe)) * pipe + stage
@@ -88,8 +89,8 @@ local SCRIPT = [[
   bmt.close()
 ]]
 
--- The listing of BMTrain's guide. It is followed by the calls that a list of several stages refuses before it waits
--- for another rank.
+-- The listing from BMTrain's guide, followed by calls that a list of several stages rejects before it waits for another
+-- rank.
 local GUIDE = [[
   begin { pipe_size = pipe, num_micro_batches = 2 }
   local SomeTransformerBlock = nn.class("SomeTransformerBlock", bmt.DistributedModule)
@@ -127,7 +128,7 @@ local GUIDE = [[
   manager:step()
   assert(math.abs(guide.param[0][256]:item() - (256 / 1024 - 0.5)) < 1e-6, "Adam's first step is lr")
   bmt.save(guide, folder .. "/guide.pt")
-  -- inputs of the blocks there: 2 x - 1 and 4 x - 3, for x = 700 / 1024
+  -- the blocks' inputs are 2 x - 1 and 4 x - 3, for x = 700 / 1024
   local saved = ps.load(folder .. "/guide.pt")
   for i, want in ipairs { 1.5, 2.5 } do
     assert(math.abs(saved[("module_list.%d.scale"):format(i)][700]:item() - want) < 1e-6)
@@ -182,8 +183,7 @@ local function off(a, b)
   return (a - b):abs():amax():item() / math.max(1e-30, b:abs():amax():item())
 end
 
--- Prints losses, norms, the bits at the beginning, updates that are approximately gradients, and the values that are
--- saved at the end.
+-- Prints losses, norms, the initial bits, updates that are approximately gradients, and the values saved at the end.
 local function compare(size, layout, numbers, begin, first, last)
   local got, its_begin, its_first, its_last = run(size, layout)
   local what = ("%d ranks, pipe %d, tp %d, dp %d: "):format(size, layout.pipe, layout.tp or 1,
@@ -223,7 +223,7 @@ describe("ps.bmt in stages", function()
         local optimizer = bmt.optim.AdamOffloadOptimizer(model:parameters(), { lr = 1e-2 })
         local manager = bmt.optim.OptimManager()
         manager:add_optimizer(optimizer)
-        ps.manual_seed(7 + stage)                            -- rows of its own
+        ps.manual_seed(7 + stage)                            -- each stage has different rows
         print(select(2, pcall(function()
           for step = 1, 3 do
             manager:zero_grad()

@@ -10,7 +10,8 @@ local check = require "spec.check_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- A model of two blocks on six rows, which are divided among the ranks. It prints losses and norms, and writes a file.
+-- Trains a model of two blocks on six rows, which are divided among the ranks. The script prints losses and norms, and
+-- writes a file.
 local SCRIPT = [[
   local dtype, levels = "DTYPE", { BLOCKS }
   begin { zero_level = LEVEL }
@@ -61,7 +62,7 @@ local SCRIPT = [[
   bmt.close()
 ]]
 
--- blocks: the zero_level of each block, as text.
+-- `blocks` is the zero_level of each block, as text.
 local function run(size, level, dtype, blocks)
   local numbers, all = bmtrain.run(folder, size, (SCRIPT:gsub("LEVEL", level):gsub("DTYPE", dtype)
     :gsub("BLOCKS", blocks or "")))
@@ -82,7 +83,7 @@ describe("ps.bmt on several ranks", function()
   for dtype, case in pairs(CASES) do
     it("trains like one process, with the same bits at each level of ZeRO and of blocks: " .. dtype, function()
       local want, _, values = run(1, 3, dtype)
-      local bits = {}                                            -- by number of ranks
+      local bits = {}                                            -- number of ranks -> bits
       for _, layout in ipairs(case) do
         local size, level, blocks = unpack(layout)
         local numbers, bytes, own = run(size, level, dtype, blocks)
@@ -110,7 +111,7 @@ describe("ps.bmt on several ranks", function()
       end
       function Net:forward(x) return self.blocks(x) end
       for _, levels in ipairs { { 3, 3 }, { 2, 2 }, { 3, 2 }, { 2, 3 } } do
-        begin { config = { chunk_size = 1024 } }                   -- so that each weight is a chunk
+        begin { config = { chunk_size = 1024 } }                   -- makes each weight a chunk
         local model, manager = Net(levels), bmt.optim.OptimManager()
         manager:add_optimizer(bmt.optim.AdamOptimizer(model:parameters()))
         local group, sent = ps.mesh.group "world", nil
@@ -129,7 +130,7 @@ describe("ps.bmt on several ranks", function()
         sent[levels] = (sent[levels] or 0) + tonumber(bytes)
       end
     end
-    -- The last block is the first one in backward, so it would not be dropped in between at any level.
+    -- The last block is the first one in backward, so no level would free it in between.
     assert(sent["2 2"] < sent["3 3"] and sent["2 3"] < sent["3 2"])
   end)
 
@@ -143,7 +144,7 @@ describe("ps.bmt on several ranks", function()
       for loss in text:gmatch "| loss: ([%d.]+)" do losses[#losses + 1] = tonumber(loss) end
       return losses, text
     end
-    -- After 100 steps, ranks compare the state that they must have in common.
+    -- After 100 steps, ranks compare the state that must be equal.
     local losses, text = losses_of(2, "--iters 101 --dtype bf16 --save gpt.safetensors")
     assert(#losses == 11 and losses[3] < losses[1] - 0.5, text)
     local n = 0

@@ -15,7 +15,7 @@ local function near(want, got, bound, what)
   assert(off <= bound, ("%s: %.17g, expected %.17g, off by %.3g"):format(what or "", got, want, off))
 end
 
--- Returns a manager with one optimizer over a model.
+-- Returns a manager with one optimizer for a model.
 local function trains(model, options, more)
   local optimizer = bmt.optim.AdamOptimizer(model:parameters(), options)
   local manager = bmt.optim.OptimManager(more)
@@ -34,7 +34,7 @@ describe("BMTrain's guide", function()
     return x * self.scale + self.shift
   end
 
-  -- Steps 2 and 3 differ from the listing before them in the lines that a user replaces. model() is 8 x - 7.
+  -- Steps 2 and 3 differ from the preceding listing in the lines that a user replaces. model() computes 8 x - 7.
   local function check(model, names)
     assert.same(names, (function()
       local list = {}
@@ -54,7 +54,7 @@ describe("BMTrain's guide", function()
   local NAMES = { "param", "module_list.0.scale", "module_list.0.shift", "module_list.1.scale", "module_list.1.shift",
     "module_list.2.scale", "module_list.2.shift" }
 
-  -- Returns the listing of step 2, with the list of modules and the lines that call it, which step 3 replaces.
+  -- Returns the listing of step 2, with the list of modules and the lines that call it, both of which step 3 replaces.
   local function listing(list_of, call)
     local MyModule = nn.class("MyModule", bmt.DistributedModule)
     function MyModule:init()
@@ -99,8 +99,9 @@ describe("training", function()
   end
   function Fit:forward(x) return x:matmul(self.w:unsqueeze(-1)):squeeze(-1) + self.v end
 
-  -- torch.optim.Adam(lr, betas = (0.8, 0.9), eps = 1e-6, weight_decay = 0.1) of PyTorch 2.15 in float64, with
-  -- clip_grad_norm_(2.0) and Noam's rates from start_lr 0.05, warmup_iter 3: loss and norm of each step, and the end.
+  -- Expected loss and norm of each step, and final values, from torch.optim.Adam(lr, betas = (0.8, 0.9), eps = 1e-6,
+  -- weight_decay = 0.1) of PyTorch 2.15 in float64, with clip_grad_norm_(2.0) and Noam's rates from start_lr 0.05 and
+  -- warmup_iter 3.
   local WANT = { { 10.5751953125, 10.66779353229412 }, { 10.5751953125, 10.66779353229412 },
     { 10.393810056566224, 10.554631489584994 }, { 10.037465090149766, 10.328876130493015 },
     { 9.519044909459437, 9.991865469567895 }, { 9.08573551170941, 9.701940344875414 } }
@@ -122,7 +123,7 @@ describe("training", function()
           if part == 1 then fails(function() manager:step() end, "1 of the 2 backwards", "gradient_accumulation") end
           local n = 4 / parts
           local d = model(X:narrow(0, part * n, n)) - Y:narrow(0, part * n, n)
-          local loss = (d * d):mean() / parts                    -- a script accumulates gradients, as with BMTrain
+          local loss = (d * d):mean() / parts  -- the script accumulates gradients itself, as with BMTrain
           manager:backward(loss)
           sum = sum + bmt.sum_loss(loss):item()
         end
@@ -162,8 +163,8 @@ describe("training", function()
       assert.equal("fp32", saved:dtype())
       for i = 1, 3 do
         local m, v, w = 0, 0, ({ 1, -2, 3 })[i]
-        -- Gradients are the same in each step, so the values of AdamW (Loshchilov and Hutter) can be computed by
-        -- formula. The eps of clipping is added to the scaled norm.
+        -- The gradients are the same in each step, so a formula gives the values of AdamW (Loshchilov and Hutter). The
+        -- eps of clipping is added to the scaled norm.
         for t = 1, 5 do
           local scale, lr = scales[t], t < 3 and 0 or 0.01
           local grad = g[i] / (norm + 256 / scale)
@@ -196,7 +197,7 @@ describe("training", function()
     assert.equal(2, rates.num_iter)
     assert.equal(2 ^ 15, manager.loss_scale)
     assert.same({ 0, -3 }, model.w:tolist())                     -- two steps of 0.5
-    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- also by clip_grad_norm, which reads the norm first
+    local x = ps.full({ 2 }, 3, { dtype = "fp16" })              -- also for clip_grad_norm, which reads the norm first
     manager:backward(model(x))
     assert.equal(math.huge, manager:clip_grad_norm(optimizer.param_groups, 1))
     manager:step()
@@ -259,7 +260,7 @@ describe("training", function()
         fails(function() manager:clip_grad_norm(second.param_groups, 1) end, "once per step", "group 2")
         if step == 1 then
           manager:step()
-          local function updated(g) return 0.5 * g / (g + 1) end             -- Adam's first step, with eps = 1
+          local function updated(g) return 0.5 * g / (g + 1) end  -- Returns Adam's first update with eps = 1.
           near(0.5 - updated(0.5 / math.sqrt(3)), model.w[0]:item(), 1e-6, "w")
           near(0.125 - updated(both and 0.25 or 1), model.v[0]:item(), 1e-6, "v")
         end
@@ -300,7 +301,8 @@ describe("training", function()
 end)
 
 describe("schedules", function()
-  -- L = 0.01, w = 7, e = 40, at these iterations; numbers of Python's floats by the formulas of BMTrain's files.
+  -- Expected rates for L = 0.01, w = 7, e = 40 at these iterations, computed with Python's floats by the formulas in
+  -- BMTrain's files.
   local AT = { 0, 1, 6, 7, 8, 23, 40, 41 }
   local WANT = {
     NoDecay = { 0, 0.0014285714285714286, 0.008571428571428572, 0.01, 0.01, 0.01, 0.01, 0.01 },
@@ -406,7 +408,7 @@ describe("blocks", function()
   it("fill parameters by init_method, and list them by group", function()
     local Net = nn.class("Net", bmt.DistributedModule)
     function Net:init()
-      self.block = bmt.CheckpointBlock(nn.Linear(2, 2))          -- parameters that do not belong to bmt
+      self.block = bmt.CheckpointBlock(nn.Linear(2, 2))          -- its parameters were not created by bmt
       self.a = bmt.DistributedParameter(ps.zeros { 3 }, { group = "delta", requires_grad = false,
         init_method = bmt.ParameterInitializer(nn.init.uniform_, 4, 5) })
     end
@@ -423,7 +425,7 @@ describe("blocks", function()
 end)
 
 describe("FusedCrossEntropy", function()
-  -- Values of torch.nn.functional.cross_entropy of PyTorch 2.15 in float64.
+  -- Expected values from torch.nn.functional.cross_entropy of PyTorch 2.15 in float64.
   local LOGITS = ps.tensor { { 1, -2, 0.5, 3 }, { 0.25, 0, -1, 2 }, { 2, 2.5, -0.5, 1 }, { 0, 0, 1, -1 } }
   local TARGET = ps.tensor({ 2, -100, 1, 3 }, { dtype = "int64" })
   local WEIGHT = ps.tensor { 1, 2, 0.5, 4 }
@@ -496,7 +498,7 @@ describe("files", function()
         bmt.save(model, weights .. ".end.pt")
         local want = ps.load(weights .. ".end.pt")
         os.remove(weights .. ".end.pt")
-        for _, late in ipairs { false, true } do               -- loaded before the model's first call, or after it
+        for _, late in ipairs { false, true } do               -- loaded before or after the model's first call
           local other, its = begin(dtype, 2)
           if late then go_on(other, its, 1, 1) else other:eval() end
           bmt.load(other, weights)

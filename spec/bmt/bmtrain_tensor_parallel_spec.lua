@@ -8,7 +8,7 @@ local lib = require "spec.ranks_lib"
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- The model of BMTrain's example (attention, feed-forward, GPT), with the lines that it needs for tp_size > 1.
+-- The model in BMTrain's example (attention, feed-forward, GPT), with the lines that tp_size > 1 requires.
 local GPT = [[
   local config = bmt.config
   begin { config = CONFIG, tp_size = TP_SIZE, zero_level = LEVEL }
@@ -91,7 +91,7 @@ local GPT = [[
   if bmt.world_size() == 1 then
     bmt.init_parameters(model)
     bmt.save(model, folder .. "/filled.pt")
-    local state = ps.load(folder .. "/filled.pt")          -- biases are 0 there, and will change
+    local state = ps.load(folder .. "/filled.pt")          -- biases are initially 0, so other values are set
     for _, t in pairs(state) do ps.no_grad(function() t:add_(ps.randn(t:shape()) * 0.1) end) end
     ps.save(state, folder .. "/begin.pt")
   else
@@ -100,7 +100,7 @@ local GPT = [[
   end
   bmt.load(model, folder .. "/begin.pt")
   local loss_func = bmt.loss.FusedCrossEntropy { ignore_index = -100, parallel = true }
-  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })   -- approximately the gradient
+  local optimizer = bmt.optim.AdamOptimizer(model:parameters(), { lr = 1, eps = 1 })   -- approximates the gradient
   local manager = bmt.optim.OptimManager()
   manager:add_optimizer(optimizer)
   ps.manual_seed(9)
@@ -127,7 +127,7 @@ local GPT = [[
   bmt.close()
 ]]
 
--- Single layers: values and gradients of all options, against a product with the whole weight.
+-- Single layers: values and gradients with all options, compared with a product with the whole weight.
 local LAYERS = [[
   begin { config = CONFIG, tp_size = 2, zero_level = 0 }
   local SEQUENCE = WANTED
@@ -144,7 +144,7 @@ local LAYERS = [[
   end
   local function leaf(x) return x:detach():clone():requires_grad(true) end
 
-  -- Returns the gradients of a layer's parameters against those of the whole ones.
+  -- Compares the gradients of a layer's parameters with those of the whole parameters.
   local function check_grads(layer, whole, what)
     for name, p in layer:named_parameters() do
       local got, desc, want = p:grad():clone(), shard.of(p), whole[name]:grad()
@@ -197,7 +197,7 @@ local LAYERS = [[
     check_grads(layer, whole, what)
   end end end
 
-  -- Returns the table: indices and rows of [n] and [B, T], and logits of them with their loss.
+  -- Checks the embedding: indices and rows of [n] and [B, T], and their logits with the loss.
   local function rows(x) return SEQUENCE and part(x, x:dim() - (x:is_float() and 2 or 1)) or x end
   for _, shape in ipairs { { 4 }, { 3, 4 } } do
     local what = #shape .. " dimensions"
@@ -229,7 +229,7 @@ local LAYERS = [[
     end
   end
 
-  -- Dropout of this rank's own rows of one sample: `part` says which they are.
+  -- Dropout of this rank's rows of one sample. `part` selects the rows.
   local rng = ps.rng()
   rng.op = 0
   local mask = F.dropout(ps.ones { 1, 8, 4 }, 0.5)
@@ -237,7 +237,7 @@ local LAYERS = [[
   local x = part(ps.ones { 1, 8, 4 }, 1)
   near(F.dropout(x, 0.5, true, { first = rank * x:numel(), per_sample = t * x:numel() }), part(mask, 1), "dropout")
 
-  -- The sums over ranks, and the defaults.
+  -- Checks the sums over ranks, and the defaults.
   local norm, alike = nn.LayerNorm(4), bmt.DistributedParameter(ps.ones { 4 }, { tp_mode = true })
   assert(shard.is_partial(norm.weight) == SEQUENCE and not shard.is_partial(alike))
   local row, column = bmt.nn.RowParallelLinear(4, 6), bmt.nn.ColumnParallelLinear(4, 6)
@@ -253,7 +253,7 @@ local LAYERS = [[
 
 local function run(size, script, names)
   local numbers, all = bmtrain.run(folder, size, (script:gsub("%u[%u_]+", names)))
-  for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- gradient of the whole table
+  for words, mean, std in all[0].text:gmatch "row (%S+) (%S+) (%S+)" do           -- gradient of the whole embedding
     numbers[#numbers + 1], numbers[#numbers + 2] = tonumber(words), tonumber(mean) + 1
     numbers[#numbers + 1] = tonumber(std)
   end
@@ -267,7 +267,7 @@ local function near(got, want, tol, what)
   assert(off <= tol, ("%s is off by %g"):format(what, off))
 end
 
--- Losses, norms, gradients and values of the same samples on one rank and on several.
+-- Compares losses, norms, gradients and values for the same samples on one rank and on several ranks.
 local function compare(size, level, config, samples)
   local function names(tp) return { TP_SIZE = tp, LEVEL = level, CONFIG = config, SAMPLES = samples } end
   local want = run(1, GPT, names(1))

@@ -9,7 +9,7 @@ local ps = require "ps"
 local check_lib = require "spec.check_lib"
 local lib = require "spec.tokenizer_lib"
 
--- Calls fn with arguments; it must fail with an error that contains `want`.
+-- Calls fn with arguments, which must fail with an error that contains `want`.
 local function fails(fn, want, ...)
   local args = { ... }
   return check_lib.fails(function() return fn(unpack(args)) end, want)
@@ -103,7 +103,7 @@ describe("a chat template", function()
 
   it("prints the requested date", function()
     assert.equal("26 Jul 2024", render("{{ strftime_now('%d %b %Y') }}", { date = "2024-07-26" }))
-    fails(render, "date = '2024-02-31': YYYY-MM-DD expected", "x", { date = "2024-02-31" })
+    fails(render, "date = '2024-02-31': it must be YYYY-MM-DD", "x", { date = "2024-02-31" })
   end)
 end)
 
@@ -192,8 +192,8 @@ describe("a chat template that is wrong", function()
 
   it("names data that are not a conversation", function()
     fails(render, "messages: the conversation has no message", "x", {}, "[]")
-    fails(render, "messages: a list of messages expected", "x", {}, '{"role": "user"}')
-    fails(render, "messages[1]: an object with role and content expected, got str", "x", {}, '["hi"]')
+    fails(render, "messages: it must be a list of messages", "x", {}, '{"role": "user"}')
+    fails(render, "messages[1]: it is a str; it must be an object with role and content", "x", {}, '["hi"]')
     fails(render, "messages: not JSON: line 2, byte 2: the key 'a' occurs twice", "x", {}, '[{"a": 1,\n "a": 2}]')
     fails(render, "nested over 200 levels deep", "x", {}, ("["):rep(300))
     fails(render, "a string is not valid UTF-8", "x", {}, { { role = "user", content = "\255" } })
@@ -356,7 +356,7 @@ describe("a tokenizer's chat template", function()
       tok:apply_chat_template(HI, { tokenize = false, add_generation_prompt = true }))
   end)
 
-  -- How often each special token occurs in the ids of a conversation, by a template.
+  -- Counts how often each special token occurs in the ids of a conversation that a template renders.
   local function specials(tok, source, messages, options)
     options = options or {}
     options.chat_template = source
@@ -402,7 +402,7 @@ describe("a tokenizer's chat template", function()
     assert.same({ 260, 256, 261, 256, 261 }, shown)
     assert.equal(256, trained_ids[1])
     assert.equal(261, trained_ids[#trained_ids])
-    assert.equal(9, #trained_ids)                          -- Hi, seven bytes that spell <|end|>, and the end token
+    assert.equal(9, #trained_ids)                          -- "Hi", seven bytes that spell <|end|>, and the end token
   end)
 end)
 
@@ -420,7 +420,7 @@ describe("random texts as templates", function()
     local rendered = 0
     for i = 1, 4000 do
       local parts = {}
-      if i % 2 == 0 then                                   -- a template with a few bytes changed
+      if i % 2 == 0 then                                   -- a template with a few changed bytes
         local source = CHATML
         for _ = 1, math.random(3) do
           local at = math.random(#source)

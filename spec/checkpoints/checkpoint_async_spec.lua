@@ -36,13 +36,13 @@ describe("saving in the background", function()
     local at, seconds = checkpoints.wait()
     assert.equal(path("then.safetensors"), at)
     assert.truthy(seconds > 0 and seconds < 60)
-    assert.truthy(read(path("now.safetensors")) == read(at))            -- the same bytes, whichever thread wrote them
+    assert.truthy(read(path("now.safetensors")) == read(at))  -- the bytes do not depend on the thread that wrote them
     assert.equal(nil, checkpoints.wait())
     local before = used()
     _, text = said(function() save "again.safetensors" end)
     assert.equal("", text)
     assert.equal(before, used())
-    checkpoints.save(path("now.safetensors"), run)                     -- without async: waits, and releases the memory
+    checkpoints.save(path("now.safetensors"), run)                     -- without async, waits and releases the memory
     assert.truthy(lfs.attributes(path("again.safetensors")))
     assert.truthy(used() <= before - 3 * 301 * 3 * 4)
   end)
@@ -51,7 +51,7 @@ describe("saving in the background", function()
     for _, sharded in ipairs { false, true } do
       local run, last = new(), 0
       for number = 1, 30 do
-        step(run, number)                                              -- commits what is complete
+        step(run, number)                                              -- commits the complete checkpoint
         local newest = checkpoints.find(folder)
         if newest then
           local at = tonumber(newest:match("step%-(%d+)"))
@@ -65,7 +65,7 @@ describe("saving in the background", function()
       end
       checkpoints.wait()
       assert.equal(30, checkpoints.load(folder, run).step)
-      local deadline = ps.now() + 200                                  -- steps commit, without a call of wait
+      local deadline = ps.now() + 200                                  -- steps commit without a call of wait
       step(run, 31)
       checkpoints.save(folder, { model = run.model, optimizer = run.optimizer, async = true, shards = sharded,
         quiet = true })
@@ -95,9 +95,9 @@ describe("saving in the background", function()
   it("is counted in an engine's budgets, whose chunks make room, and changes no number", function()
     local gpt2 = require "models.gpt2"
     local x = ps.tensor({ { 1, 2, 3, 4, 5, 6, 7, 8 } }, "int32")
-    -- Returns the losses of 6 steps; each step from the third on is saved.
+    -- Trains 6 steps, and saves each step from the third on. Returns the losses.
     local function train(host, options)
-      jit.flush()                                  -- compiled traces may hold tensors of an earlier test
+      jit.flush()                                  -- compiled traces can hold tensors of an earlier test
       ps.collect()
       ps.manual_seed(7)
       local model, optimizer = ps.initialize { quiet = true, config = { plan_print = false, chunk_size = 4096,

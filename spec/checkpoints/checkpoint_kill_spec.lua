@@ -7,13 +7,13 @@ local lib = require "spec.ranks_lib"
 local paths = require "ps.paths"
 
 local KILLS = os.getenv "PS_FULL" == "1" and 200 or 6
-local STEPS = 100                                          -- steps of a whole run; then another run begins
+local STEPS = 100                                          -- number of steps in a run; then another run begins
 
--- Trains, saving each step, and notes each loss. Arguments: folder, log, "none" or async and form.
+-- Trains, saves each step, and records each loss. Arguments: folder, log, "none" or async, and form.
 local TRAIN = [[
   local ffi = require "ffi"
   ffi.cdef "unsigned alarm(unsigned seconds);"
-  ffi.C.alarm(60)                                          -- ranks that hang are ended
+  ffi.C.alarm(60)                                          -- ends ranks that hang
   local ps = require "ps"
   local folder, log, how = arg[1], arg[2], arg[3]
   local checkpoints = ps.checkpoints
@@ -64,14 +64,14 @@ local function lines(name)
   return list
 end
 
--- A small generator, since LuaJIT's has shared state.
+-- A small random generator, since LuaJIT's generator has shared state.
 local function draw(n)
   seed = (seed * 16807) % 2147483647
   return seed % n
 end
 
--- Starts `size` ranks. Kills those of `victims` (a list of ranks, in this order) `seconds` after the log has `noted`
--- lines, so that the speed of the machine does not matter. The others must end by themselves.
+-- Starts `size` ranks. Kills the ranks in `victims`, in this order, `seconds` after the log has `noted` lines, so that
+-- the test does not depend on the machine's speed. The other ranks must end by themselves.
 local function start(size, how, noted, seconds, victims)
   os.remove(folder .. "/rendezvous")
   local parts = {}
@@ -95,7 +95,7 @@ local function start(size, how, noted, seconds, victims)
   return codes
 end
 
--- Compares the lines from `from` on. Returns the last step and whether the run was complete.
+-- Compares the lines from `from` on. Returns the last step, and whether the run was complete.
 local function check_log(from, exact)
   local list, last, over = lines(folder .. "/log"), 0, false
   for i = from, #list do
@@ -125,7 +125,8 @@ end)
 teardown(function() os.execute(("rm -r '%s'"):format(folder)) end)
 
 describe("a run that is killed", function()
-  -- The losses of a run without kills, of one process and of several (whose sums are rounded differently).
+  -- Records the losses of runs without kills, of one process and of several processes, whose sums are rounded
+  -- differently.
   before_each(function()
     os.execute(("rm -rf '%s/run' '%s/log'"):format(folder, folder))
     assert.equal(0, start(1, "none")[0])
@@ -146,8 +147,8 @@ describe("a run that is killed", function()
         local how = (draw(2) == 0 and "async " or "") .. (draw(2) == 0 and "folder" or "file")
         local victims = { draw(size) }
         if draw(2) == 0 then for rank = 0, size - 1 do victims[#victims + 1] = rank end end
-        -- The time begins after the run's first step. In one of four runs it begins at the start, or, since the others
-        -- wait for a rank that never comes, when all ranks have joined.
+        -- The delay begins after the run's first step. In one of four runs it begins at the start or, since the other
+        -- ranks would wait for a rank that never arrives, when all ranks have joined.
         local noted = draw(4) > 0 and from + 1 or size > 1 and from or 0
         local codes = start(size, how, noted, draw(300) / 1000, victims)
         for rank = 0, size - 1 do
@@ -165,7 +166,7 @@ describe("a run that is killed", function()
     end)
     if not ok then error(("PS_KILL_SEED=%d: %s"):format(began, tostring(problem)), 0) end
     assert.truthy(resumed > kills / 4, ("only %d of %d got as far as a step"):format(resumed, kills))
-    assert.equal(0, start(1, "file")[0], io.open(folder .. "/out0"):read("*a"))    -- and runs to its end
+    assert.equal(0, start(1, "file")[0], io.open(folder .. "/out0"):read("*a"))    -- and runs to the end
     -- A run that was killed after its last step only has to end.
     local _, last, over = check_log(from, exact)
     assert.truthy(over and (last == STEPS or last == 0 and reached == STEPS))

@@ -16,7 +16,8 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- Code after lib.begin, and for this process: an engine of a small model, and its contents, a line for each tensor.
+-- Code for the ranks after lib.begin and for this process. It creates an engine with a small model, and returns its
+-- contents with a line for each tensor.
 local COMMON = [[
   local gpt2 = require "models.gpt2"
   local ffi, C = ps.ffi, ps.C
@@ -52,7 +53,7 @@ local COMMON = [[
 ]]
 local engine_of, lines_of = assert(loadstring("local ps = require 'ps'\n" .. COMMON .. "return engine_of, lines_of"))()
 
--- Ranks that load a checkpoint, print their contents, and save it.
+-- Code for ranks that load a checkpoint, print their contents, and save them.
 local SCRIPT = [[
   local model, optimizer = engine_of(stage, pp)
   local found = ps.checkpoints.load(from, { model = model, optimizer = optimizer })
@@ -62,7 +63,7 @@ local SCRIPT = [[
 ]]
 
 -- Runs the ranks. Returns the sorted lines of all ranks without duplicates, and whether each rank had some but not all
--- of them.
+-- of the lines.
 local function through(size, pp, stage, from, to)
   local out = lib.check(folder, size, ("local pp, stage, from, to = %d, %d, %q, %q\n"):format(pp, stage, from, to)
     .. COMMON .. SCRIPT)
@@ -128,7 +129,7 @@ local function write_index(path, index)
   write(path .. "/index.json", ('{"xxh3_64":"%s"'):format(bit.tohex(C.ps_xxh3('"' .. text, #text + 1), 16)) .. text)
 end
 
--- Makes a folder of a checkpoint with tensors by rank. about: further fields of each file.
+-- Writes a checkpoint's folder with the tensors of each rank. `about` has additional fields for each file.
 local function write_files(path, version, by_rank, about)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank, tensors in ipairs(by_rank) do
@@ -164,7 +165,7 @@ describe("the index of a checkpoint", function()
     assert.equal(3, checkpoints.load(path, { model = other }).step)
     assert.equal(check.bytes(model.weight), check.bytes(other.weight))
     assert.equal(check.bytes(model.bias), check.bytes(other.bias))
-    assert.equal(1, tonumber(ps.rng().offset))                   -- another number of ranks: rank 0's state
+    assert.equal(1, tonumber(ps.rng().offset))                   -- with another number of ranks, the state is rank 0's
     write_index(path, index { checksums = { weight = sums.bias, bias = sums.bias } })
     fails({ "weight", "checksum" }, function() checkpoints.load(path, { model = other }) end)
     write_index(path, index { weight_map = { weight = names.weight, bias = names.bias, more = names.bias } })

@@ -16,8 +16,8 @@ local function write(name, text)
   f:close()
 end
 
--- Runs a script as `size` ranks at once. The script has `folder`, `group`, `rank`, `size`, and the further arguments
--- in `arg`. Returns the output and exit code of each rank.
+-- Runs a script as `size` ranks. The script has `folder`, `group`, `rank` and `size`, and additional arguments in
+-- `arg`. Returns each rank's output and exit code.
 local function run(size, script, ...)
   local words = {}
   for i = 1, select("#", ...) do words[i] = ("%q"):format(tostring((select(i, ...)))) end
@@ -31,7 +31,8 @@ local function run(size, script, ...)
   ]]):format(folder, table.concat(words, ", "), folder) .. script)
 end
 
--- The same, but every rank must succeed. `row(what)` returns the text that rank 0 printed after "what ".
+-- Runs a script like `run`, and checks that every rank succeeds. `row(what)` returns the text that rank 0 printed after
+-- "what ".
 local function works(size, script, ...)
   local out = run(size, script, ...)
   for rank = 0, size - 1 do assert.equal(0, out[rank].code, out[rank].text) end
@@ -48,9 +49,9 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 after_each(function() os.execute(("rm -rf '%s'/*"):format(folder)) end)
 
--- Trains from the newest checkpoint to step arg[1], and saves there; arg: step, async, "all" to save each step, ZeRO's
--- stage. The run has every kind of state: fp16 with a changing loss scale, a schedule, dropout, shuffled data, two
--- micro-batches per step, frozen parameters, a buffer.
+-- Trains from the newest checkpoint to step arg[1], and saves there. arg: step, async, "all" to save each step, the
+-- ZeRO stage. The run has every kind of state: fp16 with a changing loss scale, a schedule, dropout, shuffled data, two
+-- micro-batches per step, frozen parameters, and a buffer.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
   local last, async, each, stage = tonumber(arg[1]), arg[2] == "async", arg[3] == "all", tonumber(arg[4] or 0)
@@ -84,7 +85,7 @@ local TRAIN = [[
       add(model:state_dict())
       add(optimizer:state_dict(model).tensors)
     end)
-    -- If ranks own their state: all ranks together have each tensor once.
+    -- If ranks own their state, all ranks together have each tensor once.
     local together, seen = {}, {}
     for _, text in ipairs(require("ps.dist.agree").texts(size > 1 and group or nil, table.concat(list, ";"))) do
       for row in text:gmatch("[^;]+") do
@@ -151,7 +152,7 @@ describe("a checkpoint of several processes", function()
       local out = works(size, TRAIN, 2 * i, i % 2 == 0 and "async" or "sync", "-", case[2])
       for rank = 0, size - 1 do
         local loaded = rows(out[rank].text, "loaded")[1]
-        assert.equal(before, loaded, out[rank].text)                   -- every rank has everything that was saved
+        assert.equal(before, loaded, out[rank].text)                   -- every rank has all saved values
       end
       local saved = rows(out[0].text, "saved")[1]
       before = saved:match("^%d+ %x+")
@@ -213,7 +214,7 @@ describe("a checkpoint of several processes", function()
       print(("case %s|%s|%s"):format(name, tostring(ok), (tostring(problem):gsub("\n", " // "))))
       group:barrier()
     end
-    -- On rank 0, while the others wait.
+    -- Runs a shell command on rank 0 while the other ranks wait.
     local function shell(command)
       group:barrier()
       if rank == 0 then assert(os.execute(("cd '%s' && %s"):format(folder, command)) == 0) end
@@ -233,7 +234,7 @@ describe("a checkpoint of several processes", function()
     return found
   end
 
-  -- wanted: name -> parts of the message that every rank must have, or true: it works.
+  -- Checks the cases. wanted: name -> texts that every rank's message must contain, or true if the case must succeed.
   local function check_cases(out, size, wanted)
     local found = cases(out, size)
     for name, parts in pairs(wanted) do
@@ -359,7 +360,7 @@ describe("a checkpoint of several processes", function()
     local out = works(3, MODEL .. [[
       step()
       checkpoints.save(folder .. "/whole", parts)
-      -- Like the engine if parameters are sharded: each rank passes the tensors that it owns.
+      -- As in the engine with sharded parameters, each rank passes the tensors that it owns.
       local owner = {}
       for i, row in ipairs(require("ps.nn.handle").of(model).built.list) do
         row.owner = (i * i) % 3
@@ -410,7 +411,7 @@ describe("a checkpoint of several processes", function()
     local owned = io.open(folder .. "/owned.safetensors"):read("*a")
     assert.truthy(#whole > 20000)
     assert.truthy(whole == owned)
-    -- Returns the tool makes exactly the file that one process would have written.
+    -- Runs the tool, which must create exactly the file that one process would have written.
     local function merge(arguments)
       return check.shell(("cd '%s' && '%s' '%s' %s"):format(folder, paths.exe, tool, arguments))
     end
@@ -434,7 +435,7 @@ describe("a checkpoint of several processes", function()
       assert.equal(1, code, arguments .. ": " .. text)
       assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)
     end
-    text, code = merge "owned --out again.safetensors"     -- the refused calls left it intact
+    text, code = merge "owned --out again.safetensors"     -- the failed calls left it intact
     assert.equal(0, code, text)
     assert.truthy(whole == io.open(folder .. "/again.safetensors"):read("*a"))
   end)
@@ -464,7 +465,7 @@ describe("a checkpoint of several processes", function()
     out = works(2, MODEL .. [[
       local agree = require "ps.dist.agree"
       local async = with { async = true }
-      local function alone(name)                           -- wait, while no other rank can be reached
+      local function alone(name)                           -- waits, since no other rank can be reached
         local gather = group.all_gather
         rawset(group, "all_gather", function() error("the network is down", 0) end)
         local ok, problem = pcall(checkpoints.wait)

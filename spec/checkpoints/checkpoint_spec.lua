@@ -52,7 +52,7 @@ describe("a checkpoint's bytes", function()
     file:close()
     local wanted = values(run)
     step(run, 2)
-    -- like another program that rewrites the file: the checksums are lost
+    -- like another program that rewrites the file without the checksums
     safetensors.save(path("other.safetensors"), tensors, { format = "pt", psluajit = text })
     fails(function() checkpoints.load(path("other.safetensors"), run) end, "it has no checksums", "verify = false")
     checkpoints.load(path("other.safetensors"), { model = run.model, optimizer = run.optimizer, verify = false })
@@ -65,7 +65,7 @@ describe("a checkpoint's bytes", function()
     write(path("other.safetensors"), "")
     local damaged = flipped(read(at), #read(at) - 1)
     write(at, damaged)
-    fails(function() ps.load(at) end, "tensor '", at)                -- ps.load compares, too
+    fails(function() ps.load(at) end, "tensor '", at)                -- ps.load also compares checksums
     assert.truthy(ps.load(at, { verify = false }))
   end)
 end)
@@ -140,7 +140,7 @@ describe("a folder of checkpoints", function()
       save("", "10, 20")                                               -- run A
       save("", "15")                                                   -- run B
       local good = read(path "step-00000015.safetensors")
-      for _, header in ipairs { false, true } do                       -- `latest` also names the run
+      for _, header in ipairs { false, true } do                       -- `latest` also contains the run
         damage(15, header)
         said(function()
           fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "damaged",
@@ -159,7 +159,7 @@ describe("a folder of checkpoints", function()
       damage(17)
       assert.falsy(pcall(loaded))
 
-      -- Older checkpoints, which name no run, count as one run.
+      -- Older checkpoints contain no run and count as one run.
       for _, number in ipairs { 16, 17 } do os.remove(path(("step-%08d.safetensors"):format(number))) end
       for _, number in ipairs { 10, 15 } do
         local name = path(("step-%08d.safetensors"):format(number))
@@ -194,7 +194,7 @@ describe("a folder of checkpoints", function()
       fails(function() checkpoints.load(folder, run) end, "holds no checkpoint that can be used", "step-00000001.saf",
         "step-00000002.saf")
     end)
-    assert.equal(was, values(run))                                     -- nothing was half loaded
+    assert.equal(was, values(run))                                     -- nothing was partly loaded
     fails(function() checkpoints.load(path("nothing"), run) end, "holds no checkpoint")
     assert.equal(nil, checkpoints.find(path("nothing")))
   end)
@@ -224,7 +224,7 @@ describe("a folder of checkpoints", function()
       fails(function() call(folder) end, "cannot tell which checkpoint of ", "is the newest", "Too many levels")
     end
     os.remove(path("latest"))
-    assert(lfs.mkdir(path("latest")))                      -- a folder opens, but cannot be read
+    assert(lfs.mkdir(path("latest")))                      -- a folder can be opened, but not read
     fails(function() checkpoints.find(folder) end, "cannot tell which checkpoint of ", "/latest: ", "directory")
     assert(lfs.rmdir(path("latest")))
     run.shards = true
@@ -277,7 +277,7 @@ describe("a folder of checkpoints", function()
       saved(run, 1, { shards = form == "folder", extra = extra })
       local back = checkpoints.load(folder, { model = run.model }).extra
       assert.equal(-math.huge, 1 / back.zero)
-      -- compares numbers by ==, so bit for bit except for the sign of 0
+      -- compares numbers with ==, which is bit for bit except for the sign of 0
       assert.same(extra, back)
     end)
   end
@@ -320,7 +320,7 @@ describe("a folder of checkpoints", function()
     assert.equal(2, from.step)
     assert.equal(after[2], values(run))
     assert.truthy(text:find("step-00000002", 1, true), text)
-    saved(run, 1, { shards = true })                        -- and the next save removes it
+    saved(run, 1, { shards = true })                        -- the next save removes it
     assert.equal("latest step-00000001 step-00000003", names(folder))
   end)
 
@@ -347,7 +347,7 @@ describe("a save that fails", function()
   local MODES = { file = {}, folder = { shards = true }, ["file, async"] = { async = true },
     ["folder, async"] = { async = true, shards = true } }
 
-  -- In a save of step 2, fails the nth request that `switch` counts, for every n. Step 1 must stay valid.
+  -- Makes the nth request that `switch` counts fail during a save of step 2, for every n. Step 1 must remain valid.
   local function walk(options, switch, off, left)
     local run, failed = new(), 0
     local after = saved(run, 1, options)
@@ -374,7 +374,7 @@ describe("a save that fails", function()
       assert.falsy(names(folder):find("tmp", 1, true), names(folder))
       local from, told = said(function() return checkpoints.load(folder, run) end)
       assert.equal("", told)
-      -- a failed sync after `latest` comes after the commit
+      -- a sync that fails after `latest` is after the commit
       if ok then assert.equal(2, from.step) end
       assert.equal(after[from.step], values(run))
       if from.step == 1 then step(run, 2) end

@@ -61,7 +61,7 @@ end
 
 local function write_raw(name, ...) check.write_strided(path(name), ...) end
 
--- Returns a value with tensors as "type [shape] bytes", to be compared.
+-- Converts a value for comparison. Tensors become "type [shape] bytes".
 local function shown(value)
   if ps.is_tensor(value) then
     return ("%s [%s] %s"):format(value:dtype(), table.concat(value:shape(), ","), check.bytes(value))
@@ -71,7 +71,7 @@ local function shown(value)
   return copy
 end
 
--- Merging by its definition: tables are updated in the order of ranks.
+-- Merges by the definition: tables are updated in rank order.
 local function update(into, from)
   for key, value in pairs(from) do
     local both = type(value) == "table" and type(into[key]) == "table" and not ps.is_tensor(value)
@@ -88,7 +88,7 @@ local function random_tensor()
   return (ps.randn(shape) * 50):to(TYPES[math.random(#TYPES)])
 end
 
--- Returns a part of a state as a rank would save it: tensors, tables of tensors by number and by name, plain values.
+-- Returns a part of a state as a rank would save it: tensors, lists and tables of tensors, and plain values.
 local function part(rank, n)
   local state = { ["layer." .. rank] = { exp_avg = random_tensor(), step = rank }, version = 3, name = "x\255" }
   for i = 1, math.random(0, 6) do state[("h.%d.w%d"):format(i, rank)] = random_tensor() end
@@ -154,7 +154,7 @@ describe("tools/merge.lua", function()
         assert.equal(check.bytes(values:reshape(columns, rows):t()), check.bytes(ps.load(path("x." .. to)).w))
         os.remove(path("x." .. to))
       end
-      merges("--pattern=d-*.pt --num=2 --strict --force")   -- strided and dense ones are the same
+      merges("--pattern=d-*.pt --num=2 --strict --force")   -- strided and dense tensors are equal
       ps.save({ w = values:reshape(rows, columns) }, path "d-1.pt")
       fails({ "'w', a tensor, differs between" }, "--pattern=d-*.pt --num=2 --strict --out y.pt")
     end
@@ -275,7 +275,7 @@ describe("tools/merge.lua", function()
       write("c-1.pt", bad)
       fails({ "c-1.pt" }, "--pattern=c-*.pt --num=3")
     end
-    write("c-1.pt", read "s-1.safetensors")                -- recognised by its contents
+    write("c-1.pt", read "s-1.safetensors")                -- recognized by its contents
     merges("--pattern=c-*.pt --num=3")
     os.remove(path "c-merged.pt")
     write("s-1.safetensors", read("s-1.safetensors"):sub(1, -2))

@@ -7,7 +7,8 @@ local paths = require "ps.paths"
 
 local MI, GIB = 1024 * 1024, 1024 ^ 3
 
--- Random numbers of its own, so that a failure repeats: whole numbers in [low, high].
+-- Returns a random generator with separate state, so that a failure can be repeated. It returns whole numbers in [low,
+-- high].
 local function generator(seed)
   local state = seed * 7919 + 1
   return function(low, high)
@@ -80,7 +81,7 @@ describe("packing", function()
       local options = { uniform = random(0, 1) == 1, lookback = ({ nil, 0, 2 })[random(1, 3)] }
       local made = pack.pack(entries, random(1024, 200000), options)
       local home = check(entries, made, options)
-      if not options.uniform then                       -- next fit: tensors that share a chunk are in order
+      if not options.uniform then                       -- next fit keeps tensors that share a chunk in order
         local newest = {}
         for i in ipairs(entries) do
           local chunk = home[i]

@@ -25,11 +25,11 @@ local function tight(changes)
   return setting
 end
 
--- Returns about the smallest host budget under which the case trains, and the number of smaller ones that were
--- refused.
+-- Returns approximately the smallest host budget under which the case trains, and the number of smaller budgets that
+-- were rejected.
 local function fit(case, setting)
   local refused = L.fit(setting, function() L.run(case, setting) end)
-  setting.memory.host = setting.memory.host + 8 * KIB      -- a repeated step may find one or two more pages in use
+  setting.memory.host = setting.memory.host + 8 * KIB      -- a repeated step can use one or two more pages
   return refused
 end
 
@@ -129,7 +129,7 @@ describe("budgets that are too small", function()
   end)
 end)
 
--- One step of a case from initialize on, interrupted by what `arm` sets up. `data` are its batches.
+-- Runs one step of a case from initialize on, interrupted by the fault that `arm` sets up. `data` are the batches.
 local function interrupted(case, setting, arm)
   local run = { stage = "initialize" }
   ps.manual_seed(case.seed)
@@ -161,8 +161,8 @@ local function state_after(run)
   return { out = {}, state = state }
 end
 
--- Tries a fault at each place n of `arm(n)` until a place is not reached. After an error before the update the step
--- must be repeatable with the same bits; `again`: how often an earlier error may still be reported.
+-- Tries a fault at each point n with `arm(n)` until a point is not reached. After an error before the update, the step
+-- must be repeatable with the same bits. `again` is how often an earlier error can still be reported.
 local function walk(case, setting, arm, reached, names, options)
   local want = state_after(interrupted(case, setting))
   local counts = { survived = 0, initialize = 0, forward = 0, backward = 0, step = 0 }
@@ -224,7 +224,7 @@ describe("a failing disk", function()
     local chosen = {}
     for key, value in pairs(setting) do chosen[key] = value end
     for key, value in pairs(changes) do chosen[key] = value end
-    -- A failed transfer is named in the error; an interrupted one, which is continued, has no effect.
+    -- The error names a failed transfer. An interrupted transfer is continued and has no effect.
     local last = 0
     return walk(small(), chosen, function(nth)
       last = nth
@@ -277,7 +277,7 @@ end)
 describe("memory that cannot be allocated", function()
   local function reached() return C.ps_test_fail_alloc_left() < 0 end
 
-  -- Returns the walk over requests: reached() must be called before failures are switched off again.
+  -- Returns the walk over requests. reached() must be called before failures are disabled.
   local function walk_alloc(case, setting, count, stride)
     local hit
     local off = C.ps_test_fail_alloc
@@ -295,7 +295,7 @@ describe("memory that cannot be allocated", function()
     return counts
   end
 
-  -- Thousands of requests are made: a share of them, or all with PS_FULL=1.
+  -- There are thousands of requests. A fraction of them is tested, or all with PS_FULL=1.
   local r = L.random(4)
   local function sparse() return os.getenv("PS_FULL") and 1 or r.int(1, 40) end
 

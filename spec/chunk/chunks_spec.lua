@@ -10,15 +10,15 @@ local L = dofile((arg[0]:match("^(.*)/[^/]*$") or ".") .. "/chunks_lib.lua")
 
 local CASES = check_lib.lower_set and 32 or 96
 local PER_CASE = 3
--- Several micro-batches per step in budgets that hardly hold them: {seed, settings}. These planned steps used to be
--- refused half way.
+-- Several micro-batches per step in budgets that they barely fit: {seed, settings}. These planned steps used to fail
+-- halfway.
 local TIGHT = { { 1008, 4 }, { 1096, 2 }, { 1289, 1 }, { 1376, 6 } }
 local ONLY = tonumber(os.getenv("PS_CHUNKS_SEED") or "")
 
 local folder
 
--- If its first step was planned, a step must not be refused half way. (With recompute, many small tensors live during
--- backward until Lua's collector runs: their pages of 4 KiB need more than a plan of 600 KiB leaves.)
+-- If its first step was planned, a step must not fail halfway. (With recompute, many small tensors live during backward
+-- until Lua's collector runs. Their pages of 4 KiB need more memory than a plan of 600 KiB leaves.)
 local function check_refusals(case, refusals)
   if case.recompute or case.model == "asking" or case.model == "changing" then return end
   for _, text in ipairs(refusals) do
@@ -71,7 +71,7 @@ describe("chunks", function()
   for _, tight in ipairs(TIGHT) do
     it("are refused before a step or not at all: seed " .. tight[1], function() same_under_settings(unpack(tight)) end)
   end
-  -- Budgets that grow from far too small: the first accepted one is the least that a plan accepts.
+  -- Budgets that grow from far too small. The first accepted budget must be the smallest one that a plan accepts.
   it("are refused before a step or not at all, in the smallest budgets that a plan allows", function()
     local refused = 0
     for seed = 401, 408 do
@@ -223,7 +223,7 @@ describe("chunks", function()
     end
   end)
 
-  -- Two micro-batches against one batch of both: ignored targets are distributed unevenly.
+  -- Compares two micro-batches with one batch of both. Ignored targets are distributed unevenly.
   it("weigh micro-batches by their targets", function()
     local function train(accumulate, memory)
       ps.manual_seed(3)

@@ -62,7 +62,7 @@ end)
 describe("a step that does not fit", function()
   local KIB = 1024
 
-  -- Returns a case under a budget: the run, and how large its chunks were at first and at the end.
+  -- Runs a case under a budget. Returns the run, and the chunk sizes at the beginning and at the end.
   local function run(case, setting)
     local sizes, was = {}, ps.initialize
     ps.initialize = function(...)
@@ -81,8 +81,8 @@ describe("a step that does not fit", function()
     return result, sizes
   end
 
-  -- Returns the least budgets in which the case trains: with chunks of the size that the search chooses in large
-  -- budgets, and with smaller chunks if those do not fit. The engine can compensate for the difference.
+  -- Returns the smallest budgets in which the case trains: with the chunk size that the search chooses in large
+  -- budgets, and with smaller chunks if larger ones do not fit. The engine can compensate for the difference.
   local function least(case, setting)
     local _, sizes = run(case, setting)
     local function fit(chunk_size)
@@ -176,7 +176,7 @@ describe("a step that does not fit", function()
     text, size = step { host = 300, rows = 90 }
     assert.truthy(text:find("smaller chunks do not help: there is room for no chunk at all", 1, true), text)
     assert.equal(20480, size)
-    -- Room next to other tensors for some chunks, but not for the 126 KiB of the largest parameter's set.
+    -- There is room next to other tensors for some chunks, but not for the 126 KiB of the largest parameter's set.
     local large = { host = 400, rows = 110, model = "large" }
     local _, _, short = step(large)
     assert.same({ "OP_CHUNKS", "host" }, { short.sub, short.tier })
@@ -185,7 +185,7 @@ describe("a step that does not fit", function()
     assert.truthy(text:find("with its optimizer state needs 126.0 KiB", 1, true), text)
   end)
 
-  -- The engine survives one failure, since it collects and tries again; two failures in a row are errors.
+  -- The engine survives one failure, since it collects garbage and retries. Two failures in a row are errors.
   it("continues, or is refused and the engine closed, if memory runs out while chunks are made again", function()
     local closed, went_on, was = 0, 0, rechunk.split
     for n = 0, 600, os.getenv "PS_FULL" and 1 or 75 do
@@ -231,7 +231,7 @@ describe("a step that does not fit", function()
       end
       local KIB, refused = 1024, 0
       for _, device in ipairs { "cpu", "sim" } do
-        -- least: first an initial budget, then that of the previous stage
+        -- least: first an initial budget, then the previous stage's budget
         local want, least = nil, 700 * KIB
         for stage = 0, 3 do
           for _, tight in ipairs(want and { true } or { false, true }) do

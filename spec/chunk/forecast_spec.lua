@@ -6,8 +6,8 @@ local ps = require "ps"
 local inner = require("ps.nn.handle").of
 local gpt2 = require "models.gpt2"
 
--- Trains two steps. Returns the plan's forecast for the tier that computes, and the most bytes that it held in
--- addition to chunks.
+-- Trains two steps. Returns the plan's forecast for the tier that computes, and the largest number of bytes that the
+-- tier held in addition to chunks.
 local function peaks(options, config, rows)
   ps.collect()
   ps.manual_seed(3)
@@ -46,7 +46,7 @@ describe("the forecast of other tensors in a plan", function()
     ["recompute"] = { { vocab_size = 6000, recompute = true }, { bf16 = { enabled = true } } },
   } do
     it("is the memory that a step holds: " .. name, function()
-      case[2].memory = { host = "60MiB" }                  -- of which the plan may not use 120 KiB
+      case[2].memory = { host = "60MiB" }                  -- the plan must not use 120 KiB of it
       local said, held = peaks(case[1], case[2], 8)
       assert.truthy(said >= held, ("%d said, %d held"):format(said, held))
       assert.truthy(said <= held * 1.01 + 2 ^ 18, ("%d said, %d held"):format(said, held))

@@ -99,7 +99,7 @@ describe("activations on the host", function()
   end
   local function plain(fn, ...) return fn(...) end
 
-  -- Loss and gradients of a forward under `mode`, with `call` for each block; and the memory that it used.
+  -- Returns the loss and gradients of a forward under `mode`, with `call` for each block, and the memory that it used.
   local function run(mode, call)
     ps.manual_seed(3)
     collect()

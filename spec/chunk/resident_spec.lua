@@ -31,7 +31,7 @@ describe("budgets that hold the state only together", function()
           error(("%s\ncase    %s\nsetting %s"):format(problem, L.text(case), L.text(setting)), 0)
         end
         if result.resident > 0 then stayed = stayed + 1 end
-        -- With less than that, the work space of kernels exceeds what plans reserve for it.
+        -- With less memory, the kernels' workspace exceeds what plans reserve for it.
         local roomy = (setting.memory.device or setting.memory.host) >= 512 * KIB
         if roomy and not case.recompute and case.model ~= "asking" and case.model ~= "changing" then
           for _, text in ipairs(refusals) do
@@ -62,7 +62,7 @@ describe("a model that neither the device nor the host holds", function()
     return ps.initialize { model_func = make, config = config, quiet = true }
   end
 
-  -- Runs steps first .. last. Returns the losses as bytes.
+  -- Runs steps `first` to `last`. Returns the losses as bytes.
   local function steps(model, optimizer, first, last)
     local losses = {}
     for step = first, last do
@@ -92,7 +92,8 @@ describe("a model that neither the device nor the host holds", function()
     ps.collect()
   end)
 
-  --- Trains six steps. Returns the forecast of a step, and the chunks fetched without a plan in the last two.
+  --- Trains six steps. Returns the forecast of a step, and the number of chunks fetched without a plan in the last two
+  --- steps.
   local function train(memory, changes)
     local model, optimizer = open(memory, changes)
     local seen = {}

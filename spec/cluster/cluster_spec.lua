@@ -7,16 +7,16 @@ local paths = require "ps.paths"
 
 local no_gloo = require("spec.ranks_lib").no_gloo()
 local here = paths.root .. "/spec/cluster"
-local ABSENT = 77                         -- exit code of a script in this folder that cannot start its program here
-local LIMIT_S = 100                       -- seconds of a run, which end one that hangs
--- time-out of groups that must end for another reason, so that it is never reached
+local ABSENT = 77  -- exit code of a script in this folder that cannot start its program on this machine
+local LIMIT_S = 100                       -- seconds after which a run that hangs is ended
+-- time-out of groups that must end for another reason before it is reached
 local FAR_S = 10 * LIMIT_S
 local folder
 
 local function sh(command) return os.execute(command .. " >/dev/null 2>&1") == 0 end
 local function has(program) return sh("command -v " .. program) end
 
--- A process namespace, as root or as a user who may be root in a namespace of his own. All processes of a run end with
+-- Starts a process namespace, as root or as a user who can be root in a new namespace. All processes of a run end with
 -- it.
 local contained = ""
 for _, user in ipairs { "", "--map-root-user " } do
@@ -31,12 +31,12 @@ local function write(name, text)
   return folder .. "/" .. name
 end
 
--- Variables for every script.
+-- Functions and variables for every script.
 local FUNCTIONS = [[
   free_port() { $PSLUAJIT -e 'print((assert(require("ps.launch.port").free())))'; }
 ]]
 
---- Runs a shell script, with the command `before` before its shell. Returns its output and exit code.
+--- Runs a shell script. The command `before` precedes its shell. Returns its output and exit code.
 ---@param script string
 ---@param before? string
 local function run(script, before)
@@ -59,7 +59,7 @@ local function losses(text)
   return list
 end
 
-local one                                  -- the losses of one process
+local one                                  -- the losses of a run with one process
 
 local function as_one(text, source, size)
   local got = losses(text)
@@ -68,7 +68,7 @@ local function as_one(text, source, size)
   assert.matches(("source %s, %d ranks\n"):format(source, size), text, 1, true)
 end
 
---- Tests a training by `command` that needs `program`.
+--- Tests training that is started with `command`, which needs `program`.
 local function trains(name, program, source, command)
   it(name, function()
     if not has(program) then
@@ -108,15 +108,15 @@ describe("a training", function()
     trains("Slurm's srun", "slurmctld", "Slurm", "$HERE/one_node_slurm.sh srun -n 2 --overcommit $PSLUAJIT $TRAIN")
     trains("Slurm's srun with PMI-2", "slurmctld", "PMI",
       "$HERE/one_node_slurm.sh srun --mpi=pmi2 -n 2 --overcommit $PSLUAJIT $TRAIN")
-    -- With output to files: without that, Debian's torchrun 1.13 fails under its own Python 3.11.
+    -- Output is redirected to files. Otherwise Debian's torchrun 1.13 fails under its own Python 3.11.
     local TORCHRUN = "torchrun --no_python --nproc_per_node 2 --monitor_interval 1 -r 1 -t 1 --log_dir $MARKS/logs "
     trains("torchrun", "torchrun", "torchrun", TORCHRUN .. "--standalone $PSLUAJIT $TRAIN")
     trains("torchrun with an address", "torchrun", "torchrun",
       TORCHRUN .. "--master_addr 127.0.0.1 --master_port $(free_port) $PSLUAJIT $TRAIN")
   end)
 
-  -- Both ranks raise the same error, then only one of them. A shell keeps each rank for a while, since launchers end
-  -- the other ranks at once.
+  -- Both ranks raise the same error, then only one of them does. A shell keeps each rank alive for a while, since
+  -- launchers end the other ranks at once.
   describe("whose script fails prints the error once:", function()
     setup(function()
       write("fail.lua", [[
@@ -170,8 +170,8 @@ describe("a training", function()
       return
     end
 
-    --- `alpha` and `beta` run at once, each on its host; then `middle`. Returns the output and exit code of each, and
-    --- the number of bytes that alpha received over the link.
+    --- Runs `alpha` and `beta` at the same time, each on its host, and `middle` afterwards. Returns the output and exit
+    --- code of each, and the number of bytes that alpha received over the link.
     local function two(alpha, beta, middle)
       write("alpha.sh", alpha)
       write("beta.sh", beta)
@@ -197,7 +197,7 @@ describe("a training", function()
       return two(command:format(variables, 0, options), command:format(variables, 1, options), middle)
     end
 
-    -- Waits until each of two ranks has trained for some steps.
+    -- Waits until both ranks have trained for some steps.
     local TRAINING = "for r in 0 1; do for _ in $(seq 400); do [ -e rank.$r ] && break; sleep 0.05; done; done; "
 
     for stage = 0, 3 do

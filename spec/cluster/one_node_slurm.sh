@@ -10,7 +10,7 @@ stop() {
   for name in slurmd slurmctld munged; do
     pid=$(cat "$dir/$name.pid" 2>/dev/null) && kill "$pid" 2>/dev/null
   done
-  for _ in 1 2 3 4 5 6 7 8 9 10; do                       # they write their state, and remove their pid files
+  for _ in 1 2 3 4 5 6 7 8 9 10; do                       # lets them write their state and remove their pid files
     [ -e "$dir/slurmd.pid" ] || [ -e "$dir/slurmctld.pid" ] || [ -e "$dir/munged.pid" ] || break
     sleep 0.3
   done

@@ -39,8 +39,8 @@ local SCRIPT = [[
     met = true
     faults[FAULT]()
   end
-  -- C performs B, W and REDUCE before it reaches an event: signals arrive in the middle of them; memory and disk fail
-  -- from the previous event on.
+  -- C performs B, W and REDUCE before it reaches an event. Signals arrive during them, and memory and disk fail from
+  -- the previous event on.
   local IN_C = { B = C.PS_ACT_INPUT, W = C.PS_ACT_WEIGHT, REDUCE = C.PS_ACT_REDUCE }
   local own = {}
   for _, kind in pairs(IN_C) do own[kind] = true end

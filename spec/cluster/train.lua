@@ -35,7 +35,7 @@ local from, to = math.floor(rank * ROWS / size), math.floor((rank + 1) * ROWS / 
 for step = 1, hurt and 1e6 or STEPS do
   local x = ps.randint(0, 256, { ROWS, SEQ }, { dtype = "int32" })
   local y = ps.randint(0, 256, { ROWS, SEQ }, { dtype = "int32" })
-  for i = 0, step % SEQ do y[{ 0, i }] = -100 end             -- ranks differ in their number of targets
+  for i = 0, step % SEQ do y[{ 0, i }] = -100 end             -- ranks have different numbers of targets
   x, y = x:narrow(0, from, to - from), y:narrow(0, from, to - from)
   optimizer:zero_grad()
   local loss = model(x, y)

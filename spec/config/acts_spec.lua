@@ -59,7 +59,7 @@ local function train(settings, class)
   assert(ok, problem)
 end
 
--- Calls visit(name, row) for every honoured key. The name of a schedule's parameter includes the schedule.
+-- Calls visit(name, row) for every supported key. The name of a schedule's parameter includes the schedule.
 local function each_honoured(visit)
   for _, section in ipairs(schema.sections) do
     for _, row in ipairs(section[3]) do

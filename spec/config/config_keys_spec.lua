@@ -5,7 +5,7 @@ local config = require "ps.config"
 local schema = require "ps.config.schema"
 local doc = require "ps.config.doc"
 
--- DeepSpeed's keys, by section.
+-- DeepSpeed's keys by section.
 local DEEPSPEED = {
   [""] = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     .. "steps_per_print wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last log_level "
@@ -73,7 +73,7 @@ local DEEPSPEED = {
   eigenvalue = "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
 }
 
--- Every row of the schema.
+-- Calls visit for every row of the schema.
 local function each_row(visit)
   for _, section in ipairs(schema.sections) do
     for _, row in ipairs(section[3]) do visit(row, section) end
@@ -113,7 +113,8 @@ describe("the schema", function()
     end)
   end)
 
-  -- {a = {b = value}} for a path, with the other keys that the section needs: a schedule needs steps for its warm-up.
+  -- Returns {a = {b = value}} for a path, with the other keys that the section requires. For example, a schedule
+  -- requires its warm-up steps.
   local function written(row, section, value)
     local out = { [row.key] = value }
     if section.of then

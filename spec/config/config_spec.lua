@@ -8,7 +8,7 @@ local json = require "ps.config.json"
 local GIB = 1024 ^ 3
 local examples = paths.root .. "/spec/config/"
 
--- Returns the message with which config.read fails.
+-- Returns the message of config.read's error.
 local function failure(given, options)
   local ok, message = pcall(config.read, given, options)
   assert(not ok, "this should have been refused")
@@ -32,7 +32,7 @@ local function with_file(suffix, text, run)
   if not ok then error(why, 0) end
 end
 
--- "{a={b=1}}" from "a.b" and 1.
+-- Returns "{a={b=1}}" for "a.b" and 1.
 local function nested(path, value)
   local out = value
   local names = {}
@@ -76,7 +76,7 @@ describe("config files", function()
     has(failure(examples .. "hf_auto.json", { auto = { total_num_steps = "many" } }), "total_num_steps", '"many"')
   end)
 
-  -- Sizes of a read configuration: stages, parts of layers, data-parallel processes times rows.
+  -- Returns the sizes in a configuration: stages, tensor-parallel ranks, and data-parallel processes times rows.
   local function sizes(raw, world, asked)
     local cfg = config.read(raw, { later = true, world_size = world, asked = asked })
     return { cfg.pipeline.stages, cfg.tensor_parallel.size, cfg.train_batch_size or 0,
@@ -208,7 +208,7 @@ describe("config files", function()
     } do
       with_file(".json", case[1], function(path) has(failure(path), path .. ":", case[2]) end)
     end
-    local library = require "cjson"                        -- what a script decoded itself is the same
+    local library = require "cjson"                        -- a table that the script decoded is the same
     local text = '{"gradient_clipping": null, "activation_checkpointing": {"number_checkpoints": null}}'
     with_file(".json", text, function(path) assert.same(config.read(path), (config.read(library.decode(text)))) end)
     local value = json.decode('{"a":[1,-2.5e3,true,null,"\\u00e9\\ud83d\\ude00\\n"],"b":{},' ..

@@ -30,7 +30,7 @@ function Net:forward(x)
   return F.cross_entropy(self.out(h):reshape(-1, 256), x:reshape(-1))
 end
 
--- Merges settings over others; a table replaces the entries of a table one by one.
+-- Merges settings over other settings. Tables are merged entry by entry.
 local function over(base, more)
   local out = {}
   for key, value in pairs(base) do out[key] = value end
@@ -41,14 +41,14 @@ local function over(base, more)
   return out
 end
 
--- { a = { b = value } } of "a.b".
+-- Returns { a = { b = value } } for "a.b".
 local function nested(path, value)
   for name in path:reverse():gmatch("[^.]+") do value = { [name:reverse()] = value } end
   return value
 end
 
--- Opens an engine with these settings, calls see(model, optimizer) and closes it. Returns the result of see, or the
--- error's text. The output meanwhile is collected in `printed`, which replaces the result if `see` is `printed`.
+-- Opens an engine with these settings, calls see(model, optimizer) and closes it. Returns see's result, or the error's
+-- text. The output is collected in `printed`, which replaces the result if `see` is `printed`.
 local printed = {}
 local function run(settings, see, width)
   ps.manual_seed(7)
@@ -85,7 +85,7 @@ end
 -- -- observations ----------------------------------------------------------------------------------------------
 local see = {}
 
---- Returns all values after some steps, as bytes.
+--- Returns all values after some steps as bytes.
 function see.values(model, optimizer)
   train(model, optimizer, 3)
   local all = {}
@@ -93,16 +93,16 @@ function see.values(model, optimizer)
   return all
 end
 
---- Bytes of all chunks.
+--- Returns the bytes of all chunks.
 function see.state_bytes(model) return tonumber(inner(model).built.state_bytes) end
 
---- Returns whether a step that gives no gradient to a layer can end.
+--- Returns whether a step can end in which a layer gets no gradient.
 function see.forgotten(model, optimizer)
   model:backward((model.module.out.weight * 2):sum())
   return (pcall(optimizer.step, optimizer))
 end
 
---- Updates after four micro-batches of two rows.
+--- Returns the number of updates after four micro-batches of two rows.
 function see.updates(model, optimizer)
   for _ = 1, 4 do
     model:backward(model(batch()))
@@ -120,7 +120,7 @@ function see.overlap(model, optimizer)
   return after ~= before
 end
 
---- Returns the rates and betas of twelve steps.
+--- Returns the learning rates and betas of twelve steps.
 function see.rates(model, optimizer)
   local all, schedule = {}, inner(model).scheduler
   for _, value in ipairs { 10, 9.9995, 10, 8, 8, 8, 8, 8, 8, 8, 8, 8 } do
@@ -156,7 +156,7 @@ function see.said(model)
   return table.concat(list, "\n")
 end
 
---- Chunks by kind, type and size.
+--- Returns the chunks by kind, dtype and size.
 function see.chunks()
   local list = {}
   for i, chunk in ipairs(chunks.chunks()) do list[i] = chunk.kind .. " " .. chunk.nbytes end
@@ -169,7 +169,7 @@ function see.tiers()
   return list
 end
 
---- Changes one bit in each block of the disk tier's file, and says what the next step makes of it.
+--- Changes one bit in each block of the disk tier's file, and returns the next step's result.
 function see.damage(model, optimizer)
   train(model, optimizer, 2)
   ps.check(ps.C.ps_engine_settle(ps.ctx))
@@ -193,7 +193,7 @@ function see.damage(model, optimizer)
   return ok and "trained" or tostring(problem):match "are damaged: their checksum" or tostring(problem)
 end
 
---- Bytes that move in five steps.
+--- Returns the bytes that move in five steps.
 function see.moved(model, optimizer)
   train(model, optimizer, 5)
   local list = {}
@@ -201,7 +201,8 @@ function see.moved(model, optimizer)
   return list
 end
 
---- Returns the bytes copied to the device before each layer of a forward pass, minus those before the first layer.
+--- Returns the bytes copied to the device before each layer of a forward pass, minus those copied before the first
+--- layer.
 function see.ahead(model, optimizer)
   train(model, optimizer, 2)
   local up = {}
@@ -217,7 +218,7 @@ function see.ahead(model, optimizer)
   return { unpack(up, 1, 4) }
 end
 
---- Returns the placement of Adam, and its predicted time.
+--- Returns the placement of Adam's updates and their predicted time.
 function see.split(model, optimizer)
   train(model, optimizer, 1)
   local split = inner(model).plan.adam_split
@@ -226,7 +227,7 @@ function see.split(model, optimizer)
     split.device or 0)
 end
 
---- Open files in the spec's folder: those of the disk tier.
+--- Returns the open files in the spec's folder, which belong to the disk tier.
 function see.files()
   local n = 0
   for name in lfs.dir("/proc/self/fd") do
@@ -260,12 +261,12 @@ local SGD = { optimizer = { type = "SGD" } }
 local MOMENTUM = over(SGD, { optimizer = { params = { momentum = 0.9 } } })
 local FP16 = { fp16 = { enabled = true, initial_scale_power = 8, hysteresis = 1, loss_scale_window = 3 } }
 
--- On the cpu, with a disk that holds half of the state.
+-- Returns settings for the cpu with a disk that holds half of the state.
 local function disk(more)
   return over({ chunk_size = 4096, memory = { host = 700 * KIB, disk = { path = folder } } }, more or {})
 end
 
--- Forwards of a block within backward.
+-- Returns the number of a block's forwards within backward.
 local function see_recompute(model, optimizer)
   local calls = 0
   local layer = model.h[1]
@@ -281,9 +282,9 @@ local function see_recompute(model, optimizer)
 end
 
 -- -- the cases: path, value, observation, the settings around it -----------------------------------------------------
--- { value, see, base = settings (or a function that gives them), other = a value to compare with instead of the
--- default, width = the model's, differs = fun(given, otherwise) instead of "not equal", refused = a pattern of the
--- error }
+-- The cases: path, value, observation, and the settings around it. Each is { value, see, base = settings (or a function
+-- that returns them), other = a value to compare with in place of the default, width = the model's width, differs =
+-- fun(given, otherwise) in place of "not equal", refused = a pattern for the error }.
 local CASES = {
   train_batch_size = { 4, see.updates, base = { train_micro_batch_size_per_gpu = 2 } },
   train_micro_batch_size_per_gpu = { 2, see.updates, base = { train_batch_size = 4 } },
@@ -294,7 +295,7 @@ local CASES = {
       .. "step [%d.e-]+%), (%S+) TFLOP/s\n$")
     -- products of 16 rows, in four layers of 64 x 64 and one of 64 x 256: one in forward, and two in backward
     local flops = seconds * speed * 1e12 / (3 * 2 * 16 * (4 * 64 * 64 + 64 * 256))
-    assert.truthy(math.abs(flops - 1) < 0.01, given)                  -- both have three digits
+    assert.truthy(math.abs(flops - 1) < 0.01, given)                  -- both are rounded to three digits
   end },
   memory_breakdown = { true, function(model, optimizer)
     ps.collect_all()
@@ -414,7 +415,7 @@ local CASES = {
       assert.truthy(math.abs(given / otherwise - 0.5) < 0.05, given / otherwise)
     end },
   ["client.mem_tracer.overall_cpu_mem_ratio"] = { 0.2, function() return chunks.tiers()[1].budget end,
-    differs = function(given, otherwise)                              -- of free memory, which changes
+    differs = function(given, otherwise)                              -- a fraction of the free memory, which changes
       assert.truthy(given / otherwise > 0.15 and given / otherwise < 0.4, given / otherwise)
     end },
   ["client.mem_tracer.margin_use_ratio"] = { 0.1, see.split, base = TIGHT, other = 0.8 },
@@ -445,7 +446,7 @@ do
   CASES["flops_profiler.enabled"] = { true, see.printed, differs = function(given, otherwise)
     assert.equal("", otherwise)
     assert.equal(1, select(2, given:gsub("flops_profiler: step ", "")))
-    -- a product in forward and two in backward, of 16 rows, in four layers of 64 x 64 and one of 64 x 256
+    -- One product in forward and two in backward, of 16 rows, in four layers of 64 x 64 and one of 64 x 256.
     local flops = 3 * 2 * 16 * (4 * 64 * 64 + 64 * 256)
     assert.truthy(given:find(("most operations (the model) %.4g GFLOP"):format(flops * 1e-9), 1, true), given)
     assert.truthy(given:find(("most operations h %.4g GFLOP\n"):format(flops * 0.5e-9), 1, true)
@@ -532,7 +533,7 @@ local SCHEDULES = {
   LambdaLR = { base = { lr_lambda = function(n) return 1 / (n + 1) end },
     lr_lambda = function() return function(n) return 2 / (n + 2) end end, last_epoch = 3 },
 }
--- Keys of which one replaces others: further bases.
+-- Settings for keys that replace other keys.
 local SCHEDULE_BASES = {
   ["min_lr of cosine_with_min_lr"] = { { num_training_steps = 10, min_lr = 1e-4 }, 2e-4 },
   ["min_lr of cosine_warmup_with_min_lr"] = { { num_training_steps = 10, min_lr = 1e-4 }, 2e-4 },
@@ -554,7 +555,7 @@ for kind, settings in pairs(SCHEDULES) do
   end
 end
 
--- Further values of keys that have a case: path, then a case.
+-- Additional values for keys that have a case: path, then a case.
 local MORE = {
   { "wall_clock_breakdown", { true, see.printed, base = { train_batch_size = 2 }, differs = function(given)
     local seconds, rate = given:match("^step 10: .* (%S+) s per step %(.*%), %S+ TFLOP/s, (%S+) samples/s\n$")
@@ -568,9 +569,9 @@ local MORE = {
   end } },
 }
 
--- Keys that matter only to several processes: tested below, those of pipelines in spec/parallel/pipeline_spec.lua,
--- those of tensor parallelism in spec/parallel/tensor_parallel_ranks_spec.lua and comms_logger's in
--- spec/profile/profiler_ranks_spec.lua.
+-- Keys that only matter with several processes. They are tested below, except those of pipelines
+-- (spec/parallel/pipeline_spec.lua), of tensor parallelism (spec/parallel/tensor_parallel_ranks_spec.lua) and
+-- comms_logger (spec/profile/profiler_ranks_spec.lua).
 local OF_RANKS = { ["zero_optimization.stage"] = true, ["zero_optimization.reshard_after_forward"] = true,
   compare_ranks_every = true, ["pipeline.stages"] = true, ["pipeline.schedule"] = true,
   ["pipeline.virtual_stages"] = true, ["pipeline.partition"] = true, ["tensor_parallel.size"] = true,
@@ -642,9 +643,9 @@ describe("a configuration key that is called honoured", function()
       end
       local one, three = bytes_held(), bytes_held(3)
       if one > 1.6 * three then print "shared" end
-      -- Two stripes of two layers, each layer a chunk. Two micro-batches gather them in the order 0 1 0 1 0, since
-      -- each pass begins with the last stripe of the previous pass; otherwise each is gathered once. Each micro-batch
-      -- sums both.
+      -- Two stripes of two layers, and each layer is a chunk. Two micro-batches gather them in the order 0 1 0 1 0,
+      -- since each pass begins with the last stripe of the previous pass. Otherwise each stripe is gathered once. Each
+      -- micro-batch sums both.
       local function sent(reshard)
         local model, optimizer = ps.initialize { quiet = true, config = { chunk_size = 16512, plan_print = false,
           gradient_accumulation_steps = 2, compare_ranks_every = 0,
@@ -686,7 +687,7 @@ end)
 describe("numbers that no computation can represent", function()
   it("are refused, by key, or train to finite values", function()
     each_honoured(function(name, row)
-      if name == "train_batch_size" then return end            -- refused as the micro-batch size that follows from it
+      if name == "train_batch_size" then return end            -- it fails as the micro-batch size that follows from it
       for _, value in ipairs(row.type.least and { 1e308, 2 ^ 53 - 1 } or { 1e308 }) do
         local kind = name:match(" of (.*)")
         local settings = nested(row.path, value)
@@ -805,7 +806,7 @@ describe("offload_optimizer.device", function()
   end
   local NONE = { zero_optimization = { offload_optimizer = { device = "none" } } }
 
-  -- Returns the tiers with chunks of optimizer state after a step, and the share of updates on the device.
+  -- Returns the tiers that have chunks of optimizer state after a step, and the fraction of updates on the device.
   local function state_at(model, optimizer)
     train(model, optimizer, 2)
     local on = {}

@@ -9,7 +9,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local C = ps.C
 
---- Runs a script in a new psluajit. Returns its output (both streams) and exit code.
+--- Runs a script in a new psluajit process. Returns the output of both streams, and the exit code.
 ---@param script string
 local function child(script)
   local name = os.tmpname()
@@ -70,7 +70,7 @@ describe("the declarations", function()
 end)
 
 describe("the symbols", function()
-  --- Names in the dynamic symbol table of a file, and their kinds by `nm` (T: code, U: undefined ...).
+  --- Returns the names in a file's dynamic symbol table, with their kinds in `nm` (T: code, U: undefined ...).
   ---@param file string
   local function symbols(file)
     local kinds, p = {}, assert(io.popen(("nm -D '%s'"):format(file)))
@@ -80,8 +80,8 @@ describe("the symbols", function()
   end
   local DECLARED = {}
   for name in cdef.text:gsub("%b{}", "{}"):gmatch("[%s%*](ps_[%w_]+)%s*%(") do DECLARED[name] = true end
-  -- Names with a leading underscore belong to the compiler (start-up code, templates of C++'s library); @ marks
-  -- libc's.
+  -- Returns whether a name is psluajit's. Names with a leading underscore belong to the compiler (start-up code,
+  -- templates of C++'s library), and @ marks libc's names.
   local function is_own(name) return not name:find("^_") and not name:find "@" and name ~= "data_start" end
 
   it("of the program are exactly those of ps.h", function()
@@ -135,8 +135,8 @@ describe("the bandwidth probe", function()
 end)
 
 describe("calls across the border", function()
-  -- Returns the JIT's report while a loop of `body` runs in its own process: the number of traces that close a loop,
-  -- and the reasons why others were aborted.
+  -- Runs a loop of `body` in a separate process, and returns the JIT's report: the number of traces that close a loop,
+  -- and the reasons why other traces were aborted.
   local function traces(body)
     local out, code = child(([[
       local ps = require "ps"

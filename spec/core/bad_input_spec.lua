@@ -113,7 +113,7 @@ describe("ops with wrong tensors", function()
     local ran, refused = 0, 0
     for _, info in pairs(ps.op_info) do
       local n_in = info.ins:find("*", 1, true) and 1 or select(2, info.ins:gsub("%S+", ""))
-      local params = debug.getinfo(ps.ops[info.name], "u").nparams - 1          -- the op refuses the last one
+      local params = debug.getinfo(ps.ops[info.name], "u").nparams - 1          -- the op rejects its last parameter
       for _ = 1, 150 do
         local args = {}
         for i = 1, params do

@@ -16,7 +16,7 @@ local function try(line, names)
   return tostring(problem)
 end
 
--- Returns whether a message begins with a place in a file that is not the script.
+-- Returns whether a message begins with a position in a file other than the script.
 local function misplaced(text)
   local file = text:match("^([^\n:]*):%d+: ")
   return file ~= nil and file ~= "wrong.lua"
@@ -111,7 +111,7 @@ describe("errors of a script's mistakes", function()
     assert.matches("lua_%w+:2: a shard must be a path", said)
     assert.is_nil(said:find("in function", 1, true), said)
     assert.matches("in function 'windows'", check_lib.run("PS_TRACEBACK=all", script), 1, true)
-    script = "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n"                 -- a nil is called
+    script = "local ps = require 'ps'\nps.train.evaluate({}, function() end)\n"                 -- calls a nil
     said = check_lib.run("PS_TRACEBACK=all", script)
     assert.matches("lua_%w+:2: attempt to call method 'apply'", said)
     assert.matches("lua/ps/train/init.lua", said, 1, true)

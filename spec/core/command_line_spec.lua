@@ -43,7 +43,7 @@ describe("a number of a command line", function()
   end)
 end)
 
--- Returns the output of a program for a command line, and its exit code.
+-- Returns the output and the exit code of a program for a command line.
 local function says(line)
   return check.shell(("cd '%s' && timeout 300 '%s' %s"):format(paths.root, paths.exe, line))
 end

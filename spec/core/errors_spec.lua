@@ -63,7 +63,7 @@ describe("an error's fields", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local folder = ranks_lib.folder()
     local all = ranks_lib.run(folder, 2, ranks_lib.begin(folder) .. [[
-      if rank == 1 then                                    -- leaves when both have met
+      if rank == 1 then                                    -- ends when both have arrived
         group:barrier()
         os.exit(3)
       end

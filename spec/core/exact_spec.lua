@@ -8,7 +8,7 @@ local check = require "spec.check_lib"
 local fails, is = check.fails, check.is
 local nn, F = ps.nn, ps.F
 
--- Functions that take any number of arguments, or pass all of them on.
+-- Functions that accept any number of arguments, or pass all of them on.
 local MANY = {}
 for name in ([[
     t:expand t:permute t:reshape t:tile t:to t:view
@@ -23,7 +23,7 @@ for name in ([[
     sched.cosine_warmup_with_min_lr sched.warmup_stable_decay sched.reduce_lr_on_plateau
     ]]):gmatch "%S+" do MANY[name] = true end
 
--- Functions that call another function, which checks.
+-- Functions that call another function, which checks the arguments.
 local LEADS = {}
 for name in pairs(annotations.own()) do LEADS["ps." .. name] = true end
 for name in pairs(require("ps.tensor").methods()) do LEADS["ps." .. name] = true end
@@ -146,7 +146,7 @@ end)
 
 describe("arguments of PyTorch's", function()
   local a, b, m = ps.tensor { 5, 7 }, ps.tensor { 2, 2 }, ps.tensor { { 1, 9 }, { 5, 2 }, { 3, 4 } }
-  -- Values of PyTorch 2.15.
+  -- Expected values from PyTorch 2.15.
   it("that have the same meaning", function()
     is({ 9, 11 }, a:add(b, 2))
     is({ 9, 11 }, a:add(b, { alpha = 2 }))

@@ -13,7 +13,8 @@ jit.off()                                                  -- compiled traces ho
 
 local MODES = { { "one failure", 1 }, { "two failures in a row", 2 }, { "nothing but failures", 2 ^ 50 } }
 
---- Runs fn while `count` requests fail from number `nth` on. Returns ok, the error, and whether any request failed.
+--- Runs fn while `count` requests fail, beginning with request `nth`. Returns ok, the error, and whether any request
+--- failed.
 local function with_failures(nth, count, fn)
   C.ps_test_fail_alloc(nth, count)
   local ok, problem = pcall(fn)
@@ -29,9 +30,8 @@ local function assert_no_memory(problem, nth)
   assert.truthy(#problem.msg > 0 and problem.where:match("^src/[%w_/]+%.c:%d+$"))
 end
 
--- An abandoned recompute segment is released when the next scope begins, and the one before it after another
--- collection. Collections take most of the time, so further ones run only if the number of bytes is not the expected
--- one.
+-- An abandoned checkpointed segment is released when the next scope begins, and the previous one after another
+-- collection. Collections take most of the time, so additional ones run only if the number of bytes is unexpected.
 local function memory_used(expected)
   for _ = 1, 3 do
     collectgarbage()
@@ -45,11 +45,11 @@ end
 -- Rounds after which the memory is counted.
 local COUNTED = 8
 
---- Walks over all requests that `case.work(state)` makes. case: setup() -> state, work(state), check(state, ok, nth),
---- which is called with failures off, and verify(), after all objects are freed.
+--- Walks over all requests that `case.work(state)` makes. `case` has setup() -> state, work(state), check(state, ok,
+--- nth), which is called with failures disabled, and verify(), which is called after all objects are freed.
 local function walk(count, case)
   local survived, failed = 0, 0
-  local depth = tonumber(C.ps_scope_depth(ctx))            -- loops that other specs left may have open scopes
+  local depth = tonumber(C.ps_scope_depth(ctx))            -- loops that other specs left can have open scopes
   local before = memory_used()                             -- a round that ends with another number fails
   for nth = 0, 20000 do
     local state = case.setup()
@@ -87,7 +87,7 @@ describe("a training step without memory", function()
 
   setup(function()
     threads = ps.threads()
-    ps.set_threads(1)                                      -- thousands of tiny steps
+    ps.set_threads(1)                                      -- since there are thousands of tiny steps
     ps.manual_seed(7)
     x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
     y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
@@ -122,8 +122,8 @@ describe("a training step without memory", function()
     return {
       setup = setup,
       work = function(made) made.loss = step(made) end,
-      -- Returns the optimizer's step happened completely or not at all: the next step has the loss of the corresponding
-      -- number.
+      -- Checks that the optimizer's step happened completely or not at all. The next step must have the loss of the
+      -- corresponding step number.
       check = function(made, ok, nth)
         if made.loss then assert.equal(losses[1], made.loss) end
         if ok then assert.equal(1, made.optimizer.steps) end
@@ -349,7 +349,7 @@ describe("files without memory", function()
     walk_all {
       setup = function() return {} end,
       work = function(state)
-        ps.scope(function()                                -- an iteration of a loader leaves a scope open
+        ps.scope(function()                                -- an unfinished loader loop leaves a scope open
           local loader = ps.data.loader { shards = { path, path }, batch = 4, seq = 32, vocab = 256, seed = 3 }
           state.x = loader:next()
           state.position = loader:position()

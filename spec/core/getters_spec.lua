@@ -5,14 +5,14 @@ local annotations = require "ps.prompt.annotations"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
 
--- Functions without a required argument whose names say that they do something.
+-- Functions without a required argument whose names are verbs.
 local VERBS = {}
 for name in ([[ backward release keep zero_ normal_ uniform_ bernoulli_ requires_grad_ train eval zero_grad
   recompute_blocks step skip close micro_batches generate to load_weights barrier forward save_pretrained
   save_parallelized apply
 ]]):gmatch "%S+" do VERBS[name] = true end
 
--- Names of functions that are meant to be called without arguments.
+-- Returns the names of functions that are meant to be called without arguments.
 local function answering(functions)
   local names = {}
   for name, fn in pairs(functions) do
@@ -68,7 +68,7 @@ describe("without an argument", function()
       for name, value in pairs(model:state_dict()) do list[name] = value:tolist() end
       return list
     end
-    -- PyTorch's names for module:to(...): they convert a module in place, but return another tensor for a tensor.
+    -- PyTorch's names for module:to(...). They convert a module in place, but return another tensor for a tensor.
     local converts = { half = true, bfloat16 = true, float = true, double = true, cpu = true, cuda = true }
     local before, walked = facts(), 0
     for _, of in ipairs { { model, require("ps.engine").Engine.methods }, { model.module, nn.Module },

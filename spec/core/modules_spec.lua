@@ -4,7 +4,7 @@ local check = require "spec.check_lib"
 local paths = require "ps.paths"
 local lfs = require "lfs"
 
--- The names that scripts may require. All others are internal, and may change without notice.
+-- The names that scripts can require. All other names are internal, and can change without notice.
 local PUBLIC = { "ps", "ps.batch", "ps.bmt", "ps.caller", "ps.chat", "ps.checkpoints", "ps.comm", "ps.command_line",
   "ps.config", "ps.data", "ps.dist", "ps.dist.env", "ps.engine", "ps.evaluate",
   "ps.inspect", "ps.lora", "ps.mesh", "ps.nn",
@@ -32,7 +32,7 @@ describe("a public module", function()
     for _, name in ipairs(PUBLIC) do public[name] = true end
     for file in lfs.dir(paths.root .. "/lua/ps") do
       local name = file:match "^(.*)%.lua$"
-      if name and name ~= "init" and name ~= "checkpoint" then         -- the last is an error that names two others
+      if name and name ~= "init" and name ~= "checkpoint" then         -- the last one is an error that names two others
         n = n + 1
         if not public["ps." .. name] then missing[#missing + 1] = name end
       end

@@ -6,7 +6,7 @@ local fails = require("spec.check_lib").fails
 
 describe("a name that does not exist", function()
   local x = ps.zeros { 2, 2 }
-  -- The expression, and parts of its error.
+  -- Rows of an expression, and texts in its error.
   local CASES = {
     { function() return ps.matmull end, "ps.matmull does not exist", "did you mean ps.matmul?" },
     { function() return ps.optm end, "did you mean ps.optim?" },

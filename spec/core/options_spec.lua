@@ -28,8 +28,8 @@ local function tokenizer()
   return tok
 end
 
--- The name of the function for caller.options, an unknown option, the intended one (false: none is similar), the call.
--- One line of the source may have several names ("sched." .. name); `source` is the expression in that line.
+-- Rows of the function's name for caller.options, an unknown option, the intended option (false if none is similar),
+-- and the call. One source line can have several names ("sched." .. name); `source` is the expression in that line.
 local CALLS = {
   { "F.linear", "residul", "residual", function(o) F.linear(x, ps.ones { 4, 3 }, nil, o) end },
   { "topk", "larges", "largest", function(o) x:topk(1, o) end },
@@ -343,7 +343,7 @@ local CALLS = {
   end },
 }
 
--- Those of ps.bmt.
+-- The calls of ps.bmt.
 local bmt = require "ps.bmt"
 local function in_run(fn)
   return function(o)
@@ -397,7 +397,7 @@ for _, call in ipairs {
   CALLS[#CALLS + 1] = call
 end
 
--- Functions with a parameter called `options` that scripts do not call: they get options that another function has
+-- Functions with a parameter called `options` that scripts do not call. They get options that another function has
 -- checked.
 local INNER = {
   ["lua/ps/bmt/lists.lua"] = "PipelineTransformerBlockList:init",
@@ -432,7 +432,7 @@ local INNER = {
   ["lua/ps/tokenizer/description.lua"] = "description.add_token", ["lua/ps/tokenizer/text.lua"] = "text.open",
   ["lua/ps/tokenizer/init.lua"] = "tokenizer.from_pretrained",
   ["models/llama.lua"] = "CausalLM:generate",
-  ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks them
+  ["lua/ps/engine/own_state.lua"] = "*",                  -- Module:load_state_dict checks the options
   ["lua/ps/pretrained/generate.lua"] = "*", ["lua/ps/pretrained/model.lua"] = "asked Model:save_gguf",
   ["lua/ps/data/files.lua"] = "files.open",
   ["lua/ps/evaluate/init.lua"] = "windows_of TASKS.perplexity TASKS.choices TASKS.answers evaluate.run "
@@ -525,7 +525,7 @@ end)
 describe("schedules", function()
   local KEYS = require("ps.config.schema").root.sub.scheduler.sub.params.variants
 
-  -- Values of options that must agree with others, and options that exclude others (false).
+  -- Values of options that must agree with other options, and options that exclude others (false).
   local AGREE = { polynomial = { lr_end = 0.01 }, cosine_with_min_lr = { min_lr = false, min_lr_rate = 0.1 },
     cosine_warmup_with_min_lr = { min_lr = false, min_lr_rate = 0.1 },
     warmup_stable_decay = { num_training_steps = 9 }, OneCycleLR = { pct_start = 0.5 },
@@ -554,7 +554,8 @@ describe("nn.Linear", function()
     local n = layer.weight:numel()
     local mean = layer.weight:mean():item()
     local std = math.sqrt(((layer.weight - mean) ^ 2):sum():item() / n)
-    -- the deviation of a sample varies by std / sqrt(2 n), its mean by std / sqrt(n): five of each are allowed
+    -- A sample's deviation varies by std / sqrt(2 n), and its mean by std / sqrt(n). Five times these values are
+    -- allowed.
     assert.truthy(math.abs(std - 0.02) < 5 * 0.02 / math.sqrt(2 * n), std)
     assert.truthy(math.abs(mean) < 5 * 0.02 / math.sqrt(n), mean)
     assert.equal(0, layer.bias:abs():sum():item())

@@ -13,8 +13,8 @@ for name in ([[ps_device_count ps_collect_due ps_tensor_alive ps_tensor_is_conti
   NEVER[name] = true
 end
 
---- Returns the functions of a header that return int, with the comment of each: the comment above it, or above the
---- adjacent functions before it, and the comment after it.
+--- Returns a header's functions that return int, with their comments. A comment is above the function, or above the
+--- adjacent functions that precede it, or after it.
 ---@param text string
 ---@return table<string, string>
 local function told(text)

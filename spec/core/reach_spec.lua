@@ -13,7 +13,8 @@ local ranks_lib = require "spec.ranks_lib"
 
 local text = check.read(paths.root .. "/docs/api.md")
 
--- Methods that scripts do not call: those by which a model informs the engine (docs/models.md), and parts of classes.
+-- Methods that scripts do not call: methods with which a model informs the engine (docs/models.md), and parts of
+-- classes.
 local OWN = {}
 for name in ([[
     model.begin model.extra_repr model.init model.new model.batch_of model.costs model.head_modules model.parts
@@ -21,7 +22,7 @@ for name in ([[
     model.step_batch
   ]]):gmatch "%S+" do OWN[name] = true end
 
--- Public functions of an object, by name, with those of the classes that it derives from.
+-- Returns an object's public functions by name, including those of the classes from which it derives.
 local function methods(object)
   local found = {}
   local function take(t)
@@ -33,7 +34,7 @@ local function methods(object)
   while type(at) == "table" and not seen[at] do
     seen[at] = true
     local names = rawget(at, "__names")
-    if names then                                           -- modules: their class and those above it
+    if names then                                           -- for modules, their class and the classes above it
       local _, class = names(object)
       while class do
         take(class)

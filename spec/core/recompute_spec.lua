@@ -8,7 +8,7 @@ local function random(shape, dtype) return ps.randn(shape, { dtype = dtype, requ
 
 local fails = require("spec.check_lib").fails
 
---- Returns the gradients of leaves as flat tables, cleared afterwards.
+--- Returns the gradients of leaves as flat tables, and clears them.
 local function take(leaves)
   local list = {}
   for i, t in ipairs(leaves) do
@@ -18,7 +18,7 @@ local function take(leaves)
   return list
 end
 
---- Two runs that must give the same gradients bit for bit; both start at the same random numbers.
+--- Checks that two runs produce bit-identical gradients. Both start with the same random numbers.
 local function same_bits(leaves, run_a, run_b)
   ps.manual_seed(3)
   run_a()
@@ -263,9 +263,9 @@ describe("a recompute segment", function()
     assert.is_nil(kept.fn)
   end)
 
-  -- Returns whether a model that holds an output of its own last forward is freed after a backward of that output has
-  -- failed and nothing else references the model. `last(h)` makes the output from that of two segments; fails(model)
-  -- makes the backward fail.
+  -- Returns whether a model is freed that holds an output of its last forward, after a backward of that output has
+  -- failed and nothing else references the model. `last(h)` creates the output from that of two segments, and
+  -- fails(model) makes the backward fail.
   local function goes(last, fail)
     ps.collect_all()
     local before, seen = ps.memory("cpu").used, setmetatable({}, { __mode = "v" })
@@ -394,7 +394,7 @@ describe("outputs that are recomputed instead of kept", function()
     it("have the same gradients: " .. name, function()
       local list = { x, v, w }
       if name:find("layer_norm") then list[4] = b end
-      -- clone() stands between, so that its output is kept
+      -- clone() is in between, so that its output is kept
       same_bits(list, function() F.linear(fn():clone(), v):square():sum():backward() end,
                       function() F.linear(fn(), v):square():sum():backward() end)
       same_bits(list, function() local h = fn():clone(); (F.linear(h, v):sum() + (h * h):sum()):backward() end,

@@ -5,7 +5,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local nn, F, C = ps.nn, ps.F, ps.C
 
-local BIG, NBYTES = { 128, 256 }, 128 * 256 * 4            -- smaller tensors than 64 KiB survive all scopes
+local BIG, NBYTES = { 128, 256 }, 128 * 256 * 4            -- tensors smaller than 64 KiB survive all scopes
 
 local function used()
   collectgarbage()
@@ -23,7 +23,7 @@ describe("ps.scope", function()
       for i = 1, 10 do made[i] = ps.ones(BIG) end
       assert.equal(before + 10 * NBYTES, ps.memory().used)
     end)
-    assert.equal(before, ps.memory().used)                 -- nothing was collected: `made` still holds the headers
+    assert.equal(before, ps.memory().used)  -- nothing was collected, since `made` still holds the headers
     for _, t in ipairs(made) do assert.is_false(t:alive()) end
     assert.same(BIG, made[1]:shape())
   end)
@@ -59,7 +59,7 @@ describe("ps.scope", function()
     assert.equal(before, ps.memory().used)
   end)
 
-  -- 64 MiB each: one more than were in use before is due.
+  -- 64 MiB each. A collection is due if one more is in use than before.
   it("collects garbage for tensors that wait for it, and not for tensors that a backward makes and frees", function()
     local function collected(fn)
       local weak = setmetatable({ {} }, { __mode = "v" })
@@ -69,7 +69,7 @@ describe("ps.scope", function()
       local running = collectgarbage "isrunning"
       collectgarbage "restart"
       assert.truthy(ok, problem)
-      assert.is_false(running)                               -- a collection leaves the collector stopped
+      assert.is_false(running)                               -- the collector stays stopped after a collection
       return weak[1] == nil
     end
     ps.collect_all()
@@ -83,7 +83,7 @@ describe("ps.scope", function()
       loss:backward()
       x:set_grad(nil)
     end
-    for _ = 1, 3 do step() end                               -- the most that is in use at once becomes known
+    for _ = 1, 3 do step() end                               -- the largest number of bytes in use at once becomes known
     assert.is_false(collected(function() for _ = 1, 5 do step() end end))
     assert.is_true(collected(function() for _ = 1, 8 do ps.empty { 2 ^ 24 } end end))
   end)
@@ -227,7 +227,7 @@ local Net = nn.class("Net")
 function Net:init()
   self.a, self.b = nn.Linear(64, 1024), nn.Linear(1024, 64)
 end
-local passed                                               -- a tensor of the last call
+local passed                                               -- a tensor from the last call
 function Net:forward(x)
   passed = F.gelu(self.a(x))
   return self.b(passed)
@@ -351,7 +351,7 @@ describe("a training step", function()
       collectgarbage("stop")
       local ok, err = pcall(function()
         for i = 1, 50 do
-          -- Holds a header of each step. What a scope returns lives on, so it returns the loss alone.
+          -- Holds a header of each step. A scope's results outlive it, so it returns only the loss.
           losses[i] = ps.scope(function() return (step()) end)
           if i == 5 then
             after = ps.memory().used
@@ -360,7 +360,7 @@ describe("a training step", function()
             peak = ps.memory().peak
           elseif i > 6 then
             local now = ps.memory()
-            -- small tensors whose headers wait for the collector may vary a little
+            -- The number of small tensors whose headers wait for the collector can vary a little.
             assert(now.used <= after + 512 * 1024, ("step %d: %d bytes, %d after step 5"):format(i, now.used, after))
             assert(now.peak <= peak + 512 * 1024, ("step %d: peak %d, %d in step 6"):format(i, now.peak, peak))
           end
@@ -372,7 +372,7 @@ describe("a training step", function()
     end)
   end
 
-  -- The loop has neither an optimizer nor a loader: only the growth of tensors makes Lua collect. A process of its own
+  -- The loop has neither an optimizer nor a loader, so only the growth of tensors makes Lua collect. A separate process
   -- has the Lua heap of a script.
   it("outside all scopes takes at most 1.3 times the memory that it takes in a scope", function()
     local script = [[
@@ -441,7 +441,7 @@ describe("memory", function()
     local before = used()
     ps.set_memory_limit(before + 10 * 2 ^ 20)
     local ok, err = pcall(function()
-      for _ = 1, 20 do local _ = ps.ones { 2 ^ 20 } end    -- 4 MiB each, garbage at once
+      for _ = 1, 20 do local _ = ps.ones { 2 ^ 20 } end    -- 4 MiB each, which become garbage immediately
       local held = { ps.ones { 2 ^ 20 } }
       local problem = fails(function() held[2] = ps.ones { 2 ^ 21 } end, "limit")
       assert.equal("ENOMEM", problem.name)

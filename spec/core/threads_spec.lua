@@ -4,7 +4,7 @@ local ps = require "ps"
 local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
--- Returns the output of a psluajit with this environment (both streams), and its exit code.
+-- Returns the output (both streams) of a psluajit process with this environment, and its exit code.
 local function child(environment, arguments)
   local command = "env -u OMP_WAIT_POLICY -u GOMP_SPINCOUNT -u GLIBC_TUNABLES %s timeout 300 '%s' %s 2>&1; echo \"|$?\""
   local p = assert(io.popen(command:format(environment, paths.exe, arguments)))
@@ -17,7 +17,7 @@ local COMPUTES = [[-e 'local ps = require "ps"
   local a = ps.ones { 256, 256 }
   print(a:matmul(a):sum():item(), ps.threads())']]
 
--- A build with ThreadSanitizer computes on one thread, whatever is requested.
+-- Returns the number of threads. A build with ThreadSanitizer computes on one thread, whatever is requested.
 local function taken(n)
   local was = ps.threads()
   ps.set_threads(2)
@@ -58,7 +58,7 @@ describe("OMP_NUM_THREADS", function()
 end)
 
 describe("ps.set_threads", function()
-  -- oneDNN guarantees the bits with AVX-512, not with AVX2.
+  -- oneDNN guarantees the bits with AVX-512, but not with AVX2.
   local wide = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
   local function of_several(a, b, what)
     local was, one = ps.threads(), nil
@@ -120,7 +120,7 @@ describe("a waiting thread", function()
   local SAYS = [[-e 'print(os.getenv "GOMP_SPINCOUNT", os.getenv "OMP_WAIT_POLICY")']]
 
   it("sleeps soon, unless the environment sets how long it spins", function()
-    -- Rounds of some nanoseconds each: 50 microseconds in total.
+    -- Rounds of some nanoseconds each, 50 microseconds in total.
     local turns = tonumber((child("", SAYS):match "^(%d+)\tnil\n$"))
     assert.truthy(turns and turns >= 100 and turns <= 100000, turns)
     assert.equal("7\tnil\n", (child("GOMP_SPINCOUNT=7", SAYS)))
@@ -138,7 +138,7 @@ describe("a waiting thread", function()
   end)
 
   -- With libgomp's default of 300,000 rounds, steps took 8 to 20 times as long as on one thread if other programs ran,
-  -- too: a waiting thread kept its processor from the thread for which it waited. The test counts processor time,
+  -- too, since a waiting thread kept its processor from the thread for which it waited. The test counts processor time,
   -- which does not depend on the load of other programs.
   it("releases its processor soon after its own work", function()
     local WORKS_ALONE = [[-e 'local ffi, ps = require "ffi", require "ps"
@@ -169,8 +169,8 @@ describe("a waiting thread", function()
 end)
 
 describe("a thread", function()
-  -- The bytes of freed blocks that count as in use because a thread keeps them; and the GLIBC_TUNABLES that child
-  -- processes get.
+  -- Prints the bytes of freed blocks that count as in use because a thread keeps them, and the GLIBC_TUNABLES that
+  -- child processes get.
   local KEEPS = [[-e 'local ffi = require "ffi"
     ffi.cdef "struct counts { size_t n[10]; }; struct counts mallinfo2(void); void *malloc(size_t n);"
     ffi.cdef "void free(void *p);"

@@ -5,7 +5,7 @@ local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local nn, F = ps.nn, ps.F
 
--- Epochs of three named batches, whose values identify epoch and batch.
+-- Returns epochs of three named batches, whose values identify the epoch and the batch.
 local function make(epoch, from)
   local i = from - 1
   return function()

@@ -8,7 +8,7 @@ local paths = require "ps.paths"
 local KILLS, EXAMPLES, EPOCHS = os.getenv "PS_FULL" == "1" and 20 or 6, 75, 12
 local MOST_STEPS = 5             -- that an attempt notes before it is killed
 
--- Arguments: the folder, and the number of the attempt. Each rank notes the examples of each step.
+-- Arguments: the folder, and the number of the attempt. Each rank records the examples of each step.
 local TRAIN = [[
   local ffi = require "ffi"
   ffi.cdef "unsigned alarm(unsigned seconds);"
@@ -94,7 +94,7 @@ local function start(size, attempt, noted, seconds)
     for rank = 0, size - 1 do
       if rank == one or draw(2) == 0 then parts[#parts + 1] = ("kill -9 $p%d 2>/dev/null"):format(rank) end
     end
-    -- A rank whose group has lost a member ends by itself; the next attempt must not connect to it.
+    -- A rank whose group has lost a member ends by itself. The next attempt must not connect to it.
     parts[#parts + 1] = "sleep 0.2"
     for rank = 0, size - 1 do parts[#parts + 1] = ("kill -9 $p%d 2>/dev/null"):format(rank) end
   end
@@ -104,8 +104,8 @@ local function start(size, attempt, noted, seconds)
   return tonumber(io.open(folder .. "/code0"):read "*l")
 end
 
--- Returns the notes of the last attempt that reached each step: by step {attempt =, size =, epoch =, loss =, numbers =,
--- ranks =}.
+-- Returns the records of the last attempt that reached each step: step -> {attempt =, size =, epoch =, loss =, numbers
+-- =, ranks =}.
 local function steps_of()
   local steps = {}
   for rank = 0, 2 do

@@ -11,12 +11,12 @@ local path
 setup(function()
   path = os.tmpname()
   local ids = ffi.new("int32_t[?]", 3000)
-  for i = 0, 2999 do ids[i] = i end                        -- a row is known by its first token
+  for i = 0, 2999 do ids[i] = i end                        -- the first token identifies a row
   ps.data.write_tokens(path, ids, { n = 3000, width = 2 })
 end)
 teardown(function() os.remove(path) end)
 
--- One loader per rank.
+-- Returns one loader per rank.
 local function world(size, options)
   local loaders = {}
   for rank = 0, size - 1 do
@@ -27,7 +27,7 @@ local function world(size, options)
   return loaders
 end
 
--- Returns the next batch of all ranks as rows of x and y; and the offset of dropout's random numbers on each rank.
+-- Returns the next batch of all ranks as rows of x and y, and the offset of each rank's random numbers for dropout.
 local function rows_of(loaders, into)
   for _, loader in ipairs(loaders) do
     local x, y = loader:next()
@@ -74,7 +74,7 @@ describe("the loader on several ranks", function()
       end
       local label = ("PS_LOADER_SEED=%d: global batch %d"):format(case, global)
       local one = loaders(1)
-      local steps = 2 * one[1].batches + draw(4)           -- into the third epoch
+      local steps = 2 * one[1].batches + draw(4)           -- ends in the third epoch
       local want = rows(one, steps)
       local n = sizes[draw(#sizes)]
       local many, got, done = loaders(n), {}, 0
@@ -82,7 +82,7 @@ describe("the loader on several ranks", function()
         local now = math.min(steps - done, draw(steps))
         for _ = 1, now do rows_of(many, got) end
         done = done + now
-        local state = many[draw(n)]:state_dict()           -- that of any rank: they are equal
+        local state = many[draw(n)]:state_dict()           -- the state of any rank, since all are equal
         assert.same(state, many[1]:state_dict(), label)
         n = sizes[draw(#sizes)]
         many = loaders(n)
@@ -111,7 +111,7 @@ describe("the loader on several ranks", function()
       return ps.data.loader { shards = { path }, batch = batch, seq = 5, seed = 2, last = 5 * 34, world_size = size,
         rank = rank }
     end
-    local eight = loader(2, 4)                             -- 33 windows: 4 batches of 8
+    local eight = loader(2, 4)                             -- 33 windows are 4 batches of 8
     for _ = 1, 3 do eight:next() end
     local state = eight:state_dict()
     local want = loader(1, 1)
@@ -127,7 +127,7 @@ describe("the loader on several ranks", function()
     for i = 1, 3 do assert.same(want:next():tolist()[1], x[i]) end
     fails({ "24 samples of epoch 0", "3 batches of 8 rows", "10 rows (5 on each of 2 ranks)", "divides 24",
       "the old 8" }, function() loader(5, 2):load_state_dict(state) end)
-    eight:next()                                           -- the epoch has ended, though a 33rd window is left
+    eight:next()                                           -- the epoch has ended, although a 33rd window is left
     local ten, three_again = loader(5, 2, 1), loader(3, 1)
     for _, here in ipairs { ten, three_again } do
       here:load_state_dict(eight:state_dict())
@@ -172,7 +172,7 @@ describe("loaders of ranks that train together", function()
   setup(function() folder = lib.folder() end)
   teardown(function() lib.remove(folder) end)
 
-  -- Two ranks train for a moment with `options` of each. Returns the last output of each.
+  -- Two ranks train for a moment, each with its own options. Returns the last output of each.
   local function train(options)
     local all = lib.run(folder, 2, lib.begin(folder) .. ([[
       local gpt2 = require "models.gpt2"

@@ -14,7 +14,7 @@ local COUNT = os.getenv "PS_FULL" == "1" and 20000 or 1500
 local RAW = { "attempt to", "bad argument", "stack overflow", "got values that it does not support",
   "%.lua:%d+: %.lua" }
 
--- Fails if an error is Lua's own.
+-- Fails if an error is one of Lua's own errors.
 local function of_ours(problem, what)
   problem = tostring(problem)
   for _, raw in ipairs(RAW) do
@@ -50,7 +50,7 @@ describe("rows with random changes", function()
   setup(function() folder = tokens.folder {} end)
   teardown(function() tokens.remove(folder) end)
 
-  -- Reads everything of a file. Returns the number of conversations.
+  -- Reads the whole content of a file. Returns the number of conversations.
   local function read_all(path, text)
     check.write(path, text)
     local good = 0

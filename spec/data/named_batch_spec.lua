@@ -15,7 +15,7 @@ after_each(function()
   model = nil
 end)
 
--- Token ids, and labels of which the first `hidden` of each row do not count.
+-- Returns token ids, and labels of which the first `hidden` in each row are ignored.
 local function tokens(seed, hidden, columns)
   ps.manual_seed(seed)
   local ids = ps.randint(0, 256, { B, columns or T }, { dtype = "int32" })
@@ -24,7 +24,7 @@ local function tokens(seed, hidden, columns)
   return ids, labels
 end
 
--- Returns the same targets as gpt2's second argument: the target of each position.
+-- Returns the same targets in the form of gpt2's second argument: the target of each position.
 local function shifted(labels)
   local y = ps.full(labels:shape(), -100, { dtype = labels:dtype() })
   y:narrow(1, 0, labels:size(1) - 1):copy_(labels:narrow(1, 1, labels:size(1) - 1))
@@ -42,7 +42,7 @@ describe("gpt2 with a batch by names", function()
     local out = model { input_ids = ids, labels = labels }
     assert.is_nil(out.logits)
     assert.equal(model(ids, shifted(labels)):item(), out.loss:item())
-    local rows = model(ids)                                                    -- [B, T, V]
+    local rows = model(ids)                                                    -- shape [B, T, V]
     local by_hand = F.cross_entropy(rows:narrow(1, 0, T - 1):reshape(B * (T - 1), 256),
       labels:narrow(1, 1, T - 1):reshape(B * (T - 1)))
     assert(math.abs(by_hand:item() - out.loss:item()) < 1e-5)
@@ -62,7 +62,7 @@ describe("gpt2 with a batch by names", function()
       local got = model { input_ids = ids, labels = labels, attention_mask = given }
       assert(math.abs(got.loss:item() - want.loss:item()) < 1e-6)
     end
-    -- hiding a key changes the positions that see it
+    -- affects the positions that see it
     local left = ps.ones({ B, T }, { dtype = "int32" })
     left:narrow(1, 0, 2):fill_(0)
     local seen, hidden = model(ids), model({ input_ids = ids, attention_mask = left }).logits
@@ -80,7 +80,7 @@ describe("gpt2 with a batch by names", function()
   end)
 end)
 
--- Returns the bytes of all parameters after two steps; batch(number) returns the model's argument.
+-- Returns the bytes of all parameters after two steps. batch(number) returns the model's argument.
 local function trained(config, class, batch, loss_of)
   local wanted = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
   for key, value in pairs(config) do wanted[key] = value end
@@ -127,7 +127,7 @@ describe("an engine with batches by names", function()
     end)
   end
 
-  -- A model that uses each label, and that returns more than its loss.
+  -- A model that uses each label and returns more than its loss.
   local Classes = nn.class "Classes"
   function Classes:init() self.fc = nn.Linear(8, 5) end
   function Classes:forward(x, y)

@@ -10,7 +10,7 @@ local fails = check.fails
 
 local bytes = setmetatable({ vocab_size = 2000 }, { __index = ps.tokenizer.bytes() })
 
--- Rows of ids: example i begins with the token i, and has `length(i)` tokens.
+-- Returns rows of ids: example i begins with token i, and has `length(i)` tokens.
 local function rows_of(n, length, more)
   local list = {}
   for i = 1, n do
@@ -31,7 +31,7 @@ local function loader(rows, more)
   return ps.data.loader(options)
 end
 
--- Returns the examples of a batch: tokens below 1000 that have weight.
+-- Returns the examples in a batch, which are tokens below 1000 with a weight.
 local function examples_of(batch, list)
   local ids, labels = batch.input_ids:tolist(), batch.labels:tolist()
   for r, row in ipairs(ids) do
@@ -70,7 +70,7 @@ describe("packing", function()
       assert.equal(40, batch.input_ids:size(1))
       for r, row in ipairs(ids) do
         if #examples_of({ input_ids = batch.input_ids:narrow(0, r - 1, 1), labels = batch.labels:narrow(0, r - 1, 1) },
-          {}) == 0 then break end                          -- of weight 0
+          {}) == 0 then break end                          -- rows of weight 0
         local segment, example, place = 0, nil, nil
         local function ended() return example == nil or lengths(example) == place end
         for k, id in ipairs(row) do
@@ -469,8 +469,8 @@ describe("the cache of examples", function()
     assert.is_true(cached(again))
     assert.equal(first.texts, again.texts)
     for batch in first do assert.equal(check.bytes(batch.labels), check.bytes(again:next().labels)) end
-    assert.is_true(cached(open { seq = 32, packing = true, seed = 9 }))      -- rows are made of the same examples
-    assert.is_true(cached(open { date = "2026-01-02" }))   -- the template does not ask for the date
+    assert.is_true(cached(open { seq = 32, packing = true, seed = 9 }))      -- rows are built from the same examples
+    assert.is_true(cached(open { date = "2026-01-02" }))   -- the template does not use the date
     for _, more in ipairs { { train_on = "all" }, { table = ps.data.table(file):take(30) } } do
       local one = open(more)
       assert.is_false(cached(one))
@@ -544,7 +544,7 @@ describe("the cache of examples", function()
           assert.same(labels, { unpack(want, 1, #ids) }, template .. row.messages[1].content)
           forged = forged or own:decode(ids) ~= nil and #own:encode(own:decode(ids)) < #ids
         end
-        assert.is_true(forged)                             -- some texts spell special tokens, which must stay text
+        assert.is_true(forged)                             -- some texts contain special tokens, which must stay text
         tokens.remove(home)
       end
     end

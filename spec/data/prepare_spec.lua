@@ -23,7 +23,7 @@ local function write(name, text)
   return folder .. "/" .. name
 end
 
--- Returns a text with everything that a cut could affect: empty lines, blanks before and after them, a long text
+-- Returns a text with everything that a split could affect: empty lines, blanks before and after them, and a long text
 -- without line ends.
 local function drawn(seed, n)
   local out = {}
@@ -123,7 +123,7 @@ describe("a file's tokens", function()
       lines[i] = json.encode { id = i, text = text, more = { { text = "no" }, {} } } .. (i % 5 == 0 and "\n" or "")
     end
     local path = write("lines.jsonl", table.concat(lines, "\n"))
-    local marked = write("marked.jsonl", "\239\187\191" .. table.concat(lines, "\n"))    -- a byte order mark
+    local marked = write("marked.jsonl", "\239\187\191" .. table.concat(lines, "\n"))  -- begins with a byte order mark
     assert.same(ids_of(path, { field = "text" }), ids_of(marked, { field = "text" }))
     for _, block in ipairs { 3, 100, 2 ^ 20 } do
       assert.same(want, ids_of(path, { field = "text", mark = END, block = block, threads = 3 }))

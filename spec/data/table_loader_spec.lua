@@ -26,7 +26,7 @@ local function talk(question, answer)
   return { messages = { { role = "user", content = question }, { role = "assistant", content = answer } } }
 end
 
--- Returns the text of a row's ids, and that of its labels.
+-- Returns the texts of a row's ids and of its labels.
 local function texts_of(batch, row)
   local function list(name) return batch[name]:tolist()[row] end
   local ids, labels, mask = list "input_ids", list "labels", list "attention_mask"
@@ -100,8 +100,8 @@ describe("a loader of a table", function()
       ["the field 'labels' is not a list"] = { input_ids = { 1 }, labels = { a = 1 } },
     } do fails(function() loader { row } end, want) end
     fails(function() ps.data.loader { texts = { "a" }, tokenizer = tok, batch = 1, seq = 4, train_on = "all" } end,
-      "train_on is for conversations")
-    fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table: give one of the two")
+      "train_on applies only to conversations")
+    fails(function() loader({ talk("Q", "b") }, { texts = { "a" } }) end, "texts and table were both given")
   end)
 
   it("trains a model, and continues where it was saved", function()

@@ -88,8 +88,8 @@ describe("a table of examples", function()
     local rows = counting(100)
     assert.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(3)))
     assert.are_not.same(numbers(rows:shuffle(3)), numbers(rows:shuffle(4)))
-    -- the mean of |place - i| in a random permutation is (n^2 - 1) / (3 n): here 333, with a standard deviation of
-    -- about 7
+    -- In a random permutation, the mean of |place - i| is (n^2 - 1) / (3 n), which is 333 here, with a standard
+    -- deviation of about 7.
     local moved, place = 0, permutation.new(1000, 1)
     for i = 1, 1000 do moved = moved + math.abs(place(i) - i) end
     assert.is_true(math.abs(moved / 1000 - 333) < 35, tostring(moved / 1000))
@@ -130,7 +130,7 @@ describe("a table of examples", function()
     local rows = ps.data.table(file("a.jsonl", '  \n{"n": 1}\n \t\r\n{"n": 2}\n  '))
     assert.same({ 1, 2 }, numbers(rows))
     assert.equal(folder .. "/a.jsonl:4", rows:place(2))
-    local long = (" "):rep(3000000)                        -- over several blocks of the reader
+    local long = (" "):rep(3000000)                        -- longer than several blocks of the reader
     assert.same({ 1, 2 }, numbers(ps.data.table(file("b.jsonl", long .. "\n" .. long .. '{"n": 1}\n' .. long
       .. '\n{"n": 2}' .. long .. "\n" .. long))))
   end)
@@ -193,7 +193,7 @@ describe("a table of examples", function()
     fails(function() ps.data.table(file("a.parquet", "x")) end, "write it as JSON lines")
     fails(function() ps.data.table(file("a.jsonl.zst", "x")) end, "unpack it with zstd -d")
     fails(function() ps.data.table(folder .. "/none.jsonl") end, "there is no such file or folder")
-    fails(function() ps.data.table(folder .. "/*.json") end, "no file fits this pattern")
+    fails(function() ps.data.table(folder .. "/*.json") end, "no file matches this pattern")
     fails(function() ps.data.table(tokens.folder {}) end, "the folder has no file of a kind that is read (.jsonl")
     fails(function() ps.data.table(file("b.json", '{"a": 1}')) end, "a list of objects, or SQuAD's object")
     fails(function() ps.data.table(folder, { txt = 1 }) end, "txt")
@@ -207,7 +207,7 @@ describe("files of other kinds", function()
     return path .. ".gz"
   end
 
-  -- Runs a script with a cache folder of its own.
+  -- Runs a script with a separate cache folder.
   local function cached(script)
     check.write(folder .. "/script.lua", script)
     local p = io.popen(("XDG_CACHE_HOME='%s/cache' '%s' '%s/script.lua' 2>&1"):format(folder, paths.exe, folder))
@@ -230,7 +230,7 @@ describe("files of other kinds", function()
     local first = names()
     assert.equal(1, #first)
     local copy = folder .. "/cache/psluajit/unpacked/" .. first[1]
-    check.write(copy, '{"n": 3}\n{"n": 4}\n')              -- it is read, and not unpacked again
+    check.write(copy, '{"n": 3}\n{"n": 4}\n')              -- the copy is read, and not unpacked again
     assert.equal(("2\t4\t%s:2\n"):format(path), cached(script))
     packed("a.jsonl", '{"n": 5}\n{"n": 6}\n{"n": 7}\n')
     assert.equal(("3\t6\t%s:2\n"):format(path), cached(script))
@@ -295,7 +295,7 @@ describe("files of other kinds", function()
     fails(function() ps.data.conversation(rows, 2) end, "squad.json[2]: the question has no answer")
     path = file("squad.json", '{"data": [{"paragraphs": [{"context": "x", "qas": [{}]}]}]}')
     fails(function() ps.data.table(path) end,
-      "squad.json: data[1].paragraphs[1].qas[1]: a question and its paragraph's context expected")
+      "squad.json: data[1].paragraphs[1].qas[1]: the row must have a question and its paragraph's context")
   end)
 end)
 

@@ -51,7 +51,7 @@ end)
 
 local function tiny() return gpt2.new "tiny" end
 
--- Everything that training changes, as text of all bytes.
+-- Returns everything that training changes, as text of all bytes.
 local function state(optimizer)
   local parts = {}
   for name, t in pairs(model:state_dict()) do parts[#parts + 1] = name .. " " .. lib.bytes(t) end
@@ -65,7 +65,7 @@ local function state(optimizer)
   return table.concat(parts, "\n")
 end
 
--- Micro-batch `number` of two rows, and the number of ignored targets of each row.
+-- Returns micro-batch `number` of two rows, with the number of ignored targets in each row.
 local function batch(number, masked)
   ps.manual_seed(100 + number)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
@@ -74,7 +74,7 @@ local function batch(number, masked)
   return x, y
 end
 
--- Runs one optimizer step over micro-batches from `number` on. `masks` has the number of ignored targets of each.
+-- Runs one optimizer step over micro-batches from `number` on. `masked` has the number of ignored targets in each.
 local function step(optimizer, number, masked)
   local info
   for i, some in ipairs(masked) do
@@ -178,8 +178,8 @@ describe("a micro-batch without targets", function()
   end
 end)
 
--- Logits w [8] at every position. With w = 0 and all targets 0 the gradient of the mean loss is 1/8 - 1 at 0, else
--- 1/8.
+-- Logits w [8] at every position. With w = 0 and all targets 0, the gradient of the mean loss is 1/8 - 1 at index 0,
+-- and 1/8 elsewhere.
 local Logits = nn.class "Logits"
 function Logits:init() self:param("w", ps.zeros { 8 }) end
 function Logits:forward(x, y)
@@ -190,8 +190,8 @@ end
 describe("fp16's loss scale", function()
   local SCALE = 1024
   local NORM = math.sqrt(0.875 ^ 2 + 7 * 0.125 ^ 2)
-  -- name -> {columns, numbers of counted targets in the two rows of each micro-batch, their sum over the power of two
-  -- nearest to the number of all positions}
+  -- name -> {columns, number of counted targets in the two rows of each micro-batch, their sum divided by the power of
+  -- two nearest to the number of all positions}
   local cases = {
     ["one micro-batch"] = { 8, { 16 }, 1 },
     ["four of 2^4 targets"] = { 8, { 16, 16, 16, 16 }, 1 },
@@ -247,14 +247,14 @@ describe("the weight of a loss", function()
 end)
 
 describe("train.run", function()
-  -- Returns a loader of micro-batches with given numbers of ignored targets; named batches if `named`.
+  -- Returns a loader of micro-batches with given numbers of ignored targets. Batches are named if `named` is true.
   local function loader(masked, named)
     local number = 0
     return { global_batch = 2, seq = 16, next = function()
       number = number + 1
       local x, y = batch(number, masked[number])
       if not named then return x, y end
-      -- shifted back: y has the targets of x
+      -- shifted back, so that y has the targets of x
       local labels = ps.full({ 2, 16 }, -100, { dtype = "int32" })
       labels:narrow(1, 1, 15):copy_(y:narrow(1, 0, 15))
       return { input_ids = x, labels = labels }
@@ -297,7 +297,7 @@ describe("train.run", function()
     for number, masked in ipairs { 4, 12 } do
       (net(batch(number, masked)) * ((16 - masked) / 16)):backward()
     end
-    plain:step { grad_scale = 1 }                                                 -- 24 and 8 targets of 32
+    plain:step { grad_scale = 1 }                                                 -- 24 and 8 of 32 targets
     local off = (together - net.transformer.wte.weight):abs():max():item()
     assert(off < 1e-5, off)
   end)

@@ -10,7 +10,7 @@ local bytes = ps.tokenizer.bytes()
 
 local function ids_of(text) return { text:byte(1, #text) } end
 
--- Texts of 1 to 5 bytes, each known by its first byte.
+-- Returns texts of 1 to 5 bytes. The first byte identifies a text.
 local function texts(n)
   local list = {}
   for i = 1, n do list[i] = string.char(64 + i) .. ("x"):rep((i - 1) % 5) end
@@ -121,7 +121,7 @@ describe("ps.data.loader of texts", function()
     local batch = loader:next()
     local sum, count = 0, 0
     ps.no_grad(function()
-      for _, text in ipairs { "hello", "hi", "what is it", "so" } do             -- each alone, without padding
+      for _, text in ipairs { "hello", "hi", "what is it", "so" } do             -- each text alone, without padding
         local ids = ids_of(text)
         local logits = model(ps.tensor({ ids }, { dtype = "int32" })):squeeze(0)
         for i = 1, #ids - 1 do
@@ -144,7 +144,7 @@ describe("ps.data.loader of texts", function()
       check.fails_saying({ ... }, function() ps.data.loader(all) end)
     end
     fails({ file = "x.bin" }, "file is for token shards, not for texts")
-    check.fails_saying({ "padding is for texts" }, function()
+    check.fails_saying({ "padding applies only to texts" }, function()
       ps.data.loader { file = "x.bin", padding = "longest", batch = 1, seq = 4 }
     end)
     check.fails_saying({ "the tokenizer, which texts need" }, function()

@@ -25,7 +25,7 @@ local VALUES = [[
     for _, n in ipairs { 1, 7, 1003, 300000 } do
       local host = (ps.randn({ n }) * 3):to(dtype)
       local there = host:to(device)
-      if n == 1003 then there, host = there:narrow(0, 1, 1000), host:narrow(0, 1, 1000) end    -- not on 16 bytes
+      if n == 1003 then there, host = there:narrow(0, 1, 1000), host:narrow(0, 1, 1000) end  -- not aligned to 16 bytes
       group:all_reduce(host)
       group:all_reduce(there)
       local different = (host:to("fp64") - there:to("cpu"):to("fp64")):abs():sum():item()
@@ -60,7 +60,7 @@ local VALUES = [[
     if size > 1 or case[1] ~= "other memory" then assert(not ok and tostring(why):find(case[1]), tostring(why)) end
   end
   group:barrier()
-  local int = ps.full({ 5 }, rank, { device = device, dtype = "int64" })       -- the host sums these, NCCL does not
+  local int = ps.full({ 5 }, rank, { device = device, dtype = "int64" })  -- the host sums these, since NCCL does not
   local ok, why = pcall(group.all_reduce, group, int)
   if group:carrier() == "nccl" then
     assert(not ok and tostring(why):find("sums of int64 in a device's memory", 1, true), tostring(why))
@@ -102,7 +102,7 @@ describe("collectives on devices", function()
     end)
   end
 
-  -- Rows and columns of four GPUs: a communicator each, whose sums have the bits of host memory.
+  -- Rows and columns of four GPUs. Each has a communicator, whose sums have the same bits as in host memory.
   local CUT = [[
     local mesh = ps.mesh { pp = 2, tp = 2 }
     local row, column = mesh.group "tp", mesh.group "pp"
@@ -150,7 +150,7 @@ describe("collectives on devices", function()
     end
   end)
 
-  -- Returns both ranks fail; each error has one of the words.
+  -- Checks that both ranks fail. Each error must contain one of the words.
   local function both(env, script, ...)
     local all = run(2, "cuda", script, env)
     for rank = 0, 1 do
@@ -171,7 +171,7 @@ describe("collectives on devices", function()
     local all = run(2, "cuda", [[
       local x, wrong = ps.full({ 300000 }, 3, { device = device }), 0
       assert(not pcall(function() return group:sum(x):to("cpu") end))
-      collectgarbage()                                                -- the sum's output
+      collectgarbage()                                                -- frees the sum's output
       local later = {}
       for i = 1, 6 do later[i] = ps.full({ 300000 }, 7, { device = device }) end
       for _ = 1, 2 do
@@ -201,7 +201,7 @@ describe("collectives on devices", function()
   it("fail even if no call waits for their bytes: at the script's end, and when the group is closed", function()
     local env = emulated()
     if not env then return end
-    local lost = "lost its connection to other ranks' devices in all_reduce (call 6)"        -- of the last exchange
+    local lost = "lost its connection to other ranks' devices in all_reduce (call 6)"  -- the error of the last exchange
     both(env .. " PS_EMULATE_NCCL=breaks=8", SUM, lost)
     both(env .. " PS_EMULATE_NCCL=breaks=8", SUM .. " os.exit(0)", lost)
     both(env .. " PS_EMULATE_NCCL=breaks=8", SUM .. [[
@@ -211,7 +211,8 @@ describe("collectives on devices", function()
       os.exit(1)]], lost)
   end)
 
-  -- waits: those of the script's thread for bytes of calls, from the record, and all waits in the emulator.
+  -- `waits` returns the waits of the script's thread for bytes of calls, from the record, and all waits in the
+  -- emulator.
   local ASYNCHRONOUS = [[
     local ffi, events = require "ffi", require "ps.core.events"
     ffi.cdef "void ps_emu_take_counts(int64_t *out, int n);"
@@ -220,7 +221,7 @@ describe("collectives on devices", function()
       plugin.ps_emu_take_counts(seen, 1)
       fn()
       plugin.ps_emu_take_counts(seen, 1)
-      local n = tonumber(seen[0])                                     -- a record makes waits of its own
+      local n = tonumber(seen[0])                                     -- a record causes additional waits
       ps.profiler.start()
       fn()
       ps.profiler.stop()
@@ -241,7 +242,7 @@ describe("collectives on devices", function()
       group:reduce_scatter(part, y:detach())
       group:all_gather(all, y:detach())
       group:broadcast(all, 1)
-      for _ = 1, 100 do group:all_reduce(part) part:mul_(half) end    -- more than can have a moment of their own
+      for _ = 1, 100 do group:all_reduce(part) part:mul_(half) end    -- more calls than there are moments
       return y
     end
     local first = calls()
@@ -293,7 +294,7 @@ describe("collectives on devices", function()
     both(env .. " PS_EMULATE_NCCL=breaks=7", [[
       local t, w = ps.ones({ 8 }, { device = device }), ps.randn({ 48, 48 }, { device = device }):requires_grad(true)
       local function block(x) return ps.F.gelu(x:matmul(w)) + x end
-      for _ = 1, 4 do group:all_reduce(t) end                         -- the last one breaks
+      for _ = 1, 4 do group:all_reduce(t) end                         -- the last exchange breaks
       os.execute "sleep 2"
       ps.offload_activations(ps.scope, function()
         local h = ps.randn({ 365, 48 }, { device = device })
@@ -340,7 +341,8 @@ describe("collectives on devices", function()
   it("name a rank that was stopped in an exchange, without waiting for it", function()
     local env = emulated()
     if not env then return end
-    -- The rank continues when the other has ended, or after five minutes: a rank that waited for it would be late.
+    -- The rank continues when the other rank has ended, or after five minutes. If it waited for the other rank, it
+    -- would be late.
     local all = run(2, "cuda", ("local over = %q"):format(folder .. "/over") .. [[
 
       local t, large = ps.ones({ 8 }, { device = device }), ps.ones({ 2 ^ 24 }, { device = device })
@@ -400,8 +402,7 @@ describe("collectives on devices", function()
     assert.equal("2\n", all[0].text)
   end)
 
-  -- Two GPUs with the worst orders of their streams, in cases of bench/mesh_lib.lua, compared with one rank on the
-  -- cpu.
+  -- Two GPUs with the worst orders of their streams, in cases of bench/mesh_lib.lua, compared with one rank on the cpu.
   local function trains(axis, base, cases)
     local env = emulated()
     if not env then return end
@@ -462,8 +463,8 @@ describe("collectives on devices", function()
     if said then assert.truthy(said:find("along pp: nccl", 1, true), said) end
   end)
 
-  -- Two stages, whose activations and gradients are sent from device to device: each action's message is one exchange
-  -- of a communicator of these two ranks and one direction.
+  -- Two stages, whose activations and gradients are sent from device to device. Each action's message is one exchange
+  -- of a communicator for these two ranks and one direction.
   local STAGES = [[
     local gpt2, began = require "models.gpt2"
     local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
@@ -487,7 +488,7 @@ describe("collectives on devices", function()
     print(("after %.1f s"):format(ps.now() - began))
     if not ok then os.exit(1) end
   ]]
-  -- The work of the host in a step of two stages, as counted by the emulator: 4 micro-batches, whose activations and
+  -- The host's work in a step of two stages, as counted by the emulator, with 4 micro-batches whose activations and
   -- gradients have 2 x 16 x 48 fp32 numbers each.
   local COUNTED = [[
     local gpt2, ffi = require "models.gpt2", require "ffi"
@@ -495,7 +496,7 @@ describe("collectives on devices", function()
     local plugin, seen = ffi.load(os.getenv "PS_CUDA_PLUGIN"), ffi.new("int64_t[6]")
     local model, optimizer = ps.initialize { quiet = true, config = { device = "cuda", gradient_accumulation_steps = 4,
         plan_print = false, pipeline = { stages = 2, schedule = "1f1b" },
-        -- otherwise the timing decides what the host does
+        -- otherwise the timing determines the host's work
         zero_optimization = { offload_optimizer = { device = "none" } } },
       model_func = function() return gpt2.new("tiny", { n_layer = 2, n_embd = 48, n_head = 4, dropout = 0 }) end }
     for _ = 1, 2 do
@@ -520,22 +521,22 @@ describe("collectives on devices", function()
         assert.truthy(nbytes[of], all[rank].text)
       end
     end
-    -- tied: the host sums the table's gradients, with copies in both directions
+    -- tied: the host sums the embedding's gradients, with copies in both directions
     local message, tied = 2 * 16 * 48 * 4, 2 * 256 * 48 * 4
     for rank = 0, 1 do
       local there = tonumber(nbytes["nccl" .. rank])
       assert.truthy(there - tied < message, there)                 -- token ids, targets and losses
       assert.equal(8 * message, nbytes["gloo" .. rank] - there)    -- if the host transfers them
       assert.equal(4, waits["gloo" .. rank] - waits["nccl" .. rank])
-      assert.equal(rank == 0 and 1 or 5, tonumber(waits["nccl" .. rank]))                -- for the table and the losses
+      assert.equal(rank == 0 and 1 or 5, tonumber(waits["nccl" .. rank]))  -- waits for the embedding and the losses
     end
   end)
 
   it("send messages between stages over NCCL, and name a rank or a connection that fails there", function()
     local env = emulated()
     if not env then return end
-    -- Three steps of four micro-batches: exchange 12 in a direction is the last one.
-    local function named(all)                                          -- any call of the step may find the failure
+    -- Three steps of four micro-batches, so exchange 12 in a direction is the last one.
+    local function named(all)                                          -- any call of the step can find the failure
       for rank = 0, 1 do
         local message = "rank %d, recv %%u of micro%%-batch %%d, stage %%d of pp with rank %d: "
         message = message:format(rank, 1 - rank)

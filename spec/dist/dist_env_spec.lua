@@ -6,7 +6,7 @@ local function read(variables, o)
   return env.read(function(name) return variables[name] end, o)
 end
 
--- Returns the message of an error, which must contain all of `...`.
+-- Returns an error's message, which must contain all of the given texts.
 local function refused(variables, o, ...)
   local ok, why = pcall(read, variables, o)
   assert.is_false(ok)
@@ -96,7 +96,7 @@ describe("the environment of a rank", function()
       { e.source, e.rank, e.world_size, e.local_rank, e.local_world_size, e.master_addr })
     assert.equal(e.master_port, read(with(MPICH, { PMI_RANK = "0" }), { ppid = 4321 }).master_port)
     assert.not_equal(e.master_port, read(MPICH, { ppid = 4322 }).master_port)
-    assert.equal(read(MPICH).master_port, read(MPICH).master_port)                      -- the real parent
+    assert.equal(read(MPICH).master_port, read(MPICH).master_port)                      -- the real parent process
     refused(with(MPICH, { MPI_LOCALRANKID = false }), nil, "MPI_LOCALRANKID is not set")
     e = read(with(SLURM, { PMI_RANK = "3", PMI_SIZE = "5" }))                           -- srun --mpi=pmi2
     assert.same({ "PMI", 1, 2, "gpu07" }, { e.source, e.local_rank, e.local_world_size, e.master_addr })
@@ -158,13 +158,13 @@ describe("the environment of a rank", function()
     assert.same({ "7", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7" })))
     assert.same({ "mine", 2, "tcp://node1:29400" }, known(with(TORCHRUN, { TORCHELASTIC_RUN_ID = "7",
       PS_RUN_ID = "mine" })))
-    -- ranks on one machine meet on its loopback address, whatever its other names
+    -- ranks on one machine meet on its loopback address, whatever the machine's other names
     assert.same({ "", 1, "tcp://127.0.0.1:29400" }, known(with(TORCHRUN, { WORLD_SIZE = "4", RANK = "1" })))
     local one = with(SLURM, { SLURM_NNODES = "1", SLURM_NODEID = "0", MASTER_ADDR = "10.1.2.3", MASTER_PORT = "17" })
     assert.same({ "4711.0", 1, "tcp://127.0.0.1:17" }, known(one))
     assert.same({ "4711.0", 2, "tcp://10.1.2.3:17" }, known(with(one, { SLURM_NNODES = "3" })))
     assert.same("1234", read(OPENMPI).run)
-    -- an explicit address is used unchanged; with a file it matters whether ranks are on other machines
+    -- An explicit address is used unchanged. With a file, it matters whether ranks are on other machines.
     assert.same({ "", 0, "tcp://a:17" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "tcp://a:17" })))
     assert.same({ "", 2, "file:///a" }, known(with(TORCHRUN, { PS_RENDEZVOUS = "file:///a" })))
     assert.same({ "", 0, "file:///a" }, known({}, { rank = 0, world_size = 2, rendezvous = "file:///a" }))

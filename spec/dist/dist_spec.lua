@@ -14,8 +14,8 @@ local function read(path)
   return text
 end
 
---- Runs `body` (with ps, rank, size, meeting, options) as `size` ranks. Returns the output and exit code of each, and
---- the seconds of all.
+--- Runs `body` (with ps, rank, size, meeting, options) as `size` ranks. Returns each rank's output and exit code, and
+--- the total seconds.
 ---@param size integer
 ---@param body string
 local function ranks(size, body)
@@ -127,7 +127,7 @@ describe("a group of processes", function()
       local out = ranks(size, [[
         local g = join { seed = 7 }
         local ffi = ps.ffi
-        -- Returns the ranks' values, which every rank can compute; sums like in C, float by float.
+        -- Returns the values of a rank, which every rank can compute. Sums are computed float by float, as in C.
         local function values(r, n, dtype)
           ps.manual_seed(100 + r)
           return ps.randn({ n }, { dtype = dtype })
@@ -185,7 +185,7 @@ describe("a group of processes", function()
       assert(g:bytes_sent() - before == 2 * 2 * 4000, g:bytes_sent() - before)  -- twice 2/3 of 12000
       assert(g:all_reduce(ps.ones({ 4 }, { dtype = "fp64" })):tolist()[4] == 3)
       assert(g:all_reduce(ps.zeros { 0 }):numel() == 0)
-      -- of a size that is equal on the root and the others
+      -- has the same size on the root and on the other ranks
       local big = ps.full({ 2 ^ 19 + 3 }, rank)
       assert(g:broadcast(big, 1):sum():item() == 2 ^ 19 + 3)
       ps.synchronize()
@@ -268,7 +268,7 @@ describe("a group of processes", function()
     local out, seconds = ranks(3, [[
       local g = join { timeout = 0.5 }
       g:barrier()
-      if rank == 1 then                                  -- it arrives after both others have timed out
+      if rank == 1 then                                  -- it arrives after both other ranks have timed out
         os.execute(("for i in $(seq 4000); do [ -e %s.0 ] && [ -e %s.2 ] && break; sleep 0.05; done"):format(meeting,
           meeting))
       end

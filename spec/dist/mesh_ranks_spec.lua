@@ -32,7 +32,7 @@ describe("four ranks", function()
       local y = row:sum(x)
       y:backward()
       print(("op: %d %d"):format(y:item(), x:grad():item()))
-      -- A disagreement of ranks is an error on all of them, and the group continues.
+      -- If ranks disagree, this is an error on all of them, and the group continues.
       local ok, problem = pcall(group.split, group, rank == 3 and { 2, 3 } or { 0, 1, 2 }, "ep")
       print("lists: " .. tostring(not ok and problem))
       print("wrong: " .. tostring(select(2, pcall(group.split, group, { rank, "x" }, "ep"))))
@@ -123,7 +123,7 @@ describe("four ranks", function()
     local all = lib.check(folder, 4, "ps.mesh { pp = 2 }" .. TRAIN)
     local known, seen = {}, {}
     for _, line in ipairs(lines(two[0].text, "tensor")) do known[line] = true end
-    for rank = 0, 3 do                                       -- ranks 0 and 2 are one copy, 1 and 3 the other
+    for rank = 0, 3 do  -- ranks 0 and 2 form one replica, and ranks 1 and 3 the other
       local losses = lines(all[rank].text, "loss")
       assert.equal(8, #losses)
       assert.same(lines(two[rank % 2].text, "loss"), losses)

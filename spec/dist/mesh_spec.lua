@@ -22,7 +22,7 @@ describe("the mesh", function()
     assert.equal(group, mesh.group "dp")
     assert.equal(1, ps.rank())
     assert.equal(2, ps.world_size())
-    mesh.close(group_of(2))                          -- another group, that a script made
+    mesh.close(group_of(2))                          -- another group, which a script created
     assert.equal(group, mesh.group "dp")
     mesh.close(group)
     assert.is_nil(mesh.group "dp")
@@ -43,7 +43,7 @@ describe("the mesh", function()
     assert.error_matches(function() mesh.group() end, "no axis 'nil'")
   end)
 
-  -- Returns the groups that each of `size` ranks gets from a cut: its ranks by axis.
+  -- Returns the groups that each of `size` ranks gets from a cut: axis -> ranks.
   local function lines(size, sizes)
     local all = {}
     for rank = 0, size - 1 do
@@ -64,7 +64,7 @@ describe("the mesh", function()
       assert.same({ rank, size }, { mesh.rank "world", mesh.size "world" })
       assert.equal(made.pp, mesh.asked()["pipeline.stages"][1])
       assert.is_nil(mesh.group "ep")
-      assert.same(made, mesh.cut(sizes))                                -- twice is fine
+      assert.same(made, mesh.cut(sizes))                                -- a second call is harmless
       assert.equal(mesh, ps.mesh(sizes))
       mesh.close(group)
     end

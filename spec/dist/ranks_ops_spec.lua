@@ -5,8 +5,8 @@ local lib = require "spec.ranks_lib"
 
 local folder
 
--- Each rank's loss is sum(w * f(op(x))), f not linear; the gradient is that of the sum of all. Moving one element on
--- one rank moves all ranks' losses, which an all-reduce in fp64 adds up.
+-- Each rank's loss is sum(w * f(op(x))) with a nonlinear f. The gradient is that of the sum over all ranks. Moving one
+-- element on one rank changes the losses of all ranks, which an all-reduce in fp64 sums.
 local SCRIPT = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }
@@ -70,8 +70,8 @@ local SCRIPT = [[
   print "done"
 ]]
 
--- Layers of which each rank has a part: all ranks have the same x and the same loss. `own` is different on each rank.
--- Moving one element of x on all of them changes the loss of each equally, which gives the gradient.
+-- Layers that ranks share. All ranks have the same x and the same loss. `own` differs between ranks. Moving one element
+-- of x on all ranks changes each rank's loss equally, which gives the gradient.
 local PARTS = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, rendezvous = "file://%s/rendezvous" }
@@ -91,7 +91,7 @@ local PARTS = [[
     last = dims(-1), first = dims(0), middle = function(x)
       return dims(1)(x:reshape(2, size, 6)):reshape(4, 3 * size)
     end,
-    -- rows divided among ranks, products with a part of the outputs, then of the inputs: a layer with sequence
+    -- rows divided among ranks, products with a shard of the outputs, then of the inputs: a layer with sequence
     -- parallelism
     rows = function(x)
       local rows = group:scatter_to(x:t(), 0)                                          -- [3, 4]
@@ -142,8 +142,8 @@ local PARTS = [[
     local ok, why = pcall(case[2])
     assert(not ok and tostring(why):find(case[1]), tostring(why))
   end
-  -- bytes, and the tensors that backward keeps: of tensors of 1 MiB and more only the shards, which are gathered again
-  -- for dw
+  -- Returns the bytes sent, and the tensors that backward keeps. For tensors of 1 MiB and more these are only the
+  -- shards, which are gathered again for dw.
   local function sent(gather)
     local rows = ps.full({ 400, 400 }, rank + 1):requires_grad(true)
     local weight = ps.ones({ 4, 400 }):requires_grad(true)

@@ -12,7 +12,7 @@ local folder
 
 local function free_port() return (assert(require("ps.launch.port").free())) end
 
--- A rank that joins the other one, sums with it and prints whether it had to wait.
+-- A rank that joins the other rank, sums with it, and prints whether it had to wait.
 local RANK = [[
   local ps = require "ps"
   local start = ps.now()
@@ -21,8 +21,8 @@ local RANK = [[
   print(ps.now() - start < 100 and "in time" or "late")
 ]]
 
---- Starts one of two ranks, which meet at 127.0.0.1 unless `settings` say otherwise; `text(rank)` waits for its end
---- and returns its output.
+--- Starts one of two ranks, which meet at 127.0.0.1 unless `settings` say otherwise. `text(rank)` waits for the rank's
+--- end and returns its output.
 local function rank(number, port, settings, timeout)
   local command = ("env -u XDG_RUNTIME_DIR -u PS_SECRET -u PS_RUN_ID -u TORCHELASTIC_RUN_ID RANK=%d LOCAL_RANK=%d "
     .. "WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=%d OMP_NUM_THREADS=1 %s timeout 300 '%s' "
@@ -58,7 +58,7 @@ end
 
 setup(function()
   folder = ranks_lib.folder()
-  -- written once: a rank that starts slowly must not find a half-written file
+  -- Written once, since a rank that starts slowly must not find a half-written file.
   check.write(folder .. "/rank.lua", RANK)
 end)
 teardown(function() ranks_lib.remove(folder) end)
@@ -97,7 +97,7 @@ describe("ranks at a port", function()
     listens(port)
     local b, c = rank(1, port, "PS_SECRET=wrong", 3), rank(1, port, "PS_RUN_ID=", 3)
     has(said(b), "has another secret; give all ranks the same PS_SECRET")
-    has(said(c), "has another secret")                   -- that of this user's runs
+    has(said(c), "has another secret")                   -- the secret of this user's runs
     check.write(folder .. "/secret", "right\n")
     local late = rank(1, port, ("PS_SECRET=file://%s/secret"):format(folder))
     assert.equal("sum 3\nin time\n", said(late))
@@ -163,7 +163,7 @@ describe("the secret of a run", function()
     check.fails(function() secret.find(with { PS_SECRET = "file:///no/such" }, "tcp://a:1", false) end,
       "PS_SECRET names a file that cannot be read: /no/such")
     assert.is_nil(secret.find(with {}, "tcp://a:1", false))
-    assert.is_nil(secret.find(with { PS_SECRET = "required" }, "file:///a", false))     -- rank 0 writes one there
+    assert.is_nil(secret.find(with { PS_SECRET = "required" }, "file:///a", false))     -- rank 0 writes a secret there
     check.fails(function() secret.find(with { PS_SECRET = "required" }, "tcp://a:1", false) end,
       "PS_SECRET is 'required'")
   end)

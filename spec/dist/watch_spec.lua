@@ -31,12 +31,12 @@ local PREAMBLE = [[
     os.execute(("(sleep %%g; kill -%%s %%d) >/dev/null 2>&1 &"):format(seconds, name, unistd.getpid()))
   end
   local until_failed = ("for i in $(seq 4000); do [ -e %%s.failed ] && break; sleep 0.05; done"):format(base)
-  -- Wakes this rank when another one has failed.
+  -- Wakes this rank when another rank has failed.
   local function go_on_once_failed()
     os.execute(("(%%s; kill -CONT %%d) >/dev/null 2>&1 &"):format(until_failed, unistd.getpid()))
   end
   local function wait_until_failed() os.execute(until_failed) end
-  -- Calls it, prints the seconds until it failed, wakes those who wait for that, and fails.
+  -- Calls fn, prints the seconds until it failed, wakes the ranks that wait for the failure, and fails.
   local function dies(fn, ...)
     local start = ps.now()
     local ok, err = pcall(fn, ...)
@@ -54,14 +54,14 @@ local function read(path)
   return text
 end
 
---- Starts `body` in groups of `size` ranks, all groups at once. Each entry has the group's victim and the script's
---- `how`, and gets the ranks' outputs, exit codes and seconds until they failed.
+--- Starts `body` in groups of `size` ranks, all groups at once. `collect` returns an entry per group with the group's
+--- victim, the script's `how`, and the ranks' outputs, exit codes and seconds until they failed.
 ---@param size integer
----@param victims integer[] of the groups
+---@param victims integer[] the victim of each group
 ---@param body string
----@param options? table kill: kill the victims when the others have ended; hows: one group for each; env: more
----  variables
----@return function collect waits for their end and returns them
+---@param options? table kill: kills the victims when the other ranks have ended. hows: one group per entry. env:
+--- additional variables.
+---@return function collect Waits for the groups' end and returns the entries.
 local function start(size, victims, body, options)
   local o = options or {}
   local script = os.tmpname()
@@ -106,8 +106,8 @@ end
 
 local function groups(...) return start(...)() end
 
---- Checks that each rank except the victim printed `pattern` ("RANK" in it is the victim's number and host) within
---- `limit` seconds of waiting, and ended with 1.
+--- Checks that each rank except the victim printed `pattern` within `limit` seconds of waiting, and exited with 1.
+--- "RANK" in the pattern stands for the victim's number and host.
 local function all_name(out, pattern, limit)
   for _, group in ipairs(out) do
     local victim = group.victim
@@ -126,7 +126,7 @@ end
 describe("the watch over the ranks", function()
   if no_gloo then return pending(no_gloo) end
 
-  -- These only wait for seconds, so they run at the same time as the others.
+  -- These ranks only wait for seconds, so they run at the same time as the others.
   local stopped, all_stopped
   setup(function()
     stopped = start(3, { 0, 1 }, [[
@@ -242,7 +242,7 @@ describe("the watch over the ranks", function()
     end
   end)
 
-  -- Rank 2 waits, too; it is named if rank 0 knows by then. c/test_watch.c has a circle of all ranks.
+  -- Rank 2 also waits. It is named if rank 0 knows about it by then. c/test_watch.c tests a circle of all ranks.
   it("names ranks that wait for each other in calls of two groups, long before the time-out", function()
     local out = groups(3, { 1 }, [[
       local g = join()
@@ -350,7 +350,7 @@ describe("the watch over the ranks", function()
 
   it("costs no time at the end", function()
     local out = groups(3, { 0 }, ([[
-      ps.C.ps_test_linger(%d)                   -- waiting for another rank takes that long
+      ps.C.ps_test_linger(%d)                   -- waiting for another rank takes this long
       for _ = 1, 8 do
         local g = join()
         g:barrier()

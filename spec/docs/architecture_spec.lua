@@ -12,7 +12,7 @@ local PAGES = { "ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "spec/README.
 local FOLDERS = { src = true, lua = true, spec = true, tools = true, bench = true, docs = true, examples = true,
   models = true, cmake = true }
 
--- Returns whether a path of the tree exists. "store*.c" stands for any file that matches.
+-- Returns whether a path exists in the tree. "store*.c" matches any file with this pattern.
 local function exists(path)
   local folder, name = path:match("^(.-)/?([^/]*)$")
   if not name:find("*", 1, true) then return lfs.attributes(paths.root .. "/" .. path, "mode") ~= nil end
@@ -22,7 +22,7 @@ local function exists(path)
   return false
 end
 
--- "chunk/plan.c" may omit the folder that its chapter is about.
+-- Returns whether a path exists that can omit its chapter's folder, as in "chunk/plan.c".
 local function exists_below(path)
   for _, above in ipairs { "", "src/", "src/backend/", "lua/ps/", "lua/ps/engine/", "spec/" } do
     if exists(above .. path) then return true end
@@ -59,7 +59,7 @@ describe("ARCHITECTURE.md's paths", function()
 
   it("agree with the sources", function() assert.equal("0\n", tool(paths.root)) end)
 
-  -- For each drawing: a folder, one of its files, a name that is renamed in it, and the tool's report.
+  -- For each drawing: a folder, one of its files, a name that is renamed in the file, and the tool's report.
   for _, case in ipairs {
     { "src/chunk", "transfer.c", "begin_evict", "src/chunk/transfer.c has no function begin_evict\n" },
     { "src/pipe", "exec.c", "pipe_take_loss", "begin_event of src/pipe/exec.c no longer reaches the next row by " ..
@@ -82,7 +82,7 @@ describe("ARCHITECTURE.md's paths", function()
 end)
 
 describe("ARCHITECTURE.md's map of the tree", function()
-  -- Lines "folder words", and further words on the following lines, up to the end of the block.
+  -- Reads lines "folder words", with additional words on the following lines, up to the end of the block.
   local map, folder = {}, nil
   local block = check.read(paths.root .. "/ARCHITECTURE.md"):match("```\n(src/ps%.h.-)```")
   for line in block:gmatch("[^\n]+") do

@@ -13,7 +13,8 @@ local F = ps.F
 
 local DISK = os.getenv "TMPDIR" or "/tmp"
 
--- Returns an engine of `make` with these settings for fn(model, optimizer). It is closed even if fn fails.
+-- Calls fn(model, optimizer) with an engine for a model of `make` and these settings. The engine is closed even if fn
+-- fails.
 local function with_engine(settings, make, fn)
   ps.manual_seed(5)
   local cfg = { plan_print = false }
@@ -39,7 +40,7 @@ local function char() return gpt2.new "char" end
 before_each(function() ps.manual_seed(1) end)
 
 describe("docs/memory.md, bytes of state per parameter:", function()
-  -- Tensors of 4,096 numbers and their multiples, so that places in chunks waste nothing.
+  -- Creates tensors of multiples of 4,096 numbers, so that chunks have no waste.
   local function square()
     return nn.Sequential(nn.Linear(64, 64, { bias = false }), nn.Linear(64, 128, { bias = false }))
   end
@@ -147,7 +148,7 @@ describe("documents that messages name", function()
     end
     p:close()
     assert.truthy(n > 3, n)
-    local cmake = check.read(root .. "/CMakeLists.txt")                 -- an installed tree has none
+    local cmake = check.read(root .. "/CMakeLists.txt")                 -- an installed tree has no CMakeLists.txt
     if cmake then assert.truthy(cmake:find("install(DIRECTORY lua models examples tools templates docs ", 1, true)) end
   end)
 end)

@@ -4,7 +4,7 @@
 local check = require "spec.check_lib"
 local paths = require "ps.paths"
 
--- Variables of other programs, which the page names in its last paragraph.
+-- Returns whether a variable is psluajit's. The page lists other programs' variables in its last paragraph.
 local function is_own(name) return name:match "^PS_" ~= nil end
 
 local function named_in_sources()
@@ -27,7 +27,7 @@ describe("docs/environment.md", function()
     for name in pairs(sources) do
       n = n + 1
       local there = page:find(is_own(name) and "\n| `" .. name .. "` |" or "`" .. name .. "`", 1, true)
-      local of_launchers = not is_own(name)              -- docs/distributed.md has those
+      local of_launchers = not is_own(name)              -- docs/distributed.md lists these variables
       if not there and not of_launchers then missing[#missing + 1] = name end
     end
     assert.same({}, missing)

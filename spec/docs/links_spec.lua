@@ -16,7 +16,7 @@ local function pages_of(folder)
   return list
 end
 
--- Returns a page without its listings.
+-- Returns a page's text without its listings.
 local function prose(text)
   local lines, inside = {}, false
   for line in (text .. "\n"):gmatch "([^\n]*)\n" do
@@ -26,7 +26,7 @@ local function prose(text)
   return table.concat(lines, "\n")
 end
 
--- Returns the anchors of a page's headings, as GitHub makes them.
+-- Returns the anchors of a page's headings, in GitHub's form.
 local function anchors_of(text)
   local anchors = {}
   for title in ("\n" .. prose(text)):gmatch "\n#+ ([^\n]+)" do
@@ -47,7 +47,7 @@ local function resolved(page, target)
   return path
 end
 
--- Links of a page that lead nowhere.
+-- Returns a page's links that lead nowhere.
 local function broken(page, text)
   local list, n = {}, 0
   for target in prose(text):gmatch "%]%(([^%)%s]+)%)" do

@@ -16,7 +16,7 @@ local function script_of(text)
   return table.concat(lines, "\n") .. "\n"
 end
 
--- Pages whose listings print.
+-- Pages whose listings print output.
 local PRINTING = { "first_hour", "encoder" }
 
 describe("the listings of", function()

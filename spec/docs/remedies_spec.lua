@@ -17,7 +17,7 @@ end)
 local text = check.read(paths.root .. "/docs/errors.md")
 local prelude = text:match "\n```lua\n(.-)```"
 
--- Runs a listing after the lines that all listings begin with. TMPDIR is a folder of this spec.
+-- Runs a listing after the lines with which all listings begin. TMPDIR is a folder of this spec.
 local function run(listing)
   local tmpdir = os.getenv
   local fn = assert(loadstring(prelude .. listing))
@@ -28,7 +28,7 @@ local function run(listing)
   return pcall(fn)
 end
 
--- Returns the title and the text of each entry, "### `TITLE`".
+-- Returns the title and the text of each entry "### `TITLE`".
 local function entries()
   local list, from = {}, 1
   while true do

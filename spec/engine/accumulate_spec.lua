@@ -20,7 +20,7 @@ local function engine(config)
   return ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end, config = config }
 end
 
--- Returns a first forward: the processor seconds that it took, and its plan.
+-- Runs a first forward. Returns the processor seconds that it took, and its plan.
 local function begin(config)
   local model = engine(config)
   local x = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
@@ -33,8 +33,8 @@ local function begin(config)
 end
 
 describe("gradient_accumulation_steps", function()
-  -- About a second of the processor. Eight times as many micro-batches must take about eight times as long; with
-  -- quadratic time it would be 64.
+  -- This takes about a second of processor time. Eight times as many micro-batches must take about eight times as long;
+  -- in quadratic time it would be 64 times as long.
   it("of up to 4096 begin a step in proportion to their number", function()
     for _, memory in ipairs { "chunk", { host = "3MiB", disk = { path = folder } } } do
       local function seconds(n)

@@ -35,7 +35,7 @@ end
 
 local x = ps.randint(0, 256, { 4, 16 }, { dtype = "int32" })
 
--- Two steps; the bytes of all values.
+-- Runs two steps, and returns the bytes of all values.
 local function train(optimizer)
   for _ = 1, 2 do
     optimizer:zero_grad()
@@ -150,7 +150,7 @@ describe("an optimizer that is passed to ps.initialize", function()
     fails(function()
       open { model = module, optimizer = optim.Adam(module), config = config(), param_groups = { {} } }
     end, "remove param_groups")
-    -- none of these moved the module into an engine: a plain optimizer still steps
+    -- none of these moved the module into an engine, so a plain optimizer can still step
     module(ps.ones { 1, 3 }):sum():backward()
     assert.is_false(used:step().skipped)
     open { model = module, optimizer = optim.AdamW(module, { lr = 1e-2 }), config = config { optimizer = {

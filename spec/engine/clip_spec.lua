@@ -7,7 +7,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Two layers with weights and rows by formula. Each rank and each micro-batch uses its part of the four rows.
+-- Two layers with weights and rows from a formula. Each rank and each micro-batch uses its share of the four rows.
 local BEGIN = [[
   local F = ps.F
   local fails = require("spec.check_lib").fails
@@ -45,7 +45,7 @@ local BEGIN = [[
     local model, optimizer = ps.initialize(request)
     return model, optimizer, c
   end
-  -- Forward and backward of a whole step. Calls between(micro) after every backward except the last.
+  -- Runs forward and backward of a whole step. Calls between(micro) after every backward except the last.
   local function backward(model, optimizer, config, between)
     local micros = config.gradient_accumulation_steps or 1
     local dtype = config.bf16 and "bf16" or config.fp16 and "fp16" or "fp32"
@@ -62,7 +62,7 @@ local BEGIN = [[
   local function near(want, got, what, off)
     assert(math.abs(want - got) <= (off or 2e-6), ("%s is %.7f, not %.7f"):format(what, got, want))
   end
-  -- Sums of the parameters and of their squares, by PyTorch.
+  -- Sums of the parameters and of their squares, computed with PyTorch.
   local AFTER = {
     all = { 0.3795544, { -0.689728, 0.279237, 0.25, -0.25 }, { 2.282763, 0.317658, 1.666932, 0.257066 } },
     b = { 0.3504478, { -0.521235, 0.360969, 0.25, -0.25 }, { 2.212258, 0.335100, 1.665717, 0.252735 } },
@@ -74,7 +74,7 @@ local BEGIN = [[
     near(AFTER[kind][1], norm, name .. ": the norm", off)
     local state = model:state_dict()
     for i, key in ipairs(NAMES) do
-      if state[key] ~= nil then                               -- with ZeRO a rank has only its own parameters
+      if state[key] ~= nil then                               -- with ZeRO, a rank has only its own parameters
         near(AFTER[kind][2][i], state[key]:double():sum():item(), name .. ": the sum of " .. key, 4 * off)
         near(AFTER[kind][3][i], state[key]:double():square():sum():item(), name .. ": the squares of " .. key, 8 * off)
       end
@@ -144,7 +144,7 @@ for _, size in ipairs { 1, 2 } do
             check(model, kind, norm, name .. ", " .. kind, off)
             near(AFTER.all[1], info.grad_norm, "grad_norm of step", off)
             fails(function() nn.clip_grad_norm(model:parameters(), 1) end, "no backward since the last step")
-            backward(model, optimizer, config)                 -- factors are valid for one step
+            backward(model, optimizer, config)                 -- factors apply to one step only
             optimizer:step()
             model:close()
           end
@@ -237,7 +237,7 @@ describe("gradients of an engine", function()
           local q = model.module[name:match "^."][name:match "%.(.*)"]
           local grad = q:grad()
           assert((grad ~= nil) == (own[name] ~= nil), name)
-          -- each rank's weight is 2, so that the sum is 4 times the mean's gradient
+          -- each rank's weight is 2, so the sum is 4 times the mean's gradient
           if grad ~= nil then assert((grad / 4 - p:grad()):abs():max():item() < 1e-6, name) end
         end
         nn.clip_grad_norm(model:parameters(), 1)

@@ -10,7 +10,8 @@ local function engine(recompute)
     model_func = function() return gpt2.new("tiny", { dropout = 0, recompute = recompute }) end }
 end
 
--- Returns the number of collections in each of some steps; a step ends with its loss in a local variable of the loop.
+-- Returns the number of collections in each of several steps. A step ends with its loss in a local variable of the
+-- loop.
 local function counted(model, optimizer)
   local x, y = ps.randint(0, 256, { 2, 16 }, { dtype = "int32" }), ps.randint(0, 256, { 2, 16 }, { dtype = "int32" })
   local own, n, list = collectgarbage, 0, {}
@@ -56,7 +57,7 @@ describe("a step in chunks", function()
 
   it("frees a configuration's schema, and loads it again for the next one", function()
     engine():close()
-    jit.flush()                              -- traces are not counted: they do not belong to a configuration
+    jit.flush()                              -- discards traces, which do not depend on a configuration
     collectgarbage()
     local before = collectgarbage "count"
     for _ = 1, 2 do

@@ -21,14 +21,14 @@ after_each(function()
   model = nil
 end)
 
--- w [N, N] of 0, 0.125, 0.25, ...: sums of its products are exact in fp32.
+-- Returns w [N, N] with the values 0, 0.125, 0.25, ..., so that sums of its products are exact in fp32.
 local function values() return ps.arange(0, N * N, 1, { dtype = "fp32" }):reshape(N, N):contiguous() * 0.125 end
 
 local M = nn.class "M"
 function M:init() self:param("w", values()) end
 function M:forward(x) return x:matmul(self.w) end
 
--- The sum of each row of w.
+-- The sums of w's rows.
 local rows = {}
 for i = 1, N do
   rows[i] = 0
@@ -95,7 +95,7 @@ describe("backward and step of an engine", function()
 end)
 
 describe("overlap_optimizer = true", function()
-  -- Returns the notes of an engine with further settings.
+  -- Returns the notes of an engine with additional settings.
   local function notes(config)
     local made = require("ps.nn.handle").of(open(M, config))
     local list = {}

@@ -24,7 +24,7 @@ local One = nn.class("One")
 function One:init() self.w = nn.Parameter(ps.ones { 2 }) end
 function One:forward(x) return (self.w * x):sum() end
 
--- Two steps; the right w is -1: the gradient is 1, the rate 1.
+-- Trains two steps. The correct w is -1, since the gradient is 1 and the rate is 1.
 local function trained(between)
   for number = 1, 2 do
     if between then between(number) end
@@ -35,7 +35,7 @@ local function trained(between)
   return model:state_dict().w:tolist()
 end
 
--- Every name of an engine: its fields, its methods, and the fields of its step.
+-- Returns every name of an engine: its fields, its methods, and the fields of its step.
 local function names_of(engine)
   local names, public = {}, { module = true }
   for _, name in ipairs(Engine.PUBLIC) do public[name] = true end

@@ -24,7 +24,7 @@ end)
 
 describe("an error in the user's code", function()
   local Faulty = nn.class("Faulty")
-  local trouble                                            -- where: "forward", "late", "again"
+  local trouble                                            -- where the failure is: "forward", "late" or "again"
 
   function Faulty:init()
     self.a, self.b, self.c = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
@@ -76,11 +76,11 @@ describe("an error in the user's code", function()
         if ok then
           assert.is_nil(here)
           micro = micro + 1
-        elseif message then                                -- in backward: the step begins again
+        elseif message then                                -- in backward, the step begins again
           for _ = 1, micro do losses[#losses] = nil end
           micro = 1
           optimizer:zero_grad()
-        elseif here == "loss" and micro > 1 then           -- zero_grad does not change what is being accumulated
+        elseif here == "loss" and micro > 1 then           -- zero_grad does not change the accumulated gradients
           for _ = 1, micro - 1 do losses[#losses] = nil end
           micro = 1
           engine_of(model):abandon()
@@ -313,9 +313,9 @@ describe("a step that fails in the middle of its update", function()
 
   local memory
 
-  -- Runs `body` under about the smallest budgets with which it succeeds. Only the engine's own refusals show which
-  -- these are: a state is loaded while the failed step still holds memory, and its small tensors use more pages at one
-  -- time than at another.
+  -- Runs `body` under approximately the smallest budgets with which it succeeds. They are found from the engine's own
+  -- errors, since a state is loaded while the failed step still holds memory, and its small tensors use a varying
+  -- number of pages.
   local function fitted(body)
     memory = { host = 120 * KIB, disk = disk() }
     L.fit({ memory = memory }, function()
@@ -357,7 +357,7 @@ describe("a step that fails in the middle of its update", function()
     return optimizer:state_dict(model).values
   end
 
-  -- Returns both orders of loading a saved state. `between` is called after one half of it has been loaded.
+  -- Loads a saved state in two halves, in both orders. `between` is called after the first half.
   local function load_parts(model, optimizer, values, between)
     local saved = ps.load(files "model", { lazy = true })
     model:load_state_dict(saved)
@@ -392,15 +392,15 @@ describe("a step that fails in the middle of its update", function()
           local ok, problem = pcall(function()
             model:backward(root)
             if not overlap then
-              -- parameters that are read occupy the room that the first update needs, so the update has to fetch its
-              -- chunks
+              -- Parameters that are read use the room that the first update needs, so the update has to fetch its
+              -- chunks.
               for _, p in ipairs(model:parameters()) do p:norm():item() end
               C.ps_test_fail_io(nth, 1e9, EIO)
             end
             optimizer:step()
           end)
           C.ps_test_fail_io(-1, 0, 0)
-          while C.ps_engine_settle(ctx) < 0 do end           -- errors of writes that were under way
+          while C.ps_engine_settle(ctx) < 0 do end           -- errors of writes that were in progress
           if not ok and problem.name == "ENOMEM" then error(problem, 0) end
           ended = ok
           if ok then break end
@@ -555,7 +555,7 @@ describe("parameters that an engine does not train", function()
       fails({ "0.weight is not a parameter of the engine" }, step)
       model:close()
       open()
-      local frozen = nn.Parameter(ps.zeros { 4 })          -- parameters that do not train are exempt
+      local frozen = nn.Parameter(ps.zeros { 4 })          -- parameters that are not trained are exempt
       frozen:requires_grad(false)
       model[1].bias = frozen
       step()
@@ -577,7 +577,7 @@ describe("parameters that an engine does not train", function()
       model[0].weight:requires_grad(true)
       fails({ "0.weight was frozen in ps.initialize", "would not be trained" }, step)
       model[0].weight:requires_grad(false)
-      model[1].weight:requires_grad(false)                 -- frozen after ps.initialize: it may be trained later
+      model[1].weight:requires_grad(false)                 -- frozen after ps.initialize, so it can be trained later
       step()
       local before = model[1].weight:tolist()
       model[1].weight:requires_grad(true)

@@ -23,7 +23,7 @@ local function open(params, more, groups)
   return optimizer
 end
 
--- The gradient of the weight is the sum of x over rows, that of the bias is the number of rows.
+-- The weight's gradient is the sum of x over rows, and the bias's gradient is the number of rows.
 local function step(optimizer, number)
   optimizer:zero_grad()
   model:backward(model(ps.tensor { { number, -1 }, { 0.5, number } }):sum())
@@ -32,7 +32,7 @@ end
 
 local function values() return model:state_dict().weight:reshape(-1):tolist() end
 
--- Two weights under torch.optim.SGD, by the formula in its documentation.
+-- Computes two weights under torch.optim.SGD with the formula in its documentation.
 local function by_hand(w, o, first, last, buffer)
   buffer = buffer or {}
   for number = first, last do

@@ -36,7 +36,7 @@ local function merged(...)
   return all
 end
 
-local open                                               -- engines to close when a test fails
+local open                                               -- the engine to close if a test fails
 
 local BASE = { optimizer = { type = "AdamW", params = { lr = 1e-3, weight_decay = 0.1 } }, plan_print = false,
   scheduler = { type = "WarmupLR", params = { warmup_num_steps = 5 } }, gradient_clipping = 1 }
@@ -72,7 +72,7 @@ local function steps(model, optimizer, from, to)
   return losses
 end
 
--- Returns a number that changes if one bit of a tensor changes (most likely).
+-- Returns a number that (most likely) changes if one bit of a tensor changes.
 local function digest(t, dtype)
   return ps.scope(function()
     return ps.no_grad(function()
@@ -119,8 +119,8 @@ local MEMORY = {
   { device = "sim", chunk_size = 8192, memory = { device = "4MiB" } },
 }
 
--- Returns the settings with about the smallest host memory, next to a disk tier, in which steps run and state can be
--- read.
+-- Returns the settings with approximately the smallest host memory, in addition to a disk tier, in which steps run and
+-- state can be read.
 local function tight(settings, options)
   local memory = { host = 100 * 1024, disk = MEMORY[3].memory.disk }
   settings = merged(settings, { memory = memory })
@@ -137,8 +137,8 @@ local function tight(settings, options)
   return settings
 end
 
--- A precision's settings in MEMORY[i]. `room`: there are also bytes for the test's own tensors, which count against the
--- budget.
+-- Returns a precision's settings with MEMORY[i]. With `room`, there are also bytes for the test's own tensors, which
+-- count against the budget.
 local least = {}
 local function in_memory(precision, i, room)
   local settings = merged(precision, MEMORY[i])

@@ -61,7 +61,7 @@ describe("the calls of a step", function()
     assert.matches("expects the backward of micro%-batch 1 .* norm .* came", said(C.ps_step_next(step, N, nil)))
     act(B)
     assert.equal(1, C.ps_step_look(step).micro)
-    act(B)                                                      -- without its forward
+    act(B)                                                      -- a backward without its forward
     assert.matches("expects its norm .* forward .* came", said(C.ps_step_next(step, F, nil)))
     assert.matches("expects its norm .* backward .* came", said(C.ps_step_next(step, B, nil)))
     act(N)
@@ -162,7 +162,7 @@ setup(function()
 end)
 teardown(function() x, y = nil, nil end)
 
--- Two steps of two micro-batches. `besides[place]` is called at that place of the second step.
+-- Trains two steps of two micro-batches. `besides[place]` is called at that point of the second step.
 local function train(config, besides)
   local optimizer = open(config, 2)
   local function at(step, place, ...)
@@ -192,8 +192,7 @@ local function evaluate()
   ps.no_grad(function() model.module.a(x[2]:to(inner(model).device_name):to(model.module.a.weight:dtype())) end)
 end
 
--- The dropout of a forward is that of its number in the step: if the forward is repeated, it draws from the same
--- number.
+-- The dropout of a forward depends on the forward's number in the step. A repeated forward uses the same number.
 local function again(fn)
   local rng = ps.rng()
   local op = rng.op
@@ -280,7 +279,7 @@ it("the bytes of a model in plain memory that compiled code references are freed
     local held = model
     local function steps() return held.config_name end
     local sum = 0
-    for _ = 1, 1000 do sum = sum + (steps() or 0) end             -- a trace that holds the closure, and so the model
+    for _ = 1, 1000 do sum = sum + (steps() or 0) end  -- compiles a trace that holds the closure, and thus the model
     assert.equal(0, sum)
     model:close()
     model = nil
@@ -309,7 +308,7 @@ describe("an update that fails", function()
       local function run(nth)
         local optimizer = open(config, 1)
         model:backward(model(x[1], y[1]))
-        if nth then C.ps_test_fail_alloc(nth, 1e9) end         -- chunks of Adam's states have no memory yet
+        if nth then C.ps_test_fail_alloc(nth, 1e9) end         -- the chunks of Adam's states have no memory yet
         local ok = pcall(optimizer.step, optimizer)
         local hit = nth and C.ps_test_fail_alloc_left() < 0
         C.ps_test_fail_alloc(-1, 0)

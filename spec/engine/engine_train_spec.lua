@@ -34,8 +34,8 @@ local function initialize(config)
   return optimizer
 end
 
--- Returns the settings with about the smallest host memory under which train.run performs a step, and a disk tier in
--- `disk`.
+-- Returns the settings with approximately the smallest host memory under which train.run performs a step, and with a
+-- disk tier in `disk`.
 local function tight(settings, disk)
   settings.memory = { host = 100 * 1024, disk = { path = disk, limit = 2 ^ 26 } }
   L.fit(settings, function()
@@ -51,7 +51,7 @@ local function tight(settings, disk)
   return settings
 end
 
--- Calls fn and collects its standard output.
+-- Calls fn, and returns its standard output.
 local function output_of(fn)
   local real, lines = io.stdout, {}
   io.stdout = { write = function(_, ...) lines[#lines + 1] = table.concat({ ... }) end,      -- luacheck: ignore
@@ -268,8 +268,7 @@ describe("a plan", function()
           return require("models.gpt2").new("tiny", { n_positions = 64 })
         end,
         config = { optimizer = { type = "AdamW" } } }
-      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- number of tokens of a row without padding
-                                                                       -- them
+      for _, n in ipairs { 60, 61, 64, 50, 7, 64, 55 } do              -- number of tokens in a row without padding
         local x = ps.randint(0, 256, { 2, n }, { dtype = "int32" })
         model:backward(model(x, x))
         optimizer:step()

@@ -6,8 +6,8 @@ local check = require "spec.check_lib"
 
 local folder = paths.root .. "/spec/golden/"
 
--- Bounds: every loss 2e-6 relative, first gradients and final parameters 1e-5, in fp32. In bf16 the weights themselves
--- are rounded to 8 bits, so only the losses are compared.
+-- Bounds for fp32: 2e-6 relative for every loss, and 1e-5 for first gradients and final parameters. In bf16 the weights
+-- themselves are rounded to 8 bits, so only the losses are compared.
 local CASES = {
   { device = "cpu", dtype = "fp32", loss = 2e-6, tensors = 1e-5 },
   { device = "ref", dtype = "fp32", loss = 2e-6, tensors = 1e-5 },
@@ -15,7 +15,7 @@ local CASES = {
   { device = "cpu", dtype = "bf16", loss = 5e-3 },
 }
 
--- Through ps.initialize: errors are those of plain memory, to the last digit.
+-- With ps.initialize, errors must equal those of plain memory, to the last digit.
 local CHUNKS = {
   { dtype = "fp32" },
   { dtype = "fp32", host = "3MiB", disk = "/tmp", chunk_size = 8192 },
@@ -77,8 +77,8 @@ describe("golden values", function()
     end
   end
 
-  -- Batches of 8 rows over the ranks, unevenly with 3 of them: the losses are those of one process, and the line is
-  -- printed once.
+  -- Batches of 8 rows are distributed over the ranks, unevenly over 3 of them. The losses must be those of one process,
+  -- and the line is printed once.
   local ranks = require "spec.ranks_lib"
   for _, case in ipairs(check.lower_set and {} or { { 2, 0 }, { 3, 1 }, { 3, 2 }, { 2, 3 }, { 4, 3 }, { 2, 3, "cuda" },
     { 2, 0, nil, "1f1b" }, { 4, 1, nil, "gpipe" }, { 2, 0, "cuda", "zb_h1" } }) do

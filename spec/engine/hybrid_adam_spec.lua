@@ -31,7 +31,8 @@ function Net:forward(x)
   return F.cross_entropy(self.out(h):reshape(-1, 256), x:reshape(-1))
 end
 
---- Trains. Returns the losses and the final values as bytes, and the result of `look` before the engine closes.
+--- Trains a model. Returns the losses and the final values as bytes, and the result of `look`, which is called before
+--- the engine closes.
 local function train(config, look, make, batch)
   ps.manual_seed(7)
   local cfg = with({ optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0.1 } }, plan_print = false,
@@ -61,7 +62,7 @@ end
 
 local tier = ffi.new("ps_tier_info")
 
---- Returns the split, and the largest part of its budget that each tier held.
+--- Returns the split, and the largest fraction of its budget that each tier held.
 local function split(model)
   local engine = inner(model)
   local placed = engine.plan.adam_split
@@ -80,7 +81,7 @@ end
 -- a link that is fast enough
 local FAST = { up = 1e15, down = 1e15, host_adam = 1e6, device_adam = 1e12, at_once = 1 }
                                                                                                 -- using
-local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }        -- a link that is not
+local SLOW = { up = 1e6, down = 1e6, host_adam = 1e12, device_adam = 1e12, at_once = 1 }  -- a link that is too slow
 local EVEN = { up = 12e9, down = 12e9, host_adam = 1e9, device_adam = 1e12, at_once = 1 }
 local TIGHT = { device = "sim", memory = { device = 400 * 1024 }, use_cpu_embedding = false,
   client = { mem_tracer = { margin_use_ratio = 0.3 } } }
@@ -275,7 +276,7 @@ describe("a table of embeddings", function()
   end)
 
   it("stays if lookups would copy as many bytes as the table has", function()
-    local function small() return Net { rows = 256 } end   -- 64 KiB; lookups copy 128 KiB
+    local function small() return Net { rows = 256 } end   -- 64 KiB in fp32; lookups copy 128 KiB
     local _, at = train(with(AUTO, { memory = { device = 3000 * 1024 } }), where, small, { 16, 32 })
     assert.equal("sim", at)
   end)

@@ -6,7 +6,7 @@ local lib = require "spec.ranks_lib"
 local idioms = require "spec.idioms_lib"
 local foreign = require "ps.core.foreign"
 
--- Lines "layout | guide: name | what is wrong". All names must be present, and no fault listed.
+-- Checks lines "layout | guide: name | what is wrong". All names must be present, and no fault can be listed.
 local function check(layout, text)
   local n = 0
   for name, wrong in text:gmatch("\n?" .. layout .. " | ([^\n]-) | ([^\n]*)") do

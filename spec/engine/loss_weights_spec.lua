@@ -26,7 +26,7 @@ local BEGIN = [[
     self.a = nn.Linear(4, 3, { bias = false })
     ps.no_grad(function() self.a.weight:copy_(W) end)
   end
-  -- name -> {loss(model, x, y), targets, the loss and the norm of its gradient}
+  -- name -> {loss(model, x, y), targets, the loss and its gradient's norm}
   local CASES = {
     ["cross_entropy"] = { function(m, x, y) return F.cross_entropy(m.a(x), y) end, labels(-100), 1.188262, 0.500553 },
     ["ignore_index -1"] = { function(m, x, y) return F.cross_entropy(m.a(x), y, { ignore_index = -1 }) end, labels(-1),
@@ -82,7 +82,7 @@ local BEGIN = [[
     for key, value in pairs(more or {}) do config[key] = value end
     return ps.initialize { quiet = true, model_func = function() return M() end, config = config }
   end
-  -- Returns the norm of a step with this number of micro-batches per rank, by x, y or by names.
+  -- Returns the norm of a step with this number of micro-batches per rank. The batch is x, y or named.
   local function norm(micros, loss, y, how, options, more)
     local model, optimizer = open(micros, loss, more)
     local n = 12 / size / micros
@@ -156,7 +156,7 @@ for _, size in ipairs { 1, 2 } do
   end)
 end
 
--- A model of two parts, the second of which has the loss.
+-- A model of two parts, the second of which computes the loss.
 local STAGES = [[
   local P, chosen = nn.class "P", nil
   function P:init()

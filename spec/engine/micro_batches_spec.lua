@@ -30,7 +30,7 @@ end
 local function tiny() return gpt2.new "tiny" end
 local function dropping() return gpt2.new("tiny", { dropout = 0.2 }) end
 
--- Everything that training changes, as text of all bytes.
+-- Returns everything that training changes, as text of all bytes.
 local function state(optimizer)
   local parts = {}
   for name, t in pairs(model:state_dict()) do parts[#parts + 1] = name .. " " .. lib.bytes(t:to("cpu")) end
@@ -40,7 +40,7 @@ local function state(optimizer)
   return table.concat(parts, "\n")
 end
 
--- x and y int32 [rows, 16]. Row r has masked[r] ignored targets.
+-- Returns x and y, int32 [rows, 16]. Row r has masked[r] ignored targets.
 local function batch(number, rows, masked)
   ps.manual_seed(100 + number)
   local x = ps.randint(0, 256, { rows, 16 }, { dtype = "int32" })
@@ -59,8 +59,8 @@ local function parts_of(rows, count)
   return list
 end
 
--- Logits w [4] for every row. With w = 0 every class has probability 1/4, so that the gradient of the mean loss over
--- targets t_1 ... t_n is 1/4 - (share of the targets that are class j).
+-- Logits w [4] for every row. With w = 0, every class has probability 1/4, so the gradient of the mean loss over
+-- targets t_1 ... t_n is 1/4 - (fraction of the targets that are class j).
 local Logits = nn.class "Logits"
 function Logits:init() self:param("w", ps.zeros { 4 }) end
 function Logits:forward(x, y)
@@ -136,7 +136,7 @@ describe("a loop over micro-batches", function()
     it("has the gradient of the whole batch's mean loss, worked out by hand: memory " .. memory, function()
       for _, count in ipairs { 1, 2, 3, 4, 5, 9 } do
         open(Logits, { memory = memory, gradient_accumulation_steps = count, overlap_optimizer = false })
-        -- 7 targets that count in 5 rows of 3: classes 0 (4 times), 1 (twice), 3 (once)
+        -- 7 targets count in 5 rows of 3: class 0 (4 times), 1 (twice) and 3 (once)
         local y = classes { { 0, -100, -100 }, { 0, 0, 1 }, { -100, -100, -100 }, { 3, 0, -100 }, { 1, -100, -100 } }
         local weights, sum, turns = { 1, 3, 0, 2, 1 }, 0, 0
         for out in model:micro_batches(ps.zeros({ 5, 3 }, { dtype = "int64" }), y) do
@@ -149,7 +149,7 @@ describe("a loop over micro-batches", function()
           if turns % 2 == 0 then model:backward(out.loss) else out.loss:backward() end
         end
         assert.same({ math.min(count, 5), 7 }, { turns, sum })
-        local factor = count == 1 and 1 or 7              -- the update includes the sum of the weights
+        local factor = count == 1 and 1 or 7              -- the update divides by the sum of the weights
         local grad, want = model.module.w:grad():tolist(), { 1 / 4 - 4 / 7, 1 / 4 - 2 / 7, 1 / 4, 1 / 4 - 1 / 7 }
         for j = 1, 4 do assert(math.abs(grad[j] / factor - want[j]) < 1e-6, count) end
         model:close()
@@ -203,8 +203,7 @@ describe("a loop over micro-batches", function()
       given.position_ids = position_ids
       local cut_loss, cut_w = run(given, 2)
       assert(math.abs(loss - cut_loss) < 1e-6)
-      assert((w - cut_w):abs():max():item() < 1e-4)              -- Adam with eps 1e-8 turns rounding errors into large
-                                                                 -- steps
+      assert((w - cut_w):abs():max():item() < 1e-4)              -- Adam with eps 1e-8 amplifies rounding errors
     end
     open(tiny, { gradient_accumulation_steps = 2 })
     fails(function() model:micro_batches { input_ids = x, labels = x:narrow(0, 0, 3) } end, "labels",
@@ -282,7 +281,7 @@ describe("a loop over micro-batches", function()
     end
     assert(state(optimizer) == before)
     assert.equal(0, inner(model).micro)
-    for out in model:micro_batches(x, y) do                    -- within a loop of a step, too
+    for out in model:micro_batches(x, y) do                    -- also within a loop of a step
       assert(math.abs(ps.no_grad(mean) - want) < 1e-6)
       out.loss:backward()
     end
@@ -364,7 +363,7 @@ describe("a faulty loop over micro-batches", function()
     x, y = batch(1, 6)
   end)
 
-  -- Returns a step made by a loop after the failed one equals that of a loop alone.
+  -- Checks that a step of a loop after the failed one equals that of a loop alone.
   local function goes_on()
     local function step()
       optimizer:zero_grad()
@@ -481,7 +480,7 @@ describe("loops of several ranks", function()
         local model, optimizer = ps.initialize { quiet = true, model_func = function() return Logits() end,
           config = { plan_print = false, gradient_accumulation_steps = 3, zero_optimization = { stage = stage },
             optimizer = { type = "Adam", params = { lr = 0.5, eps = 1 } } } }
-        -- rank 0 has 2 rows, rank 1 has 5: targets 0 (4 times), 1 (twice), 3 (once) in all
+        -- rank 0 has 2 rows, and rank 1 has 5, with the targets 0 (4 times), 1 (twice) and 3 (once) in total
         local y = rank == 0 and { { 0, -100 }, { 0, 1 } } or { { 0, -100 }, { 3, -100 }, { 0, 1 }, { -100, -100 },
           { -100, -100 } }
         y = ps.tensor(y, { dtype = "int64" })

@@ -58,7 +58,7 @@ describe("a step", function()
   teardown(function() x, y = nil, nil end)
   after_each(L.close_engine)
 
-  -- Calls `script` twice. Returns its output, and the values afterwards.
+  -- Calls `script` twice. Returns its output, and the values after it.
   local function run(case, setting, script)
     ps.manual_seed(case.seed)
     local model, optimizer = ps.initialize(L.request(case, setting))
@@ -78,7 +78,7 @@ describe("a step", function()
     return want
   end
 
-  -- y with few targets that are not ignored.
+  -- Returns y with few targets that are not ignored.
   local function few() return ps.cat({ y:narrow(0, 0, 1), ps.full({ 3 }, -100, { dtype = "int32" }) }, 0) end
 
   local function tokens(count)

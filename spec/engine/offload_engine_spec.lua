@@ -39,7 +39,8 @@ end
 
 local function net() return Net() end
 
---- Trains. Returns the losses and the final values as bytes, and the result of `look` before the engine closes.
+--- Trains a model. Returns the losses and the final values as bytes, and the result of `look`, which is called before
+--- the engine closes.
 local function train(make, config, look, batch)
   ps.manual_seed(7)
   local cfg = { optimizer = { type = "AdamW", params = { lr = 1e-2, weight_decay = 0.1 } }, plan_print = false }
@@ -128,7 +129,8 @@ describe("use_cpu_embedding has plain memory's bits:", function()
     local got, where = train(frozen, { device = "sim", use_cpu_embedding = true, memory = room }, places)
     assert.same({ "cpu", "cpu", "sim" }, where)
     assert.same(want, got)
-    -- everything fits, so a slow host would only cost time (spec/engine/hybrid_adam_spec.lua has tables that pay off)
+    -- Everything fits, so a slow host would only cost time. (spec/engine/hybrid_adam_spec.lua has embeddings for which
+    -- the host pays off.)
     local rates = { host_adam = 1e6, device_adam = 1e9, up = 1e10, down = 1e10 }
     got, where = train(net, { device = "sim", memory = room, rates = rates }, places, { 2, 32 })
     assert.same({ "sim", "sim", "sim" }, where)
@@ -241,7 +243,7 @@ describe("recompute", function()
       seen.module = module
       model:close()
       fails(function() module.inner:sum():backward() end, "call backward before model:close()")
-      own:sum():backward()                                     -- they read no parameter of the model
+      own:sum():backward()                                     -- no parameter of the model is read
       assert.same({ 2, 2, 2 }, mine:grad():tolist())
     end
     ps.collect_all()

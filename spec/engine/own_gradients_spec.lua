@@ -18,7 +18,7 @@ end
 describe("functions and hooks in one process", function()
   it("have the same bits in plain memory, in chunks, and recomputed", function()
     local plain, ran = own.run({ memory = "plain" }, BOTH)
-    assert.equal(4, ran)                                     -- two hooks, two micro-batches
+    assert.equal(4, ran)                                     -- two hooks and two micro-batches
     assert.equal(plain, (own.run({}, BOTH)))
     assert.equal(plain, (own.run({ chunk_size = 512 }, BOTH)))
     assert.equal(plain, (own.run({ chunk_size = 512 }, with { recompute = true })))
@@ -71,7 +71,7 @@ describe("functions and hooks on ranks:", function()
     it("ZeRO " .. stage, function()
       local ran = run(2, ("{ zero_optimization = { stage = %d } }"):format(stage),
         "{ data = true, double = true, hook = true }")
-      assert.equal(8, ran)                                   -- two hooks, two micro-batches, two ranks
+      assert.equal(8, ran)                                   -- two hooks, two micro-batches and two ranks
     end)
   end
 
@@ -81,7 +81,7 @@ describe("functions and hooks on ranks:", function()
       it(("a pipeline by %s%s"):format(schedule, extra == "" and "" or ", recomputed, with values read"), function()
         local ran = run(2, ("{ pipeline = { stages = 2, schedule = %q%s } }"):format(schedule, more),
           ("{ stages = true, %sdouble = true, hook = true }"):format(extra))
-        assert.equal(4, ran)                                 -- each hook on the rank that has its layer
+        assert.equal(4, ran)                                 -- each hook runs on the rank that has its layer
       end)
     end
   end

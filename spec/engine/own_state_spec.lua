@@ -8,7 +8,7 @@ local folder
 setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
--- A model of one chunk with a buffer. Under ZeRO rank 0 owns all of it.
+-- A model of one chunk with a buffer. With ZeRO, rank 0 owns all of it.
 local MODEL = [[
   local F = ps.F
   local Net = nn.class "net"
@@ -87,7 +87,7 @@ describe("the state of a rank", function()
             if i == 2 then model.seen:copy_(ps.full({ 2 }, 5)) end      -- the module must not send buffers
             assert(values(model) == before, i .. "\n" .. values(model) .. "\n" .. before)
           end
-          -- values that the owner does not have are missing
+          -- the owner's missing values are an error
           local wrong = copied(state)
           wrong["a.weight"] = nil
           local ok, why = pcall(model.load_state_dict, model, wrong)

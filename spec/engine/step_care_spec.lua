@@ -54,7 +54,7 @@ describe("a learning rate that is set between backward and step()", function()
     assert.equal(1, optimizer.groups[1].lr)
     assert.is_false(optimizer:step().skipped)
     optimizer.groups[1].lr = 5
-    hooks.tell "resumes"                                             -- between steps all changes are valid
+    hooks.tell "resumes"                                             -- between steps, all changes are valid
     assert.equal(5, optimizer.groups[1].lr)
   end)
 end)
@@ -112,7 +112,7 @@ describe("another optimizer over an engine's parameters", function()
         assert.same({ 0, 0 }, model:state_dict().w:tolist())
         model:close()
         if memory == "plain" and precision == "fp32" then
-          assert.is_true(after:step().skipped)                       -- a closed engine no longer updates anything
+          assert.is_true(after:step().skipped)                       -- a closed engine does not update anything
         end
       end)
     end

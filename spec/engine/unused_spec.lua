@@ -9,7 +9,7 @@ local fails = check.fails
 
 local Net = nn.class "Net"
 
--- uses: names of the parts that forward uses.
+-- `uses` has the names of the parts that forward uses.
 function Net:init(uses, freezes)
   self.scale = nn.Parameter(ps.ones { 4 })
   self.blocks = nn.ModuleList { nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()) }

@@ -26,7 +26,7 @@ setup(function()
 end)
 teardown(function() tokens.remove(folder) end)
 
--- Returns the log-probability of ids[i] after ids[first] to ids[i - 1], and whether it is the likeliest.
+-- Returns the log-probability of ids[i] after ids[first] to ids[i - 1], and whether ids[i] is the likeliest token.
 local function logp(ids, first, i)
   local given = {}
   for k = first, i - 1 do given[#given + 1] = ids[k] end
@@ -76,7 +76,7 @@ describe("ps.evaluate.run", function()
       bytes = bytes + #text
       table.insert(ids, 1, tok.eos_token_id)
       for i = 2, #ids do
-        local done = math.floor((i - 2) / 16) * 16         -- tokens in full windows before it
+        local done = math.floor((i - 2) / 16) * 16         -- number of tokens in the full windows that precede it
         local last = math.min(done + 16, #ids - 1)
         local x, best = logp(ids, math.max(1, last - 15), i)
         sum, n, hits = sum + x, n + 1, hits + (best and 1 or 0)
@@ -93,7 +93,7 @@ describe("ps.evaluate.run", function()
       near(hits / n, result.accuracy)
       assert.same({ n, 14, bytes, 3 }, { result.tokens, result.words, result.bytes, result.rows })
     end
-    rows[3] = { text = 5 }                                 -- is not read
+    rows[3] = { text = 5 }                                 -- this row is not read
     assert.equal(2, ps.evaluate.run(model, tok, { data = rows, limit = 2 }).rows)
     rows[3] = { prompt = "another form" }
     assert.equal(1, ps.evaluate.run(model, tok, { data = rows, limit = 1 }).rows)
@@ -163,12 +163,12 @@ describe("ps.evaluate.run", function()
     model:eval()
     local function run(options) return function() ps.evaluate.run(model, tok, options) end end
     fails(run {}, "data is missing")
-    fails(run { data = {} }, "the data have no rows")
+    fails(run { data = {} }, "the data has no rows")
     fails(run { data = { { text = "x" } }, max_length = 33 }, "max_length is 33, but the model has only 32 positions")
     fails(run { data = { { text = "x" } }, max_length = 8, stride = 9 }, "a stride of 9 tokens is longer")
-    fails(run { data = { { text = "" } } }, "no token counts")
+    fails(run { data = { { text = "" } } }, "the row has no token to evaluate")
     fails(run { data = { { text = "x" } }, task = "guess" }, "task")
-    for want, row in pairs { ["rows[1]: the right choice is missing"] = { query = "x", choices = { "a", "b" } },
+    for want, row in pairs { ["rows[1]: the correct choice is missing"] = { query = "x", choices = { "a", "b" } },
       ["gold = 2; it must be a number of 0 to 1"] = { query = "x", choices = { "a", "b" }, gold = 2 },
       ["is not a list of two or more choices"] = { query = "x", choices = { "a" }, gold = 0 },
       ["choices[2] is a number, not a text"] = { query = "x", choices = { "a", 5 }, gold = 0 },

@@ -11,7 +11,7 @@ local exe, missing = require("tools.faults.run").program()
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- Runs a script under a plan: what it printed, how it ended, and the faults that happened.
+-- Runs a script under a plan. Returns its output, how it ended, and the faults that happened.
 local function run(plan, script)
   os.execute(("rm -rf '%s/run' '%s/log'; mkdir '%s/run'"):format(folder, folder, folder))
   check.write(folder .. "/script.lua", "local ps, folder = require 'ps', arg[1]\n" .. script)
@@ -128,8 +128,8 @@ describe("a door", function()
 end)
 
 describe("a loss of power", function()
-  -- Writes a file of three blocks over an older one, and loses power at the first call after `synced` of the calls that
-  -- make it durable.
+  -- Writes a file of three blocks over an older one, and cuts the power at the first call after `synced` of the calls
+  -- that make the file durable.
   local function contents(seed, how)
     local script = ([[
       local ffi = require "ffi"

@@ -12,7 +12,7 @@ local SEEDS = os.getenv "PS_FAULT_SEEDS" or os.getenv "PS_FULL" == "1" and "1:10
 -- Plans that found a defect, each with the defect in `found`. A line is what --json prints, with the shortest plan.
 local FOUND = paths.root .. "/spec/faults/found.jsonl"
 
--- What tools/faults.lua prints, and its exit code.
+-- Returns the output of tools/faults.lua and its exit code.
 local function faults(arguments)
   local p = assert(io.popen(("'%s' '%s/tools/faults.lua' %s 2>&1; echo \"|$?\""):format(paths.exe, paths.root,
     arguments)))
@@ -95,7 +95,7 @@ describe("a seed", function()
   end)
 end)
 
--- The checker on logs and ends that the spec makes up.
+-- Tests the checker with logs and process ends that the spec invents.
 describe("the checker", function()
   local run = require "tools.faults.run"
   local job = { ranks = 1, steps = 2, config = {} }
@@ -161,7 +161,7 @@ describe("the checker", function()
     assert.truthy(ends({ code = 1, text = "psluajit: oops\n" }):match "^WRONG rank 0 ended with code 1, without a ")
     assert.truthy(ends({ code = 1, text = "psluajit: oops\n" }, eio, hit):match "^WRONG")
     local function said() return { code = 1, text = "psluajit: Input/output error\n" } end
-    assert.truthy(ends(said(), eio):match "^WRONG")        -- it did not happen
+    assert.truthy(ends(said(), eio):match "^WRONG")        -- the fault did not happen
     assert.equal("named Input/output error", ends(said(), eio, hit))
     assert.truthy(ends(said(), eio, hit, true):match "^WRONG the resume")
     assert.truthy(ends({ signal = 11 }, eio, hit):match "^WRONG rank 0 was ended by signal 11")

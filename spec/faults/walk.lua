@@ -103,7 +103,7 @@ for nth = 0, 5000 do
     error(("call %d: %s"):format(nth, tostring(problem)), 0)
   end
   if work == "save" and not ok then
-    ps.checkpoints.save(run, made)                         -- the next save removes what a failed one left
+    ps.checkpoints.save(run, made)                         -- the next save removes the remains of a failed one
     leftovers(nth)
   end
   if work == "step" and not ok then

@@ -7,7 +7,7 @@ local exe, missing = require("tools.faults.run").program()
 local folder = lib.folder()
 teardown(function() lib.remove(folder) end)
 
--- The first calls are those of `make test`, PS_FULL=1 has all.
+-- The first calls are those of `make test`. PS_FULL=1 runs all calls.
 local SHORT = { { "save", "EIO", 1, 10 }, { "save", "short", 1, 0 }, { "load", "EIO", 1, 3 }, { "step", "EIO", 1, 10 },
   { "step", "flip:12345", 1, 5 } }
 local FULL = { { "save", "EIO", 1e6, 10 }, { "save", "ENOSPC", 1, 10 }, { "save", "ENOSPC", 1e6, 10 },

@@ -4,7 +4,7 @@ local ps = require "ps"
 local nn = ps.nn
 local inf = math.huge
 
--- Returns the error of fn in anomaly mode, which must name a line of this file.
+-- Returns the error of fn in anomaly mode, which must contain a line of this file.
 local function problem(fn)
   local ok, err = pcall(ps.detect_anomaly, fn)
   assert.is_false(ok)
@@ -94,7 +94,7 @@ describe("anomaly mode", function()
     ok, info = train(4, mean)
     assert.is_true(ok, tostring(info))
     assert.is_false(info.skipped)
-    ok, info = train(4, function(out)                         -- 0 * inf: no overflow of the scale
+    ok, info = train(4, function(out)                         -- 0 * inf is not an overflow of the scale
       local zero = out:to("fp32") * 0
       return (zero / zero):mean()
     end)

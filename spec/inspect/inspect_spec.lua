@@ -9,7 +9,7 @@ local fails = require("spec.check_lib").fails
 
 local function near(want, got, text) assert.near(want, got, 1e-12 * math.max(1, math.abs(want)), text) end
 
--- PyTorch's mean, std, min and max of some elements, by two passes over doubles.
+-- Returns the mean, std, min and max of some elements as PyTorch defines them, by two passes over doubles.
 local function by_hand(t)
   local list, n, sum, squares = {}, 0, 0, 0
   for _, x in ipairs(t:to("cpu"):to("fp64"):reshape(-1):tolist()) do list[#list + 1], n, sum = x, n + 1, sum + x end
@@ -31,7 +31,7 @@ describe("ps.inspect.inspect_model", function()
   it("has the numbers of torch.std, and PyTorch's NaN", function()
     local net = nn.class("Net")()
     net:param("a", ps.tensor { 1, 2, 3, 4 })
-    net:param("big", ps.tensor { 1e8, 1e8 + 8, 1e8 + 16 })       -- a one-pass variance in fp32 would lose this
+    net:param("big", ps.tensor { 1e8, 1e8 + 8, 1e8 + 16 })  -- a one-pass variance in fp32 would lose these differences
     net:param("one", ps.tensor { 7 })
     net:param("bad", ps.tensor { 1, 0 / 0, -1 })
     local rows = {}
@@ -125,7 +125,7 @@ describe("ps.inspect.inspect_model", function()
       model:close()
       return rows
     end
-    -- The bias's gradient is the number of rows; with the scale it would be 4 * 1024.
+    -- The bias's gradient is the number of rows. With the scale it would be 4 * 1024.
     local rows = grads { enabled = true, loss_scale = 1024 }
     assert.equal(4, rows[2].grad_mean)
     assert.equal(0, rows[2].grad_std)
@@ -165,7 +165,7 @@ describe("ps.inspect.inspect_tensor", function()
     local names = {}
     for i, row in ipairs(rows) do names[i] = ("%s.%s%d"):format(row.group or "", row.name, row.index) end
     assert.equal("block.h0 .square0 block.h1 .square1", table.concat(names, " "))
-    -- The forward and its gradients, written out: d sum(h1^2) / d h1 = 2 h1, and so on down.
+    -- The forward and its gradients, written out: d sum(h1^2) / d h1 = 2 h1, and so on.
     local w0, w1 = net:parameters()[1]:detach(), net:parameters()[2]:detach()
     local h0 = x:matmul(w0:transpose(0, 1))
     local s0 = h0 * h0

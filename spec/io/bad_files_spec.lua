@@ -40,7 +40,7 @@ describe("invalid safetensors files", function()
 
   local function open(name) return function() return ps.safetensors.open(folder .. "/" .. name) end end
 
-  -- Returns a file from its JSON header and data.
+  -- Returns a file with this JSON header and data.
   local function file(name, header, data)
     local length = ffi.new("uint64_t[1]", #header)
     return write(name, ffi.string(length, 8) .. header .. (data or ""))
@@ -115,7 +115,7 @@ describe("invalid safetensors files", function()
     fails({ "wte.weight is [256, 32] in the model, [100, 32]" }, function()
       model:load_weights(folder .. "/model.safetensors")
     end)
-    -- A type that this library does not have, in a tensor after others.
+    -- A type that psluajit does not have, in a tensor that follows others.
     ps.safetensors.save(path, gpt2.new("tiny"):state_dict())
     local found
     local text = read(path):gsub('("transformer.ln_f.bias":{"dtype":")F32(")', function(head, tail)
@@ -197,7 +197,7 @@ describe("invalid token files", function()
     ps.data.write_tokens(path, ids)
     local loader = ps.data.loader { shards = { path }, batch = 2, seq = 100, ahead = 1 }
     loader:next()
-    local rest = ps.now() + 0.05                               -- the thread has filled its one place again
+    local rest = ps.now() + 0.05                               -- the thread has filled its only slot again
     while ps.now() < rest do end                               -- luacheck: ignore 542
     write("shrink.bin", read(path):sub(1, 5000))
     fails_with("EIO", { "shrink.bin", "was truncated from 41024 to" }, function()
@@ -324,7 +324,7 @@ local SCRIPT = [[
 describe("a full disk", function()
   in_folder()
 
-  --- Runs a shell command with $psluajit, $script, $text and $run set; returns its output, or nil if it failed.
+  --- Runs a shell command with $psluajit, $script, $text and $run set. Returns its output, or nil if it failed.
   local function shell(command)
     local paths = require "ps.paths"
     write("script.lua", SCRIPT)

@@ -146,7 +146,7 @@ describe("a GGUF writer", function()
   local ffi = require "ffi"
   local path = folder .. "/packed.gguf"
 
-  -- Eight rows of 256 values: drawn ones of several sizes, zeros, and rows of one sign.
+  -- Returns eight rows of 256 values: random values of several sizes, zeros, and rows of one sign.
   local function values()
     local x = ffi.new("float[2048]")
     for i = 0, 2047 do
@@ -166,7 +166,7 @@ describe("a GGUF writer", function()
   end
 
   it("packs blocks with the bytes of ggml's quantisers", function()
-    -- checksums of what quantize_q4_0, ... of ggml 0.25.3 made of the same values
+    -- Checksums of the results of quantize_q4_0, ... of ggml 0.25.3 for the same values.
     for kind, want in pairs { Q4_0 = "4295791031962508025", Q4_1 = "14945496727398206273",
       Q5_0 = "14772164322006174543", Q5_1 = "3013266148302084225", Q8_0 = "17970514311260802651",
       Q4_K = "8468285223250939621", Q6_K = "13883682567463987681" } do

@@ -62,7 +62,7 @@ describe("ps.load with mmap = true", function()
     local a = file:tensor "a"
     a:add_(2)
     a:narrow(0, 10, 1):fill_(7)
-    local b = file:tensor "b"                              -- lies in a page with the end of a
+    local b = file:tensor "b"                              -- shares a page with the end of a
     file:close()
     collectgarbage()
     assert.equal(3 * 2999 + 7, a:sum():item())
@@ -99,7 +99,7 @@ describe("ps.load with mmap = true", function()
     file:close()
     assert.same({ { 0, 1, 2 }, { 3, 4, 5 } }, half:tolist())
     assert.same({ { 0, 0, 0 }, { 0, 1, 2 }, { 3, 4, 5 }, { 0, 0, 0 } }, part:tolist())
-    -- One more byte of header: all numbers begin at odd addresses.
+    -- One more byte in the header, so that all numbers begin at odd addresses.
     local text = check.read(path)
     local n = ffi.cast("const uint64_t *", text)[0]
     local head = text:sub(9, 8 + tonumber(n)) .. " "
@@ -115,7 +115,7 @@ describe("ps.load with mmap = true", function()
     local got = ps.load(path, { mmap = true }).a
     assert(os.rename(saved { a = ps.zeros { 4096 } }, path))                  -- the map keeps the old file
     same(got, a)
-    os.execute(("touch -d 2001-02-03 '%s'"):format(path))  -- a clock's tick may be longer than this test
+    os.execute(("touch -d 2001-02-03 '%s'"):format(path))  -- a clock tick can be longer than this test
     got = ps.load(path, { mmap = true }).a
     local file = assert(io.open(path, "r+b"))
     file:seek("end", -8)
@@ -162,7 +162,7 @@ describe("ps.from_pretrained with mmap = true", function()
         same(mapped { input_ids = ids }.logits, read { input_ids = ids }.logits)
       end)
       assert.same(read:generate(ids, 9, { temperature = 0 }), mapped:generate(ids, 9, { temperature = 0 }))
-      mapped:save_pretrained(where)                        -- over the file with the weights
+      mapped:save_pretrained(where)                        -- overwrites the file with the weights
       local again = open(where, nil, dtype)
       ps.no_grad(function()
         same(mapped { input_ids = ids }.logits, again { input_ids = ids }.logits)

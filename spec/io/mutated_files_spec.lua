@@ -10,7 +10,7 @@ local check = require "spec.check_lib"
 
 local SEED = tonumber(os.getenv "PS_MUTATE_SEED" or "") or 1
 local DRAWN = os.getenv "PS_FULL" == "1" and 6000 or 120
-local SECONDS = 20                                         -- of one file; a loaded machine is slow
+local SECONDS = 20                                         -- time for one file, since a loaded machine is slow
 
 local folder = os.tmpname()
 os.remove(folder)
@@ -25,7 +25,7 @@ local VALUES = { "null", "true", "false", "-1", "0", "1", "2", "3", "0.5", "7", 
   "1e300", "9007199254740993", '""', '"x"', '"gelu"', '"../x"', '"\\u0000"', "[]", "{}", "[[]]", "[1,2]", '["a"]',
   '{"a":1}', '{"0":{}}', '[null]', '[{"type":"x"}]' }
 
--- Returns all places of a decoded text, as {table, key}.
+-- Returns all positions in a decoded text as {table, key}.
 local function places(t, list)
   list = list or {}
   for key, value in pairs(t) do
@@ -49,7 +49,7 @@ local function other_values(text)
   return ok and out or text
 end
 
--- Returns a text with bytes changed, cut out or doubled.
+-- Returns a text with bytes changed, removed or duplicated.
 local function other_bytes(text)
   for _ = 1, math.random(4) do
     local at, n = math.random(#text), math.random(8)
@@ -155,7 +155,7 @@ describe("a changed generation_config.json", function()
 end)
 
 describe("a changed file of a tokenizer", function()
-  -- vocab.json of the 256 letters of byte-level BPE and two merges.
+  -- Writes a vocab.json with the 256 letters of byte-level BPE, and two merges.
   local function gpt2_folder(at)
     local vocab, n = {}, 0
     local function add(name) vocab[name], n = n, n + 1 end

@@ -170,14 +170,14 @@ describe("ps.save and ps.load", function()
   it("write and read safetensors: flat tables of tensors only", function()
     ps.save({ a = ps.ones { 2 }, ["b.c"] = ps.zeros { 1 } }, path "f.safetensors")
     assert.same({ 1, 1 }, ps.load(path "f.safetensors").a:tolist())
-    os.rename(path "f.safetensors", path "f.pt")           -- the contents decide, not the name
+    os.rename(path "f.safetensors", path "f.pt")           -- the contents determine the format, not the name
     assert.same({ 0 }, ps.load(path "f.pt")["b.c"]:tolist())
     fails({ "'model'", "table" }, ps.save, { model = {} }, path "f.safetensors")
     fails({ "tensors by name" }, ps.save, { ps.ones { 1 } }, path "f.safetensors")
   end)
 
   it("distinguish files by their contents, whatever the length of a header", function()
-    for _, length in ipairs { 128, 384, 640, 896, 0x4B50, 0x7B80 } do      -- begins like a pickle, and like an archive
+    for _, length in ipairs { 128, 384, 640, 896, 0x4B50, 0x7B80 } do      -- begins like a pickle and like an archive
       local header = '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
       local text = string.char(length % 256, math.floor(length / 256), 0, 0, 0, 0, 0, 0) .. header
         .. (" "):rep(length - #header) .. "\0\0\128\63"
@@ -192,7 +192,7 @@ describe("ps.save and ps.load", function()
     assert.same({ 1, 1 }, ps.load(path "zip.safetensors").a:tolist())
   end)
 
-  -- Returns the bytes that Lua's collector holds after fn in addition to those before.
+  -- Returns the additional bytes that Lua's collector holds after fn.
   local function held(fn)
     collectgarbage()
     collectgarbage()
@@ -243,7 +243,7 @@ describe("ps.save and ps.load", function()
     local many = ps.load(write_raw("bomb.pt", ps.full({ 1 }, 65, { dtype = "uint8" }), { 2 ^ 32 + 64 }, { 0 })).w
     assert.same({ 2 ^ 32 + 64 }, many:shape())
     assert.same({ 65, 65 }, many:narrow(0, 2 ^ 32, 2):tolist())
-    -- overlapping in another way: read as it is if it is small
+    -- overlaps in another way, and is read unchanged if it is small
     local line = ps.arange(2 ^ 15 * 2, { dtype = "int32" })
     local back = ps.load(write_raw("hankel.pt", line, { 3, 4 }, { 1, 1 }))
     assert.same({ { 0, 1, 2, 3 }, { 1, 2, 3, 4 }, { 2, 3, 4, 5 } }, back.w:tolist())
@@ -521,7 +521,7 @@ torch.save({"x": x, "y": model(x).detach(), "model": model.state_dict(), "optimi
     end
     assert.same({ 0.01, { 0.8, 0.99 }, 0.5, { 0, 1, 2, 3, 4 } },
       { group.lr, group.betas, group.weight_decay, group.params })
-    ps.save(run, path "back.pt")                           -- and PyTorch continues from it
+    ps.save(run, path "back.pt")                           -- and PyTorch continues from the file
     run_python([=[
 run = torch.load(sys.argv[1])
 model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4, bias=False))

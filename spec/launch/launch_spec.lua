@@ -103,7 +103,7 @@ describe("the launcher", function()
   end
 
   -- The beginning of the ranks' scripts. `note` writes a process id to a file, so that the spec can check later that
-  -- the process is gone.
+  -- the process has ended.
   local PRELUDE = [[
     local unistd, signal, time = require "posix.unistd", require "posix.signal", require "posix.time"
     local rank, attempt = tonumber(os.getenv "RANK"), tonumber(os.getenv "TORCHELASTIC_RESTART_COUNT")
@@ -123,7 +123,7 @@ describe("the launcher", function()
     note(unistd.getpid())
   ]]
 
-  --- Runs the launcher on this script: standard output and error, exit code, seconds.
+  --- Runs the launcher with this script. Returns standard output and error, the exit code and the seconds.
   local function launch(args, script, o)
     os.execute(("cd %s && rm -rf ./*"):format(scratch))
     local f = assert(io.open(scratch .. "/script.lua", "wb"))
@@ -153,7 +153,7 @@ describe("the launcher", function()
 
   local function assert_gone(n)
     assert.equal(n, #pids)
-    for _ = 1, 10000 do                                      -- processes that die with the launcher need a moment
+    for _ = 1, 10000 do                                      -- processes that end with the launcher need a moment
       if #running() == 0 then return end
       require("posix.time").nanosleep { tv_sec = 0, tv_nsec = 1e7 }
     end
@@ -371,7 +371,8 @@ describe("the launcher", function()
       assert.is_true(seconds < check.PROMPT_S)
       assert_gone(4)
     end
-    -- Killed by a signal that no process can handle: the ranks, their children and the warden end, too.
+    -- If the launcher is killed by a signal that no process can handle, the ranks, their children and the warden end,
+    -- too.
     local _, _, code = launch("--nproc-per-node 2 script.lua", child .. [[
       if rank == 0 then
         wait_for '1'
@@ -380,8 +381,7 @@ describe("the launcher", function()
         signal.kill(launcher, 9)
       end mark '1' sleep(200)]])
     assert.equal(137, code)
-    assert_gone(7)                                                   -- 2 ranks are noted twice, then 2 children and the
-                                                                     -- warden
+    assert_gone(7)  -- 2 ranks are recorded twice, then 2 children and the warden
     launch("--nproc-per-node 2 script.lua 2>told | head -n 1; true",
       "mark(rank) wait_for '0' wait_for '1' while true do print 'more' end")
     assert.matches("launch: cannot write output; all ranks were ended", slurp "told", 1, true)
@@ -394,7 +394,7 @@ describe("the launcher", function()
       sleep(0.5)
       local children = io.open(("/proc/%d/task/%d/children"):format(launcher, launcher)):read "*a"
       print(select(2, children:gsub("%d+", "")))]])
-    assert.same({ "[0] 2\n", 0 }, { out, code })                       -- this rank and the warden
+    assert.same({ "[0] 2\n", 0 }, { out, code })                       -- the children are this rank and the warden
   end)
 
   it("finds scripts like psluajit, and starts other programs with --no-python", function()

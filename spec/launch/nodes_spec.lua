@@ -22,7 +22,7 @@ local MEET = [[
   bmt.close()
 ]]
 
--- Returns the line for torchrun in BMTrain's guide, on one node. Returns the pipe of its output. PS_RENDEZVOUS is set,
+-- Runs the torchrun line from BMTrain's guide on one node. Returns the pipe with its output. PS_RENDEZVOUS is set,
 -- since the nodes are in fact one machine.
 local function start(at, options, script)
   local name = folder .. "/train.lua"
@@ -42,7 +42,7 @@ end
 
 local function count(text, pattern) return select(2, text:gsub(pattern, "")) end
 
--- Returns a connection to node 0, once it listens.
+-- Connects to node 0 when it listens.
 local function connected(at)
   for _ = 1, 500 do
     local fd = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0)
@@ -104,7 +104,7 @@ describe("nodes without numbers", function()
     check.fails(function() nodes.number(o) end, "--nnodes is '2', but only 1 of the nodes connected in 0.5 s")
     o.master_addr = "127.0.0.1.example.invalid"
     check.fails(function() nodes.number(o) end, "--rdzv-endpoint", "has no address")
-    local fd, number = port.bound()                                -- the port is in use, and no process answers there
+    local fd, number = port.bound()                                -- the port is in use, but no process listens on it
     o.master_addr, o.master_port = "127.0.0.1", number
     check.fails(function() nodes.number(o) end, "no number for this node", "nobody listens")
     unistd.close(fd)

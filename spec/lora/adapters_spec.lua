@@ -35,7 +35,7 @@ end
 
 local function far(a, b) return (a:to "fp64" - b:to "fp64"):abs():amax():item() end
 
--- Every layer of a model that can have an adapter, by the path of the layer.
+-- Returns every layer of a model that can have an adapter, by the layer's path.
 local function layers_of(m)
   local list = {}
   for name, module in m:named_modules() do
@@ -47,7 +47,7 @@ local function layers_of(m)
   return list
 end
 
--- Returns the weight of a layer with its adapter, in fp64, by the papers' formulas.
+-- Returns a layer's weight with its adapter, in fp64, by the papers' formulas.
 local function reference_weight(layer, how)
   local of_table = layer.class_name == "Embedding"
   local A = (of_table and layer.lora_embedding_A.default or layer.lora_A.default.weight):detach():to "fp64"
@@ -126,7 +126,7 @@ describe("each layer of a model with an adapter", function()
               ps.no_grad(function() flat:narrow(0, at, 1):fill_(value) end)
               return ps.no_grad(m, { input_ids = x, labels = x }).loss:item()
             end
-            -- DoRA's norm counts as a constant, so only its magnitudes have the whole gradient.
+            -- DoRA's norm is a constant in backward, so only its magnitudes have the whole gradient.
             if not how.use_dora or name:find "magnitude" then
               local want = (loss_at(was + eps) - loss_at(was - eps)) / (2 * eps)
               local got = p:grad():reshape(-1):narrow(0, at, 1):item()
@@ -389,7 +389,7 @@ end)
 describe("a frozen weight", function()
   local F = ps.F
 
-  -- Returns the bytes that the tape keeps of fn's tensors after their headers are gone.
+  -- Returns the bytes that the tape keeps of fn's tensors after their headers are freed.
   local function kept(fn)
     ps.collect_all()
     local before = ps.memory("cpu").used

@@ -30,9 +30,9 @@ end)
 
 local function disk(limit) return { path = folder, limit = limit * MIB } end
 
--- Returns an engine whose model has a frozen base. made(model): chooses what trains.
+-- Opens an engine whose model has a frozen base. made(model) selects the parameters to train.
 local function open(mmap, memory, made)
-  if model then                                            -- its plain tensors would count in the next budget
+  if model then                                            -- its plain tensors would count below
     local before = model:parameters()
     model:close()
     for _, p in ipairs(before) do if memory ~= "plain" then p:release() end end
@@ -80,7 +80,7 @@ describe("a frozen base in an engine with a disk tier", function()
       local at = tier "disk"
       assert(at.chunks < 4 * MIB)
       local tiers = handle.of(model).plan.forecast.tiers
-      assert(tiers[#tiers].peak < 4 * MIB, tiers[#tiers].peak)          -- of the disk's file, as the plan prints it
+      assert(tiers[#tiers].peak < 4 * MIB, tiers[#tiers].peak)  -- the peak of the disk's file, as the plan prints it
       if not os.getenv "PS_STRESS" then assert(at.bytes_down < 2 * MIB, at.bytes_down) end       -- what is trained
       assert(at.bytes_up > 3 * 10 * MIB, at.bytes_up)      -- more than half of it is read again in each step
     end

@@ -172,7 +172,7 @@ describe("an adapter in a GGUF file", function()
         shape = { 2, 2 } } }))
     end)
     fails("lora_A.weight", function() ps.lora.load(base(), file_of("y.gguf", {}, { B })) end)
-    local got = ps.lora.load(base(), file_of("y.gguf", {}, { A, B }))       -- no alpha: the scale is 1
+    local got = ps.lora.load(base(), file_of("y.gguf", {}, { A, B }))       -- without alpha, the scale is 1
     assert.equal(1, got.adapters_.layers[1].module.lora_.adapters.default.scale)
   end)
 end)

@@ -47,7 +47,7 @@ local function change(name, key, value)
   check.write(at(name .. "/adapter_config.json"), cjson.encode(fields))
 end
 
--- Writes the adapter's file again with changed tensors.
+-- Rewrites the adapter's file with changed tensors.
 local function rewrite(name, fn)
   local path = at(name .. "/adapter_model.safetensors")
   local file, tensors = ps.safetensors.open(path), {}
@@ -183,7 +183,7 @@ describe("an adapter that does not fit", function()
     rewrite("a", function(t)
       t[name], t["base_model.model.other.lora_A.weight"] = ps.zeros { 48, 2 }, ps.zeros { 2 }
     end)
-    fails(load, "no place", "base_model.model.other.lora_A.weight")
+    fails(load, "no parameters", "base_model.model.other.lora_A.weight")
   end)
 
   it("leaves the adapters of the model as they are", function()
@@ -293,12 +293,12 @@ describe("tools/merge_adapter.lua", function()
       word)) end
     local out, code = run "make"
     assert.equal(0, code, out)
-    local whole, largest = 0, 4 * 512 * 4096 / 2 ^ 20      -- in MiB; the largest in fp32
+    local whole, largest = 0, 4 * 512 * 4096 / 2 ^ 20      -- in MiB; `largest` is the largest tensor in fp32
     for name in lfs.dir(at "big") do whole = whole + lfs.attributes(at("big/" .. name), "size") / 2 ^ 20 end
     out, code = run "merge"
     assert.equal(0, code, out)
     local most = 2 * largest + 64
-    assert.is_true(whole > 2 * most, whole)                -- so the model was never whole in memory
+    assert.is_true(whole > 2 * most, whole)                -- so the whole model was never in memory
     assert.is_true(tonumber(out) <= most, ("%s MiB, at most %.0f"):format(out, most))
     os.execute(("rm -rf '%s' '%s'"):format(at "big", at "big-merged"))
   end)

@@ -34,7 +34,7 @@ local function adapted(family, how, options)
   return ps.preference.wrap(m, how)
 end
 
--- Returns the log-probability of each row's answer, from whole logits.
+-- Returns the log-probability of each row's answer, computed from all logits.
 local function log_probs_of(m, batch)
   local logits = m({ input_ids = batch.input_ids, attention_mask = batch.attention_mask }).logits
   local T = logits:size(1)

@@ -30,7 +30,7 @@ describe("ps.memory { at = 'peak' }", function()
     ps.scope(function()
       local planted = ps.zeros { 3 * MIB }                              -- 12 MiB
       at = line() - 1
-      local _ = planted * 2                                             -- 12 MiB more: the peak
+      local _ = planted * 2                                             -- 12 MiB more, which is the peak
       _ = planted:sum()
     end)
     local _ = ps.zeros { MIB }                                          -- 4 MiB, after the others were freed

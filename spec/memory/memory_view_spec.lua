@@ -5,7 +5,7 @@ local view = require "ps.memory.view"
 
 local KINDS = { "param", "param_fp32", "exp_avg", "exp_avg_sq", "grad" }
 
--- `n` chunks of each kind of a GPT-2, on various tiers and in various states.
+-- Returns `n` chunks of each kind of a GPT-2, on various tiers and in various states.
 local function chunks_of(n, kinds)
   local list = {}
   for k = 1, kinds or #KINDS do
@@ -33,7 +33,7 @@ describe("ps.chunks of one chunk or tensor", function()
     local text = tostring(chunk)
     for _, name in ipairs(chunk.tensors) do assert.truthy(text:find("\n  " .. name, 1, true), text) end
     fails(function() view.chunks(chunks_of(3), 99) end, "there is no chunk 99 (there are 15: 0 to 14)")
-    local some = {}                                          -- other kinds of chunks have gaps between them
+    local some = {}                                          -- chunks of other kinds are between them
     for _, one in ipairs(chunks_of(3)) do
       if one.id < 3 or one.id == 7 or one.id > 12 then some[#some + 1] = one end
     end

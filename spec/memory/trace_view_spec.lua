@@ -18,7 +18,7 @@ end
 
 local model, optimizer
 
--- Opens an engine of two layers with a chunk of each kind for each. Returns its forward and backward.
+-- Opens an engine of two layers with a chunk of each kind per layer. Returns its forward and backward.
 local function open(reads, overlap)
   model, optimizer = ps.initialize { quiet = true, model_func = function()
     local net = Net()
@@ -37,7 +37,7 @@ local function chunk_of(name, kind)
   end
 end
 
--- First and last moment of an action that uses a chunk, and whether the last of them writes it.
+-- Returns the first and last moment of an action that uses a chunk, and whether the last one writes it.
 local function span(moments, action, id)
   local first, last, writes
   for _, m in ipairs(moments) do
@@ -60,7 +60,7 @@ describe("ps.trace of an engine", function()
     local train = open()
     assert.equal(0, #ps.trace())
     train()
-    local planned = ps.trace()                                  -- of the dry run: this step is not over
+    local planned = ps.trace()  -- the trace of the dry run, since this step has not ended
     local up, down = chunk_of("up.weight", "param"), chunk_of("down.weight", "param")
     assert.not_equal(up, down)
     assert.truthy(span(planned, "forward", up) < span(planned, "forward", down))
@@ -137,7 +137,7 @@ describe("ps.trace of an engine", function()
   end)
 end)
 
--- `n` moments, each of which writes `width` chunks of its own.
+-- Returns `n` moments, each of which writes `width` chunks that no other moment uses.
 local function moments_of(n, width)
   local list = {}
   for m = 0, n - 1 do

@@ -10,8 +10,8 @@ local ranks_lib = require "spec.ranks_lib"
 
 local folder
 
--- Trains some steps with these settings in addition to a CSV monitor's. Returns each step's mean loss and its rate.
--- begin(model, optimizer) is called before the steps, each(step) before each step.
+-- Trains some steps with these settings in addition to a CSV monitor's. Returns each step's mean loss and learning
+-- rate. begin(model, optimizer) is called before all steps, and each(step) before each step.
 local function train(settings, steps, begin, each)
   ps.manual_seed(3)
   local config = { train_batch_size = 4, gradient_accumulation_steps = 2, plan_print = false,
@@ -42,7 +42,7 @@ local function train(settings, steps, begin, each)
   return result
 end
 
--- Returns the rows of a monitor's file, without its header, which is checked.
+-- Returns the rows of a monitor's file without the header, which is checked.
 local function rows(tag)
   local text = assert(check.read(("%s/run/Train_Samples_%s.csv"):format(folder, tag)), tag)
   local header, rest = text:match "^([^\n]*\n)(.*)$"
@@ -129,7 +129,7 @@ describe("an event file", function()
   it("has CRC-32C, masked, and the record that event files begin with", function()
     assert.equal("e3069283", bit.tohex(tfevents.crc32c "123456789"))          -- the check value of CRC-32/ISCSI
     local first = tfevents.version(1.5)
-    assert.equal("\24\0\0\0\0\0\0\0\163\127\75\34\9", first:sub(1, 13))       -- as those of TensorFlow and PyTorch
+    assert.equal("\24\0\0\0\0\0\0\0\163\127\75\34\9", first:sub(1, 13))       -- as written by TensorFlow and PyTorch
     assert.equal("\26\13brain.Event:2", first:sub(22, 36))
     assert.equal(40, #first)
   end)

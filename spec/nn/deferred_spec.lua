@@ -22,7 +22,7 @@ local function hash(t)
   return tostring(hash_out[0])
 end
 
--- Returns the bits of all parameters and buffers, and the position in the stream of random numbers.
+-- Returns the bits of all parameters and buffers, and the position in the random number stream.
 local function bits(model)
   local all = { ("offset %s"):format(tostring(ps.rng().offset)) }
   for _, iterate in ipairs { model.named_parameters, model.named_buffers } do
@@ -138,7 +138,7 @@ end)
 describe("part of a model made without data", function()
   it("needs memory only for that part, has its bits, and names tensors on other processes", function()
     local config = { vocab_size = 512, n_positions = 64, n_embd = 64, n_layer = 4, n_head = 4 }
-    -- Returns a function, so that no slot of this function's stack holds the model when memory is counted.
+    -- A separate function, so that no slot of the caller's stack holds the model when memory is counted.
     local function hashes()
       ps.manual_seed(7)
       local all = gpt2.new(config):state_dict()
@@ -155,8 +155,7 @@ describe("part of a model made without data", function()
     for name, p in model:named_parameters() do
       if name:match "%.h%.[23]%." then
         mine[name] = true
-        bytes = bytes + math.ceil(p:nbytes() / 256) * 256                   -- the sizes of memory blocks are multiples
-                                                                            -- of it
+        bytes = bytes + math.ceil(p:nbytes() / 256) * 256                   -- memory blocks have multiples of 256 bytes
       end
     end
     ps.materialize(model, { elsewhere = function(name) return not mine[name] and "rank 0 (stage 0)" end })
@@ -173,7 +172,7 @@ describe("part of a model made without data", function()
       function() model:head():loss(x, ps.zeros({ 1, 8 }, { dtype = "int64" })) end)
     fails({ "transformer.wte.weight", "rank 0 (stage 0)" },
       function() model.transformer.wte(ps.zeros({ 1, 8 }, { dtype = "int64" })) end)
-    ps.materialize(model)                                                    -- and the rest later
+    ps.materialize(model)                                                    -- and the others later
     for name, p in model:named_parameters() do assert.equal(whole[name], hash(p), name) end
   end)
 
@@ -260,7 +259,7 @@ describe("a value that cannot be computed again", function()
     local Late = nn.class("Late")
     function Late:init() self:param("late", ps.zeros { 3 }) end
     model = ps.deferred(Late)
-    ps.no_grad(function() model.late:fill_(2) end)                           -- while no record is made
+    ps.no_grad(function() model.late:fill_(2) end)                           -- while nothing is recorded
     fails({ "late", "cannot be repeated" }, function() ps.materialize(model) end)
     local outside = ps.zeros({ 3 }, { device = "meta" })
     local Outside = nn.class("Outside")
@@ -269,7 +268,7 @@ describe("a value that cannot be computed again", function()
     local Asks = nn.class("Asks")
     function Asks:init() self:param("asks", ps.full({ 3 }, ps.randn({ 1 }):item())) end
     fails({ "meta" }, function() ps.deferred(Asks) end)
-    assert.equal("cpu", ps.zeros({ 1 }):device())                            -- the default is what it was
+    assert.equal("cpu", ps.zeros({ 1 }):device())                            -- the default is unchanged
   end)
 
   it("is a removed file", function()

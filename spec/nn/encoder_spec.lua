@@ -31,7 +31,7 @@ describe("attention", function()
       local slope = (loss(bias:detach() + one):item() - loss(bias:detach() - one):item()) / 2e-5
       assert(math.abs(slope - bias:grad()[at]:item()) < 1e-8)
     end
-    assert.equal(0, bias:grad()[{ 0, 0, 0, 4 }]:item())          -- hidden: query 0 sees keys up to 2
+    assert.equal(0, bias:grad()[{ 0, 0, 0, 4 }]:item())          -- key 4 is hidden, since query 0 sees keys up to 2
   end)
 
   it("returns its weights, and 0 for a query that sees no key", function()
@@ -104,7 +104,7 @@ describe("layers of encoders and decoders", function()
     local all = names(stack)
     assert.truthy(all:find("layers.1.self_attn.in_proj_weight", 1, true))
     assert.truthy(all:find("norm.weight norm.bias$"))
-    -- Copies have the values of the given layer, and their own bytes.
+    -- Copies have the values of the given layer, but separate memory.
     assert.is_true(stack.layers[0].linear1.weight:equal(stack.layers[1].linear1.weight))
     ps.no_grad(function() stack.layers[0].linear1.weight:zero_() end)
     assert.is_false(stack.layers[0].linear1.weight:equal(stack.layers[1].linear1.weight))

@@ -146,7 +146,7 @@ describe("norms over channels", function()
   end)
 
   it("have running statistics by momentum, or of all batches", function()
-    local a, b = ps.tensor { { 1 }, { 3 } }, ps.tensor { { 5 }, { 9 } }          -- means 2, 7; variances 2, 8
+    local a, b = ps.tensor { { 1 }, { 3 } }, ps.tensor { { 5 }, { 9 } }          -- means 2 and 7, variances 2 and 8
     local moving, mean = nn.BatchNorm1d(1, { momentum = 0.5 }), nn.BatchNorm1d(1, { momentum = false })
     for _, x in ipairs { a, b } do moving(x) mean(x) end
     lib.is({ 4 }, moving.running_mean)

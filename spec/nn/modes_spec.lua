@@ -38,7 +38,7 @@ local function batch(number, rows)
   return ps.tensor(list, "int32")
 end
 
--- Returns the losses and the parameters of three steps; before: called before each forward.
+-- Returns the losses and the parameters of three steps. `before` is called before each forward.
 local function trained(before)
   local seen = {}
   for number = 1, 3 do
@@ -230,7 +230,7 @@ describe("modes", function()
 end)
 
 describe("the first backward without dropout by mode", function()
-  -- Runs in its own process, since the note is printed once per process.
+  -- Runs a script in a separate process, since the note is printed once per process.
   local function said(script)
     local text = lib.run("", [[local ps, gpt2 = require "ps", require "models.gpt2"
       local x = ps.randint(0, 64, { 2, 8 }, { dtype = "int32" })

@@ -5,7 +5,7 @@ local ps = require "ps"
 local fails = require("spec.check_lib").fails
 local nn = ps.nn
 
-local function double() -- y = 2 x, and also a table
+local function double() -- Returns a module that computes y = 2 x, and also returns a table.
   local Double = nn.class "Double"
   function Double:forward(x, more) return x * 2, more end
   return Double()

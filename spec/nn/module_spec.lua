@@ -53,7 +53,7 @@ describe("assigning to a module's field", function()
     net.fc = nn.Linear(2, 3, { bias = false })
     assert.equal("scale fc.weight", names(net))
     assert.same({ 5, 5, 5 }, net:state_dict().scale:tolist())
-    ps.scope(function() net.seen = net.seen + 1 end)              -- outlives the scope it was made in
+    ps.scope(function() net.seen = net.seen + 1 end)              -- outlives the scope in which it was created
     assert.same({ 1 }, net.seen:tolist())
     assert.same({ 1 }, net:state_dict().seen:tolist())
     local optimizer = ps.optim.SGD(net, { lr = 1 })
@@ -68,14 +68,14 @@ describe("assigning to a module's field", function()
     assert.equal("", names(net))
     assert.is_nil(net.scale)
     assert.is_nil(net:state_dict()["fc.weight"])
-    net.scale = 7                                                 -- a plain field now
+    net.scale = 7                                                 -- a plain field from now on
     assert.equal(7, net.scale)
     net.fc = nn.Linear(1, 1)
     assert.equal("fc.weight fc.bias", names(net))
   end)
 
   it("does not affect conversions, tied weights and lists", function()
-    net.tied = net.fc.weight                                     -- the first name in PyTorch's order is its own
+    net.tied = net.fc.weight                                     -- the first name in PyTorch's order owns the parameter
     assert.equal("scale tied fc.bias", names(net))
     net:to "bf16"
     assert.equal("bf16", net.fc.weight:dtype())
@@ -114,7 +114,7 @@ describe("a module's state", function()
     Made():load_state_dict(state)
     state.made = ps.zeros { 3 }
     assert.truthy(tostring(select(2, pcall(net.load_state_dict, net, state))):find("1 unexpected: made", 1, true))
-    net:buffer("made", ps.ones { 3 })                        -- registered again: now a part of the state
+    net:buffer("made", ps.ones { 3 })                        -- registered again, and now part of the state
     assert.truthy(net:state_dict().made)
     assert.truthy(tostring(select(2, pcall(net.buffer, net, "x", ps.ones { 1 }, { persist = false }))):find(
       "no option 'persist'", 1, true))

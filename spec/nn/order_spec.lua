@@ -23,7 +23,7 @@ local function parameter() return nn.Parameter(ps.ones { 2 }) end
 
 describe("the order of parameters", function()
   it("has a module's own parameters before those of its modules", function()
-    -- PyTorch: self.fc = Linear; self.scale = Parameter; register_buffer; self.out = Linear
+    -- in PyTorch: self.fc = Linear; self.scale = Parameter; register_buffer; self.out = Linear
     local Net = class(function(self)
       self.fc = linear()
       self.scale = parameter()
@@ -112,7 +112,7 @@ local function engine(kind, more)
   return optimizer
 end
 
--- PyTorch's state of the four parameters, whose averages are filled with 1, 2, 3, 4 in the order of `order`.
+-- Returns PyTorch's state for the four parameters, whose averages are filled with 1, 2, 3, 4 in the order of `order`.
 local function torch_state(keys, order)
   local shapes = { ["first.weight"] = { 3, 3 }, ["first.bias"] = { 3 }, ["second.weight"] = { 3, 3 },
     ["second.bias"] = { 3 } }

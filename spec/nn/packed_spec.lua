@@ -21,7 +21,7 @@ local function made(family, config)
   return require("models." .. family).new(config):eval()
 end
 
--- Returns a file of a type with a random model, and the model of the file without and with packed weights.
+-- Returns a file of a type with a random model, and the file's model without and with packed weights.
 local function both(kind, family, config, options)
   made(family or "llama", config or LLAMA):save_gguf(at "m.gguf", { type = kind, name = "x" })
   local given = { quiet = true, keep_quantized = true }
@@ -43,7 +43,7 @@ describe("a model with packed weights", function()
       local plain, kept = both(kind)
       local want = logits(plain)
       assert.truthy(far(want, logits(kept)) < 2e-5, kind)
-      local one = ids:narrow(0, 0, 1):narrow(1, 0, 3):contiguous()        -- few rows: blocks as they are
+      local one = ids:narrow(0, 0, 1):narrow(1, 0, 3):contiguous()        -- few rows use the blocks directly
       assert.truthy(far(logits(plain, one), logits(kept, one)) < 2e-5, kind)
       local layer = kept.model.layers[1].self_attn.q_proj
       assert.equal("uint8", layer.weight:dtype())
@@ -206,7 +206,7 @@ describe("ps.quantize", function()
     local want = layer.weight:clone():keep()
     ps.quantize(model, { type = "nf4" })
     local got = require("ps.nn.parts").weight(layer)
-    -- The 16 numbers, from the file of the paper's formula (spec/oracle/rows_packed.py computes them).
+    -- The 16 numbers of NF4, from the formula in the paper's file (spec/oracle/rows_packed.py computes them).
     local numbers = { -1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
       -0.18477343022823334, -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
       0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1 }

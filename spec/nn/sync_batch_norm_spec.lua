@@ -38,7 +38,7 @@ local function sums(name)
 end
 print("losses " .. table.concat(losses, " "))
 if rank == 0 then print("statistics " .. sums "norm.running_mean" .. " " .. sums "second.running_var" .. " "
-  .. tostring(tonumber(state["norm.num_batches_tracked"]:item()))) end            -- others have no buffers in theirs
+  .. tostring(tonumber(state["norm.num_batches_tracked"]:item()))) end  -- other norms have no buffers in their state
 model:close()
 ]]
 

@@ -32,8 +32,8 @@ after_each(function()
   model = nil
 end)
 
--- Optimizers of two groups, made in every possible way. first, second: the groups' rates; own: the optimizer's, or
--- nil.
+-- Optimizers with two groups, created in every possible way. `first` and `second` are the groups' learning rates, and
+-- `own` is the optimizer's, or nil.
 local makers = {
   ["ps.optim"] = function(first, second, own)
     local m = Two()
@@ -111,7 +111,7 @@ for name, make in pairs(makers) do
       near({ 0, 0 }, rates(optimizer))
       for _ = 1, 2 do schedule:step() end
       near({ 1.5e-4, 1.5e-5 }, rates(optimizer))
-      for _ = 1, 5 do schedule:step() end                      -- iteration 6: 5 of 8 steps along the cosine
+      for _ = 1, 5 do schedule:step() end                      -- iteration 6 is 5 of 8 steps along the cosine
       local share = 1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * 5 / 8)) / 2
       near({ 3e-4 * share, 3e-5 * share }, rates(optimizer))
       fails(function() ps.sched.WarmupLR { optimizer = optimizer } end, "0.0003, 3e-05", "warmup_max_lr")

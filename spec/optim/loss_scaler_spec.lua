@@ -4,7 +4,7 @@
 local ps = require "ps"
 local loss_scaler = require "ps.optim.loss_scaler"
 
---- Returns the scales after each step of `steps`: "." is a good step, "x" an overflow.
+--- Returns the scales after each step of `steps`: "." is a good step, and "x" is an overflow.
 local function go(scaler, steps)
   local out = {}
   for step in steps:gmatch(".") do
@@ -69,7 +69,7 @@ describe("a dynamic loss scale", function()
     assert.same({ 3, 3, 3 }, run({ initial_scale_power = 2, hysteresis = 1, min_loss_scale = 3,
       raise_error_at_min_scale = false }, "xxx"))
     s = loss_scaler.new { initial_scale_power = 0 }
-    assert.same({ 1 }, go(s, "x"))                                  -- hysteresis comes before the error
+    assert.same({ 1 }, go(s, "x"))                                  -- hysteresis is checked before the error
     fails(function() s:update(true) end, "at the smallest loss scale, 1")
   end)
 end)

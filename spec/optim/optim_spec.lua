@@ -5,7 +5,7 @@ local optim = ps.optim
 
 local function parameter(values, dtype) return ps.tensor(values, { dtype = dtype, requires_grad = true }) end
 
---- sum(w * w / 2), so that the gradient is w.
+--- Runs backward from sum(w * w / 2), so that the gradient is w.
 local function step(optimizer, w)
   optimizer:zero_grad()
   local loss = (w * w):sum() * 0.5
@@ -90,10 +90,10 @@ describe("an fp64 parameter", function()
     end
     local weight = model.weight
     model:to("fp32")
-    model:to { device = "cpu", dtype = "fp32" }            -- nothing to convert: the same tensors
+    model:to { device = "cpu", dtype = "fp32" }            -- nothing is converted, so the tensors are the same
     assert.is_true(ps.same(weight, model.weight))
     try()
-    other:to("bf16")                                       -- not of this optimizer
+    other:to("bf16")                                       -- does not belong to this optimizer
     try()
     model:to("bf16")
     local ok, err = pcall(try)

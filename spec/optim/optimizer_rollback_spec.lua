@@ -77,7 +77,7 @@ describe("a run that returns to step 0", function()
     if name:find "engine" then
       it("also does so by a state in PyTorch's form without an entry for one parameter: " .. name, function()
         local optimizer = make()
-        local bias                                             -- its number in PyTorch's form
+        local bias                                             -- the bias's index in PyTorch's form
         for i = 1, optimizer:count() do if optimizer:slot(i).name == "bias" then bias = i - 1 end end
         for i = 1, 3 do step(optimizer, i) end
         local saved = optimizer:state_dict()
@@ -118,7 +118,7 @@ describe("a state in PyTorch's form", function()
       end, "momentum and no betas")
       assert(values() == before and optimizer.steps == 1 and optimizer.groups[1].lr == 1e-2)
       optimizer:load_state_dict(group { decoupled_weight_decay = false, weight_decay = 0 })    -- the same without decay
-      optimizer:load_state_dict(group { lr = ps.tensor(0.25) })                       -- as in PyTorch's capturable
+      optimizer:load_state_dict(group { lr = ps.tensor(0.25) })                       -- as with PyTorch's capturable
       assert.equal(0.25, optimizer.groups[1].lr)
       assert.equal(0, optimizer.steps)
     end)

@@ -34,7 +34,7 @@ local function steps(model, opt, n, half, micros)
   end
 end
 
--- Returns all values and states, as text.
+-- Returns all values and states as text.
 local function all_of(model, opt)
   local out = {}
   for name, t in pairs(model:state_dict()) do out[#out + 1] = name .. hash(t) end
@@ -61,7 +61,7 @@ end
 
 local KINDS = optimizers.names
 
--- Returns a test that fails must not leave its engine open.
+-- Closes the engine, since a test that fails must not leave its engine open.
 local function close()
   local state = ps.engine()
   if state then state.model:close() end
@@ -126,7 +126,7 @@ end)
 describe("a remainder", function()
   after_each(close)
 
-  -- Highs: zeros, subnormals, the least normal, one, the largest, infinities and NaNs, with both signs.
+  -- Upper halves: zeros, subnormals, the smallest normal, one, the largest, infinities and NaNs, with both signs.
   local HIGHS = { 0x0000, 0x0001, 0x007f, 0x0080, 0x3f80, 0x3fff, 0x7f7e, 0x7f7f, 0x7f80, 0x7fc0, 0x7fff, 0x4049 }
 
   it("and its weight give every fp32 number back, of all lower halves, rounded half away from zero", function()
@@ -234,7 +234,7 @@ describe("a remainder", function()
     assert.near(8, bytes(1, 0, "Lion"), 0.1)
     assert.near(8, bytes(1, 0, "AdamWBF16"), 0.1)
     assert.near(12, bytes(1, 0, "RMSprop"), 0.1)               -- with momentum
-    -- The table of docs/optimizers.md: rows of how (micro-batches, clipping, master), and its columns.
+    -- Reads the table in docs/optimizers.md: its rows (micro-batches, clipping, master) and its columns.
     local f = assert(io.open(require("ps.paths").root .. "/docs/optimizers.md"))
     local page = f:read "*a"
     f:close()
@@ -291,7 +291,7 @@ end)
 describe("groups of parameters", function()
   after_each(close)
 
-  -- What an engine prints before its first step, for a model and groups; its memory may be plain.
+  -- Returns an engine's output before its first step, for a model and groups. Its memory can be plain.
   local function told(groups, memory)
     local out, text = io.stderr, {}
     rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })

@@ -16,7 +16,7 @@ local function close(want, got, what)
     ("%s: %.17g, DeepSpeed has %.17g"):format(what, got, want))
 end
 
--- Rates of DeepSpeed's, per case: name, optimizer's rate, params, rates, beta1s.
+-- DeepSpeed's rates for each case: name, optimizer's rate, params, rates, beta1s.
 local CASES = {
   { "WarmupLR", 0.01, { warmup_num_steps = 4 },
     { 0, 0, 0.005, 0.0079248125036057819, 0.01, 0.01, 0.01, 0.01 } },
@@ -79,7 +79,7 @@ describe("DeepSpeed's schedules", function()
       for _ = 1, 3 do first:step() end
       local saved = first:state_dict()
       local opt = optimizer(lr)
-      opt.lr = 7                                       -- a loaded optimizer's current rate is not the rate to scale
+      opt.lr = 7                                       -- a loaded optimizer's current rate is not the base rate
       local second = make(opt)
       second:load_state_dict(saved)
       close(rates[4], opt.lr, name)
@@ -132,7 +132,7 @@ describe("PyTorch's form of a schedule's call", function()
   local adam
   before_each(function() adam = optim.AdamW(nn.Linear(2, 2), { lr = 0.5 }) end)
 
-  -- By name: the positional arguments, and the same as options.
+  -- Name -> the positional arguments, and the same arguments as options.
   local FORMS = {
     StepLR = { { 2, 0.25, 0 }, { step_size = 2, gamma = 0.25, last_epoch = 0 } },
     MultiStepLR = { { { 1, 3 }, 0.5 }, { milestones = { 1, 3 }, gamma = 0.5 } },
@@ -172,11 +172,11 @@ describe("PyTorch's form of a schedule's call", function()
       lr_range_test_step_rate = 3, lr_range_test_staircase = true } },
   }
 
-  -- Functions that have tests of their own.
+  -- Functions that are tested elsewhere.
   local ELSEWHERE = { from_config = true, get_scheduler = true, ReduceLROnPlateau = true, reduce_lr_on_plateau = true,
     SequentialLR = true }
 
-  -- Rates and beta1 of some steps.
+  -- Returns the rates and beta1 of some steps.
   local function course(schedule)
     local list = {}
     for n = 1, 8 do
@@ -245,7 +245,7 @@ describe("a schedule", function()
     return tostring(why)
   end
 
-  -- What a function writes to stderr.
+  -- Returns a function's output on stderr.
   local function printed(fn, ...)
     local out, text = io.stderr, {}
     rawset(io, "stderr", { write = function(_, ...) text[#text + 1] = table.concat { ... } end })

@@ -17,7 +17,7 @@ end
 
 local N = B * T
 local LAYER = 2 * N * (3 * C * C + C * C + 8 * C * C)          -- products of a layer: 12 C^2 weights
-local PAIRS = B * T * (T + 1) / 2                              -- pairs of queries and visible keys
+local PAIRS = B * T * (T + 1) / 2                              -- number of pairs of queries and visible keys
 local ATTENTION = 4 * C * PAIRS                                -- scores and sums over all heads
 local HEAD = 2 * N * C * V
 local LAYER_NUMEL = 12 * C * C + 13 * C                        -- 4 biases: 9 C; two norms: 4 C
@@ -86,13 +86,13 @@ describe("counting", function()
     assert.equal("bf16", all[1].carry[1].dtype)
     assert.equal(2 * N * C, all[2].carry_nbytes)
     assert.equal(2 * LAYER_NUMEL, all[2].nbytes)
-    assert.equal("fp16", of({ dtype = "fp16" }, "bf16")[1].carry[1].dtype)                -- other types stay
+    assert.equal("fp16", of({ dtype = "fp16" }, "bf16")[1].carry[1].dtype)                -- other types do not change
   end)
 
   it("numbers the dropouts of each part", function()
     local all = of { dropout = 0.1 }
     local first = 0
-    for i, n in ipairs { 1, 3, 3, 3, 0 } do                    -- embed; attention, its projection, the MLP's
+    for i, n in ipairs { 1, 3, 3, 3, 0 } do  -- embed; attention, its projection, the MLP's projections
       assert.same({ first, n }, { all[i].first_dropout, all[i].dropouts })
       first = first + n
     end
@@ -111,8 +111,8 @@ describe("counting", function()
     assert.falsy(all[1].carry[1].needs_grad)
     assert.falsy(all[2].carry[1].needs_grad)
     assert.truthy(all[3].carry[1].needs_grad)
-    -- The first part that trains: its products have gradients of weights, and all products except the first also those
-    -- of inputs.
+    -- The first part that trains. Its products have gradients of weights, and all products except the first also have
+    -- those of inputs.
     assert.equal(LAYER, all[3].weight)
     assert.equal(LAYER + 2.5 * ATTENTION - 2 * N * 3 * C * C, all[3].input)
     assert.same({ HEAD, 0 }, { all[5].input, all[5].weight })

@@ -72,7 +72,7 @@ describe("a checkpoint of cut parameters", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     local one = trained()
     local want = bits(one)
-    through(2, 2, nil, folder .. "/a")                       -- trained as ranks: the same bits
+    through(2, 2, nil, folder .. "/a")                       -- trained as several ranks, with the same bits
     local last = "a"
     for i, at in ipairs { { 4, 2 }, { 3, 3 }, { 2, 1 }, { 4, 4 }, { 2, 2 } } do
       through(at[1], at[2], folder .. "/" .. last, folder .. "/b" .. i, i % 2 == 0)
@@ -176,7 +176,7 @@ describe("weights of cut parameters", function()
     end
   end)
 
-  -- 8.4 MiB: more than one piece of a copy, which is 8 MiB in a merge and 2 MiB elsewhere.
+  -- 8.4 MiB, which is more than one piece of a copy: 8 MiB in a merge and 2 MiB elsewhere.
   it("may be larger than the piece in memory", function()
     if lib.no_gloo() then return pending(lib.no_gloo()) end
     lib.check(folder, 2, cut_lib.MODEL .. [[
@@ -201,7 +201,7 @@ describe("weights of cut parameters", function()
     files:close()
   end)
 
-  -- Returns a folder of save_parallelized as two ranks write it.
+  -- Writes a folder of save_parallelized like two ranks, and returns it.
   local function save_parts(path)
     assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
     local placement = { version = 2, pipeline_parallel_size = 1, tensor_parallel_size = 2, weight_map = {},
@@ -306,8 +306,8 @@ local function write_index(path, index)
     .. text)
 end
 
--- Makes, in one process, a checkpoint as two ranks along tp write it. change(rank, pieces) changes the descriptions in
--- their files.
+-- Writes, in one process, a checkpoint like two ranks along tp. change(rank, pieces) changes the descriptions in their
+-- files.
 local function save_two(path, change)
   assert(os.execute(("mkdir -p '%s'"):format(path)) == 0)
   for rank = 0, 1 do
@@ -373,7 +373,7 @@ describe("pieces", function()
     fails({ "'proj'", "[6, 4]", "at [7, 0]", "[12, 4]" }, function()
       save_two(path, function(rank, pieces) if rank == 1 then pieces.proj.parts[1].offset[1] = 7 end end)
     end)
-    fails({ "'qkv'", "rank-00001" }, function()               -- one element of the file's tensor twice
+    fails({ "'qkv'", "rank-00001" }, function()               -- one element of the file's tensor occurs twice
       save_two(path, function(rank, pieces) if rank == 1 then pieces.qkv.parts[2].at[2] = 0 end end)
     end)
     fails({ "'proj'", "[12, 4]", "[14, 4]" }, function()

@@ -9,7 +9,8 @@ local folder
 setup(function() folder = ranks.folder() end)
 teardown(function() ranks.remove(folder) end)
 
--- Losses of three steps of two micro-batches, with two groups of different decay. layout: a configuration's table.
+-- Prints the losses of three steps of two micro-batches, with two groups of different weight decay. `layout` is the
+-- table of a configuration.
 local SCRIPT = [[
   local gpt2 = require "models.gpt2"
   local function losses(layout, given)
@@ -52,7 +53,7 @@ describe("an existing model and optimizer", function()
       for _, p in module:named_parameters() do if p:device() == "meta" then left = left + 1 end end
       assert(left > 0, "the other stage's parameters have no bytes here")
       model:close()
-      -- another optimizer over the model is refused, as in one process
+      -- another optimizer for the model is an error, as in one process
       local twin = gpt2.new("tiny", { dropout = 0 })
       local other = ps.optim.AdamW(twin:parameters(), { lr = 1e-2 })
       model = ps.initialize { quiet = true, model = twin, config = { plan_print = false,

@@ -13,7 +13,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Returns the Lua listings of a section of a page.
+-- Returns the Lua listings in a section of a page.
 local function section(page, name)
   local text = page:match("\n## " .. name .. "\n(.-)\n## ") or page:match("\n## " .. name .. "\n(.*)$")
   local list = {}
@@ -22,7 +22,7 @@ local function section(page, name)
   return table.concat(list)
 end
 
--- Losses of three steps of two micro-batches. Data-parallel ranks share each batch.
+-- Prints the losses of three steps of two micro-batches. Data-parallel ranks share each batch.
 local TRAIN = [[
   local function train(model_func, batch, how, example)
     ps.manual_seed(1)
@@ -202,7 +202,7 @@ describe("parts", function()
     function Net.parts() return list end
   end)
 
-  -- Parts a and b by their modules. `use` determines which layers each part calls.
+  -- Returns parts a and b. `use` determines which layers each part calls.
   local function two(modules, use)
     function Net.parts(self)
       local all = {}

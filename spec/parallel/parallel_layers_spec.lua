@@ -50,7 +50,7 @@ local PRODUCTS = [[
           down.bias:copy_(noise)
         end)
         local x, w = ps.randn({ B, T, C }, where), ps.randn({ B, T, C }, where)
-        -- rows that are not a multiple of the number of ranks, and decoding, run without a region
+        -- Row counts that are not a multiple of the number of ranks, and decoding, run without a region.
         for _, case in ipairs { { B, T }, { 1, 1 }, { B, T, true } } do
           local b, t, cached = unpack(case)
           local what = ("out_in %s, sequence %s, keep %s, %d x %d"):format(out_in, sequence, keep, b, t)
@@ -104,7 +104,7 @@ local OPTIONS = [[
     "own rows")
   assert(make(nn.RowParallelLinear, { bias = false }).bias == nil)
   assert(make(nn.ColumnParallelLinear, { bias = false, out_in = false }).bias == nil)
-  -- three blocks next to each other, like queries, keys and values
+  -- three adjacent blocks, like queries, keys and values
   local three = make(nn.ColumnParallelLinear, { blocks = 3 })
   assert(three.weight[1][0]:item() == whole.weight[size + rank][0]:item())
   -- gradients of split_input, own rows and gather_output
@@ -138,7 +138,7 @@ local OPTIONS = [[
 ]]
 
 local VOCABULARY = [[
-  -- All targets are words, except the one that is ignored.
+  -- All targets are in the vocabulary, except the one that is ignored.
   local function counted(targets, options)
     return ps.where(targets:eq(-100), options.ignore_index or -100, targets)
   end
@@ -177,7 +177,7 @@ local VOCABULARY = [[
       local bad, told = pcall(cut_head.loss, cut_head, cut(ids), targets * 0 + V)
       assert(not bad and tostring(told):find(("nn.ParallelLMHead's loss: target %d of row 0 is outside the vocabulary "
         .. "[0, %d)"):format(V, V), 1, true) and told.op == nil, tostring(told))
-      -- one table for both
+      -- one embedding for both
       local tied, plain = nn.ParallelLMHead(C, V, { region = region, tied = cut }), nn.LMHead(C, V, { tied = table_ })
       assert(#tied:parameters() == 0)
       for _, p in ipairs { table_.weight, cut.weight } do p:set_grad(nil) end
@@ -204,7 +204,7 @@ local VOCABULARY = [[
   end
 ]]
 
--- The loss by its formula, in fp64: log sum exp of a row's logits, minus the target's logit.
+-- The loss from its formula in fp64: the log-sum-exp of a row's logits minus the target's logit.
 local LOSS = [[
   for _, V in ipairs { 3 * size, 3 * size - 1, 4 } do
     local n, v = 6, math.ceil(V / size)
@@ -244,7 +244,7 @@ local LOSS = [[
   local two = ps.zeros({ 2 }):long()
   local ok, why = pcall(nn.ParallelCrossEntropy { group = group, words = 100 }, ps.ones { 2, 3 }, two)
   assert(not ok and tostring(why):find "100 words")
-  -- in panels: all logits are never in memory, and backward keeps none
+  -- in panels, so that all logits are never in memory, and backward keeps none
   local N, C, V = 2100, 8, 512 * size
   for _, dtype in ipairs { "fp32", "bf16", "fp16" } do
     ps.manual_seed(9)
@@ -263,7 +263,7 @@ local LOSS = [[
     local plain = whole:loss(b, targets)
     plain:backward()
     local tol = dtype == "fp32" and 1e-6 or 0.01
-    -- Where the processor multiplies a type as fp32, the whole head's logits are fp32, and those of a part are rounded.
+    -- If the processor multiplies a type as fp32, the whole head's logits are fp32, and those of a shard are rounded.
     local as_fp32 = ps.device("cpu").description:find(dtype .. " as fp32", 1, true)
     near(loss, plain, dtype .. " loss", as_fp32 and 5e-5 or 1e-6)
     near(a:grad() * N, b:grad() * N, dtype .. " x's gradient", tol * 10)
@@ -272,10 +272,10 @@ local LOSS = [[
   end
 ]]
 
--- A layer of a transformer has two such pairs of products: 10 (t - 1) / t of b s h elements, or 8 where gathered rows
--- are kept (Korthikanti et al. 2022, 4.2.2, and the gather for dw).
--- A block of a model on meta: gathered rows are above 1 MiB, which backward gathers again. It keeps half of what the
--- whole one does; with gathered rows a fifth of the whole more, two of its ten [B, T, C].
+-- A transformer layer has two such pairs of products. They send 10 (t - 1) / t times b s h elements, or 8 if gathered
+-- rows are kept (Korthikanti et al. 2022, 4.2.2, and the gather for dw). For a model's block on meta, gathered rows are
+-- above 1 MiB, so backward gathers them again. The block keeps half of the whole block's bytes; with gathered rows it
+-- keeps a fifth of the whole more, which is two of its ten [B, T, C].
 local KEPT = [[
   local count, tensor_parallel = require "ps.engine.pipeline.count", require "ps.parallel.tensor.cut"
   ps.mesh { tp = 2 }
@@ -290,7 +290,7 @@ local KEPT = [[
   end
   local all, own, gathered = kept(), kept { kept = false }, kept { kept = true }
   assert(own / all <= 0.501 and math.abs(gathered / all - 0.7) < 0.002, own / all .. " " .. gathered / all)
-  -- with exchanges during products, no more is kept
+  -- with exchanges during products, no more bytes are kept
   local pieces = kept { kept = false, pieces = 4 }
   assert(pieces / all <= 0.501, pieces / all)
 ]]
@@ -309,7 +309,7 @@ local BYTES = [[
     local sent = (group:bytes_sent() - before) / (B * T * C * 4)
     assert(sent == (keep and 4 or 5) * (size - 1) / size, sent)
   end
-  -- The loss of the head gathers its rows once, exchanges three numbers per row, and sums dx: all in forward.
+  -- The loss of the head gathers its rows once, exchanges three numbers per row, and sums dx, all in forward.
   local V = 32 * size
   local region = nn.Region.new(group, true)
   region:set(B, T)
@@ -324,8 +324,8 @@ local BYTES = [[
   assert(group:bytes_sent() == before + sent)
 ]]
 
--- Rows that are exchanged in pieces during products: values, gradients and bytes equal those of the composed ops and of
--- one rank. Also n rows that the number of pieces does not divide, and fewer rows than pieces.
+-- Rows are exchanged in pieces during products. Values, gradients and bytes must equal those of the composed ops and of
+-- one rank. Also tests row counts that the number of pieces does not divide, and fewer rows than pieces.
 local PIECES = [[
   local function leaves(n, C, H, out_in, dtype)
     ps.manual_seed(7)
@@ -348,7 +348,7 @@ local PIECES = [[
     for name, p in pairs(t) do
       if name ~= "w" then p:requires_grad(not (frozen or {})[name]) end
     end
-    for _ = 1, 2 do                                            -- the second time, existing gradients are added to
+    for _ = 1, 2 do                                            -- the second time, gradients are added to existing ones
       local y = group:gathered_linear(t.x, t.up, t.bias, how)
       local z = group:linear_scattered(F.gelu(y, "tanh"), t.down, { out_in = out_in, pieces = pieces })
       ;(t.w * z):sum():backward()
@@ -388,7 +388,7 @@ local PIECES = [[
       end
       local again = leaves(n, C, H, out_in, "fp64")
       assert(composed(again, out_in, true) == sent, what .. "bytes")
-      -- of a layer whose input, weight or bias needs no gradient
+      -- a layer whose input, weight or bias needs no gradient
       for _, frozen in ipairs { { x = true }, { up = true, bias = true }, { up = true }, { down = true } } do
         local some = leaves(n, C, H, out_in, "fp64")
         run(some, pieces, out_in, true, frozen)
@@ -399,7 +399,7 @@ local PIECES = [[
       end
     end
   end
-  -- above 1 MiB, where backward gathers again, in the types of training
+  -- above 1 MiB, where backward gathers again, in the types used for training
   local large = { { "fp32", 2e-6, false }, { "bf16", 0.02, false }, { "bf16", 0.02, true } }
   for _, case in ipairs(size == 2 and large or {}) do
     local dtype, tol, keep = unpack(case)
@@ -436,8 +436,8 @@ local PIECES = [[
   near(group:sum(x), x * size, "a sum behind all this")
 ]]
 
--- Weights of the same rows, which are gathered once: values and gradients are those of one rank, with one piece the
--- bits of the composed rows, and the bytes those of one layer.
+-- Several weights for the same rows, which are gathered once. Values and gradients must equal those of one rank. With
+-- one piece, the bits must equal those of the composed rows, and the bytes those of one layer.
 local SHARED = [[
   local function leaves(dtype, n, C, widths, out_in)
     ps.manual_seed(9)
@@ -455,11 +455,11 @@ local SHARED = [[
     end
     return own, whole, part
   end
-  -- fn(t) returns the outputs. `unused`: the number of an output that the loss does not use. Returns the outputs and
-  -- the bytes that were sent.
+  -- fn(t) returns the outputs. `unused` is the index of an output that the loss does not use. Returns the outputs and
+  -- the number of bytes sent.
   local function run(t, fn, unused)
     local before, kept = group:bytes_sent(), {}
-    for _ = 1, 2 do                                            -- the second time, existing gradients are added to
+    for _ = 1, 2 do                                            -- the second time, gradients are added to existing ones
       local loss
       for i, y in ipairs { fn(t) } do
         kept[i] = y:detach()
@@ -519,7 +519,7 @@ local SHARED = [[
       end)
       local again = leaves("fp64", n, C, widths, out_in)
       assert(select(2, run(again, composed(out_in, true))) == sent, what .. "bytes")
-      -- where an input, a weight or a bias needs no gradient
+      -- an input, a weight or a bias needs no gradient
       for _, frozen in ipairs { { x = true }, { w1 = true }, { w1 = true, w2 = true, w3 = true, b3 = true } } do
         local some = leaves("fp64", n, C, widths, out_in)
         each(some, function(name, p) p:requires_grad(not frozen[name]) end)
@@ -529,7 +529,7 @@ local SHARED = [[
           else near(g, found[name], what .. name .. "'s gradient beside frozen ones") end
         end
       end
-      -- an output that no loss uses
+      -- an output that the loss does not use
       for unused = 1, #widths > 1 and #widths or 0 do
         local some, other = leaves("fp64", n, C, widths, out_in), leaves("fp64", n, C, widths, out_in)
         run(some, of_ranks { out_in = out_in, pieces = pieces }, unused)
@@ -549,7 +549,7 @@ local SHARED = [[
       for name, g in pairs(gradients(a)) do near(g, right[name], dtype .. ": bits of " .. name .. "'s gradient", 0) end
     end
   end
-  -- above 1 MiB, where backward gathers again, in the types of training
+  -- above 1 MiB, where backward gathers again, in the types used for training
   for _, case in ipairs(size == 2 and { { "fp32", 2e-6, false }, { "bf16", 0.02, true } } or {}) do
     local dtype, tol, keep = unpack(case)
     local n, wide = 259, 1024
@@ -568,7 +568,7 @@ local SHARED = [[
       near(g:float() / scale, right[name]:float() / scale, dtype .. ": " .. name .. "'s gradient", tol)
     end
   end
-  -- a forward that fails between two columns has no effect on the next one
+  -- a forward that fails between two columns does not affect the next forward
   local region = nn.Region.new(group, true, false, 2)
   local one, two = nn.ColumnParallelLinear(4, 2 * size, { region = region }),
     nn.ColumnParallelLinear(4, 2 * size, { region = region })
@@ -602,7 +602,7 @@ local SHARED = [[
   end
 ]]
 
--- 2 MiB of each rank, on a link that takes 2 s for them.
+-- Each rank sends 2 MiB, on a link that takes 2 s for them.
 local KILLED = [[
   if rank == 1 then
     os.execute(("(sleep 0.5; kill -9 %d) >/dev/null 2>&1 &"):format(require("posix.unistd").getpid()))
@@ -613,14 +613,14 @@ local KILLED = [[
   print(why)
 ]]
 
--- Without memory for the kernel of a product whose rows are here, while other rows are being sent. The number of
--- remaining allocations depends on the instruction set.
+-- The kernel of a product with local rows gets no memory while other rows are being sent. The number of remaining
+-- allocations depends on the instruction set.
 local FAILED = [[
   local x, w = ps.ones { 64, 256 }, ps.ones { 128, 256 }
   local function product() return ps.no_grad(group.gathered_linear, group, x, w, nil, { pieces = 4 }) end
   product()
   local ok, why
-  for left = 12, 0, -1 do                                        -- rank 1 may fail after its rows have been sent
+  for left = 12, 0, -1 do                                        -- rank 1 can fail after its rows have been sent
     if rank == 1 then ps.C.ps_test_fail_alloc(left, 1000000) end
     ok, why = pcall(product)
     ps.C.ps_test_fail_alloc(-1, 0)
@@ -651,7 +651,8 @@ describe("layers that are cut among ranks", function()
     assert.matches("reduction in a row layer, call 0 of rank 0, moving its bytes: rank 1 [^:]*died", out[0].text)
     out = lib.run(folder, 2, lib.begin(folder) .. FAILED, "OMP_WAIT_POLICY=passive")
     assert.matches("^no memory", out[1].text)
-    -- The last allocation may be that of a product after all rows. Then rank 0 gets the error at its next call.
+    -- The last allocation can belong to a product after all rows have arrived. Then rank 0 gets the error at its next
+    -- call.
     assert.truthy(out[0].text:find "rank 1 [^:]*gave up: " or out[0].text:find "rank 1 [^:]*ended after gather",
       out[0].text)
     out = lib.run(folder, 2, lib.begin(folder), "PS_SIM_LINK=fast")

@@ -9,7 +9,7 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Three stages. `victim` performs its fault in the iteration of micro-batch 1 (from 0) in step 2.
+-- Three stages. `victim` causes its fault in the iteration of micro-batch 1 (from 0) in step 2.
 local SCRIPT = [[
   local ps = require "ps"
   local group = ps.init_distributed { seed = 3, quiet = true, timeout = 20, heartbeat = HEARTBEAT,
@@ -59,8 +59,8 @@ local function others(victim, schedule, heartbeat, how, words)
   end
 end
 
--- Three stages. The script of the ranks FAILS catches an error in the iteration of micro-batch 1 of step 2, and then
--- performs NEXT.
+-- Three stages. The script of the ranks in FAILS catches an error in the iteration of micro-batch 1 of step 2, and then
+-- runs NEXT.
 local CAUGHT = [[
   local ps = require "ps"
   ps.init_distributed { seed = 3, quiet = true, timeout = 1000, heartbeat = 1,
@@ -88,7 +88,7 @@ local CAUGHT = [[
   print(("after %.1f s"):format(ps.now() - began))
 ]]
 
--- Returns the output of each rank about steps 2 to 4: patterns by rank.
+-- Checks each rank's output about steps 2 to 4 with patterns by rank.
 local function caught(fails, next_call, wanted)
   local script = CAUGHT:gsub("FOLDER", folder):gsub("FAILS", fails):gsub("NEXT", next_call)
   local all = lib.run(folder, 3, script)
@@ -104,15 +104,15 @@ end
 describe("a stage of a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  -- Beats are a second apart, and the weight gradients' action ends the process 0.1 s after it began.
+  -- Heartbeats are a second apart, and the weight gradients' action ends the process 0.1 s after the action began.
   it("that is killed is named by all, with the action that it was in", function()
     others(1, "zb_h1", 10, "ps.C.ps_test_signal(ps.C.PS_ACT_WEIGHT, 2, 0.1, signal.SIGKILL)", { "rank 1 %(",
       "died: its process ended without a word",
       "it was last known in W of micro%-batch 2, stage 1 of pp" })
   end)
 
-  -- A thread reports the loop's iteration, and the stop would also stop this thread. So the stop comes a second after
-  -- the iteration began.
+  -- A thread reports the loop's iteration, and the stop would also stop this thread. Therefore the stop is sent a
+  -- second after the iteration began.
   it("that is stopped is named by all", function()
     others(2, "1f1b", 1, 'os.execute(("sleep 1; (sleep 6; kill -CONT %d) >/dev/null 2>&1 &"):format(pid)) '
       .. "signal.kill(pid, signal.SIGSTOP)", { "rank 2 %(", "is silent for", "of pp with rank %d: ",

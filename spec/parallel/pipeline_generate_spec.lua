@@ -28,7 +28,7 @@ local BEGIN = [[
   local last = rank == size - 1
 ]]
 
--- Ids for every way of choosing tokens, one line for each, after one step and before another one.
+-- Prints ids for every way of choosing tokens, one line per way, after one step and before another.
 local WAYS = [[
   local function say(what, ids)
     if type(ids[1]) ~= "table" then ids = { ids } end
@@ -65,7 +65,7 @@ local WAYS = [[
 describe("generate in a pipeline", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  -- The gradients of a tied table are summed in another order, so losses after the step are not compared.
+  -- The gradients of a tied embedding are summed in another order, so losses after the step are not compared.
   local function same(make, tied, cuts)
     local function ids(text) return tied and text:gsub("loss [^\n]*", "loss") or text end
     local one = ids(lib.check(folder, 1, BEGIN .. WAYS .. ("ways(open(nil, %s))"):format(make))[0].text)

@@ -8,11 +8,11 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Two steps of six micro-batches. Prints this rank's values afterwards, one line per tensor. Runs once for each of a
--- list of settings, after a line with the number of the setting.
+-- Runs two steps of six micro-batches, and prints this rank's values, one line per tensor. It runs once for each entry
+-- in a list of settings, after a line with the entry's index.
 local TRAIN = [[
   local gpt2 = require "models.gpt2"
-  -- Returns the third layer looks tokens up a second time.
+  -- Makes the third layer look up tokens a second time.
   local function look_up_again(net)
     local parts, wte = net.parts, net.transformer.wte
     rawset(net, "parts", function(self)
@@ -85,8 +85,8 @@ local function lines_of(text, into)
   return into
 end
 
--- Returns the values of some ranks after each of several settings, and the whole output. replicas: ranks that train the
--- same parameters have masks for other rows, and therefore other losses.
+-- Returns the values of some ranks after each of several settings, and the whole output. `replicas` are ranks that
+-- train the same parameters; they have dropout masks for different rows, and therefore different losses.
 local function train(size, list, replicas)
   local settings = table.concat(list, ", ")
   local all = lib.check(folder, size, (TRAIN:gsub("SETTINGS", function() return settings end)),
@@ -132,7 +132,7 @@ local function same(wanted, got, what)
   assert.truthy(n > 12 + 20, ("%s: only %d lines"):format(what, n))
 end
 
--- Sums of up to 8192 values that are computed in another order.
+-- Compares sums of up to 8192 values that are computed in different orders.
 local function near(wanted, got, what)
   for key, value in pairs(wanted) do
     local want, mine = tonumber(value:match "%S+"), tonumber(assert(got[key], key):match "%S+")
@@ -217,7 +217,7 @@ describe("a pipeline", function()
     local got, all = train(4, list, true)
     same(got[1], got[2], "stage 2")
     same(got[1], got[3], "stage 3")
-    near(got[1], got[4], "always")                                      -- which sums over the ranks first
+    near(got[1], got[4], "always")                                      -- sums over the ranks first
     local plans = {}
     for plan in all[0].text:gmatch "it sends [^\n]* of gradients to other processes, ([^\n]*)" do
       plans[#plans + 1] = plan:gsub("each .*", "each")
@@ -226,7 +226,7 @@ describe("a pipeline", function()
     assert.same({ once, once, "in 6 backwards, each" }, plans)
   end)
 
-  -- Settings of 2 stages, by name: the description of rank 0's row, and the layers that it holds.
+  -- Settings of 2 stages by name: the description of rank 0's row, and the layers that the rank holds.
   it("follows its configuration", function()
     local said = {}
     local all = lib.check(folder, 2, [[
@@ -257,11 +257,11 @@ describe("a pipeline", function()
     assert.equal("0 1 2 - - -", said.uniform.layers)
     assert.not_equal(said.plain.layers, said.layout.layers)
     assert.not_equal(said.plain.row, said.gpipe.row)                    -- 1f1b is the default
-    assert.truthy(said.interleaved.row:find("%.1%."), said.interleaved.row)       -- a second virtual stage
+    assert.truthy(said.interleaved.row:find("%.1%."), said.interleaved.row)       -- the row has a second virtual stage
     assert.is_nil(said.plain.row:find("%.1%.", 1))
   end)
 
-  -- With zb_v one rank has the first and the last virtual stage; with the others two ranks have them.
+  -- With zb_v, one rank has the first and the last virtual stage. With the others, two ranks have them.
   local tied_one, tied = run(1, "{ tied = true, clip = 0.5 }"), {}
   for i, schedule in ipairs { "'1f1b'", "'gpipe'", "'interleaved', virtual_stages = 2",
     "'looped_bfs', virtual_stages = 3", "'zb_h1'", "'zb_v'" } do
@@ -276,7 +276,7 @@ describe("a pipeline", function()
     same(tied[1](), of_three(), "three stages")
   end)
 
-  -- In the first, the second and the third stage.
+  -- The parameter is used in the first, the second and the third stage.
   local thrice, once = {}, run(1, "{ tied = true, thrice = true }")
   for i, schedule in ipairs { "gpipe", "zb_h1" } do
     thrice[i] = run(3, ("{ tied = true, thrice = true, pipeline = { stages = 3, schedule = '%s', "

@@ -20,7 +20,7 @@ local BEGIN = [[
     ps.manual_seed(3)
     return ps.initialize(request)
   end
-  -- Returns a step, whose losses it prints.
+  -- Runs a step, and prints its losses.
   local function train(model, optimizer, ...)
     for out in model:micro_batches(...) do
       print(("loss %.17g"):format(out.loss:item()))
@@ -33,7 +33,7 @@ local BEGIN = [[
   local last = rank == size - 1
 ]]
 
--- Returns the output of each rank of a script that runs on one rank and on two stages.
+-- Returns each rank's output of a script that runs on one rank and on two stages.
 local function both(script)
   local one = lib.check(folder, 1, BEGIN .. "local PIPE = nil\n" .. script)
   local two = lib.check(folder, 2, BEGIN .. "local PIPE = { stages = 2 }\n" .. script)
@@ -55,7 +55,7 @@ describe("a pipeline", function()
         if last then assert(out.logits:size(0) == 2)
         else fails(function() return out.logits end, "out.logits", "{ gather = true }") end
         seen[#seen + 1] = ("%.17g"):format(out.loss:item())
-        local loss = out.loss * 2                               -- of this micro-batch, on all ranks
+        local loss = out.loss * 2                               -- the loss of this micro-batch, on all ranks
         loss:backward()
         fails(function() out.loss:backward() end, "a second time")
       end
@@ -89,7 +89,7 @@ describe("a pipeline", function()
             if kind then came[tonumber(kind)], all = (came[tonumber(kind)] or 0) + 1, all + 1 end
             return kind, v, micro
           end
-          for step = 1, 2 do                                    -- the first one begins with a dry run
+          for step = 1, 2 do                                    -- the first step begins with a dry run
             if step == 2 then came, all = {}, 0 end
             optimizer:zero_grad()
             for out in model:micro_batches(x, y) do
@@ -192,7 +192,7 @@ describe("a pipeline", function()
     end
   end)
 
-  -- The table is tied: its sums use a group of their own, in which a rank that steps would wait for a rank that does
+  -- The embedding is tied, so its sums use a separate group, in which a rank that steps would wait for a rank that does
   -- not.
   it("reports on all ranks at once that one rank ends the step and another one evaluates", function()
     local all = lib.check(folder, 2, BEGIN .. [[
@@ -247,8 +247,7 @@ describe("a pipeline", function()
   end)
 
   it("ends with the script's own error in a loop's body, whatever is under way", function()
-    for _ = 1, 3 do                                       -- the order in which objects are closed at the end of a
-                                                          -- process is random
+    for _ = 1, 3 do                                       -- the order in which objects are closed at the end is random
       local all = lib.run(folder, 2, lib.begin(folder) .. BEGIN .. [[
         local model = open { gradient_accumulation_steps = 3, pipeline = { stages = 2 } }
         for _ in model:micro_batches(x, y) do error "no such luck" end
@@ -489,7 +488,7 @@ describe("a pipeline", function()
           assert(#group.params == #whole.optimizer.param_groups[g].params)
         end
         assert(sizes(own.state) > 0 and sizes(own.state) < sizes(whole.optimizer.state))
-        whole.model["transformer.h.3.ln_1.weight"] = nil                -- rank 0 reads it on the other rank
+        whole.model["transformer.h.3.ln_1.weight"] = nil                -- rank 0 reads it from the other rank
         fails(function() model:load_state_dict(whole.model) end, "1 missing: transformer.h.3.ln_1.weight")
         ps.save({ model = model:state_dict(), optimizer = own }, folder .. "/stage-" .. rank .. ".pt")
       end)

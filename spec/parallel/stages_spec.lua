@@ -20,7 +20,7 @@ local function hash(t)
   return tostring(hash_out[0])
 end
 
--- Costs of parts, used only for cutting.
+-- Returns the costs of parts, which are only used to split the model.
 local function costs_of(list)
   local all = {}
   for i, c in ipairs(list) do
@@ -33,7 +33,7 @@ end
 describe("a cut", function()
   it("gives the shortest step, equal parts, equal parameters, or follows a list or Megatron's layout", function()
     local costs, t = costs_of { 0, 1, 1, 1, 1, 1, 1, 4 }, table_of("1f1b", 4, 1, 8)
-    -- The head has 4 of 10 units: no stage can have less than that, and the others share 6 layers.
+    -- The head has 4 of 10 units. No stage can have less than that, and the others share 6 layers.
     local first, times = stages.cut(costs, t)
     assert.equal(8, first[4])
     assert.same({ 1, 9 }, { first[1], first[5] })
@@ -46,7 +46,7 @@ describe("a cut", function()
     assert.same(stages.cut(costs, t), (stages.cut(costs, t, "best")))
     local list = {}
     for i = 1, 8 do list[i] = { name = costs[i].name, modules = { i < 4 and nn.Linear(1, 1) or nn.LayerNorm(1) } } end
-    first = stages.cut(costs, t, "type:norm|embedding", list)        -- 5 of 8 parts, the last ones
+    first = stages.cut(costs, t, "type:norm|embedding", list)        -- the last 5 of 8 parts
     assert.truthy(first[2] >= 4 and first[4] >= 6)
     fails({ "type:conv", "no part" }, function() stages.cut(costs, t, "type:conv", list) end)
     fails({ "type:.*", "name of a class" }, function() stages.cut(costs, t, "type:.*", list) end)
@@ -93,7 +93,8 @@ describe("measured parts", function()
     assert.truthy(cut.times.makespan > 0)
   end)
 
-  -- The clock only advances by the time that part i adds: 3 i, i and 2 i in its three runs. Layers are of one kind.
+  -- The clock only advances by the time that part i adds: 3 i, i and 2 i in its three runs. All layers are of the same
+  -- kind.
   it("are the fastest run of each kind", function()
     local measure, count = require "ps.engine.pipeline.measure", require "ps.engine.pipeline.count"
     local model = ps.deferred(gpt2.new, { vocab_size = 64, n_positions = 8, n_embd = 16, n_layer = 4, n_head = 2 })
@@ -180,7 +181,7 @@ describe("ranks that share a model", function()
             assert.same({ 0 }, made[last].stages:sharers(name))
           end
         end
-        -- One virtual stage after the other, with its own numbers of dropouts.
+        -- Virtual stages run one after another, each with its own dropout indices.
         local rng = ps.rng()
         rng.op = 0
         local loss = one(x, y):item()
@@ -232,7 +233,7 @@ describe("ranks that share a model", function()
     end)
   end)
 
-  -- Every virtual stage of six parts uses one table. ((g0 + g1) + g2) + ... is the only order of its sums.
+  -- Every virtual stage of six parts uses one embedding. ((g0 + g1) + g2) + ... is the only order of its sums.
   it("refuse a table of several virtual stages whose sums would have another order than the model's", function()
     local Six = nn.class("Six")
     function Six:init() self.table = nn.Embedding(4, 4) end
@@ -253,7 +254,7 @@ describe("ranks that share a model", function()
     assert.same({ 0, 1, 2, 3, 4, 5 }, of("1f1b", 6, 1, all).vstages_of["table.weight"])
     of("interleaved", 1, 6, all)                                           -- one rank adds all of them
     of("interleaved", 2, 3, { true, false, true, true })                   -- 0, 0, 1
-    of("zb_v", 3, 2, { true, false, false, false, false, true })           -- two have one sum in either order
+    of("zb_v", 3, 2, { true, false, false, false, false, true })  -- two addends have the same sum in either order
     local words = { "table.weight", "a different order" }
     fails({ "virtual stages 0, 1, 2, on ranks 0, 1, 0", unpack(words) }, function()
       of("interleaved", 2, 3, { true, true, true })
@@ -265,7 +266,7 @@ end)
 
 describe("an engine of one rank of a pipeline", function()
   local engine
-  local UNTIED = { tie_word_embeddings = false }                    -- copies of a table need the other ranks
+  local UNTIED = { tie_word_embeddings = false }                    -- copies of an embedding need the other ranks
   for key, value in pairs(CONFIG) do UNTIED[key] = value end
   after_each(function()
     lib.stop()
@@ -273,7 +274,7 @@ describe("an engine of one rank of a pipeline", function()
     engine = nil
   end)
 
-  -- Makes the layout of rank `rank`. Nothing is trained.
+  -- Creates the layout of rank `rank`. Nothing is trained.
   local function initialize(table_, rank, config, param_groups)
     lib.play(table_, rank)
     ps.manual_seed(9)
@@ -291,7 +292,7 @@ describe("an engine of one rank of a pipeline", function()
     ps.manual_seed(9)
     local one, order, bits = gpt2.new(UNTIED), {}, {}
     local no_decay = { { match = function(_, p) return p:dim() < 2 end, weight_decay = 0 }, {} }
-    for _, first in ipairs { true, false } do                      -- norms add up group by group
+    for _, first in ipairs { true, false } do                      -- norms are summed group by group
       for name, p in one:named_parameters() do
         if (p:dim() < 2) == first then
           order[name] = order.n or 0
@@ -311,7 +312,7 @@ describe("an engine of one rank of a pipeline", function()
         last = row.vstage * 1e6 + row.order
         assert.equal(row.vstage, units[row.unit] or row.vstage)
         units[row.unit] = row.vstage
-        assert.equal(bits[row.name], hash(row.master))             -- fp32 masters are one process's values
+        assert.equal(bits[row.name], hash(row.master))             -- fp32 masters equal the values of one process
         seen[row.name] = (seen[row.name] or 0) + 1
       end
       assert.equal(order.n, #built.list + #built.elsewhere)

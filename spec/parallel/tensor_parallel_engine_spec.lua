@@ -7,8 +7,8 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- The model is made as it is, in the place of one that is cut by a table. A rank's gradient is x of `whole`
--- and `piece`, and (1 + its number along tp) times that of `part`.
+-- The model is created with its shards, in place of one that is sharded by a table. A rank's gradient is x for `whole`
+-- and `piece`, and (1 + its tp rank) times x for `part`.
 local MODEL = [[
   local mesh, shard, nn = ps.mesh { tp = 2 }, require "ps.tensor.shard", ps.nn
   local tp, dp = mesh.rank "tp", mesh.rank "dp"
@@ -43,7 +43,7 @@ local MODEL = [[
 
 local function run(size, body) return lib.check(folder, size, MODEL .. body) end
 
--- Each rank printed these words. If `last` is given, they come after that line and before `beyond`.
+-- Checks that each rank printed these words. If `last` is given, they must be after that line and before `beyond`.
 local function all_say(all, words, last, beyond)
   for rank = 0, #all do
     local text = all[rank].text
@@ -62,10 +62,10 @@ describe("an engine on ranks with parts of the same layers", function()
           local model, optimizer = start { zero_optimization = { stage = stage }, bf16 = { enabled = bf16 } }
           model:backward(model(ps.full({ 64 }, 1 + 2 * dp)))
           local info = optimizer:step()
-          -- Gradients are means over dp: x is 2 on average, and addends are 1 and 2 times that.
+          -- Gradients are means over dp. x is 2 on average, and addends are 1 and 2 times x.
           local want = math.sqrt(64 * 2 ^ 2 + 128 * 2 ^ 2 + 64 * 6 ^ 2)
           assert(math.abs(info.grad_norm / want - 1) < 1e-12, info.grad_norm .. " " .. want)
-          -- The first update is by g / (|g| + eps).
+          -- The first update is g / (|g| + eps).
           for name, t in pairs(model:state_dict()) do
             local value = ({ whole = 1 - 2 / 3, piece = 1 + tp - 2 / 3, part = 1 - 6 / 7 })[name]
             assert((t - value):abs():max():item() < 1e-6, name .. " " .. t:max():item())
@@ -171,9 +171,9 @@ describe("an engine on ranks with parts of the same layers", function()
         for step = 1, 2 do
           local before = tonumber(ps.C.ps_group_planned(group.c))
           for i = 1, micros do model:backward(model(ps.full({ 64 }, 1 + dp))) end
-          own = step == 1                           -- the second step has no dry run, and calls of its own
+          own = step == 1                           -- the second step has no dry run, and its own calls
           optimizer:step()
-          -- Three of each forward; addends and squares.
+          -- three calls per forward; addends and squares
           assert(tonumber(ps.C.ps_group_planned(group.c)) - before == 3 * micros + 2, "calls by plan")
         end
         local values = model:state_dict().whole:tolist()

@@ -44,7 +44,7 @@ local SCRIPT = [[
     model:save_parallelized(folder .. "/whole", { merge_checkpoints = true })
   elseif weights == "made" then
     model:save_pretrained(folder .. "/made")
-    model:load_state_dict(model:state_dict())                   -- the rank's own
+    model:load_state_dict(model:state_dict())                   -- the rank's own state
     model:save_parallelized(folder .. "/own", { merge_checkpoints = true })
   elseif weights == "step" then
     steps(1)
@@ -52,7 +52,8 @@ local SCRIPT = [[
   end
 ]]
 
--- at: ranks, stages, ranks along tp, stage of ZeRO. optimizer: its configuration as text, default AdamW.
+-- Loads and saves a checkpoint with another layout. `at` has the numbers of ranks, stages and ranks along tp, and the
+-- ZeRO stage. `optimizer` is its configuration as text (default AdamW).
 local function through(at, from, to, weights, optimizer)
   local size, pp, tp, stage = unpack(at)
   lib.check(folder, size, ("local pp, tp, stage, from, to, weights = %d, %d, %d, %s, %q, %q\n"):format(pp, tp, stage,
@@ -90,10 +91,10 @@ describe("an engine whose layers are cut among ranks", function()
 
     through({ 4, 2, 2, 0 }, nil, "made_state", "made")
     local function is_wanted(name, t)
-      local dtype = name:match "h%.1%.ln_2%.bias" and "bf16" or "fp32"                  -- the frozen one
+      local dtype = name:match "h%.1%.ln_2%.bias" and "bf16" or "fp32"                  -- the frozen parameter is bf16
       return want[name] == dtype .. check.bytes(t:to(dtype))
     end
-    local state = {}                                            -- weights, as whole tensors
+    local state = {}                                            -- weights as whole tensors
     for name, t in pairs(gpt2.new({ vocab_size = 61, n_positions = 16, n_embd = 16, n_layer = 2, n_head = 4 })
       :state_dict()) do state[name] = t:shape() end
     for _, path in ipairs { "/pretrained/model.safetensors", "/whole/pytorch_model.bin",

@@ -11,8 +11,8 @@ setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
 local count = 0
--- Runs several ranks, each with {dp =, pp =, tp =, ...} as in bench/mesh_lib.lua, one after the other in the same
--- processes. Returns their names.
+-- Runs several cases on several ranks, one after another in the same processes. A case has {dp =, pp =, tp =, ...} as
+-- in bench/mesh_lib.lua. Returns the cases' names.
 local function run(size, cases)
   local script = [[
     local cjson, mesh_lib = require "cjson", require "bench.mesh_lib"
@@ -82,7 +82,7 @@ describe("two ranks with layers cut among them", function()
       ones[i] = run(1, { copy(case) })[1]
       cases[i] = copy(case, { tp = 2 })
     end
-    for i, pieces in ipairs { 3, 2, 4 } do                      -- rows of q, k and v during all three products
+    for i, pieces in ipairs { 3, 2, 4 } do  -- exchanges rows of q, k and v during all three products
       cases[#cases + 1] = copy(cases[i], { config = { tensor_parallel = { tp_overlap_comm = pieces } } })
       ones[#cases] = ones[i]
     end
@@ -108,7 +108,8 @@ describe("two ranks with layers cut among them", function()
         model:backward(model(x, x))
         optimizer:step()
         for _, op in ipairs(ps.profiler.stop()) do found[op.name] = op.calls end
-        -- two layers of gpt2: two of columns and two of rows each; of llama: one of q, k and v, one of gate and up
+        -- Two layers: in gpt2, each has two column layers and two row layers; in llama, one of q, k and v, and one of
+        -- gate and up.
         for _, name in ipairs(ROWS) do
           assert(found[name] == (pieces > 1 and (name == "column_linear" and 8 or 4) or nil),
             ("%s with %d pieces: %s"):format(name, pieces, tostring(found[name])))
@@ -198,7 +199,7 @@ describe("two ranks with layers cut among them", function()
   it("lay out their chunks again together if only one of them has no room for them", function()
     lib.check(folder, 2, [[
       local gpt2, x = require "models.gpt2", ps.randint(0, 256, { 12, 12 }, { dtype = "int32" })
-      -- Returns whether a step gave the chunks a new layout, because of the budget of rank 1.
+      -- Returns whether a step gave the chunks a new layout because of rank 1's budget.
       local function anew(nbytes)
         local model, optimizer = ps.initialize { quiet = true, model_func = function() return gpt2.new "tiny" end,
           config = { plan_print = false, optimizer = { type = "AdamW", params = { lr = 1e-3 } },
@@ -269,7 +270,7 @@ describe("four ranks with layers, stages and rows divided among them", function(
     for _, zero in ipairs { 0, 3 } do list[#list + 1] = copy(base, { dp = 2, tp = 2, zero = zero }) end
     for i, name in ipairs(run(4, list)) do agrees(name, 4, one, "zero " .. list[i].zero) end
     local late = { pp = 2, tp = 2, config = { pipeline = { schedule = "zb_h1" },
-      tensor_parallel = { tp_overlap_comm = true } } }          -- gradients of weights come in actions of their own
+      tensor_parallel = { tp_overlap_comm = true } } }          -- gradients of weights are separate actions
     local llama = copy(base, { family = "llama" })
     local one_llama = run(1, { copy(llama) })[1]
     local pipes = { copy(base, { pp = 2, tp = 2 }), copy(base, late), copy(llama, late) }

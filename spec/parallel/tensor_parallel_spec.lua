@@ -13,7 +13,7 @@ local function group_of(size, rank)
   return { size = function() return size end, rank = function() return rank end, copy_to = error }
 end
 
--- Returns a model cut for one of `size` ranks, and the notes that were printed.
+-- Returns a model sharded for one of `size` ranks, and the notes that were printed.
 local function cut(fn, size, rank, sequence)
   local said
   ps.manual_seed(3)
@@ -99,7 +99,7 @@ describe("a model that is cut among ranks", function()
       "h.0.mlp.c_proj.bias", "h.1.ln_1.weight", "h.1.ln_1.bias", "h.1.attn.c_proj.bias", "h.1.ln_2.weight",
       "h.1.ln_2.bias", "h.1.mlp.c_proj.bias", "ln_f.weight", "ln_f.bias" }, sums(model))
     assert.same({}, sums((cut(fn, 2, 0, false))))
-    -- Norms of heads apply to this rank's heads, no matter how rows are shared.
+    -- Norms of heads apply to this rank's heads, regardless of how rows are shared.
     assert.same({ "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.k_norm.weight",
       "model.layers.1.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight" },
       sums((cut(function() return require("models.qwen3").new "tiny" end, 2, 0, false))))

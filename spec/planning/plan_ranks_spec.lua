@@ -7,7 +7,7 @@ local ranks_lib = require "spec.ranks_lib"
 
 local WIDTH, POSITIONS, ROWS, MICROS, VOCAB = 64, 64, 8, 8, 512
 
--- Returns a script of four ranks. `settings` is the part of the configuration that differs. Real ranks print the peaks
+-- Returns a script for four ranks. `settings` is the part of the configuration that differs. Real ranks print the peaks
 -- of their tiers.
 local function script(folder, settings, micros, rows)
   micros = micros or MICROS
@@ -27,7 +27,7 @@ local function script(folder, settings, micros, rows)
   ]]):format(WIDTH, POSITIONS, VOCAB, micros, settings, VOCAB, micros * (rows or ROWS), POSITIONS)
 end
 
--- Calls fn with other environment variables.
+-- Calls fn with changed environment variables.
 local function with_environment(variables, fn)
   local setenv = require("posix.stdlib").setenv
   for name, value in pairs(variables) do setenv(name, value) end
@@ -45,15 +45,15 @@ local function plan(folder, ranks, text, ...)
     {}
   words[#words + 1] = name
   for i, word in ipairs(words) do quoted[i] = "'" .. word .. "'" end
-  local p = assert(io.popen("OMP_NUM_THREADS=1 " .. table.concat(quoted, " ") .. " 2>&1"))     -- as ranks_lib has it
+  local p = assert(io.popen("OMP_NUM_THREADS=1 " .. table.concat(quoted, " ") .. " 2>&1"))     -- as in ranks_lib
   local said = p:read "*a"
   p:close()
   local ok, value = pcall(cjson.decode, said)
   return assert(ok and value, said)
 end
 
--- Returns a script of ranks on a mesh, in which a rank has `rows` of a batch. Real ranks print their tiers' peaks, and
--- what they sent along dp and tp in the second step.
+-- Returns a script for ranks on a mesh, in which a rank has `rows` of a batch. Real ranks print their tiers' peaks, and
+-- the bytes that they sent along dp and tp in the second step.
 local function mesh_script(folder, size, layers, settings)
   return ranks_lib.begin(folder) .. ([[
   local gpt2, C, hooks, mesh = require "models.gpt2", ps.C, require "ps.core.hooks", require "ps.dist.mesh"
@@ -80,11 +80,11 @@ local function mesh_script(folder, size, layers, settings)
 end
 
 -- Returns the bytes of the disk's file without a limit: the memory of a rank's own fp32 parameters (value, exp_avg,
--- exp_avg_sq and gradient), 10 bytes per parameter while they are made, and 256 MiB.
+-- exp_avg_sq and gradient), 10 bytes per parameter while they are created, and 256 MiB.
 local function file_of(parameters) return math.ceil(26 * parameters / 2 ^ 20 + 256) * 2 ^ 20 end
 
--- Returns a drawn pipeline: its number of ranks, its script, and whether a dry run can surely repeat micro-batches. On
--- a device some are performed whole, as those whose activations go to the host.
+-- Draws a pipeline. Returns its number of ranks, its script, and whether a dry run can certainly repeat micro-batches.
+-- On a device some micro-batches are run in full, for example if their activations move to the host.
 local function drawn(folder, draw)
   local schedule = draw { "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_v" }
   local stages, tp, dp = draw { 2, 3 }, draw { 1, 1, 2 }, draw { 1, 2 }
@@ -121,7 +121,7 @@ describe("a dry run that performs few micro-batches", function()
   setup(function() folder = ranks_lib.folder() end)
   teardown(function() ranks_lib.remove(folder) end)
 
-  -- PS_PLAN_SEED=n draws others, PS_FULL=1 more.
+  -- PS_PLAN_SEED=n draws other cases, and PS_FULL=1 draws more.
   it("has the plan of one that performs all, byte for byte", function()
     local seed = tonumber(os.getenv "PS_PLAN_SEED" or 1)
     local function draw(list)
@@ -137,7 +137,7 @@ describe("a dry run that performs few micro-batches", function()
       if performed and repeats then assert.equal(4, performed, text) end
       if performed == 4 then repeated = repeated + 1 end
       for _, said in ipairs { few, all } do
-        said.process = nil                                     -- a measurement, as rss is
+        said.process = nil                                     -- a measurement, like rss
         if said.cut then said.cut.performed = nil end
         for _, run in ipairs(said.runs or {}) do run.rss = nil end
       end
@@ -166,7 +166,7 @@ describe("a plan of a mesh", function()
       local off = run.tiers[1].peak / real.tiers[1].peak
       assert.truthy(off >= 0.97 and off <= 1.03, ("rank %d: planned %d, measured %d (%.4f)"):format(rank,
         run.tiers[1].peak, real.tiers[1].peak, off))
-      if rank - rank % 2 == run.rank then            -- ranks of tp send the same, those of dp own different parameters
+      if rank - rank % 2 == run.rank then            -- tp ranks send the same; dp ranks own different parameters
         assert.same(real.sent, { dp = run.axes.dp, tp = run.axes.tp })
       end
     end
@@ -180,8 +180,8 @@ describe("a plan of a mesh", function()
         assert.truthy(said.fits, said.error and said.error.message)
         return said.axes.tp, said.pieces, said
       end
-      -- (t - 1) / t of B T C fp32 numbers for each micro-batch; once a step the layer's six gradients of which both
-      -- ranks have addends, with their marks.
+      -- (t - 1) / t of B T C fp32 numbers per micro-batch, and once per step the layer's six gradients of which both
+      -- ranks have addends, with their flags.
       local rows = 2 * factor / 2 * 8 * 128 * 256 * 4
       local more, more_pieces, said = sent(3)
       local less, less_pieces = sent(2)
@@ -256,12 +256,13 @@ describe("a plan of four stages", function()
     for i, run in ipairs(said.runs) do
       assert.equal(MICROS * border * ((i < 4 and 1 or 0) + (i > 1 and 1 or 0)), run.axes.pp)
     end
-    assert.truthy(said.bubble[1] >= 3 / (MICROS + 3))        -- equal stages have the least
+    assert.truthy(said.bubble[1] >= 3 / (MICROS + 3))        -- equal stages have the smallest bubble
     assert.equal(4, said.cut.stages)
     assert.equal(MICROS, said.cut.micro_batches)
   end)
 
-  -- Tensors below 64 KiB wait for Lua's collector. A dry run that never collected counted those of all micro-batches.
+  -- Tensors below 64 KiB wait for Lua's collector. A dry run that never collected garbage counted those of all
+  -- micro-batches.
   it("has room for many small micro-batches, like four real ranks", function()
     if ranks_lib.no_gloo() then return pending(ranks_lib.no_gloo()) end
     local text = script(folder, 'pipeline = { stages = 4 }, memory = { host = "32MiB", disk = { path = "/tmp" } }', 40,

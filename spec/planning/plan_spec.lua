@@ -21,7 +21,7 @@ local function write(name, text)
   return path
 end
 
--- Output, errors and exit code of a command.
+-- Returns a command's output, errors and exit code.
 local function run(words)
   local quoted = {}
   for i, word in ipairs(words) do quoted[i] = "'" .. word .. "'" end
@@ -132,7 +132,8 @@ describe("the plan of a script", function()
 end)
 
 describe("the memory of an engine's process", function()
-  -- In the second model a weight is as large as a chunk: the memory in which one was made could be kept for a chunk.
+  -- In the second model a weight is as large as a chunk, so the memory in which a weight was created could be reused
+  -- for a chunk.
   for what, case in pairs { ["weights that share chunks"] = { layers = 12, inputs = 1024, chunk = 2 ^ 21 },
     ["weights as large as a chunk"] = { layers = 4, inputs = 4096, chunk = 2 ^ 22 } } do
     it("is that of its tiers, for " .. what .. ": making the model leaves nothing behind", function()
@@ -161,13 +162,13 @@ print(anonymous() - before - tier.chunks - tier.other, tier.chunks)]]):format(ca
       assert.equal(0, code, said)
       local rest, chunks = out:match "^(%-?%d+)%s+(%d+)"
       assert.truthy(tonumber(chunks) >= case.layers * case.inputs * 1024 * 4, out)
-      assert.truthy(tonumber(rest) < 12 * 2 ^ 20, out)         -- of the program itself; making the model took 50 MB
+      assert.truthy(tonumber(rest) < 12 * 2 ^ 20, out)         -- memory of the program itself
     end)
   end
 end)
 
 describe("a plan's line about the process", function()
-  -- oneDNN packs these matrices into buffers of 2 MiB per thread, which stay in the heap; its code is several MiB.
+  -- oneDNN packs these matrices into buffers of 2 MiB per thread, which remain in the heap. Its code is several MiB.
   it("includes the memory that oneDNN keeps of its products", function()
     local why = check.sanitized()
     if why then return pending(why) end
@@ -211,7 +212,7 @@ optimizer:step()]])
     local few, many = plan("--find", "nothing", path, "1"), plan("--find", "nothing", path, "9")
     assert.truthy(many.tiers[1].peak > few.tiers[1].peak + 8 * 12 * 512 ^ 2 * 12)
     local more = many.process.besides - (many.process.kept or 0) - (few.process.besides - (few.process.kept or 0))
-    assert.truthy(more < 16 * 2 ^ 20, more)                 -- tables of Lua, and the plan's
+    assert.truthy(more < 16 * 2 ^ 20, more)                 -- Lua's tables and the plan's
   end)
 end)
 
@@ -243,8 +244,9 @@ optimizer:step()]])
   end)
 
   it("has the work space of the card's own kernels: a panel of logits by the card's memory", function()
-    -- 8192 rows of 50304 logits. A panel has the 128th part of an H100's memory, 633 MiB: three panels of 2816 rows; of
-    -- an H200's it is 1 GiB at most: two of 4096 rows. A logit takes four bytes, its gradient two.
+    -- 8192 rows of 50304 logits. A panel uses 1/128 of an H100's memory, 633 MiB, so there are three panels of 2816
+    -- rows. On an H200 it is limited to 1 GiB, so there are two panels of 4096 rows. A logit has four bytes, and its
+    -- gradient two.
     local wide = write("wide.lua", [[
 local ps = require "ps"
 local gpt2 = require "models.gpt2"
@@ -262,7 +264,7 @@ optimizer:step()]])
       peak[card] = said.tiers[1].peak
     end
     assert.truthy(peak.h100 > 2816 * 50304 * 6)
-    -- a block of an arena is up to 1/32 larger than its contents
+    -- an arena's block is up to 1/32 larger than its contents
     assert.truthy(math.abs((peak.h200 - peak.h100) / ((4096 - 2816) * 50304 * 6) - 1) < 1 / 32, peak.h200 - peak.h100)
   end)
 
@@ -431,7 +433,7 @@ local own = assert(io.open(arg[0])):read "*a"
 assert(own:find("local ps", 1, true), "a file that is added to keeps what it has")
 ps.data.encode_text(("text "):rep(100), folder .. "/train.bin", ps.tokenizer.bytes())
 ps.save({ a = ps.tensor { 1, 2, 3 }, made = ps.randn { 1000, 1000 } }, folder .. "/saved.pt")
-local saved = ps.load(folder .. "/saved.pt")        -- values that the script wrote are known, those of ops are 0
+local saved = ps.load(folder .. "/saved.pt")        -- values that the script wrote are known, and those of ops are 0
 assert(saved.a:tolist()[3] == 3 and saved.made:shape()[2] == 1000)
 ps.safetensors.save(folder .. "/saved.safetensors", { made = ps.randn { 1000, 1000 } }, nil, { checksums = true })
 assert(ps.load(folder .. "/saved.safetensors").made:numel() == 1e6)
@@ -453,10 +455,10 @@ optimizer:step()]]):format(target))
     assert(lfs.mkdir(temporary))
     local out, said, code = run { "env", "TMPDIR=" .. temporary, PROGRAM, "tools/plan.lua", "--json", path }
     assert.equal(0, code, said)
-    -- weights, gradients and two moments, each of 1001 x 1000 floats
+    -- weights, gradients and two averages, each of 1001 x 1000 floats
     assert.truthy(cjson.decode(out).plain.cpu >= 4 * 4 * 1001 * 1000)
     assert.is_nil(lfs.attributes(target))
-    assert(lfs.rmdir(temporary))                               -- it is empty
+    assert(lfs.rmdir(temporary))                               -- fails unless it is empty
   end)
 
   it("starts no program, and names the program", function()

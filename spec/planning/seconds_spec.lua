@@ -2,8 +2,7 @@
 -- The seconds of a plan (lua/ps/planning/seconds.lua), from given counts and speeds, compared with formulas.
 local seconds = require "ps.planning.seconds"
 
--- Speeds with an efficiency of 1: 1e12 operations, 1e9 bytes of memory, and 1e8 bytes of links between ranks per
--- second.
+-- Rates with an efficiency of 1: 1e12 operations, 1e9 bytes of memory, and 1e8 bytes of links between ranks per second.
 local there = {
   table = { host = { flops = { fp32 = 1e12 }, bandwidth = 1e9 }, gpu = { between = 1e8 },
     links = { up = 1e9, down = 1e9 },
@@ -25,8 +24,8 @@ describe("the seconds of a plan", function()
   it("have each update by the bytes that it moves, once", function()
     local product = { name = "linear", flops = 3e12, bytes = 1 }
     local function of(update) return compute { ops = { product, update } } end
-    -- per fp32 parameter, Adam reads and writes the value and two averages, 24 bytes, and reads 4 bytes of the
-    -- gradient
+    -- Per fp32 parameter, Adam reads and writes the value and two averages (24 bytes), and reads 4 bytes of the
+    -- gradient.
     near(3 + 1000 / 1e6, of { name = "adam_", flops = 0, bytes = 28 * 1000 })
     near(3 + 1000 / 1e6 * 20 / 28, of { name = "sgd_", flops = 0, bytes = 20 * 1000 })          -- with momentum
     near(3 + 1000 / 1e6 * 12 / 28, of { name = "sgd_", flops = 0, bytes = 12 * 1000 })
@@ -61,7 +60,7 @@ describe("the seconds of a plan", function()
     end
     local adam, sgd, beside = of { "adam_", 28 }, of { "sgd_", 12 }, of({ "adam_", 28 }, { count = 4, nbytes = 2e8 })
     near(500 / 1e6 * 16 / 28, adam - sgd)
-    -- all of a stage's 3 + 2 seconds are its micro-batches', and each of these becomes shorter alike
+    -- all 3 + 2 seconds of a stage belong to its micro-batches, each of which becomes equally shorter
     near((3 + 2 / 4) / (3 + 2), (beside - 500 / 1e6) / (adam - 500 / 1e6))
   end)
 end)

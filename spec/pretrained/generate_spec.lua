@@ -15,7 +15,7 @@ local tokens = require "spec.tokenizer_lib"
 local fails = check.fails_saying
 local heads = require "ps.pretrained.heads"
 
--- A model whose next token depends only on the last one: logits[a][b] for b after a, rows from 0.
+-- A model whose next token depends only on the last one. logits[a][b] is for b after a, with rows counted from 0.
 local Chain = nn.class("Chain")
 function Chain:init(logits, config)
   self.table = nn.Embedding(#logits, #logits)
@@ -51,7 +51,7 @@ describe("tokens of a known chain", function()
     assert.same({ 0, 1, 2 }, generate(model, { 0 }, 5, { temperature = 0, eos_token_id = { 3, 2 } }))
     assert.same({ { 0, 1, 2 }, { 3, 0, 1, 2 } }, generate(model, { { 0 }, { 3 } }, 9, { temperature = 0,
       eos_token_id = 2 }))
-    -- the end token is not allowed at first: 1 has 3 as its second best
+    -- the end token is not allowed at first, so 3, the second best, follows 1
     assert.same({ 0, 1, 3, 0, 1, 2 }, generate(model, { 0 }, 9, { temperature = 0, eos_token_id = 2,
       min_new_tokens = 4 }))
   end)
@@ -73,7 +73,7 @@ describe("tokens of a known chain", function()
     assert.same({ 1, 0, 2 }, generate(model, { 1, 0 }, 1, { temperature = 0, repetition_penalty = 1.4 }))
     local low = Chain { { -1, -1.2, -1.5, -9 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 } }
     assert.same({ 0, 1 }, generate(low, { 0 }, 1, { temperature = 0, repetition_penalty = 1.3 }))
-    -- a token that pads a shorter prompt has not been seen
+    -- a token that pads a shorter prompt counts as not seen
     local near = Chain { { 0, 1, 0, 0 }, { 0, 0, 0, 0 }, { 0, 0, 0, 0 }, { 1, 0.9, 0, 0 } }
     assert.same({ { 2, 1, 0, 1 }, { 3, 0 } }, generate(near, { { 2, 1, 0 }, { 3 } }, 1, { temperature = 0,
       repetition_penalty = 1.3 }))
@@ -116,7 +116,7 @@ describe("tokens of a known chain", function()
       for _, row in ipairs(generate(model, { 0 }, 1, options)) do got[row[2] + 1] = got[row[2] + 1] + 1 end
       return got
     end
-    -- left: how many of the likeliest remain, counted by hand from the softmax
+    -- Checks that `left` of the likeliest tokens remain, counted by hand from the softmax.
     local function holds(options, left, temperature)
       local weights, sum = {}, 0
       for i = 1, 6 do
@@ -141,7 +141,7 @@ describe("tokens of a known chain", function()
 end)
 
 describe("beams", function()
-  -- Returns the best sequences of n tokens after `first`, by trying all of them.
+  -- Returns the best sequences of n tokens after `first`, found by trying all sequences.
   local function best(model_rows, first, n, count)
     local all = { { score = 0, first } }
     for _ = 1, n do
@@ -201,7 +201,7 @@ describe("GPT-2's caches", function()
       initializer_range = 0.3 })
   end)
 
-  -- Without caches: the whole row, or the columns that are still read, through the model for each token.
+  -- Generates without caches: for each token, the model reads the whole row, or the columns within the window.
   local function plain(prompt, n, window)
     local row, base = { unpack(prompt) }, math.max(0, #prompt - window)
     model:eval()
@@ -337,7 +337,7 @@ describe("attention with caches", function()
   local B, H, G, S, D, at = 2, 4, 2, 9, 8, 5
   local F, where
 
-  -- [B, T, n D] as [B, n, T, D]
+  -- views [B, T, n D] as [B, n, T, D]
   local function split(y, n) return y:reshape(B, y:size(1), n, D):permute(0, 2, 1, 3) end
 
   local function apart(q, k, v, caches, options, cos, sin)
@@ -352,7 +352,8 @@ describe("attention with caches", function()
   local function same(a, b) assert.same(a:tolist(), b:tolist()) end
   local function rand(...) return ps.randn({ ... }, where) end
 
-  -- fn(T, mask): steps of one and of several positions, with and without hidden ones, on two devices, in two types.
+  -- Calls fn(T, mask) for steps of one and of several positions, with and without hidden positions, on two devices, in
+  -- two types.
   local function each(fn)
     F = ps.functional
     for _, device in ipairs { "cpu", "ref" } do
@@ -471,7 +472,7 @@ describe("text", function()
   end)
 
   it("ends with a stop string, which may begin in the prompt, and not with one that the prompt has", function()
-    -- the letters of "one two " again and again
+    -- repeats the letters of "one two "
     local order = { o = "n", n = "e", e = " ", [" "] = "o" }
     local logits = {}
     for a = 0, 256 do
@@ -620,8 +621,8 @@ describe("a folder's settings of generation", function()
     out, code = run(("tools/generate.lua %s --start ab --repetition-penalty 0"):format(vocab))
     assert.same({ "generate: repetition_penalty is 0; it must be above 0\n", 1 }, { out, code })
     local plain = run(("tools/generate.lua %s --start ab --max-new 4"):format(vocab))
-    -- A special token has no text unless requested, for one sample that is printed as it is generated, and for
-    -- several.
+    -- A special token has no text unless it is requested, both for one sample that is printed as it is generated and
+    -- for several samples.
     local config = json.decode(check.read(vocab .. "/tokenizer_config.json") or "{}")
     local last = tok:encode("ab")[2]
     config.added_tokens_decoder = { [tostring(last)] = { content = tok:decode { last }, special = true } }

@@ -10,7 +10,7 @@ os.remove(folder)
 assert(require("lfs").mkdir(folder))
 teardown(function() os.execute("rm -rf '" .. folder .. "'") end)
 
--- Returns the rows of each head in pairs, as llama.cpp has them.
+-- Returns the rows of each head in pairs, in llama.cpp's order.
 local function paired(t, heads)
   local shape = t:shape()
   local width = shape[1] / heads
@@ -216,7 +216,7 @@ describe("model:save_gguf", function()
     local bits = {}
     for layer = 0, 7 do bits[layer + 1] = t[("blk.%d.attn_v.weight"):format(layer)] end
     assert.same({ "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K" }, bits)
-    assert.equal("Q5_0", t["blk.1.ffn_down.weight"])       -- rows of 288: no blocks of 256
+    assert.equal("Q5_0", t["blk.1.ffn_down.weight"])       -- rows of 288 have no blocks of 256
     assert.equal("Q8_0", t["blk.0.ffn_down.weight"])
     t = types "q4_0"
     assert.equal("Q6_K", t["output.weight"])

@@ -19,7 +19,7 @@ end
 local function ids(rows, columns) return ps.randint(1, 256, { rows, columns }, { dtype = "int32" }) end
 local function largest(t) return t:abs():max():item() end
 
--- Additive mask: 0 where bool [T, T] is true, else the lowest fp32 number.
+-- Returns an additive mask: 0 where bool [T, T] is true, else the lowest fp32 number.
 local function added(sees) return ps.where(sees, ps.zeros {}, ps.full({}, -3.4028234e38)) end
 
 local function causal(T, window)
@@ -106,7 +106,7 @@ describe("a script's settings of rotary embedding", function()
     local model = tiny("llama", { rope_parameters = { rope_theta = 50 } })
     model:save_pretrained(folder)
     local fields = json.decode(check.read(folder .. "/config.json"))
-    -- the resulting rope_theta and kind, for a file with fields and a script's options
+    -- Returns the resulting rope_theta and kind for a file with fields and a script's options.
     local function found(changed, options)
       local all = {}
       for key, value in pairs(fields) do if key ~= "rope_parameters" then all[key] = value end end
@@ -131,7 +131,7 @@ describe("a script's settings of rotary embedding", function()
     assert.same({ 70, "default" }, found(new, { rope_theta = 70 }))
     local got, config = found(old, { rope_theta = 70 })
     assert.same({ 70, "dynamic", 2 }, got)
-    assert.same({ 70, "dynamic" }, { config.rope_theta, config.rope_scaling.type })    -- like older versions
+    assert.same({ 70, "dynamic" }, { config.rope_theta, config.rope_scaling.type })    -- as in older versions
     check.fails_saying({ "llama: rope_scaling and rope_parameters are two names of one setting" }, function()
       found(new, { rope_scaling = LINEAR, rope_parameters = LINEAR })
     end)
@@ -148,7 +148,7 @@ describe("a script's settings of rotary embedding", function()
 end)
 
 describe("a causal model's positions", function()
-  -- transformers' create_causal_mask: without a mask and a cache they tell the sequences of a row from each other.
+  -- As in transformers' create_causal_mask, without a mask and a cache they separate the sequences of a row.
   it("that restart within a row are several sequences if use_cache is false", function()
     local x, anew = ids(2, 5), ps.tensor({ { 0, 1, 2, 0, 1 } }, "int64")
     for _, family in ipairs { "gpt2", "llama", "qwen3" } do
@@ -216,7 +216,7 @@ describe("Llama's family", function()
   it("continues sequences by cached keys with the results of recomputing all positions", function()
     for _, family in ipairs(FAMILIES) do
       local model = tiny(family, { sliding_window = family == "mistral" and 4 or nil,
-        max_position_embeddings = family ~= "llama" and 7 or nil })           -- they go on past those
+        max_position_embeddings = family ~= "llama" and 7 or nil })           -- rotary embeddings go past it
       local got = model:generate({ { 5, 6, 7 }, { 9, 8, 1, 4, 2 } }, 8, { temperature = 0 })
       for _, row in ipairs(got) do
         for n = #row - 7, #row do

@@ -117,7 +117,7 @@ describe("models by model_type", function()
       { { model_type = "mamba" }, "refused: model_type = mamba: there are bert, gpt2, llama, mistral, qwen2, qwen3" },
       { { model_type = "../x" }, "refused: model_type = ../x" }, { { model_type = json.null }, "model_type = none" },
       { { architectures = { "BertForNextSentencePrediction" } }, "refused: architectures = BertForNextSentencePre" },
-      { { architectures = json.null }, "has no architectures; choose a task (there are base, masked_lm," },
+      { { architectures = json.null }, "has no architectures; choose a task (base, masked_lm," },
       { { is_decoder = true }, "bert: refused: is_decoder = true" },
       { { position_embedding_type = "relative_key" }, "refused: position_embedding_type = relative_key" },
       { { hidden_act = "mish" }, "refused: hidden_act = mish" }, { { problem_type = "ranking" }, "problem_type" },
@@ -125,7 +125,7 @@ describe("models by model_type", function()
       { { num_hidden_layers = 1e8 }, "num_hidden_layers is 100000000, but the files have weights of 2 layers" },
       { { type_vocab_size = 7 }, "type_vocab_size is 7, but bert.embeddings.token_type_embeddings.weight in the" },
       { { id2label = { ["0"] = "a" }, num_labels = 2 }, "num_labels = 2: id2label has 1" },
-      { { pad_token_id = 256 }, "pad_token_id = 256: the vocabulary has 256 words" },
+      { { pad_token_id = 256 }, "pad_token_id = 256: the vocabulary has 256 tokens" },
     } do
       local was = check.read(path "other/config.json")
       change("other", case[1])
@@ -232,7 +232,7 @@ describe("a folder's weights", function()
     same_state(model, back)
     local base = ps.from_pretrained(path "old", with(QUIET, { task = "base" }))
     assert.same({ "pooler.dense.bias", "pooler.dense.weight" }, base.loaded.missing)
-    base:save_pretrained(path "base")                      -- and the base's names have none
+    base:save_pretrained(path "base")                      -- and the base's names have no prefix
     same_state(base, ps.from_pretrained(path "base"))
     ps.no_grad(function() old["cls.predictions.decoder.weight"]:fill_(1) end)
     ps.safetensors.save(path "old/model.safetensors", old)
@@ -266,7 +266,7 @@ describe("a folder's weights", function()
     check.write(path "from/vocab.txt", "[PAD]\n")
     check.write(path "from/generation_config.json", "{}")
     local back = ps.from_pretrained(path "from")
-    back:save_pretrained(path "several")                   -- one file, which is removed when several replace it
+    back:save_pretrained(path "several")  -- a single file, which is removed when several files replace it
     back:save_pretrained(path "several", { max_shard_size = "20KB" })
     local index = json.decode(check.read(path "several/model.safetensors.index.json"))
     local files, total = {}, 0
@@ -297,7 +297,7 @@ describe("a folder's weights", function()
       function() back:save_pretrained(path "several", { max_shard_size = "5 GB?" }) end)
     for _, name in ipairs { "pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin",
       "pytorch_model_tp_0_pp_0.bin", "placement.json" } do check.write(path("several/" .. name), "{}") end
-    model:save_pretrained(path "several")                  -- one file again: no reader finds other weights
+    model:save_pretrained(path "several")                  -- a single file again, so that no reader finds other weights
     local whole = {}
     for file in lfs.dir(path "several") do
       if file:find "model[%-_.]" or file:find "place" then whole[#whole + 1] = file end
@@ -330,7 +330,7 @@ describe("a model whose layers were replaced", function()
     end, "2 tensors (transformer.h.1.attn.c_proj.bias, transformer.h.1.attn.c_proj.weight)", "c_proj.0.weight")
     local model = bert.new("tiny", { task = "masked_lm" })
     model:resize_token_embeddings(300)
-    model.cls.predictions.transform.dense = ps.nn.Linear(32, 32)         -- of the same names and shapes
+    model.cls.predictions.transform.dense = ps.nn.Linear(32, 32)         -- has the same names and shapes
     model:save_pretrained(path "replaced")
     same_state(model, ps.from_pretrained(path "replaced"))
   end)
@@ -354,7 +354,7 @@ describe("batches by names", function()
   it("skip padding with unpad, with the numbers and dropout masks of padded batches", function()
     local seen = ps.tensor({ { 1, 1, 1, 1, 1, 1, 1 }, { 1, 1, 0, 0, 0, 0, 0 }, { 0, 0, 0, 0, 1, 1, 1 } }, "int32")
     local kept = seen:eq(1)
-    kept:narrow(1, 0, 1):fill_(true)                             -- the first of a sequence is read by poolers
+    kept:narrow(1, 0, 1):fill_(true)                             -- poolers read the first position of a sequence
     local function close(a, b, what)
       local off, size = (a - b):abs():amax():item(), b:abs():amax():item()
       assert.truthy(off <= 2e-6 * (1 + size), ("%s: %g of %g"):format(what, off, size))
@@ -378,7 +378,7 @@ describe("batches by names", function()
         unlabelled.labels = nil
         local all = ps.no_grad(model:eval(), unlabelled)
         local rows = model:batch_of(batch).rows
-        local filled = math.ceil(counts:to("fp32"):sum():item() / 16) * 16     -- up to whole tiles of products
+        local filled = math.ceil(counts:to("fp32"):sum():item() / 16) * 16     -- padded to whole tiles of products
         assert.equal(unpad and math.min(filled, 21) or nil, rows and rows:numel(), what)
         local out, grads = model:train()(batch), {}
         local loss = out.loss or out.last_hidden_state:mul(kept:reshape(3, 7, 1):to "fp32"):square():sum()
@@ -392,7 +392,7 @@ describe("batches by names", function()
       close(our_loss:detach(), loss:detach(), what)
       for name, grad in pairs(grads) do close(our_grads[name], grad, what .. " " .. name) end
       for name in pairs(our_grads) do assert.truthy(grads[name] ~= nil, name) end
-      local _, again, again_grads = run(true, true)                -- with the blocks computed again in backward
+      local _, again, again_grads = run(true, true)                -- with the blocks recomputed in backward
       assert.equal(bytes(our_loss:detach()), bytes(again:detach()), what)
       for name, grad in pairs(our_grads) do assert.equal(bytes(grad), bytes(again_grads[name]), what .. " " .. name) end
       for name, t in pairs(all) do
@@ -478,7 +478,7 @@ describe("batches by names", function()
     } do
       fails({ case[2] }, function() model(case[1]) end)
     end
-    local counted = roberta.new("tiny", { task = "masked_lm" })                  -- 34 rows, the first 2 for padding
+    local counted = roberta.new("tiny", { task = "masked_lm" })  -- 34 rows, the first 2 of which are for padding
     local long = ps.full({ 2, 33 }, 7, { dtype = "int64" })
     fails({ "roberta: a row has 33 positions without padding, the model has 32 (max_position_embeddings = 34, counted "
       .. "from pad_token_id + 1 = 2)" }, function() counted { input_ids = long } end)
@@ -549,7 +549,7 @@ describe("bench/hf.lua", function()
   it("refuses weights that PyTorch wrote before 1.6 by status 2, with the way to convert them", function()
     bert.new("tiny", { task = "base" }):save_pretrained(path "old")
     os.remove(path "old/model.safetensors")
-    for _, protocol in ipairs { "\128\2", "\128\4\149\14\0\0\0\0\0\0\0" } do             -- 4: with a frame's length
+    for _, protocol in ipairs { "\128\2", "\128\4\149\14\0\0\0\0\0\0\0" } do  -- protocol 4 has a frame's length
       check.write(path "old/pytorch_model.bin", protocol .. "\138\10l\252\156F\249 j\168P\25." .. ("\0"):rep(64))
       local status, said = run "old"
       assert.equal(2, status, said)
@@ -614,7 +614,7 @@ describe("examples/finetune_bert.lua", function()
   end)
 
   it("learns its generated task without arguments", function()
-    for seed = 1, 1 do                                       -- seeds 1 to 8 give 93.5 to 100 %
+    for seed = 1, 1 do                                       -- seeds 1 to 8 reach 93.5 to 100 %
       local p = assert(io.popen(("OMP_WAIT_POLICY=passive '%s' '%s/examples/finetune_bert.lua' --seed %d --json "
         .. "2>/dev/null"):format(paths.exe, paths.root, seed)))
       local told = json.decode(p:read("*a"))

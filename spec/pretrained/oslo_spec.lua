@@ -18,7 +18,7 @@ setup(function()
 end)
 teardown(function() tokens.remove(folder) end)
 
--- The tutorial's training script, which has 35 lines of Python.
+-- The tutorial's training script, which has 35 lines in Python.
 local TRAINS = [[
 local ps = require "ps"
 local BATCH_SIZE, SEQ_LEN, SAVE_INTERVAL, TRAIN_STEP = 4, 16, 2, 4

@@ -117,7 +117,7 @@ describe("a model in one process", function()
     end
     local want = run(false)
     assert.equal(want, run(true))
-    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))       -- of the previous step
+    assert.is_not_equal(want, bits(ps.load(path "mid/pytorch_model_tp_0_pp_0.bin")))  -- the values of the previous step
   end)
 end)
 
@@ -156,7 +156,7 @@ describe("a model that ranks have in stages", function()
           count = count + 1
         end
       end
-      assert.equal(4 * 12 + 4, count)                                        -- the tied table once
+      assert.equal(4 * 12 + 4, count)                                        -- the tied embedding counts once
       assert.equal(want, bits(gpt2.new(CONFIG):from_parallelized(path "stages"):state_dict()))
       assert.equal(want, bits(ps.load(path "whole/pytorch_model.bin")))
       assert.equal(want, bits(ps.load(path "pretrained/model.safetensors")))

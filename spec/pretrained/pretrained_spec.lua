@@ -33,7 +33,7 @@ local function ids(rows, columns)
   return ps.randint(0, SMALL.vocab_size, { rows, columns }, { dtype = "int32" })
 end
 
--- Returns a folder with this config.json (SMALL's fields unless overridden) and the weights of a model.
+-- Writes a folder with this config.json (SMALL's fields unless overridden) and a model's weights, and returns its path.
 local function write_folder(name, model, fields)
   model:save_pretrained(path(name))
   check.write(path(name) .. "/config.json", json.encode(with({ model_type = "gpt2" }, SMALL, fields or {})))
@@ -51,7 +51,7 @@ local function bytes_of(state)
   return all
 end
 
-local engine                                               -- the open engine, in case a test fails
+local engine                                               -- the open engine, closed if a test fails
 
 local function initialize(options)
   local model, optimizer = ps.initialize(options)
@@ -61,7 +61,7 @@ end
 
 after_each(function() if engine then engine:close() end end)
 
-local CHUNKS = { host = 2 ^ 24 }                            -- memory of an engine
+local CHUNKS = { host = 2 ^ 24 }                            -- an engine's memory
 
 local ERF = 0.70710678118654752
 local ACTIVATIONS = {
@@ -75,7 +75,8 @@ local ACTIVATIONS = {
   tanh = function(x) return x:tanh() end,
 }
 
--- Logits [B, T, V] of a model's weights by the formulas of the paper and of Hugging Face's modeling_gpt2.py, in fp64.
+-- Computes logits [B, T, V] for a model's weights in fp64, from the formulas in the paper and in Hugging Face's
+-- modeling_gpt2.py.
 local function formula(model, c, x)
   local w = {}
   for name, t in pairs(model:state_dict()) do w[name] = t:detach():double() end
@@ -86,7 +87,7 @@ local function formula(model, c, x)
     return centred / (variance + 1e-5):sqrt() * w[name .. ".weight"] + w[name .. ".bias"]
   end
   local function layer(h, name) return h:matmul(w[name .. ".weight"]) + w[name .. ".bias"] end
-  local later = ps.arange(T):reshape(1, T):gt(ps.arange(T):reshape(T, 1))          -- [T, T]: key j > query i
+  local later = ps.arange(T):reshape(1, T):gt(ps.arange(T):reshape(T, 1))          -- [T, T], true where key j > query i
   local h = F.embedding(x, w["transformer.wte.weight"]) + w["transformer.wpe.weight"]:narrow(0, 0, T)
   for i = 0, c.n_layer - 1 do
     local at = ("transformer.h.%d."):format(i)
@@ -161,7 +162,7 @@ describe("GPT-2's settings", function()
     assert.same(want, trained { memory = CHUNKS })
     assert.same(want, trained { memory = "plain" })
     local model = gpt2.new(c)
-    assert.equal(gpt2.new(SMALL):flops_per_token(8), model:flops_per_token(8))    -- the table only looks up
+    assert.equal(gpt2.new(SMALL):flops_per_token(8), model:flops_per_token(8))    -- the embedding only looks up rows
   end)
 
   it("that are not supported are refused by name", function()
@@ -243,7 +244,7 @@ describe("GPT-2's settings", function()
     fails({ "num_attention_heads = 4, but n_head = 6: they are two names" }, function()
       loaded { num_attention_heads = 4, n_head = 6 }
     end)
-    -- one rank prints it, then all ranks
+    -- one rank prints it, then all ranks do
     local c = gpt2.new("tiny", { dropout = 0.3, attn_pdrop = 0.2 }).config
     assert.same({ 0.2, 0.3, 0.3 }, { c.attn_pdrop, c.embd_pdrop, c.resid_pdrop })
   end)
@@ -312,7 +313,7 @@ describe("GPT-2's files", function()
   end)
 
   it("are opened once by from_pretrained, and closed", function()
-    -- Calls of open functions by path, and the open files.
+    -- Counts the calls of open functions by path, and the open files.
     local function counted(fn)
       local counts, files, undo = {}, {}, {}
       for _, format in ipairs { require "ps.io.safetensors", require "ps.io.torch_pt" } do
@@ -369,7 +370,7 @@ describe("GPT-2's files", function()
       fails({ name, "lm_head.weight differs from transformer.wte.weight", "tie_word_embeddings = false" },
         function() gpt2.from_pretrained(at) end)
     end
-    state["transformer.wte.weight"] = nil                  -- the head alone is also the table
+    state["transformer.wte.weight"] = nil                  -- the head alone also fills the embedding
     ps.save(state, at .. "/model.safetensors")
     local loaded = gpt2.from_pretrained(at)
     assert.equal(check.bytes(state["lm_head.weight"]), check.bytes(loaded.transformer.wte.weight))
@@ -409,7 +410,7 @@ describe("GPT-2's files", function()
     end
     local state = model:state_dict()
     write_folder("sized", model, { n_inner = 96, tie_word_embeddings = false })
-    state["transformer.wte.weight"] = nil                  -- load_state_dict says what is missing
+    state["transformer.wte.weight"] = nil                  -- load_state_dict reports the missing names
     ps.safetensors.save(path "sized/model.safetensors", state)
     fails({ "missing", "transformer.wte.weight" }, function() gpt2.from_pretrained(path "sized") end)
   end)
@@ -484,7 +485,7 @@ describe("GPT-2's files", function()
         train(model, optimizer, 1, 1)
         model:save_pretrained(folder .. "/ranks")
         for _, line in ipairs(sums(model)) do print("sum " .. line) end
-        -- one rank cannot write: all ranks get the error, and none waits
+        -- One rank cannot write. All ranks get the error, and none of them waits.
         local ok, problem = pcall(model.save_pretrained, model, folder .. "/script.lua/under")
         assert(not ok and tostring(problem):find("script.lua", 1, true), tostring(problem))
         ok, problem = pcall(model.save_pretrained, model, folder .. "/rank" .. rank)

@@ -8,7 +8,7 @@ local heads = require "ps.pretrained.heads"
 local check = require "spec.check_lib"
 local lib = require "spec.ranks_lib"
 
--- Two rows of 70; row 1 ends with padding, and row 2 has padding in between and a sequence of one token.
+-- Two rows of length 70. Row 1 ends with padding, and row 2 has padding between sequences and a sequence of one token.
 local LENGTHS = { { 3, 21, 40, -6 }, { 33, -4, 1, 30, 2 } }
 local T = 70
 
@@ -90,7 +90,7 @@ describe("rows of several sequences", function()
         end
         for name, want in pairs(take_grads(model)) do
           local off, most = largest(got[name]:double() - want:double()), largest(want)
-          -- Mathematically 0: the bias of keys shifts all scores of a query alike.
+          -- Mathematically 0, since the keys' bias shifts all scores of a query equally.
           local bound = name:find "key%.bias$" and 1e-5 or 1e-5 * most
           assert(off <= bound, ("%s on %s: %g of %g"):format(name, device, off, most))
         end
@@ -181,7 +181,7 @@ describe("rows of several sequences", function()
       assert.equal(check.bytes(want), check.bytes(model { input_ids = ids, position_ids = places }.logits))
       assert.equal(check.bytes(mixed), check.bytes(model { input_ids = ids, position_ids = places,
         attention_mask = ps.ones({ 2, T }, { dtype = "int32" }) }.logits))
-      -- One row of positions serves all rows.
+      -- One row of positions applies to all rows.
       local first = places:narrow(0, 0, 1)
       local twice = model { input_ids = ids, position_ids = first:expand(2, T):contiguous() }.logits
       assert.equal(check.bytes(twice), check.bytes(model { input_ids = ids, position_ids = first }.logits))

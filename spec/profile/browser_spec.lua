@@ -22,7 +22,7 @@ teardown(function()
 end)
 
 describe("the page of a profile", function()
-  local LEFT, RIGHT = 80, 10                               -- the drawing's margins within its canvas, in pixels
+  local LEFT, RIGHT = 80, 10                               -- margins of the drawing within its canvas, in pixels
 
   local function opened(profile)
     profile_lib.write(folder .. "/profile.json", profile)
@@ -32,7 +32,7 @@ describe("the page of a profile", function()
     return made
   end
   local function text(id) return browser:value(("document.getElementById(%q).textContent"):format(id)) end
-  -- Pixels from the canvas's left edge of a time.
+  -- Returns the distance of a time from the canvas's left edge, in pixels.
   local function pixels(made, ts)
     local width = browser:value "document.getElementById('memory').width"
     return LEFT + (ts - made.begin) / (made.finish - made.begin) * (width - LEFT - RIGHT)
@@ -61,11 +61,11 @@ describe("the page of a profile", function()
     browser:key("ArrowRight", 39)
     assert.matches("^moment 1 of %d+, 0%.100 ms  1 chunks on device, 1 chunks on disk, 2 chunks on host$",
       text "chunkinfo")
-    browser:key("ArrowRight", 39, 3)                         -- 0.250, 0.260, 0.500
+    browser:key("ArrowRight", 39, 3)                         -- moves to 0.250, 0.260, 0.500
     assert.matches("^moment 4 of %d+, 0%.500 ms  2 chunks on device, 1 chunks on disk, 1 chunks on host$",
       text "chunkinfo")
     assert.matches("^0%.500 ms  step 1, backward  device: total 48%.000 MiB", text "readout")
-    -- A box of the map: the first is chunk 0's, in the colour of the device.
+    -- A box in the map. The first box is chunk 0's, in the device's colour.
     assert.same({ 233, 97, 108 }, browser:value
       "[...document.getElementById('chunks').getContext('2d').getImageData(114, 8, 1, 1).data].slice(0, 3)")
     browser:mouse("chunks", 115, 9)
@@ -78,7 +78,7 @@ describe("the page of a profile", function()
     local made = opened()
     local px = pixels(made, profile_lib.PEAK.ts) + 5
     browser:wheel("memory", px, 100, -600)
-    -- 40 pixels are now 9 us instead of 80: this is still the peak
+    -- 40 pixels are now 9 us instead of 80, so this is still the peak
     browser:mouse("memory", px + 40, 100)
     assert.matches("total 96%.000 MiB", text "readout")
     browser:mouse("reset", 5, 5, true)
@@ -92,7 +92,7 @@ describe("the page of a profile", function()
     assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())
     browser:value "fetch('http://127.0.0.1:9/').catch(() => 0), new Image().src = 'http://127.0.0.1:9/a.png', 1"
     browser:value "new Promise(done => setTimeout(done, 100))"
-    -- its policy refuses other requests
+    -- its policy blocks other requests
     assert.same({ "file://" .. folder .. "/profile.html" }, browser:requests())
     check.write(folder .. "/other.html", "<!DOCTYPE html><img src='http://127.0.0.1:9/a.png'>")
     browser:open("file://" .. folder .. "/other.html")
@@ -116,7 +116,7 @@ end)
 describe("the dashboard of a run", function()
   local log, pid, address
 
-  -- Returns a line as ps.train.run writes it.
+  -- Returns a line in the form that ps.train.run writes.
   local function line(step, loss)
     return ('{"step":%d,"time":1,"loss":%g,"lr":0.001,"tokens":64,"tokens_per_s":1234,"skipped":false,"tiers":{"host":'
       .. '{"budget":0,"chunks":2097152,"other":1048576,"peak":4194304,"bytes_up":0,"bytes_down":0}},'
@@ -128,7 +128,7 @@ describe("the dashboard of a run", function()
     f:close()
   end
   local function now() return browser:value "document.getElementById('now').textContent" end
-  -- Waits until the page says what fits a pattern.
+  -- Waits until the page's text matches a pattern.
   local function says(pattern)
     for _ = 1, 100 do
       if now():match(pattern) then return end
@@ -136,7 +136,7 @@ describe("the dashboard of a run", function()
     end
     error(("'%s' does not come; the page says: %s"):format(pattern, now()))
   end
-  -- Returns the status code of the answer to a request. host: the host name in the request.
+  -- Returns the status code of the answer to a request. `host` is the host name in the request.
   local function status(path, host, method)
     local r = request.new_from_uri(address:match "^(http://[^/]*)/" .. path)
     if host then r.headers:upsert(":authority", host) end

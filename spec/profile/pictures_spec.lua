@@ -15,13 +15,13 @@ local folder
 setup(function() folder = ranks_lib.folder() end)
 teardown(function() ranks_lib.remove(folder) end)
 
--- Returns the tool's output and exit code.
+-- Runs the tool. Returns its output and exit code.
 local function tool(words)
   return check.shell(("cd '%s' && '%s' '%s/tools/profile_visualizer.lua' %s"):format(folder,
     paths.exe, paths.root, words))
 end
 
--- Returns a file of the profile by hand, changed.
+-- Writes a changed version of the profile, and returns the file's path.
 local function changed(change)
   local made = profile_lib.made()
   made = change(made) or made
@@ -29,7 +29,8 @@ local function changed(change)
   return folder .. "/changed.json"
 end
 
--- Points of the line of a colour in an SVG of gnuplot: {x, y} from the top left corner. Before its last M is the key's.
+-- Returns the points of the line with a colour in an SVG of gnuplot, as {x, y} from the top left corner. The text
+-- before its last M belongs to the key.
 local function line_of(svg, red, green, blue)
   local path = svg:match(("<path stroke='rgb%%(%3d, %3d, %3d%%)'  d='[^']*M([^M']*)'"):format(red, green, blue))
   local points = {}
@@ -39,7 +40,7 @@ local function line_of(svg, red, green, blue)
   return points
 end
 
--- Returns the x, from 0 to 1 of the line's width, at which a line first has its highest point.
+-- Returns the x at which a line first has its highest point, as a fraction of the line's width.
 local function highest(points)
   local best = points[1]
   for _, p in ipairs(points) do if p[2] < best[2] then best = p end end
@@ -56,7 +57,7 @@ describe("a profile", function()
     local path = folder .. "/profile.json"
     profile_lib.write(path)
     local p = read.file(path)
-    assert.same({ "device", "host" }, { p.tiers[1].name, p.tiers[2].name })            -- disk has no events
+    assert.same({ "device", "host" }, { p.tiers[1].name, p.tiers[2].name })            -- the disk has no events
     assert.same({ profile_lib.FIRST_PEAK.nbytes, profile_lib.FIRST_PEAK.ts }, { read.peak(p.tiers[1]) })
     assert.same({ { kind = "forward", begin = 0, finish = 300 }, { kind = "backward", begin = 300, finish = 700 },
       { kind = "adam", begin = 700, finish = 990 } }, { p.bands[1], p.bands[2], p.bands[3] })
@@ -94,7 +95,7 @@ describe("a profile", function()
       made.traceEvents[#made.traceEvents + 1] = { cat = "chunk", ph = "i", name = "allocate", ts = 5000,
         args = { chunk = 8, bytes = 4096, tier = "host", on = { "host" } } }
     end))
-    assert.equal(5, #p.chunks)                               -- chunk 9 was made and freed at one moment
+    assert.equal(5, #p.chunks)                               -- chunk 9 was created and freed at the same moment
     local gone = p.chunks[5]
     assert.same({ 8, "gone", 4096, 5000, "host" }, { gone.id, gone.kind, gone.nbytes, gone.times[1], gone.on[1] })
     p = read.file(changed(function(made)
@@ -116,7 +117,7 @@ describe("a profile", function()
     fails(whole:sub(1, 1000), "cut off after 1000 bytes")
     fails("", "cut off after 0 bytes")
     fails("hello]", "it is not JSON")
-    fails('{"traceEvents":[]}', "not a profile of psluajit")                               -- Chrome's, or PyTorch's
+    fails('{"traceEvents":[]}', "not a profile of psluajit")  -- a profile of Chrome or PyTorch
     fails("[1,2]", "not a profile of psluajit")
     fails('"text"', "not a profile of psluajit")
     fails('{"psluajit":{"version":2},"traceEvents":[]}', "version 2; this program reads version 1")
@@ -167,7 +168,7 @@ describe("a profile that was just saved", function()
       assert.equal(at[t].budget, tier.budget)
       assert.equal(at[t].chunks, tier.held[#tier.held])
     end
-    local peak = read.peak(p.tiers[1])                       -- of the bytes when ops began, without their scratch
+    local peak = read.peak(p.tiers[1])  -- the peak of the bytes when ops began, without their scratch memory
     assert.truthy(peak <= at[1].peak and peak > at[1].peak / 2, peak .. " of " .. at[1].peak)
     local where, on_device = {}, 0
     for _, chunk in ipairs(p.chunks) do
@@ -175,7 +176,7 @@ describe("a profile that was just saved", function()
       if where[chunk.id] == "device" then on_device = on_device + chunk.nbytes end
     end
     assert.equal(at[1].chunks, on_device)
-    for _, chunk in ipairs(chunks) do                        -- a chunk with memory may still wait for its values
+    for _, chunk in ipairs(chunks) do                        -- a chunk with memory can still wait for its values
       if chunk.tiers.device then assert.equal("device", where[chunk.id], "chunk " .. chunk.id) end
     end
     read.drop_warmup(p)
@@ -237,7 +238,7 @@ describe("tools/profile_visualizer.lua", function()
     local out, code = tool "profile.json --fig_type=access --out access.svg"
     assert.same({ "wrote access.svg\n", 0 }, { out, code })
     local svg = check.read(folder .. "/access.svg")
-    -- chunks 0 and 1 are on the device twice; each tier has one more area in the key
+    -- Chunks 0 and 1 are on the device twice. Each tier has one more area in the key.
     assert.same({ 5, 1 + 1 }, { areas(svg, "233, *97, 108"), areas(svg, "230, 171, *2") })
     for _, kind in ipairs { "param", "exp_avg", "exp_avg_sq" } do
       assert.truthy(svg:find(">" .. kind .. "<", 1, true), kind)
@@ -255,7 +256,7 @@ describe("tools/profile_visualizer.lua", function()
     check.write(folder .. "/cut.json", check.read(folder .. "/profile.json"):sub(1, 500))
     check.write(folder .. "/text.json", "no profile\n")
     local begins = check.read(folder .. "/profile.json"):sub(1, 700)
-    for length = 1, #begins - 1, 3 do                               -- wherever it is truncated
+    for length = 1, #begins - 1, 3 do                               -- truncated at any length
       check.write(folder .. "/part.json", begins:sub(1, length))
       local _, why = pcall(read.file, folder .. "/part.json")
       assert.truthy(tostring(why):find(("it is cut off after %d bytes"):format(length), 1, true), why)

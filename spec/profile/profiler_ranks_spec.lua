@@ -6,7 +6,7 @@ local json = require "cjson"
 local lib = require "spec.ranks_lib"
 local check = require "spec.check_lib"
 
-local SKEW_NS = 5e9            -- by which rank 1's clock is ahead
+local SKEW_NS = 5e9            -- nanoseconds by which rank 1's clock is ahead
 
 describe("profiles of ranks", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
@@ -17,8 +17,8 @@ describe("profiles of ranks", function()
     all = lib.check(folder, 2, ([[
       local gpt2 = require "models.gpt2"
       if rank == 1 then ps.C.ps_test_record_skew(%d) end
-      -- Calls that comms_logger counts. Two chunks of one layer each are a stripe; stage 1 reduces its gradients and
-      -- gathers its parameters once per step.
+      -- Runs calls that comms_logger counts. Two chunks of one layer each form a stripe. ZeRO stage 1 reduces its
+      -- gradients and gathers its parameters once per step.
       local function counted(logger, steps)
         print "begin"
         local logged, by = ps.initialize { config = { plan_print = false, chunk_size = 128 * 128 + 128,
@@ -69,7 +69,7 @@ describe("profiles of ranks", function()
       print("wrote " .. ps.profiler.save(folder .. "/plain", { align = true }))
       if ps.rank() == 0 then print("wrote " .. ps.profiler.save(folder .. "/alone.json")) end
       group:all_reduce(ps.ones { 7 })
-      local rows = ps.profiler.report { limits = false, quiet = true }        -- this rank's alone
+      local rows = ps.profiler.report { limits = false, quiet = true }        -- only this rank's rows
       assert(#rows > 0)
       model:close()
     ]]):format(SKEW_NS))
@@ -106,7 +106,7 @@ describe("profiles of ranks", function()
     assert.same({ 0, 2, 0, 0 }, { alone.psluajit.rank, alone.psluajit.ranks, alone.psluajit.clock_offset_ns,
       alone.psluajit.clock_error_ns })
     assert.same(#events[0], #alone.traceEvents)
-    for i, e in ipairs(alone.traceEvents) do                   -- the same events by another zero
+    for i, e in ipairs(alone.traceEvents) do                   -- the same events with another zero
       local other = events[0][i]
       assert.equal(other.name, e.name)
       if e.ts then assert.near(other.ts - events[0][1].ts, e.ts - alone.traceEvents[1].ts, 0.002) end
@@ -181,7 +181,7 @@ describe("profiles of ranks", function()
     end
   end)
 
-  -- Returns the rows of the n-th engine whose rows are requested, and the rank's output meanwhile.
+  -- Returns the rows of the n-th engine whose rows are requested, and the rank's output in the meantime.
   local function counted(rank, n)
     local at, rows = 1, {}
     for _ = 1, n do at = select(2, all[rank].text:find("begin\n", at, true)) + 1 end
@@ -213,7 +213,7 @@ describe("profiles of ranks", function()
         assert.truthy(row.seconds > 0)
         assert.truthy(math.abs(row.algbw * row.seconds - row.bytes * row.count) <= 1e-9 * row.bytes * row.count, row.op)
         local factor = (row.op:find "reduce" and not row.op:find "scatter") and 1 or (row.op:find "gather"
-          or row.op == "reduction of chunks") and 0.5 or 1               -- 2 (n - 1) / n, (n - 1) / n of two ranks
+          or row.op == "reduction of chunks") and 0.5 or 1               -- 2 (n - 1) / n and (n - 1) / n for two ranks
         assert.truthy(math.abs(row.busbw - factor * row.algbw) <= 1e-9 * row.algbw, row.op)
       end
     end

@@ -14,7 +14,7 @@ local function read(path)
   return all
 end
 
--- Saves and reads back what was recorded.
+-- Saves the record and reads it back.
 local function saved()
   local path = os.tmpname()
   ps.profiler.save(path)
@@ -96,7 +96,7 @@ describe("the cost of an op", function()
     assert.same({ 0, 4 * (6 + 2 * 6 * 8) },
       { of_op("embedding", 2, { t(1000, 8), ps.empty({ 6 }, { device = "meta", dtype = "int32" }) }, {}, 1,
         t(6, 8)) })
-    -- the gradient is read, the parameter written, master and both means are read and written
+    -- The gradient is read, the parameter is written, and the master and both averages are read and written.
     assert.same({ 0, 4 * 10 * 8 }, { of_op("adam_", 5, { t(10), t(10), t(10), t(10), t(10) }, {}, 1, t(10)) })
   end)
 
@@ -137,7 +137,8 @@ describe("ps.profiler", function()
         end
       end
     end
-    -- forward: its step, its action, its module, Net and, of half of them, the inner Net; backward: step and action
+    -- Each forward op is inside its step, its action, its module, Net and, for half of the ops, the inner Net. Each
+    -- backward op is inside step and action.
     assert.equal(4 * 4 + 4 * 5 + 6 * 2, inside)
   end)
 
@@ -210,7 +211,7 @@ describe("ps.profiler", function()
 
   it("has no module after a failed call outside of all scopes", function()
     local Bad = nn.class("Bad")
-    function Bad:init() self.inner = nn.Linear(3, 3) end                 -- which opens no scope
+    function Bad:init() self.inner = nn.Linear(3, 3) end                 -- init opens no scope
     function Bad:forward(x) return self.inner(x) end
     for _, module in ipairs { nn.Linear(3, 3), Bad() } do
       fails(function() module(ps.ones { 2, 2 }) end, "w needs 3")
@@ -230,14 +231,14 @@ describe("ps.profiler", function()
     loss:backward()
     local events = saved()
     for _, e in ipairs(of(events, "op", "affine")) do assert.equal(nil, e.args.module) end
-    assert.equal(3, #of(events, "op", "linear") - 2)                     -- twice forward, and b's input gradient
+    assert.equal(3, #of(events, "op", "linear") - 2)  -- twice in forward, and the gradient of b's input
     for _, e in ipairs(of(events, "op", "linear")) do assert.truthy(e.args.module:match("^[ab]$")) end
   end)
 end)
 
 describe("a report", function()
-  -- Two steps of 10 ms: in each a product of 4 ms in h.0.attn's forward, one of 2 ms in its backward, a wait of 1 ms in
-  -- h.0 and an Adam of 1 ms. h.0 takes 6 ms in forward.
+  -- Two steps of 10 ms. Each has a product of 4 ms in the forward of h.0.attn, one of 2 ms in its backward, a wait of 1
+  -- ms in h.0 and an Adam of 1 ms. h.0 takes 6 ms in forward.
   local function profile(slower)
     local events = {}
     local function event(cat, name, ts, dur, args)
@@ -319,7 +320,7 @@ describe("a report", function()
     near((4e6 / 4e9) / 0.001, update)
     assert.matches("the limit: 16.0 GFLOP/s in products of bf16, 2.0 GFLOP/s in products of fp32, 4.0 GB/s", text, 1,
       true)
-    products, update = limits_of { bf16 = 16e9 }                         -- without fp32's speed there is no limit
+    products, update = limits_of { bf16 = 16e9 }                         -- without fp32's rate there is no limit
     assert.equal(nil, products)
     near((4e6 / 4e9) / 0.001, update)
     fails(function() limits_of { bf16 = 0 } end, "flops (a number, or one for each type) and bytes, both per second")

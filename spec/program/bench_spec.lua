@@ -5,7 +5,7 @@ local paths = require "ps.paths"
 local check = require "spec.check_lib"
 
 describe("larger_than_memory.lua", function()
-  -- Trains the smallest preset of a family, and returns the result.
+  -- Trains a family's smallest preset, and returns the result.
   local function trained(options)
     local folder = os.tmpname()
     os.remove(folder)
@@ -55,7 +55,7 @@ end)
 describe("profiler_cost.lua", function()
   local instructions = require "bench.instructions_lib"
 
-  -- Returns the last line of the bench, with this number of counted steps.
+  -- Returns the last line of the benchmark's output for this number of counted steps.
   local function run(count)
     local text, code = check.shell(("OMP_NUM_THREADS=1 timeout 300 '%s' '%s/bench/profiler_cost.lua' --rounds 2 "
       .. "--steps 1 --count-steps %d"):format(paths.exe, paths.root, count))
@@ -120,7 +120,7 @@ end)
 
 describe("gpu_table.lua", function()
 
-  -- Returns the table of a part whose figures are these lines, of "row|JSON".
+  -- Returns the table of a part whose figures are these lines of "row|JSON".
   local function table_of(part, lines)
     local name = os.tmpname()
     check.write(name, (lines:gsub("|", "\t")))

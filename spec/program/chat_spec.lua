@@ -9,7 +9,7 @@ local tokens = require "spec.tokenizer_lib"
 local TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
   .. "{% if add_generation_prompt %}[assistant]{% endif %}"
 
--- Runs a tool with a folder and options; returns its output and exit status.
+-- Runs a tool with a folder and options. Returns its output and exit status.
 local function run(tool, folder, options)
   return check.shell(("'%s' '%s'/tools/%s.lua %s --max-new 5 --temperature 0 --dtype fp32 %s")
     :format(paths.exe, paths.root, tool, folder, options))

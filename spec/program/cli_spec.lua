@@ -8,7 +8,7 @@ local function shell_quote(s) return "'" .. s:gsub("'", "'\\''") .. "'" end
 
 local scratch
 
---- Runs psluajit with these arguments in the scratch folder: standard output, standard error, exit code.
+--- Runs psluajit with these arguments in the scratch folder. Returns standard output, standard error and the exit code.
 ---@param args string[]
 ---@param o? { input?: string, env?: string, cwd?: string }
 local function run(args, o)
@@ -135,7 +135,7 @@ describe("psluajit's command line", function()
     local show = 'print(ps.interrupts()) io.stdout:flush() '
     for name, code in pairs { SIGHUP = 129, SIGTERM = 143, SIGINT = 130 } do
       local line = ("raise '%s' "):format(name)
-      if name ~= "SIGINT" then               -- which is an error at the script's line unless it is caught
+      if name ~= "SIGINT" then               -- an error at the script's line unless it is caught
         local out, _, status = run { "-e", raise .. line .. "print 'on'" }
         assert.equal("", out)
         assert.equal(code, status)
@@ -246,7 +246,7 @@ describe("psluajit's command line", function()
     local tree
 
     setup(function()
-      -- A tree next to a copy of the binary, as in an installation.
+      -- A tree next to a copy of the program, as in an installation.
       tree = scratch .. "/tree"
       assert(os.execute(("mkdir -p %s/bin %s/share/psluajit/lua/ps %s/share/psluajit/examples %s/share/psluajit/tools")
         :gsub("%%s", tree)) == 0)

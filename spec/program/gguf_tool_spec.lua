@@ -11,7 +11,7 @@ local function run(options)
   return check.shell(("'%s' '%s'/tools/gguf.lua %s"):format(paths.exe, paths.root, options))
 end
 
--- Returns the JSON in the last line of an output; notes about a small vocabulary may precede it.
+-- Returns the JSON in the last line of an output. Notes about a small vocabulary can precede it.
 local function last_object(out) return json.decode(out:match "([^\n]*)\n$") end
 
 -- Runs another program of the tree.

@@ -17,7 +17,7 @@ describe("the error that ends the ranks of a job", function()
   local function slurp(name) return assert(check.read(folder .. "/" .. name)) end
 
   -- Runs a shell script that has `rank N EXPRESSION [SIZE]`, which runs a Lua statement as rank N of SIZE (default 2).
-  -- Returns what it wrote to standard error.
+  -- Returns its output on standard error.
   local function run(script)
     write("job.sh", ([[
       cd %s

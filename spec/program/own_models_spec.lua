@@ -7,7 +7,7 @@ local ps = require "ps"
 local check = require "spec.check_lib"
 local ranks_lib = require "spec.ranks_lib"
 
-local STEPS, BATCH, RATE = 20, 16, 1024                             -- RATE: of layout.lua's SGD
+local STEPS, BATCH, RATE = 20, 16, 1024                             -- RATE: learning rate of layout.lua's SGD
 local folder = ranks_lib.folder()
 teardown(function() ranks_lib.remove(folder) end)
 
@@ -29,7 +29,7 @@ local function near(want, got)
   for i = 1, #want do assert(math.abs(want[i] - got[i]) <= 1e-6, ("step %d: %.9f, %.9f"):format(i, want[i], got[i])) end
 end
 
--- Gradients by name, from the weights before and after one step of SGD.
+-- Returns the gradients by name, computed from the weights before and after one step of SGD.
 local function gradients(before, after)
   local was, is, all = ps.load(folder .. "/" .. before), ps.load(folder .. "/" .. after), {}
   for name, t in pairs(was) do
@@ -48,7 +48,7 @@ local function same_gradients(want, got)
   assert(n > 5, "gradients")
 end
 
--- The example, its picture with height and width, and the share of the first loss below which the last one must be.
+-- The example, its picture with height and width, and the fraction of the first loss below which the last loss must be.
 local EXAMPLES = { { "denoiser", "denoised.pgm", 48, 160, 0.7 }, { "vit", "digits.pgm", 32, 160, 0.98 },
   { "two_towers", "towers.pgm", 160, 192, 0.8 }, { "moe", "experts.pgm", 48, 144, 0.9 },
   { "seq2seq", "sorted.pgm", 128, 128, 0.95 }, { "gpt", "rows.pgm", 96, 160, 0.95 } }

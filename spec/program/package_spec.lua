@@ -17,7 +17,7 @@ local function good(command)
   return text
 end
 
--- Tools that `psluajit tools` lists.
+-- Returns the tools that `psluajit tools` lists.
 local function tools()
   local list = {}
   for _, tool in ipairs(require("ps.prompt.scripts").list "tools") do

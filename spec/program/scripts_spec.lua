@@ -7,7 +7,8 @@ local check = require "spec.check_lib"
 
 local folder
 
--- Runs a shell command in the scratch folder, with `psluajit` in its path; output of both streams and the exit code.
+-- Runs a shell command in the scratch folder, with `psluajit` in its path. Returns the output of both streams and the
+-- exit code.
 local function sh(command)
   return check.shell(("cd '%s' && PATH='%s':\"$PATH\" OMP_NUM_THREADS=1 timeout 300 sh -c '%s'"):format(folder,
     paths.exe:match "^(.*)/", (command:gsub("'", "'\\''"))))
@@ -27,7 +28,7 @@ setup(function()
 end)
 teardown(function() os.execute("rm -r " .. folder) end)
 
--- Returns the Lua files of a folder that a user may run.
+-- Returns the Lua files in a folder that a user can run.
 local function scripts_in(name)
   local list = {}
   for file in lfs.dir(paths.root .. "/" .. name) do
@@ -38,7 +39,7 @@ local function scripts_in(name)
 end
 
 describe("psluajit's lists", function()
-  -- Files that work on psluajit's source, and files that others load.
+  -- Files that work on psluajit's source, and files that other files load.
   local HIDDEN = { tools = "api_doc check_layers config_doc path_doc pictures pytorch_doc site tools examples man",
     examples = "layout digits" }
   for _, of in ipairs { "tools", "examples" } do
@@ -67,7 +68,7 @@ describe("psluajit's lists", function()
     file:close()
     assert.equal("my chat\n", good "psluajit chat")
     os.remove(folder .. "/chat")
-    assert(lfs.mkdir(folder .. "/tools"))                  -- a folder of that name is not a script
+    assert(lfs.mkdir(folder .. "/tools"))                  -- a folder with this name is not a script
     assert.matches("launch", good "psluajit tools")
     lfs.rmdir(folder .. "/tools")
   end)

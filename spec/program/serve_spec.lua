@@ -34,7 +34,7 @@ teardown(function()
   tokens.remove(folder)
 end)
 
--- Returns the status and the body of a reply. body: a table, which becomes JSON, or nil if the method is GET.
+-- Returns the status and the body of a reply. `body` is a table, which becomes JSON, or nil if the method is GET.
 local function ask(path, body, more)
   local r = http.new_from_uri(address .. path)
   r.headers:upsert("authorization", "Bearer " .. token)
@@ -61,7 +61,7 @@ local function refused(status, part, path, body, more)
   return problem
 end
 
--- Returns the events of a stream, and whether it ended as it should.
+-- Returns the events of a stream, and whether it ended correctly.
 local function events(text)
   local list, ended = {}, false
   for line in text:gmatch "([^\n]+)\n\n" do
@@ -187,7 +187,7 @@ describe("tools/serve.lua", function()
   it("answers several clients, and continues when one closes its stream", function()
     local body = json.encode { prompt = "abba", max_tokens = 50, temperature = 0, stream = true }
     local socket = require("cqueues.socket").connect("127.0.0.1", tonumber(address:match ":(%d+)$"))
-    socket:setmode("b", "b")                               -- ends of lines as they are
+    socket:setmode("b", "b")                               -- keeps line ends unchanged
     assert(socket:write(("POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %s\r\ncontent-length: %d"
       .. "\r\n\r\n%s"):format(token, #body, body)))
     assert(socket:flush())
@@ -221,7 +221,7 @@ describe("tools/serve.lua", function()
     end
     bad(nil, "JSON object", "{")
     bad("prompt", "missing", {})
-    bad("prompt", "258 words", { prompt = { 1, 258 } })
+    bad("prompt", "258 tokens", { prompt = { 1, 258 } })
     bad("prompt", "empty", { prompt = "" })
     bad("max_tokens", "64 positions", { prompt = "ab", max_tokens = 64 })
     bad("temperature", "[0, 100]", { prompt = "a", temperature = -1 })

@@ -7,7 +7,7 @@ local check = require "spec.check_lib"
 
 local folder
 
--- Runs a script in the folder, with redirections; returns its exit code and the shell's output.
+-- Runs a script in the folder with redirections. Returns its exit code and the shell's output.
 local function run(script, redirections)
   check.write(folder .. "/script.lua", script)
   local p = assert(io.popen(("cd %s && (OMP_NUM_THREADS=1 timeout 300 %s script.lua %s; echo \"|$?\") 2>&1"):format(
@@ -17,8 +17,8 @@ local function run(script, redirections)
   return tonumber(code), text
 end
 
--- Trains a few steps in chunks, some of them on a disk tier in memory, which takes writes of any length, and prints
--- much meanwhile. The losses go to a file.
+-- Trains a few steps in chunks, some of them on a disk tier in memory, which accepts writes of any length, and prints
+-- much output meanwhile. The losses are written to a file.
 local TRAIN = [[
   local ps, gpt2 = require "ps", require "models.gpt2"
   local L = dofile "%s"
@@ -59,7 +59,7 @@ local TRAIN = [[
   held:close()
 ]]
 
--- Returns the training with `before` at its beginning, and the disk tier in a folder.
+-- Returns the training script with `before` at its beginning, and the disk tier in a folder.
 local function training(before, tier) return TRAIN:format(paths.root .. "/spec/chunks_lib.lua", before, tier) end
 
 describe("standard input, output and error", function()
@@ -94,7 +94,7 @@ describe("standard input, output and error", function()
     os.remove(folder .. "/losses")
     assert.equal(0, (run(training("", tier), "<&- >&- 2>&-")))
     assert.equal(want, check.read(folder .. "/losses"))
-    -- closed by the script itself, when the program has started
+    -- the script itself closes it after the program has started
     assert.equal(0, (run(training("require('posix.unistd').close(0)", tier), ">/dev/null")))
     assert.equal(want, check.read(folder .. "/losses"))
     local held = check.read(folder .. "/held")

@@ -6,7 +6,7 @@ local terminal = require "spec.terminal_lib"
 
 local folder
 
---- Returns a script in the scratch folder.
+--- Writes a script in the scratch folder, and returns its path.
 ---@param text string
 ---@return string path
 local function script(text)
@@ -17,8 +17,8 @@ local function script(text)
   return path
 end
 
--- A loop of 300 iterations on plain memory that raises SIGINT in iteration 250, like a terminal for Ctrl-C, and prints
--- its losses' and parameters' bits at the end.
+-- A loop of 300 iterations in plain memory. In iteration 250 it raises SIGINT, as a terminal does for Ctrl-C. At the
+-- end it prints the bits of its losses and parameters.
 local PLAIN = [[
 local ps = require "ps"
 local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -45,7 +45,7 @@ for i = 1, 300 do sum = sum * 1.0000001 + losses[i] end
 print(("end %.17g %.17g %.17g"):format(sum, net.weight:sum():item(), ps.randn({ 1 }):item()))
 ]]
 
--- Three steps of two micro-batches each, under an engine with dropout and recompute. stop("name") raises SIGINT if the
+-- Three steps of two micro-batches each, with an engine, dropout and recompute. stop("name") raises SIGINT if the
 -- script's first argument is this name. The end prints the bits of all values, and the trace.
 local ENGINE = [[
 local ps = require "ps"
@@ -150,7 +150,7 @@ describe("Ctrl-C on a terminal", function()
     assert.equal(whole, text:match "end [^\n]*")
   end)
 
-  -- Iterations from 57 on are compiled unless something prevents that, and iteration 250 leaves the compiled code.
+  -- Iterations from 57 on are compiled unless something prevents it, and iteration 250 leaves the compiled code.
   it("shows values that nothing reads again, in functions that were running when a step began", function()
     local t = terminal.start { script [[
       local ps = require "ps"
@@ -188,7 +188,7 @@ describe("Ctrl-C on a terminal", function()
     t:expect "paused at "
     t:expect "variables of the script: a, b, inner, none, ps, rate, signal, top, unistd, x\n"
     t:expect "> "
-    t:wait(0.3)                                            -- until it reads
+    t:wait(0.3)                                            -- until the prompt reads
     t:type "unis\t"
     t:expect "unistd"
     t:type " ~= 1\n"
@@ -198,8 +198,8 @@ describe("Ctrl-C on a terminal", function()
     t:run "fresh, counted = 7, counted + 1"
     assert.equal("7\n10\n50\n0.2\n2", t:ask "fresh, a, top, rate, counted")
     assert.equal("nil", t:ask "_G.fresh")
-    t:wait(0.3)                                            -- until it reads
-    t:type "\4"                                            -- the end of input: the script continues
+    t:wait(0.3)                                            -- until the prompt reads
+    t:type "\4"                                            -- end of input, so the script continues
     t:expect "first\t10\t6\tnil\tnil\t50\n"
     t:expect "paused at "
     t:expect "> "
@@ -239,7 +239,7 @@ describe("Ctrl-C on a terminal", function()
       local sum = 0
       while true do
         for i = 1, 100 do sum = (sum + i) % 1000 end
-        local _ = function() return sum end                -- which is interpreted
+        local _ = function() return sum end                -- the function is interpreted
       end]] }
     t:wait(1)
     t:interrupt()

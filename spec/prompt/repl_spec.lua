@@ -6,7 +6,7 @@ local complete = require "ps.prompt.complete"
 local paths = require "ps.paths"
 local pretty = require "ps.tensor.pretty"
 
---- Returns the answers of the prompt to these lines: standard output without the banner, and standard error.
+--- Returns the prompt's answers to these lines: standard output without the banner, and standard error.
 ---@param input string
 local function prompt(input)
   local base = os.tmpname()
@@ -419,7 +419,7 @@ describe("the prompt", function()
     local ids = {}
     for i = 1, 400 do ids[i] = i % 250 end
     require("ps").data.write_tokens(folder .. "/tokens.bin", ids)
-    -- The same script with a small model and its own shard.
+    -- Returns the same script with a small model and its own shard.
     for from, to in pairs { ['gpt2.new("gpt2", {'] = 'gpt2.new("tiny", { vocab_size = 50257, n_positions = 1024,',
       ["batch = 4, seq = 1024"] = "batch = 2, seq = 16", ["tokens.bin"] = folder .. "/tokens.bin",
       ['dtype = "bf16"'] = 'dtype = "fp32"' } do

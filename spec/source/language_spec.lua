@@ -22,7 +22,7 @@ local FOLDERS = {
 
 local WORDS = 35
 
--- Lua patterns over lower-case text in which each blank is one space. Each has the better words.
+-- Lua patterns for lower-case text in which each blank is a single space, with better words for each.
 local PHRASES = {
   { "%f[%a]behind%f[%A]", "'after' for time; a place is allowed in PLACES" },
   { "%f[%a]beside%f[%A]", "'next to' or 'in addition to'; a place is allowed in PLACES" },
@@ -34,13 +34,13 @@ local PHRASES = {
   { "%f[%a]no %a+ but%f[%A]", "'only'" },
 }
 
--- Rates are "per second", "per parameter", "per step": these words before "a second" make it a rate.
+-- Rates are "per second", "per parameter", "per step". These words before "a second" make it a rate.
 local RATED = { "bytes", "byte", "times", "seconds", "milliseconds", "microseconds", "s", "ms", "kib", "mib", "gib",
   "kb", "mb", "gb", "tokens", "rows", "samples", "flops", "flop", "operations", "numbers", "parameters", "messages",
   "copies", "micro-batches", "once", "twice", "steps", "hour" }
 local RATES = { "a second", "a parameter", "a step", "a token", "a row" }
 
--- Allowed cases: text in which a phrase is correct. A test finds those that no file has any more.
+-- Allowed cases, in which a phrase is correct. A test finds cases that no file contains any more.
 local PLACES = {}
 
 local BEGINNINGS = { "What ", "Who ", "Of " }
@@ -53,8 +53,8 @@ local function lines_of(path)
   return lines
 end
 
---- Returns the paragraphs of a page without its listings: their text on one line, with code as one word, and the line
---- of their beginning.
+--- Returns the paragraphs of a page without its listings: their text on one line, with code as one word, and their
+--- first line's number.
 ---@return { text: string, line: integer, table: boolean }[] paragraphs
 local function paragraphs(path)
   local out, open, fence, blank = {}, nil, false, true
@@ -82,12 +82,12 @@ local function paragraphs(path)
   return out
 end
 
---- Returns the comments of a Lua or C file, adjacent lines as one text.
+--- Returns the comments of a Lua or C file. Adjacent lines form one text.
 ---@return { text: string, line: integer }[] comments
 local function comments(path)
   local out, open = {}, nil
   local lua = path:find "%.lua$" ~= nil
-  local inside = false                                        -- a comment of C that has not ended
+  local inside = false                                        -- inside a C comment that has not ended
   for number, line in ipairs(lines_of(path)) do
     local text, whole
     if lua then
@@ -119,9 +119,9 @@ local function comments(path)
   return out
 end
 
-local met = {}                                                -- allowed cases that a file has
+local met = {}                                                -- allowed cases that occur in a file
 
---- Returns the phrases of a text that PHRASES and RATES name, outside the allowed cases.
+--- Returns the phrases in a text that match PHRASES and RATES, outside the allowed cases.
 ---@return string[] complaints
 local function phrases_of(text)
   local found = {}
@@ -148,7 +148,7 @@ local function phrases_of(text)
   return found
 end
 
---- Sentences of more than WORDS words. A dash or a sign alone is no word.
+--- Returns sentences of more than WORDS words. A dash or a sign alone is not a word.
 ---@return string[] complaints
 local function long_sentences(text)
   local found = {}

@@ -7,7 +7,7 @@ local paths = require "ps.paths"
 local BUILD = paths.exe:match("^(.*)/[^/]*$")
 
 ---@param tree string
----@param build? string its build folder
+---@param build? string the tree's build folder
 ---@return string output, integer code
 local function check(tree, build)
   local p = assert(io.popen(("'%s' '%s/tools/check_layers.lua' '%s' %s 2>&1; echo \"|$?\""):format(paths.exe,
@@ -38,8 +38,8 @@ local function paths_of(folder, names)
   return lists[key]
 end
 
--- Lines of files below a folder of the tree that fit a pattern, as "path: line", except those of `owner`. part: a text
--- that such lines contain, which is faster to find than the pattern.
+-- Returns the lines below a folder of the tree that match a pattern, as "path: line", except those of `owner`. `part`
+-- is a text that such lines contain, which is faster to find than the pattern.
 local function elsewhere(folder, names, pattern, owner, part)
   local found = {}
   for _, path in ipairs(paths_of(folder, names)) do
@@ -61,7 +61,7 @@ describe("a step", function()
     for i = #free, 1, -1 do
       local allowed = free[i]:find("const ps_step *", 1, true) or free[i]:match("^src/ps%.h: ")
         or free[i]:find("void step_join(", 1, true) or free[i]:find("int ps_engine_open(", 1, true)
-        or free[i]:match("^src/pipe/exec[_state]*%.[ch]: ")    -- which hands it to ps_step_next and ps_step_done
+        or free[i]:match("^src/pipe/exec[_state]*%.[ch]: ")    -- which passes it to ps_step_next and ps_step_done
       if allowed then table.remove(free, i) end
     end
     assert.same({}, free)
@@ -116,9 +116,9 @@ describe("a thread", function()
   end)
 end)
 
--- Lines that write a field of a struct within a struct, in files that do not fit the pattern of its owner.
----@param before string pattern of the text before the inner struct's name
----@param owners table<string, string|string[]> by the inner struct's name
+-- Returns lines that write a field of a struct within a struct, in files that do not match the pattern of its owner.
+---@param before string a pattern for the text before the inner struct's name
+---@param owners table<string, string|string[]> inner struct's name -> its owner
 ---@param declared string the file that declares it
 local function written_elsewhere(before, owners, declared)
   local found = {}
@@ -138,7 +138,7 @@ local function written_elsewhere(before, owners, declared)
   return found
 end
 
--- Returns the number of a struct's fields; those of structs within it are not counted.
+-- Returns the number of a struct's fields, without those of structs within it.
 local function fields_of(path, name)
   local text = assert(io.open(paths.root .. "/" .. path)):read("*a"):match("struct " .. name .. " (%b{});")
   local fields = 0
@@ -152,7 +152,7 @@ describe("a storage", function()
     scope = "src/tensor/scope%.c" }
 
   it("has fields of upper layers, each in the struct of its layer, which only that layer writes", function()
-    -- [^x]: ctx->tape is the context's.
+    -- [^x] excludes ctx->tape, which belongs to the context.
     assert.same({}, written_elsewhere("[^x]%->", OWNERS, "src/mem/mem.h"))
   end)
 
@@ -188,8 +188,8 @@ describe("layers", function()
     assert.equal(0, code)
   end)
 
-  -- mem/a.c includes base alone, as it may; a header there declares a function of the tensors above it. The source of
-  -- mem/moved.c is gone, so that its object does not count.
+  -- mem/a.c includes only base, as permitted. A header there declares a function of the tensors, which are in a higher
+  -- layer. The source of mem/moved.c was removed, so its object does not count.
   it("cannot be evaded by the includes of a header", function()
     if os.execute("command -v cc >/dev/null 2>&1") ~= 0 then return pending "cc is not installed" end
     local tree = os.tmpname()
@@ -212,7 +212,7 @@ describe("layers", function()
       assert(os.execute(("cc -c -I%s/src %s/src/%s -o %s/%s.o"):format(tree, tree, name, objects, name)) == 0)
     end
     os.remove(tree .. "/src/mem/moved.c")
-    os.remove(tree .. "/src/base/all.h")                       -- the includes' own check sees that one
+    os.remove(tree .. "/src/base/all.h")                       -- the check of includes detects this one
     local out, code = check(tree, tree .. "/build")
     os.execute("rm -r " .. tree)
     assert.equal(1, code)

@@ -5,7 +5,7 @@ local paths = require "ps.paths"
 local LINE = 120
 local FOLDERS = "src lua models examples tools bench spec cmake"
 
----@param command string run in the tree
+---@param command string a command, which runs in the tree
 ---@return string[] lines
 local function lines_of(command)
   local lines = {}
@@ -15,14 +15,14 @@ local function lines_of(command)
   return lines
 end
 
--- Sources: C, Lua, CMake, shell. Corpora and golden data are excluded.
+-- Returns the sources: C, Lua, CMake, shell. Corpora and golden data are excluded.
 local function sources()
   return lines_of("ls CMakeLists.txt Makefile 2>/dev/null; find " .. FOLDERS ..
     " -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cmake'" ..
     " -o -name '*.lua' -o -name '*.def' -o -name 'CMakeLists.txt' -o -name '*.sh' | sort")
 end
 
---- Calls check(line) on every line of every source; it returns a reason or nil.
+--- Calls check(line) for every line of every source. It returns a reason or nil.
 local function complaints(check)
   local found = {}
   for _, path in ipairs(sources()) do
@@ -47,12 +47,12 @@ describe("the sources", function()
 
   it("keep their lines short", function()
     assert.same({}, complaints(function(line, path)
-      if path:match("ops%.def$") then return nil end            -- a row is one line, by its format
+      if path:match("ops%.def$") then return nil end            -- in its format, a row is one line
       if #line > LINE then return ("%d columns, %d are allowed"):format(#line, LINE) end
     end))
   end)
 
-  -- Tables and code may be wider.
+  -- Tables and code can be wider.
   it("keep the prose of their documents short", function()
     local found = {}
     for _, path in ipairs(lines_of "ls *.md spec/README.md docs/*.md") do
@@ -105,9 +105,8 @@ describe("the sources", function()
     end))
   end)
 
-  -- Programs read an error's fields (ps.Error), since its text is for people and may change. Shortening the text is
-  -- allowed: to its first line, or without the prefix of io.open. caller.lua handles the positions that Lua itself
-  -- adds.
+  -- Programs read an error's fields (ps.Error), since its text is for people and can change. Shortening the text is
+  -- allowed: to its first line, or by the prefix of io.open. caller.lua handles the positions that Lua itself adds.
   it("do not parse the texts of errors", function()
     local names = { "err", "problem", "why", "message", "msg", "said" }
     local calls = { "find", "match", "gmatch", "gsub" }
@@ -134,8 +133,8 @@ describe("the sources", function()
     end))
   end)
 
-  -- A level guesses the number of calls between an error and the script; caller.error determines it. A global of
-  -- ps.strict is where it is used, in psluajit's own files, too.
+  -- A level guesses the number of calls between an error and the script, and caller.error determines it. The position
+  -- of a ps.strict global is where it is used, also in psluajit's own files.
   it("count no calls to find the origin of an error", function()
     local counts, exempt = {}, { ["lua/ps/core/strict.lua"] = true, ["lua/ps/engine/init.lua"] = true,
       ["lua/ps/engine/step/trained.lua"] = true,

@@ -7,9 +7,9 @@
 local cuda = require "spec.cuda_lib"
 
 local CHECKS = [[
-  local devices, dtypes, quick = ...                      -- quick: fewer heads and settings, no long cases
+  local devices, dtypes, quick = ...                      -- quick: fewer heads and settings, and no long cases
   local H = quick and 1 or 2
-  -- T, S, causal, the hidden keys of both samples; sure: for each sample the queries that see at most one key
+  -- T, S, causal, and the hidden keys of both samples. sure: for each sample, the queries that see at most one key.
   local function upto(n)
     local list = {}
     for i = 0, n - 1 do list[#list + 1] = i end
@@ -32,7 +32,7 @@ local CHECKS = [[
     ps.manual_seed(3)
     local function draw(n) return ps.randn({ 2, H, n, D }, { dtype = dtype, device = "ref" }) end
     local q, k, v, dy = draw(case.T), draw(case.S), draw(case.S), draw(case.T)
-    if sees_dk then                                   -- dy only of those queries: their whole contribution to dk
+    if sees_dk then  -- sets dy only for these queries, which gives their whole contribution to dk
       local keep = ps.zeros({ 2, 1, case.T, 1 }, { device = "ref" })
       for b = 0, 1 do for _, i in ipairs(case.sure[b + 1]) do keep[{ b, 0, i }] = 1 end end
       dy = dy * keep:to(dtype)
@@ -107,7 +107,7 @@ end)
 describe("with scores of ten and more", function()
   local ps = require "ps"
 
-  -- y, dq, dk, dv of attention whose weights are nearly 1 in places.
+  -- Returns y, dq, dk and dv of attention, some of whose weights are nearly 1.
   local function run(q, k, v, dy, dtype)
     local function leaf(t) return t:to(dtype):detach():requires_grad(true) end
     local Q, K, V = leaf(q), leaf(k), leaf(v)

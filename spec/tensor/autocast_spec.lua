@@ -6,7 +6,7 @@ local ps = require "ps"
 local nn, F = ps.nn, ps.F
 local fails = require("spec.check_lib").fails
 
--- x: fp32, h: bf16, both 4 x 4; v: fp32 [4]. name, the type of the result, our line, PyTorch's line.
+-- x is fp32 and h is bf16, both 4 x 4, and v is fp32 [4]. Rows: name, the result's type, our line, PyTorch's line.
 local x, h, v = ps.rand { 4, 4 } + 0.5, (ps.rand { 4, 4 } + 0.5):to "bf16", ps.rand { 4 } + 0.5
 local y = ps.tensor({ 0, 1, 2, 3 }, { dtype = "int64" })
 local q = function(t) return t:reshape(1, 1, 4, 4) end
@@ -93,7 +93,7 @@ with FakeTensorMode():
         print({torch.bfloat16: "bf16", torch.float32: "fp32"}[eval(line).dtype])
 ]=]
 
--- A transformer block and its loss on the processor, with the casts of the lists written out.
+-- A transformer block and its loss on the processor, with explicit casts as in the lists.
 local BLOCK = [=[
 import sys, torch, torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -314,7 +314,7 @@ describe("half types of a module and of tables", function()
     end
     local net = Net():to "bf16"
     assert.same({ "fp32", "bf16", "bf16" }, { net.table:dtype(), net.other:dtype(), net.fc.weight:dtype() })
-    net:buffer("table", ps.ones { 3 })                      -- registered anew, without the mark
+    net:buffer("table", ps.ones { 3 })                      -- registered again, without the mark
     assert.equal("fp16", net:half().table:dtype())
   end)
 

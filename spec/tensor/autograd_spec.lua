@@ -149,7 +149,7 @@ describe("backward", function()
       (narrow * 1):sum():backward();
       (wide * 1):sum():backward()
     end
-    assert.equal(256, narrow:grad():item())             -- bf16 has 8 bits
+    assert.equal(256, narrow:grad():item())             -- bf16 has 8 significant bits
     assert.equal(300, wide:grad():item())
     assert.equal("fp32", wide:grad():dtype())
     local w, b = random({ 5, 3 }, "bf16"):grad_in_fp32(true), random({ 5 }, "bf16"):grad_in_fp32(true)
@@ -238,7 +238,7 @@ describe("recording", function()
     local err = fails(function() y:backward() end, "backward of mul", "[2]", "changed in place")
     assert.equal("ESTALE", err.name)
     y = (x * w):sum()
-    ps.no_grad(function() w[0] = 9 end)                 -- through a view
+    ps.no_grad(function() w[0] = 9 end)                 -- changed through a view
     fails(function() y:backward() end, "changed in place")
     local e = x:exp()
     ps.no_grad(function() e:zero_() end)                -- an output

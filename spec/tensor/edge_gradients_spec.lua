@@ -6,7 +6,7 @@ local cuda = require "spec.cuda_lib"
 local DEVICE = os.getenv("PS_EDGES")
 local nan, inf = 0 / 0, 1 / 0
 
--- Values with the sign of zero, for comparison as text.
+-- Returns values as text, which includes the sign of zero.
 local function text(t)
   local parts = {}
   for i, x in ipairs(t:reshape(-1):tolist()) do
@@ -20,7 +20,7 @@ for _, device in ipairs(DEVICE and { DEVICE } or { "cpu", "ref" }) do
     local function leaf(values) return ps.tensor(values, { dtype = dtype, device = device, requires_grad = true }) end
     local function plain(values) return ps.tensor(values, { dtype = dtype, device = device }) end
 
-    -- Returns the gradients of the inputs of fn, with respect to the sum of its result.
+    -- Returns the gradients of fn's inputs with respect to the sum of its result.
     local function gradients(fn, ...)
       local inputs, found = {}, {}
       for i, values in ipairs { ... } do inputs[i] = leaf(values) end

@@ -12,7 +12,7 @@ local function negative_zero(x) return x == 0 and 1 / x == -math.huge end
 local function near(want, got, relative)
   assert.is_true(math.abs(got - want) <= relative * math.abs(want), ("%.9g, not %.9g"):format(got, want))
 end
--- d fn / dx at x.
+-- Returns d fn / dx at x.
 local function slope(fn, x, device)
   local t = ps.tensor({ x }, { device = device, requires_grad = true })
   fn(t):backward(ps.ones({ 1 }, { device = device }))
@@ -53,7 +53,7 @@ for _, device in ipairs(DEVICES) do
       assert.equal(1, slope(ps.silu, 120, device))
     end)
 
-    it("the tail of gelu and its slope are relatively exact", function()             -- by mpmath, 50 digits
+    it("the tail of gelu and its slope are relatively exact", function()  -- values from mpmath with 50 digits
       near(-1.26684967e-04, at(ps.gelu, -4, "fp32", device), 5e-6)
       near(-5.03649661e-04, slope(ps.gelu, -4, device), 5e-6)
       near(-7.146946e-06, slope(ps.gelu, -5, device), 5e-6)

@@ -2,7 +2,8 @@
 -- ps.fast_dtype: the type that it names, and the processor's method of multiplying bf16, by the time of products.
 local ps = require "ps"
 
--- Processor seconds for a product of 1024^3 in each type: the smallest of several alternating runs on one thread.
+-- Returns the processor seconds of a product of 1024^3 in each type, as the smallest of several alternating runs on one
+-- thread.
 local function seconds()
   local threads, least, of = ps.threads(), { fp32 = math.huge, bf16 = math.huge }, {}
   ps.set_threads(1)

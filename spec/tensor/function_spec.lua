@@ -21,7 +21,7 @@ function Exp.backward(ctx, dy)
   return dy * y
 end
 
--- a * x + y * scale, with two outputs: the sum and a constant shape of it
+-- a * x + y * scale, with two outputs: the sum, and a constant with its shape
 local Mix = Function "Mix"
 function Mix.forward(ctx, x, scale, y)
   ctx:save_for_backward(x, nil, y)
@@ -66,7 +66,7 @@ describe("a function of a script", function()
     assert.same({ 7, 7 }, b:grad():tolist())
     assert.is_nil(a:grad())
     local c = leaf { 1, 1 }
-    F(c, b, 1):sum():backward()                              -- nil for an input that needs a gradient: it gets none
+    F(c, b, 1):sum():backward()  -- backward returns nil for an input that needs a gradient, which then gets none
     assert.is_nil(c:grad())
   end)
 
@@ -141,7 +141,7 @@ describe("a function of a script", function()
     assert.same((y / x):tolist()[1] > 0, true)
     local masks = (x:grad() * x:detach() - y:detach()):abs():amax():item()
     assert.truthy(masks < 1e-6, masks)
-    assert.is_false(before:tolist()[1] == after:tolist()[1])         -- backward used no number of later draws
+    assert.is_false(before:tolist()[1] == after:tolist()[1])         -- backward used no numbers of later draws
   end)
 
   it("runs again in each recomputation, and its backward once", function()

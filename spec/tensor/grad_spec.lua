@@ -37,7 +37,7 @@ describe("ps.autograd.grad", function()
     local side = F(x)
     local g = grad((h * h * side):sum(), h)
     assert.same({ 2 * 2 * 2, 2 * 4 * 4 }, g:tolist())
-    assert.equal(0, calls)                                   -- no function lies between y and h
+    assert.equal(0, calls)                                   -- no function is between y and h
     h:sum():backward()
     assert.same({ 2, 2 }, x:grad():tolist())
   end)

@@ -11,7 +11,8 @@ describe("index tensors", function()
   local i, j, k = tensor({ 0, 1 }, "int64"), tensor({ 2, 0 }, "int32"), tensor({ { 3 }, { 1 } }, "int64")
   local m, wide = tensor { true, false, true }, a[{ 0, all, all, 0 }]:gt(20)
 
-  -- The name of a case, its key, PyTorch 2.15's shape, the sum of its elements, the n-th of them n times.
+  -- Rows of a case's name, its key, PyTorch 2.15's shape, the sum of its elements, and the sum of n times the n-th
+  -- element.
   local CASES = {
     { "two beside each other", { i, j }, { 2, 4, 5 }, 54120 },
     { "two with a slice between", { i, all, k }, { 2, 2, 3, 5 }, 126580 },
@@ -67,7 +68,7 @@ end)
 describe("writes through index tensors", function()
   local function at(...) return tensor({ ... }, "int64") end
 
-  -- Values of PyTorch 2.15.
+  -- Expected values from PyTorch 2.15.
   it("accept a number, a value for each, or one that broadcasts", function()
     local x = ps.zeros { 3, 4 }
     x[{ at(0, -1), at(1, 2) }] = tensor { 5, 6 }
@@ -76,7 +77,7 @@ describe("writes through index tensors", function()
     is({ { 0, 5, 0, 0 }, { 7, 7, 7, 7 }, { 0, 0, 6, 0 } }, x)
     x[{ all, at(3, 0) }] = tensor { 1, 2 }
     is({ { 2, 5, 0, 1 }, { 2, 7, 7, 1 }, { 2, 0, 6, 1 } }, x)
-    x[{ { 0, 2 }, at(1, 1) }] = tensor { { 8, 9 }, { 3, 4 } }          -- of equal indices the last one
+    x[{ { 0, 2 }, at(1, 1) }] = tensor { { 8, 9 }, { 3, 4 } }          -- if indices are equal, the last one counts
     is({ { 2, 9, 0, 1 }, { 2, 4, 7, 1 }, { 2, 0, 6, 1 } }, x)
     x[{ tensor { true, false, true }, at(0) }] = 0
     is({ { 0, 9, 0, 1 }, { 2, 4, 7, 1 }, { 0, 0, 6, 1 } }, x)
@@ -144,7 +145,7 @@ describe("writes through index tensors", function()
 end)
 
 describe("writes through a mask", function()
-  -- Values of PyTorch 2.15.
+  -- Expected values from PyTorch 2.15.
   it("accept a value for all, or one for each", function()
     local b = ps.zeros { 2, 2 }
     b[tensor { { true, false }, { true, true } }] = tensor { 1, 2, 3 }

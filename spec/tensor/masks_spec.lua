@@ -56,7 +56,7 @@ for _, device in ipairs { "ref", "cpu" } do
         local B, T, H, D = 2, 37, 4, 8
         local qkv = ps.randn({ B, T, 3, H, D }, { dtype = "fp32" }):to(dtype):to(device)
         local seed = ps.randn({ B, T, H * D }, { dtype = "fp32" }):to(dtype):to(device)
-        -- Attention of some heads, packed or not, and the gradient of its inputs.
+        -- Computes attention of some heads, packed or not, and the gradient of its inputs.
         local function run(first, n, packed)
           local x = qkv:narrow(3, first, n):reshape(B, T, 3 * n * D):clone():requires_grad(true)
           local options = { causal = true, dropout = 0.4, first_head = first }

@@ -7,7 +7,7 @@ local tensor = ps.tensor
 local fails = check_lib.fails
 local nan, inf = 0 / 0, 1 / 0
 
--- Equal within a few roundings of fp32; NaN and infinities must be the same.
+-- Checks that values are equal within a few roundings of fp32. NaN and infinities must be the same.
 local function near(expected, t, dtype, tol)
   if dtype then assert.equal(dtype, t:dtype()) end
   local got = t:reshape(-1):double():tolist()

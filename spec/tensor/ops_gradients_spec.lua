@@ -80,7 +80,7 @@ local function gradients(name, set, ins, n, wrt, p, device, dtype, how)
   return out
 end
 
---- Central differences of sum(y * p) at up to 20 elements of each input, on ref in fp64.
+--- Checks gradients with central differences of sum(y * p) at up to 20 elements of each input, on ref in fp64.
 local function check_differences(name, set, ins, n, wrt, p, analytic)
   local function value()
     local y = run(name, set, ins, n, "fp64")[1]
@@ -117,14 +117,14 @@ local function check_differences(name, set, ins, n, wrt, p, analytic)
   end
 end
 
---- want * factor + 1 * plus, on ref in fp64.
+--- Returns g * factor + plus, on ref in fp64.
 local function expected(g, factor, plus) return ops.affine(g, factor, plus) end
 
 local function check_gradients(row, set)
   local name = row[1]
   local wrt = differentiable(row, set)
   for _, dtype in ipairs { "fp32", "bf16" } do
-    -- The same values in every type: rounded to the narrowest one first.
+    -- The same values are used for every type, so they are rounded to the narrowest type first.
     local narrow, n = make_inputs(set, dtype)
     local wide = {}
     for i = 1, n do wide[i] = narrow[i] and (narrow[i]:is_float() and narrow[i]:double() or narrow[i]) end
@@ -149,7 +149,7 @@ local function check_gradients(row, set)
     for how, f in pairs(plans) do
       local got = gradients(name, set, narrow, n, wrt, p, "cpu", dtype, how)
       local tol, floor = row.gtol and row.gtol[dtype] or GTOL[dtype], (row.gfloor or NO_FLOOR)[dtype] or row.floor or 0
-      if how == "inner" then floor = floor + tol end       -- 2 g + 1 may be small if 2 g is not
+      if how == "inner" then floor = floor + tol end       -- 2 g + 1 can be small even if 2 g is not
       for _, i in ipairs(wrt) do
         assert.equal(how == "fp32" and "fp32" or dtype, got[i]:dtype())
         compare(describe_set(name, dtype .. " on cpu", set, narrow, n, how .. ", gradient " .. i), got[i],

@@ -19,7 +19,7 @@ assert(PART, "PS_TEST_PART is '" .. tostring(os.getenv("PS_TEST_PART")) .. "'; e
 local FLOATS = { "fp32", "bf16", "fp16" }
 local INTS = { "int32", "int64", "uint8", "bool" }
 
---- Returns the device's outputs against ref's.
+--- Compares the device's outputs with ref's.
 local function check_outputs(row, what, got, want, n_out, dtype, rooms)
   for i = 1, n_out do
     if want[i] then
@@ -33,14 +33,14 @@ local function check_outputs(row, what, got, want, n_out, dtype, rooms)
   end
 end
 
--- oneDNN's matrix products have the same bits for all numbers of threads with AVX-512, not with AVX2.
+-- oneDNN's matrix products have the same bits for all thread counts with AVX-512, but not with AVX2.
 local WIDE = ps.device("cpu").description:find("oneDNN.*AVX%-512") ~= nil
 local PRODUCTS = {}
 for _, name in ipairs(WIDE and {} or { "matmul", "linear", "linear_grad", "linear_gelu_backward", "mlp", "lm_loss" }) do
   PRODUCTS[name] = true
 end
 
---- Returns the same bits with one thread and with all of them.
+--- Checks that one thread and all threads produce the same bits.
 local function check_threads(row, set, ins, n, dtype)
   local name, threads = row[1], ps.threads()
   local many = run(name, set, copies(ins, n, "cpu"), n, dtype)
@@ -118,24 +118,25 @@ describe("the case table", function()
   end)
 end)
 
--- Ops without a kernel of cuda: updates, which the engine leaves to the host (docs/optimizers.md), and packed weights.
+-- Ops without a cuda kernel: updates that the engine runs on the host (docs/optimizers.md), and ops on packed weights.
 local HOST = {}
 for name in ([[lion_ lamb_ muon_ adafactor_ adam8bit_ adam_bf16_ rmsprop_ remainder_split_
     remainder_join unpack linear_packed]]):gmatch "%S+" do
   HOST[name] = true
 end
 
--- Ops that the device does not run: collectives, moves between two devices that are not the host, and ops of the host.
+-- Returns whether the device runs an op. It does not run collectives, moves between two devices other than the host,
+-- and ops of the host.
 local function runs_there(name)
   return ON_CPU or not (has_flag(name, "RANKS") or has_flag(name, "MOVE") or HOST[name])
 end
 
--- Returns whether the device leaves a case to the host: an update with masters as remainders (uint8).
+-- Returns whether the device leaves a case to the host, which is an update with masters as remainders (uint8).
 local function left_to_host(name, set)
   return not ON_CPU and (name == "adam_" or name == "sgd_") and set.prepare ~= nil
 end
 
--- Calls check with each set of inputs and type of an op, to the end; an error names the first MOST that differ.
+-- Calls check for all sets of inputs and types of an op. An error contains the first MOST differences.
 local MOST = 8
 local function check_all(name, check)
   local wrong, count = {}, 0
@@ -167,7 +168,7 @@ describe(DEVICE .. " agrees with ref:", function()
   end
 end)
 
--- The rest is small, and belongs to the first part.
+-- The following tests are small, and belong to the first part.
 if tonumber(PART) ~= 1 then return end
 
 -- -- values at the edges --------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ local WILD = { 1 / 0, -1 / 0, 0 / 0 }
 
 local function edge_tensor(dtype, wild, device)
   local list, n = {}, #EDGES
-  for pass = 1, 3 do                                   -- so that each occurs in vector bodies and in tails
+  for pass = 1, 3 do                                   -- so that each value occurs in vector bodies and in tails
     for i = 1, n do
       local x = EDGES[(i + pass * 5) % n + 1]
       if wild or dtype ~= "fp16" or math.abs(x) < 65520 then list[#list + 1] = x end
@@ -237,7 +238,7 @@ describe("at the edges of their range " .. DEVICE .. " agrees with ref:", functi
 end)
 
 -- -- accumulating outputs --------------------------------------------------------------------------------------
---- ps_apply with an output given.
+--- Calls ps_apply with an output that is given.
 local function apply_into(name, ins, attrs, given)
   local c_in = ffi.new("ps_tensor *[?]", #ins)
   for i, t in ipairs(ins) do c_in[i - 1] = t end

@@ -17,7 +17,7 @@ describe("a copy between views that overlap", function()
       assert.same({ { 1, 3 }, { 1, 3 } }, w:tolist())
       w:copy_(w)
       assert.same({ { 1, 3 }, { 1, 3 } }, w:tolist())
-      w[{ {}, 0 }] = w[{ {}, 1 }]                               -- adjacent: nothing overlaps
+      w[{ {}, 0 }] = w[{ {}, 1 }]                               -- adjacent, so nothing overlaps
       assert.same({ { 3, 3 }, { 3, 3 } }, w:tolist())
       local n = 64
       local big = range(n * n, device):reshape(n, n):contiguous()
@@ -64,7 +64,7 @@ describe("a tensor whose elements share memory", function()
       fails(function() e:mul_(2) end, unpack(said))
       fails(function() e[{ { 0, 2 } }] = range(2, device) end, unpack(said))
       assert.same({ 0, 0, 0, 0 }, e:tolist())
-      e:fill_(3)                                                -- one value for all
+      e:fill_(3)                                                -- one value for all elements
       assert.same({ 3, 3, 3, 3 }, e:tolist())
       e[{ { 1, 2 } }] = ps.tensor({ 7 }, { device = device })   -- one element
       assert.same({ 7, 7, 7, 7 }, e:tolist())

@@ -21,7 +21,7 @@ local cases = {
     end },
 }
 
--- Returns the values of a parameter: fractions that are exact in fp32 and bf16.
+-- Returns the values of a parameter, which are fractions that are exact in fp32 and bf16.
 local function values(case, dtype)
   local shape, n = case.bias and { N } or { N, N }, case.bias and N or N * N
   return (ps.arange(0, n, 1, { dtype = "fp32" }) * 0.125 - 0.75):reshape(shape):to(dtype)

@@ -7,7 +7,7 @@ local nn = ps.nn
 
 local function pieces(given) return shard.pieces(shard.new(given)) end
 
--- Returns the whole tensor, assembled from all ranks' shards only by their pieces, with the number of times each
+-- Returns the whole tensor, assembled from all ranks' shards only by their pieces, and the number of times that each
 -- element was written.
 local function joined(whole, given)
   local t, times, parts, any = ps.zeros(whole:shape()), ps.zeros(whole:shape()), {}, nil

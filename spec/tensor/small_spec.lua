@@ -171,8 +171,8 @@ describe("draws", function()
       local got, p = many:eq(k - 1):sum():item(), w / 8
       assert(math.abs(got - p * n) <= 5 * math.sqrt(n * p * (1 - p)), got)
     end
-    -- Without replacement: the first draw has the probabilities of the weights, no category occurs twice, and none
-    -- with weight 0.
+    -- Without replacement, the first draw has the probabilities of the weights, no category occurs twice, and none with
+    -- weight 0 occurs.
     local first, rows = { 0, 0, 0, 0 }, 4000
     local drawn = weights:reshape(1, 4):expand(rows, 4):multinomial(3)
     assert.same({ rows, 3 }, drawn:shape())

@@ -31,7 +31,7 @@ describe("a hook of a tensor", function()
 
   it("of a leaf runs once per backward, with the sum of only that backward", function()
     local x, seen = leaf { 1, 2 }, {}
-    local before = (x * 5):sum()                             -- made before the hook
+    local before = (x * 5):sum()                             -- created before the hook
     local handle = x:register_hook(function(g)
       seen[#seen + 1] = g:tolist()
       return g * 2

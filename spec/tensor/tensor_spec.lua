@@ -94,7 +94,7 @@ describe("types", function()
     assert.equal("int64", type_of("int32", "int64"))
     assert.equal("int32", type_of("uint8", "int32"))
     assert.equal("uint8", type_of("bool", "uint8"))
-    -- of a tensor without dimensions, only the category matters
+    -- for a tensor without dimensions, only the category matters
     assert.equal("bf16", (ps.ones({ 2 }, { dtype = "bf16" }) + tensor(1)):dtype())
     assert.equal("int32", (ps.ones({ 2 }, { dtype = "int32" }) * tensor(2, "int64")):dtype())
     assert.equal("fp32", (ps.ones({ 2 }, { dtype = "int32" }) * tensor(2)):dtype())
@@ -341,7 +341,7 @@ describe("indexing", function()
 end)
 
 describe("bytes of a tensor", function()
-  -- Several threads copy large tensors. The piece of each thread begins at the border of a huge page.
+  -- Several threads copy large tensors. Each thread's piece begins at the border of a huge page.
   it("are those that were written, for any number and alignment", function()
     local ffi = require "ffi"
     local MIB = 2 ^ 20
@@ -357,14 +357,14 @@ describe("bytes of a tensor", function()
         ps.check(ps.C.ps_tensor_write(part, source, n))
         ps.check(ps.C.ps_tensor_read(part, back, n))
         assert.truthy(ffi.string(back, n) == ffi.string(source, n), ("%d bytes at %d"):format(n, at))
-        assert.equal(1, back[n])                              -- nothing behind them
+        assert.equal(1, back[n])                              -- nothing after them is written
         assert.equal(0, all:narrow(0, at + n, 14 * MIB - at - n):ne(0):sum():item())
         if at > 0 then assert.equal(0, all:narrow(0, 0, at):ne(0):sum():item()) end
       end
     end
   end)
 
-  -- The processor cannot access the memory of sim; bytes of a file are copied there through a buffer.
+  -- The processor cannot access sim's memory, so bytes of a file are copied there through a buffer.
   it("are those of a file's tensor, and a truncated file is an error, whichever thread detects it", function()
     local MIB = 2 ^ 20
     local path = os.tmpname()
@@ -403,7 +403,7 @@ end)
 describe("a NaN", function()
   it("is a number in Lua, whatever its other bits", function()
     local ffi = require "ffi"
-    -- as doubles these would be a nil, a boolean, a string and the like
+    -- as doubles, these would be a nil, a boolean, a string and so on
     for _, bits in ipairs { 0xffffffff, 0xffe00001, 0xfff80000, 0x7fc00001, 0xff800001 } do
       local t = ps.empty { 2 }
       ps.check(ps.C.ps_tensor_write(t, ffi.new("uint32_t[2]", bits, bits), 8))

@@ -44,7 +44,7 @@ describe("GPT-2's tokenizer", function()
   end)
 
   it("equals GPT-2's on the texts for which these are all the merges of GPT-2 that matter", function()
-    -- Their order is that of GPT-2's file. \196\160 is a blank and \196\138 a new line.
+    -- The order is that of GPT-2's file. \196\160 is a blank, and \196\138 is a newline.
     local text = "\196\160 w\no r\nl l\nl d\ne l\n\196\160w or\n\196\138 \196\138\ne ll\n\196\160wor ld\n"
       .. "H e\nor ld\n\196\160 x\nl o\nw orld\nell o\nH el\nH ello\nll o\nw o\n\196\160w o\nH ell\nr l\n"
     local merges = {}
@@ -55,7 +55,7 @@ describe("GPT-2's tokenizer", function()
       for i, id in ipairs(tok:encode(words)) do list[i] = tok:decode { id } end
       return list
     end
-    -- OpenAI's encoder has the ids 15496, 995, 0 for the first text and 220, 220, 628, 2124 for the second.
+    -- OpenAI's encoder returns the ids 15496, 995, 0 for the first text and 220, 220, 628, 2124 for the second.
     assert.same({ "Hello", " world", "!" }, pieces "Hello world!")
     assert.same({ " ", " ", "\n\n", " x" }, pieces "  \n\n x")
     assert.same({ "<|endoftext|>" }, pieces "<|endoftext|>")
@@ -139,7 +139,7 @@ describe("GPT-2's tokenizer", function()
     for _, merges in ipairs { drawn, others } do
       local tok = open(lib.folder { ["vocab.json"] = vocab, ["merges.txt"] = lib.merges_text(merges) })
       for n = 1, 124 do
-        n = n > 120 and 4000 + 97 * (n - 120) ^ 2 or n            -- longer words are encoded in parts of 2,048 bytes
+        n = n > 120 and 4000 + 97 * (n - 120) ^ 2 or n            -- longer words are encoded in pieces of 2,048 bytes
         local word = {}
         for i = 1, n do word[i] = ("abc"):sub(math.random(3), -1):sub(1, 1) end
         word = table.concat(word)
@@ -163,7 +163,7 @@ describe("GPT-2's tokenizer", function()
       return best
     end
     local short, long = seconds(2 ^ 15), seconds(2 ^ 19)
-    -- 16 times on an idle machine; quadratic time would be 256 times
+    -- 16 times as long on an idle machine; quadratic time would be 256 times as long
     assert.truthy(long < 16 * 8 * short, ("%g s, 16 times as long %g s"):format(short, long))
   end)
 
@@ -258,7 +258,7 @@ describe("an option of a tokenizer", function()
     assert.same({ { THE } }, tok("the", { truncation = "only_second", max_length = 2 }).input_ids:tolist())
     local odd = { truncation = true, max_length = 3, padding = true, pad_to_multiple_of = 2 }
     fails(function() tok("the cat", odd) end, "truncation to 3 tokens and pad_to_multiple_of = 2")
-    -- the second text's type is 1 unless the files say otherwise
+    -- the second text's type is 1 unless the files define another
     assert.same({ { 0, 1, 1 } }, tok("the", { text_pair = "the cat", token_type_ids = true }).token_type_ids:tolist())
   end)
 end)
@@ -395,9 +395,9 @@ describe("invalid tokenizer files", function()
     for _, list in ipairs { { bytes, bytes }, { bytes, cut }, { words, bytes }, { cut, blanks }, { cut, words },
       { { type = "Sequence", pretokenizers = { cut, bytes } } } } do
       refused(json_of { pre_tokenizer = { type = "Sequence", pretokenizers = list } },
-        "in this place it is not supported")
+        "it is not supported at this position")
     end
-    refused(json_of { pre_tokenizer = words }, "with BPE BertPreTokenizer is not supported")
+    refused(json_of { pre_tokenizer = words }, "BertPreTokenizer is not supported with BPE")
     refused(json_of { pre_tokenizer = { type = "Metaspace", replacement = "\u{2581}", prepend_scheme = "first",
       add_prefix_space = false } }, "add_prefix_space = false", 'prepend_scheme is "first"')
     refused(json_of { pre_tokenizer = { type = "Split", pattern = {}, behavior = "Isolated" } }, "a Regex or a String")
@@ -426,7 +426,7 @@ describe("invalid tokenizer files", function()
     local tok = llama()
     assert.same({ 263, 262, 1 + 0xc3, 1 + 0xa9, 259, 259, 261 }, tok:encode "ab a\u{e9}  b")
     assert.same({ 259, 263 }, tok:encode " ab")
-    -- transformers' class has its own steps: a blank at the beginning replaces the one that would be added.
+    -- transformers' class has its own steps: a blank at the beginning replaces the blank that would be added.
     local NAME = '{"tokenizer_class":"LlamaTokenizer"'
     for settings, want in pairs {
       ['}'] = { { 263 }, { 259, 263 }, { 263, 257, 260 }, "ab", " ab" },
@@ -455,13 +455,14 @@ describe("invalid tokenizer files", function()
       assert.same({ 260, 261, 262 }, tok:encode "ab a")
       assert.equal(" ab", tok:decode(tok:encode " ab"))
     end
-    -- bytes are decoded whether or not the model makes them, and a character that the unknown token spells is none
+    -- Byte tokens are decoded even if the model does not produce them. A character that spells the unknown token is not
+    -- unknown.
     local model = { type = "BPE", vocab = words, merges = {}, unk_token = "b", byte_fallback = false, fuse_unk = true }
     tok = llama { model = model }
     assert.equal("A", tok:decode { 1 + 0x41 })
     assert.same({ 259, 261, 261, 261, 260 }, tok:encode "bb\u{4e2d}\u{4e2d}a")
     tok = llama()
-    -- A text is one word: a long one has the joined ids of short ones.
+    -- A text is one word. A long text has the concatenated ids of short texts.
     local ids, want = tok:encode(("ab "):rep(5000)), {}
     for i = 1, 5000 do want[i] = 263 end
     want[5001] = 259
@@ -472,7 +473,7 @@ describe("invalid tokenizer files", function()
     local function file(text, name)
       return lib.folder { [name or "qwen.tiktoken"] = text } .. "/" .. (name or "qwen.tiktoken")
     end
-    -- a, b, c, ab, bc, abc, the bytes of U+00E9: "abc" is a token by itself, and bc comes before ab
+    -- a, b, c, ab, bc, abc, and the bytes of U+00E9. "abc" is a token by itself, and bc precedes ab.
     local ranks = "YQ== 0\nYg== 1\nYw== 2\nYmM= 3\nYWI= 4\nYWJj 5\nww== 6\nqQ== 7\nw6k= 8\n"
     local tok = open(file(ranks))
     assert.same({ 5, 0 }, tok:encode "abca")
@@ -490,7 +491,7 @@ describe("invalid tokenizer files", function()
     fails(function() ps.tokenizer.from_pretrained(file(ranks), { encoding = "gpt5" }) end, "gpt2")
   end)
 
-  -- transformers' classes of tokenizers, which take these settings rather than tokenizer.json's.
+  -- transformers' tokenizer classes use these settings instead of those in tokenizer.json.
   it("follow tokenizer_config.json instead if it names the class", function()
     local function by(config, parts)
       local files = json_of(parts)
@@ -538,7 +539,7 @@ describe("invalid tokenizer files", function()
     local tok = by({ eos_token = { content = "the", lstrip = true } })
     assert.same({ 257, 257 }, tok:encode "the  the")
     assert.equal("", tok:decode(tok:encode "the  the", { skip_special_tokens = true }))
-    -- a token that is already added keeps its blanks; a new one gets the next id
+    -- A token that is already added keeps its blanks, and a new token gets the next id.
     tok = by({ eos_token = { content = "<x>", lstrip = true }, extra_special_tokens = { "<y>" } },
       { { id = 266, content = "<x>" } })
     assert.same({ 32, 266, 267 }, tok:encode " <x><y>")
@@ -561,10 +562,10 @@ describe("invalid tokenizer files", function()
       { "\u{2126}", "\u{3a9}" }, { "a\u{323}\u{307}", "\u{1ea1}\u{307}" }, { "\u{958}", "\u{915}\u{93c}" } } do
       assert.same({ pair[2]:byte(1, -1) }, tok:encode(pair[1]))
     end
-    -- one character becomes two, both at its position (as in the package tokenizers)
+    -- One character becomes two, both at its position (as in the package tokenizers).
     local offsets = tok(" \u{f73}", { offsets = true }).offsets:tolist()[1]
     assert.same({ { 0, 1 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 }, { 1, 4 } }, offsets)
-    -- U+0FA7 becomes two characters of three bytes, and the mark after them keeps its own position
+    -- U+0FA7 becomes two characters of three bytes, and the following mark keeps its own position.
     offsets = tok("\u{fa7}\u{301}", { offsets = true }).offsets:tolist()[1]
     assert.same({ { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 0, 3 }, { 3, 5 }, { 3, 5 } }, offsets)
   end)
@@ -584,7 +585,7 @@ describe("invalid tokenizer files", function()
   end)
 
   it("have patterns of Oniguruma, which have the same meaning here or are refused", function()
-    local small = lib.vocab { { "b", "\196\138" } }                 -- b and a line's end
+    local small = lib.vocab { { "b", "\196\138" } }                 -- b and a line end
     local function split(pattern)
       return { ["tokenizer.json"] = { model = { type = "BPE", vocab = small, merges = { "b \196\138" } },
         pre_tokenizer = { type = "Sequence", pretokenizers = {
@@ -607,7 +608,7 @@ describe("invalid tokenizer files", function()
       return ps.tokenizer.from_pretrained(ranks, { pattern = pattern, special_tokens = {} })
     end
     assert.same({ 4, 5, 1 }, by("\\n+|[ab]+$|[ab]+"):encode "ab\n\nb")
-    assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- "$" is only the end of the text, as in Rust
+    assert.same({ 0, 3 }, by("b\n$|b$|a"):encode "ab\n")      -- as in Rust, "$" matches only at the end of the text
     fails(function() by "[a&&b]" end, "pattern", "'&&' has another meaning in PCRE2")
     lib.remove(ranks:match "^(.*)/")
   end)

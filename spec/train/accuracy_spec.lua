@@ -11,13 +11,13 @@ local folder
 setup(function() folder = lib.folder() end)
 teardown(function() lib.remove(folder) end)
 
--- Whole numbers in [-2, 2] as floats of a type, by the seed.
+-- Returns whole numbers in [-2, 2] as floats of a type, drawn from a seed.
 local function whole(seed, shape, dtype)
   ps.manual_seed(seed)
   return ps.randint(-2, 3, shape, { dtype = "int64" }):to(dtype or "fp32")
 end
 
--- Targets [N] below `classes`, of which every seventh is `ignore`.
+-- Returns targets [N] below `classes`, of which every seventh is `ignore`.
 local function targets(seed, N, classes, ignore)
   ps.manual_seed(seed)
   local list = ps.randint(0, classes, { N }, { dtype = "int64" }):tolist()
@@ -25,7 +25,7 @@ local function targets(seed, N, classes, ignore)
   return ps.tensor(list, "int64")
 end
 
--- {hits, targets} of logits in Lua, row by row.
+-- Returns {hits, targets} of logits, computed in Lua row by row.
 local function expected(logits, target, ignore)
   local hits, count = 0, 0
   for r, row in ipairs(logits:to("fp64"):tolist()) do
@@ -200,8 +200,8 @@ describe("hits of logits that are cut among ranks", function()
   end
 end)
 
--- A training and an evaluation of 8 rows in micro-batches, whose targets are ignored unevenly. The rate is 0, so that
--- the accuracy is that of the first weights. The script computes it by argmax with a model of its own.
+-- A training run and an evaluation with 8 rows in micro-batches, whose targets are ignored unevenly. The learning rate
+-- is 0, so the accuracy is that of the initial weights. The script computes it with argmax and a separate model.
 local RUN = [[
   local gpt2 = require "models.gpt2"
   local OPTIONS = { n_layer = 2, n_embd = 16, n_head = 2, vocab_size = 12, n_positions = 8, embd_pdrop = 0,
@@ -220,7 +220,7 @@ local RUN = [[
   local hits, count = first:eq(y):sum():item(), y:ne(-100):sum():item()
   assert(hits > 2 and hits < count and count < 60)
   local want, dp = hits / count, DP
-  -- rows of this rank in n parts, repeatedly
+  -- Returns this rank's rows in n parts, repeatedly.
   local function parts(n)
     local at, rows, from = 0, 8 / dp / n, dp > 1 and rank * 8 / dp or 0
     return function()

@@ -17,7 +17,7 @@ local function run(script, arguments)
 end
 
 describe("the sizes", function()
-  -- Names that promise another number than their sizes have.
+  -- Names that state another number than their sizes have.
   local OTHER = { ["megatron_3.9B"] = 2.0, GPT_310B = 413.1 }
 
   it("have the parameters that their names say", function()
@@ -39,7 +39,7 @@ describe("the sizes", function()
     assert.same({ 64, 32, 2, 4, 256 }, { size.width, size.seq, size.layers, size.heads, size.vocabulary })
     assert.equal(50257, sizes.of("64/32/2/4").vocabulary)
     for _, name in ipairs { "GPT3_7B", "64/32/2", "64/32/2/4/256/1", "64/0/2/4", "64/x/2/4", "64/1.5/2/4", "" } do
-      check.fails_saying({ ("there is no model '%s'; there are Bert, Bertlarge"):format(name) },
+      check.fails_saying({ ("there is no model '%s'; the models are Bert, Bertlarge"):format(name) },
         function() sizes.of(name) end)
     end
   end)
@@ -67,7 +67,7 @@ describe("train.lua", function()
   it("refuses a model that does not exist", function()
     local said, code = run("train.lua", "--model GPT3_7B")
     assert.equal(1, code)
-    assert.matches("^train.lua: there is no model 'GPT3_7B'; there are Bert", said)
+    assert.matches("^train.lua: there is no model 'GPT3_7B'; the models are Bert", said)
   end)
 end)
 

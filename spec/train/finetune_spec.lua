@@ -32,7 +32,7 @@ local function run(words, ranks)
     :format(paths.exe, launch, paths.root, folder, words))
 end
 
--- Returns the losses of a run's log by step.
+-- Returns the losses in a run's log by step.
 local function losses(out)
   local list = {}
   for line in io.lines(out .. "/run/log.csv") do
@@ -163,7 +163,7 @@ describe("examples/finetune.lua", function()
       os.execute(("rm -rf %s; cp -r %s %s"):format(two, one, two))
       local each = ranks and words:gsub("%-%-batch 8", "--batch 4") or words
       local newest = ps.checkpoints.info(two .. "/run")
-      -- Returns to the first kept checkpoint.
+      -- Goes back to the first kept checkpoint.
       local names = io.popen(("ls -d %s/run/step-*"):format(two)):read "*a"
       local first = names:match "(step%-%d+[^\n]*)"
       check.write(two .. "/run/latest", first .. "\n")
@@ -217,7 +217,7 @@ describe("examples/finetune.lua", function()
       [("--data %s --out %s --seq 65"):format(data, to)] = "--seq: 65 tokens, but the model has only 64 positions",
       [("--data %s --out %s --eval %s/none.jsonl"):format(data, to, folder)] = "--eval: " .. folder .. "/none.jsonl",
       [("--data %s/turns.jsonl --out %s"):format(folder, to)] = "turns.jsonl:",
-      [("--data %s --out %s --date yesterday"):format(data, to)] = "date = 'yesterday': YYYY-MM-DD expected",
+      [("--data %s --out %s --date yesterday"):format(data, to)] = "date = 'yesterday': it must be YYYY-MM-DD",
       [("--data %s --out %s --lora-dropout 0.1"):format(data, to)] = "--lora-dropout need --lora",
       [("--data %s --out %s --model %s"):format(data, to, bare)] = bare .. " has no chat template",
     } do

@@ -21,7 +21,7 @@ setup(function()
   for i = 1, 3000 do words[i] = ("%d and %d. "):format(i % 17, i % 5) end
   write("text", table.concat(words))
   write("config.json", [[{ "train_batch_size": 8, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } } }]])
-  -- The example, with a fault of one rank of the first attempt after a checkpoint has been written.
+  -- The example, with a fault of one rank in the first attempt after a checkpoint was written.
   write("hurt.lua", ([[
     local checkpoints, signal = require "ps.checkpoints", require "posix.signal"
     local unistd = require "posix.unistd"
@@ -54,8 +54,8 @@ setup(function()
 end)
 teardown(function() os.execute("rm -r " .. folder) end)
 
--- Twelve steps with a checkpoint after every fourth: returns the launcher's output, its exit code, and the last
--- checkpoint as one file, since those of the ranks contain numbers of the save.
+-- Runs twelve steps with a checkpoint after every fourth. Returns the launcher's output, its exit code, and the last
+-- checkpoint merged into one file, since the ranks' files contain the index of the save.
 local function train(out, options, what, more)
   local text, code = check.shell(("cd %s && env -u LUA_INIT -u RANK -u WORLD_SIZE OMP_NUM_THREADS=1 timeout -k 1 3000 "
     .. "'%s' '%s/tools/launch.lua' %s hurt.lua %s --data text --config config.json --model tiny --seq 16 --steps 12 "
@@ -76,7 +76,7 @@ describe("a failure that other ranks report", function()
   end
 
   -- Rank 0 fails with the error `what`, like its watch, and ends. Rank 1 runs `rank_1` after the launcher has seen
-  -- this: no process of that id is left.
+  -- this, when no process with rank 0's id remains.
   local function told(what, rank_1, options, rank_0)
     os.remove(folder .. "/ready")
     os.remove(folder .. "/seen")
@@ -112,7 +112,7 @@ describe("a failure that other ranks report", function()
   it("is shown once", function()
     if no_gloo then return pending(no_gloo) end
     local begin = "local ps = require 'ps' ps.init_distributed { quiet = true } "
-    -- by the rank that failed, and not by the one that reports it
+    -- the error of the rank that failed, and not of the rank that reports it
     local text, code = run(begin .. "if ps.rank() == 1 then error 'of one rank' end "
       .. "ps.mesh.group 'world':all_reduce(ps.ones { 2 })", "--log-dir logs")
     assert.equal(1, code, text)
@@ -123,11 +123,11 @@ describe("a failure that other ranks report", function()
       assert.equal(1, count(f:read "*a", "of one rank"))
       f:close()
     end
-    -- one that all ranks have
+    -- an error that all ranks have
     text, code = run(begin .. "error 'of all ranks'")
     assert.equal(1, code, text)
     assert.equal(1, count(text, "of all ranks"), text)
-    -- each of two different ones
+    -- both of two different errors
     os.remove(folder .. "/ignores")
     text = run [[
       local time, signal = require "posix.time", require "posix.signal"
@@ -141,7 +141,7 @@ describe("a failure that other ranks report", function()
       error "of rank 0 alone"]]
     assert.equal(1, count(text, "of rank 0 alone"), text)
     assert.equal(1, count(text, "of rank 1 alone"), text)
-    -- one of a process that a rank starts, while the rank lives on
+    -- the error of a process that a rank starts, while the rank continues to run
     text, code = run(("if os.getenv 'RANK' == '0' then os.execute(%q) require('posix.time').nanosleep { tv_sec = 4, "
       .. "tv_nsec = 0 } print 'later' end"):format(("'%s' -e \"error 'of a child'\""):format(paths.exe)))
     assert.equal(0, code, text)
@@ -233,7 +233,7 @@ describe("a disturbed training", function()
     assert.near(tonumber(whole_text:match("held%-out loss ([%d.]+)")), loss, 1e-4)
   end)
 
-  -- Returns a folder with the files of an earlier run after eight steps.
+  -- Creates a folder with the files of an earlier run after eight steps.
   local function left_by_another(name)
     assert(os.execute(("cp -r %s/killed %s/%s && cd %s/%s && rm -r step-00000012 && echo step-00000008 >latest"):format(
       folder, folder, name, folder, name)) == 0)

@@ -8,7 +8,7 @@ local folder
 
 local function write(name, text) check.write(folder .. "/" .. name, text) end
 
--- Every file of a run with its bytes.
+-- Returns every file of a run with its bytes.
 local function files(out)
   local all = {}
   for name in lfs.dir(folder .. "/" .. out) do
@@ -79,7 +79,7 @@ describe("train_gpt2.lua", function()
 
   it("refuses to continue with other data, and does not change the run's files", function()
     refused("other.txt", "--resume", "run/train.bin", "other.txt", "--out")
-    refused("alike.txt", "--resume", "run/train.bin", "alike.txt")        -- of the same length
+    refused("alike.txt", "--resume", "run/train.bin", "alike.txt")        -- has the same length
     refused("nowhere.txt", "--resume", "nowhere.txt")
     local text, code = train("text.txt", 8, "--resume")
     assert.equal(0, code, text)
@@ -111,7 +111,7 @@ describe("train_gpt2.lua", function()
     has(text, "resumed from cut/step-00000004", "6 steps; held-out loss every 3 steps, on 2 batches")
     local whole, cut = files "whole", files "cut"
     assert.truthy(whole["step-00000006.safetensors"] == cut["step-00000006.safetensors"])
-    local function losses(log)                                                  -- all except tokens per second
+    local function losses(log)  -- Returns all values except tokens per second.
       return (log:gsub(",%d+,([^,\n]*,[^,\n]*,[^,\n]*\n)", ",%1"))
     end
     assert.equal(losses(whole["log.csv"]), losses(cut["log.csv"]))
@@ -180,7 +180,7 @@ describe("train_gpt2.lua", function()
         .. "JSON object)",
       ["--device gpu"] = 'config: device is "gpu"; expected "auto", "cpu", "sim" or "cuda"',
       ["--model nope"] = "gpt2: there is no preset 'nope' "
-        .. "(there are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
+        .. "(the presets are char, gpt2, gpt2-large, gpt2-medium, gpt2-xl, small, tiny)",
       ["--data none.txt"] = "cannot open none.txt: No such file or directory",
     } do
       local text, code = example("--data text.txt --model tiny --seq 16 --out no --steps 2 " .. given,

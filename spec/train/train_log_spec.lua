@@ -20,7 +20,7 @@ local function options(more)
   return o
 end
 
--- Returns the steps of a log's lines.
+-- Returns the steps in a log's lines.
 local function steps_of(path)
   local steps = {}
   for step in check.read(path):gmatch "\n(%d+),%d" do steps[#steps + 1] = tonumber(step) end
@@ -28,7 +28,7 @@ local function steps_of(path)
 end
 
 -- Runs fn while the system's write accepts `room` bytes in total and then reports a full disk. Returns a function that
--- frees the disk.
+-- makes room on the disk.
 local function on_small_disk(room, fn)
   local write = unistd.write
   local function free() unistd.write = write end
@@ -43,7 +43,7 @@ local function on_small_disk(room, fn)
   if not ok then error(problem, 0) end
 end
 
--- Makes a folder with a text for the tests of a block.
+-- Creates a folder with a text for the tests of a block.
 local function own_folder()
   setup(function()
     folder = os.tmpname()
@@ -64,7 +64,7 @@ describe("the log of a training", function()
     assert(lfs.link(path, old))
     local before = check.read(old)
     local result = ps.train.run(options { log = path, start = 3, steps = 5 })
-    assert.equal(before, check.read(old))                      -- the existing file was not written
+    assert.equal(before, check.read(old))                      -- the existing file was not changed
     assert.same({ 1, 2, 3, 4, 5 }, steps_of(path))
     assert.equal(5, #result.history)
     assert.equal(before:match "\n(3,[^\n]*)\n", check.read(path):match "\n(3,[^\n]*)\n")
@@ -110,10 +110,10 @@ describe("the log of a training", function()
     local function numbers(name)
       return (check.read(folder .. name):gsub(",%d+,([^,\n]*,[^,\n]*,[^,\n]*)\n", ",%1\n"))
     end
-    assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all except the tokens per second
+    assert.equal(numbers "/smooth.csv", numbers "/late.csv")   -- all values except tokens per second
   end)
 
-  -- Returns the lines of a JSONL log, decoded.
+  -- Returns the decoded lines of a JSONL log.
   local function lines_of(path)
     local list = {}
     for line in check.read(path):gmatch "[^\n]+" do list[#list + 1] = json.decode(line) end

@@ -14,7 +14,8 @@ setup(function()
 end)
 teardown(function() ranks.remove(folder) end)
 
--- Code after ranks_lib's beginning: start(stage) makes the model, the optimizer, and the arguments of train.run.
+-- Code that follows ranks_lib's beginning. start(stage) creates the model, the optimizer, and the arguments of
+-- train.run.
 local BEGIN = [[
   local gpt2, train = require "models.gpt2", ps.train
   local signal, unistd = require "posix.signal", require "posix.unistd"
@@ -41,7 +42,7 @@ local BEGIN = [[
   end
 ]]
 
--- Returns the lines that ranks print as "told ...", which must be the same on all.
+-- Returns the lines that ranks print as "told ...", which must be equal on all ranks.
 local function same(size, script)
   local all = ranks.check(folder, size, BEGIN .. script)
   local first = all[0].text:match("told ([^\n]*)")

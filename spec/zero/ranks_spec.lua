@@ -154,7 +154,7 @@ describe("several processes", function()
       try { bf16 = { enabled = true, check_grad_overflow = rank == 2 } }
       try { recompute = rank == 1 }
       try({}, { { weight_decay = rank } })
-      try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these may differ
+      try { plan_print = rank == 0, memory = { host = rank + 1 .. "GiB" } }        -- these settings can differ
     ]]):format(folder))
     local function wrong(rank, what)
       return ("rank %d has a different configuration from rank 0: %s; every rank must make the same model and read the "

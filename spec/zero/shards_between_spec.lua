@@ -64,8 +64,8 @@ describe("between backward and step", function()
     ]])
   end)
 
-  -- A reduction that fails leaves sums, or parts of them, in the places of values; so do later ones that were under
-  -- way.
+  -- A reduction that fails leaves sums, or parts of them, in the memory of the values. So do later reductions that were
+  -- in progress.
   it("a reduction that fails leaves every parameter equal to its master", function()
     local all = lib.check(folder, 2, PARTLY .. ([[
       local function mismatch(model)
@@ -100,7 +100,7 @@ describe("between backward and step", function()
         return requests
       end
       for stage = 0, 3, full and 1 or 3 do
-        local requests = ps.tensor({ try(stage, 1e6) }, { dtype = "int32" })   -- the last of them belong to reductions
+        local requests = ps.tensor({ try(stage, 1e6) }, { dtype = "int32" })   -- the last requests belong to reductions
         requests = group:broadcast(requests, 1):item()
         for n = full and 0 or requests - 24, requests, full and 1 or 3 do try(stage, n) end
       end
@@ -112,7 +112,7 @@ end)
 describe("a model that fails in the middle of a pass", function()
   if lib.no_gloo() then return pending(lib.no_gloo()) end
 
-  -- Stripes for the next layer are then being gathered.
+  -- At this point, stripes for the next layer are being gathered.
   local FAILS = PARTLY .. [[
     local WHERE, WHO = AT, "WHOSE"
     local model, optimizer = ps.initialize { quiet = true, model_func = function() return Partly() end,
@@ -150,8 +150,8 @@ describe("a model that fails in the middle of a pass", function()
     lib.check(folder, 2, failing(2, "one") .. "model:close()")
   end)
 
-  -- Finalizers run in any order at a script's end. Here the step's finalizer is the first, and the engine still reads
-  -- the step while it waits for the exchange that rank 0 reaches late. The C library overwrites freed memory.
+  -- Finalizers run in any order at a script's end. In this test the step's finalizer is the first, and the engine still
+  -- reads the step while it waits for the exchange that rank 0 reaches late. The C library overwrites freed memory.
   it("waits for exchanges under way before memory is freed, in any order of finalizers", function()
     local late, n = failing(2, "one"):gsub("return tanh%(x%)",
       [[if calls + 1 == fail_at and rank == 0 then os.execute("sleep 0.3") end %0]])

@@ -5,8 +5,8 @@ local lib = require "spec.ranks_lib"
 
 local folder
 
--- Trains a small GPT-2 with each stage in turn and prints sums of the tensors that this rank owns, before and after
--- the steps.
+-- Trains a small GPT-2 with each stage, one after another, and prints sums of the tensors that this rank owns, before
+-- and after the steps.
 local TRAIN = lib.TRAINING .. [[
   local gpt2 = require "models.gpt2"
   local function show(tag, model) for _, line in ipairs(sums(model)) do print(tag .. " " .. line) end end
@@ -38,7 +38,7 @@ local TRAIN = lib.TRAINING .. [[
   end
 ]]
 
--- {stage = {name = {sum, sum of squares}}} of all ranks together; every tensor is owned once above stage 0.
+-- Returns {stage = {name = {sum, sum of squares}}} of all ranks together. Above stage 0, every tensor has one owner.
 local function sums(all, size)
   local stages = {}
   for rank = 0, size - 1 do
@@ -115,7 +115,7 @@ describe("sharding", function()
     end)
   end
 
-  -- Returns a script for tests of the share of state, of models with unusual parameters, and of budgets.
+  -- Runs a script with tests of the fraction of state per rank, of models with unusual parameters, and of budgets.
   local function check(size, script) return lib.check(folder, size, script) end
 
   it("trains models with tied, unused and frozen parameters, and dense ones of many sizes", function()
@@ -176,7 +176,7 @@ describe("sharding", function()
       local built = require("ps.nn.handle").of(model).built
       local numel, state, peak = built.numel, built.state_bytes, tonumber(tier.peak)
       assert(state < 0.27 * 14 * numel, ("%d of %d"):format(state, 14 * numel))
-      assert(peak < 0.6 * 4 * numel + state, ("a peak of %d, %d parameters"):format(peak, numel))   -- made in fp32
+      assert(peak < 0.6 * 4 * numel + state, ("a peak of %d, %d parameters"):format(peak, numel))   -- created in fp32
       local own, all = 0, 0
       for _, row in ipairs(built.list) do
         own, all = own + (row.owner == rank and row.numel or 0), all + row.numel
@@ -339,8 +339,8 @@ describe("sharding", function()
     ]])
   end)
 
-  -- One rank runs out of memory somewhere in a step: it continues, or both end with an error; neither crashes, hangs,
-  -- or takes part in another exchange than the other.
+  -- One rank runs out of memory at some point in a step. It continues, or both ranks end with an error. Neither
+  -- crashes, hangs, or takes part in a different exchange than the other.
   it("survives a failure of memory on one rank anywhere in a step", function()
     local by = os.getenv "PS_FULL" and 3 or 83
     local all = check(2, ([[
