@@ -77,7 +77,7 @@ local function flag(name) return "--" .. name:gsub("_", "-") end
 -- Returns the options of the run in args.out, including permitted changes, and the run's step.
 local function resumed(args)
   local found, why = checkpoints.find(args.out)
-  if not found then error(why .. "; to start a new run there, leave out --resume", 0) end
+  if not found then error(why .. "; to start a new run there, remove --resume", 0) end
   local from = checkpoints.info(args.out)
   local run = from.extra and from.extra.options
   if not run then
@@ -87,7 +87,7 @@ local function resumed(args)
   for _, name in ipairs(FIXED) do
     local given, had = args[name], run[name]
     if given ~= nil and given ~= had and not (name == "dtype" and given == "auto") then
-      error(("%s %s: the run in %s has %s: leave this option out to resume, or start a new run with another --out")
+      error(("%s %s: the run in %s has %s: remove this option to resume, or start a new run with another --out")
         :format(flag(name), given, args.out, tostring(had)), 0)
     end
     args[name] = had
@@ -161,8 +161,8 @@ local function write_shard(args, name, text, bytes)
   local path = args.out .. "/" .. name
   if args.resume and lfs.attributes(path) then
     if holds(path, text) then return path end
-    error(("%s has other tokens than %s gives now, but --resume needs the data with which the run started: pass that "
-      .. "data, or start a new run with another --out (no file was changed)"):format(path,
+    error(("%s has other tokens than %s produces now, but --resume needs the data with which the run started: pass "
+      .. "that data, or start a new run with another --out (no file was changed)"):format(path,
       args.data or settings.fortunes), 0)
   end
   ps.data.encode_text(text, path, bytes)
@@ -282,7 +282,7 @@ local function main()
   local args, start = arguments(), 0
   if args.resume then
     if args.minutes then
-      error("--minutes is for a new run: leave it out to resume, or give --steps", 0)
+      error("--minutes is for a new run; remove it to resume, or give --steps", 0)
     end
     args, start = resumed(args)
   end

@@ -125,7 +125,7 @@ local function tensors_of(spec, dtype)
       local names = {}
       for name in pairs(gpt2.presets) do names[#names + 1] = name end
       table.sort(names)
-      fail(("no preset '%s' (there are %s), and no .lua file"):format(spec, table.concat(names, ", ")))
+      fail(("no preset '%s' (the presets are %s), and no .lua file"):format(spec, table.concat(names, ", ")))
     end
     model = gpt2.new(spec, where)
   end

@@ -66,7 +66,7 @@ end
 
 local function free_port()
   local number, why = port.free()
-  return number or fail("no free port: " .. why .. "; give --master-port")
+  return number or fail("there is no free port: " .. why .. "; give --master-port")
 end
 
 local own_id = secret.random():sub(1, 16)      -- id of this launcher

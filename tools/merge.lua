@@ -36,13 +36,13 @@ local function arguments()
   local args = parser:parse()
   if not args.pattern then
     if #args.folder ~= 1 then
-      fail("say what to merge: --pattern='checkpoint-*.pt' --num=4, or a checkpoint's folder")
+      fail("name the shards to merge: --pattern='checkpoint-*.pt' --num=4, or a checkpoint's folder")
     end
     return args
   end
-  if not args.num then fail("--num says how many shards there are: the number of ranks that saved") end
+  if not args.num then fail("--num is missing; it is the number of shards, which is the number of ranks that saved") end
   if #args.folder > 0 or not args.pattern:find("*", 1, true) then
-    fail(("the pattern '%s'%s; write --pattern='checkpoint-*.pt', quoted, so that the shell leaves it alone"):format(
+    fail(("the pattern '%s'%s; write --pattern='checkpoint-*.pt', quoted, so that the shell does not expand it"):format(
       args.pattern, #args.folder > 0 and " is followed by " .. args.folder[1] or " has no * for the rank"))
   end
   return args
@@ -114,7 +114,7 @@ local args, from, paths, pieces = arguments(), nil, nil, nil
 if args.pattern then
   args.out = args.out or fill(args.pattern, "merged")
   if not merge.format(args.out) then
-    fail(("the name '%s' does not say its format; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
+    fail(("the name '%s' has no known extension; end --out in .pt (PyTorch) or .safetensors"):format(args.out))
   end
   paths = shards_of(args)
 elseif #(parallelized(args.folder[1]) or {}) > 0 then

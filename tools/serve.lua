@@ -28,7 +28,7 @@ local function main()
   local model = ps.from_pretrained(path, { dtype = args.dtype, mmap = "auto", quiet = true,
     keep_quantized = args.keep_quantized })
   if args.adapter then ps.lora.load(model, args.adapter, { trainable = false }) end
-  if not model.generate then error(("%s is no model that continues text"):format(model.class_name), 0) end
+  if not model.generate then error(("%s is not a model that continues text"):format(model.class_name), 0) end
   local name = args.name or args.model:gsub("/+$", ""):match "[^/]*$":gsub("%.gguf$", "")
   serve.run(model, tok, { name = name, host = args.host, port = args.port, token = args.token,
     no_token = args.no_token, told = function(address, token)

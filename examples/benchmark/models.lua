@@ -61,7 +61,7 @@ function sizes.of(name)
   local ok = #numbers == 4 or #numbers == 5
   for _, number in ipairs(numbers) do ok = ok and number > 0 end
   if not ok then
-    error(("there is no model '%s'; there are %s, and WIDTH/SEQ/LAYERS/HEADS"):format(name,
+    error(("there is no model '%s'; the models are %s and WIDTH/SEQ/LAYERS/HEADS"):format(name,
       table.concat(sizes.names(), ", ")), 0)
   end
   return size_of(name, GPT, numbers[1], numbers[2], numbers[3], numbers[4], numbers[5])

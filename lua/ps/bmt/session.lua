@@ -89,7 +89,7 @@ local function configuration(given, level, tp_size, pipe_size)
         .. "the number of stages"):format(tostring(schedule)))
     end
     if DECIDED[key] then
-      error(("bmt.init_distributed: config has %s, which is decided by %s"):format(key, DECIDED[key]))
+      error(("bmt.init_distributed: config has %s, which %s determines"):format(key, DECIDED[key]))
     end
     cfg[key] = value
   end
@@ -244,7 +244,7 @@ local TRAINED = { fp32 = true, bf16 = true, fp16 = true }
 ---@param dtype string
 ---@param call string
 function Session:ready(dtype, call)
-  if self.module then error(call .. ": the model has begun to train; make all parameters before its first call") end
+  if self.module then error(call .. ": the model has begun to train; create all parameters before its first call") end
   if not TRAINED[dtype] then error(("%s takes fp32, bf16 or fp16, not %s"):format(call, dtype)) end
   if not self.engine then self:open(dtype) end
 end
@@ -407,7 +407,7 @@ end
 ---@return any
 function session.target(module)
   if current and current.module and current.module == module then return current.engine end
-  if not nn_module.is_module(module) then error("this is a " .. type(module) .. ", no model") end
+  if not nn_module.is_module(module) then error("this is a " .. type(module) .. ", not a model") end
   return module
 end
 

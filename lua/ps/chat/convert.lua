@@ -88,7 +88,9 @@ function value_of(v, where, depth, numbers, key)
     local digits = tostring(v):match "^-?%d+"
     return math.abs(tonumber(v)) < LARGEST and tonumber(v) or values.big(digits)
   end
-  if kind ~= "table" then error(("%s: a %s; a table, text, number or boolean expected"):format(where, kind)) end
+  if kind ~= "table" then
+    error(("%s: the value is a %s; it must be a table, text, number or boolean"):format(where, kind))
+  end
   local class = getmetatable(v)
   if class == values.List or class == values.Dict or class == values.Float or class == values.Big or text.is(v) then
     return v

@@ -70,12 +70,12 @@ end
 
 -- Returns the messages for a template: without null fields, and with the reasoning under its standard name.
 local function messages_of(messages, track)
-  if getmetatable(messages) ~= values.List then error "messages: a list of messages expected" end
+  if getmetatable(messages) ~= values.List then error "messages: it must be a list of messages" end
   if #messages == 0 then error "messages: the conversation has no message" end
   local all = {}
   for i, message in ipairs(messages) do
     if getmetatable(message) ~= values.Dict then
-      error(("messages[%d]: an object with role and content expected, got %s"):format(i, values.kind(message)))
+      error(("messages[%d]: it is a %s; it must be an object with role and content"):format(i, values.kind(message)))
     end
     local reasoning
     for _, name in ipairs(REASONING) do
@@ -114,7 +114,7 @@ function chat.moment(date)
   caller.typed(date, "string", "date")
   local year, month, day = date:match "^(%d%d%d%d)-(%d%d)-(%d%d)$"
   local when = year and os.time { year = year, month = month, day = day, hour = 12 }
-  if not when or os.date("%Y-%m-%d", when) ~= date then error(("date = '%s': YYYY-MM-DD expected"):format(date)) end
+  if not when or os.date("%Y-%m-%d", when) ~= date then error(("date = '%s': it must be YYYY-MM-DD"):format(date)) end
   return when
 end
 

@@ -239,14 +239,14 @@ function batch.rows(model, given)
     if rule ~= "rows" then return end
     local n = t:dim() > 0 and t:size(0) or nil
     if not n or rows and n ~= rows then
-      caller.error(("a batch is cut along the first dimension of its tensors, but %s has shape [%s]%s; the model's "
+      caller.error(("a batch is split along the first dimension of its tensors, but %s has shape [%s]%s; the model's "
         .. "table "
         .. "split_inputs says which inputs have a row for each sample"):format(name, table.concat(t:shape(), ", "),
         rows and (", %s has %d rows"):format(of, rows) or ""))
     end
     rows, of = n, of or name
   end)
-  if not rows then caller.error "a batch without a tensor that has a row for each sample cannot be cut" end
+  if not rows then caller.error "a batch without a tensor that has a row for each sample cannot be split" end
   return rows
 end
 

@@ -151,7 +151,7 @@ local function add_ids(handle, rows, i, row, tokenizer, weight)
   local weights = row.loss_weights
   if weights == cjson.null then weights = nil end
   if weights ~= nil and #caller.list(weights, rows:place(i) .. ": loss_weights") ~= #ids then
-    error(("%s: %d loss_weights for %d input_ids: give one for each"):format(rows:place(i), #weights, #ids))
+    error(("%s: %d loss_weights for %d input_ids; give one weight per id"):format(rows:place(i), #weights, #ids))
   end
   for k, w in ipairs(weights or {}) do
     if type(w) ~= "number" or not (w >= 0 and w < math.huge) then

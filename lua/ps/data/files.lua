@@ -105,8 +105,8 @@ local function of_squad(text, path)
   local ok, all = pcall(cjson.decode, text)
   if not ok then error(("%s: not JSON: %s"):format(path, tostring(all))) end
   if type(all) ~= "table" or type(all.data) ~= "table" or not (all.data[1] or {}).paragraphs then
-    error(path .. ": a list of objects, or SQuAD's object with data and paragraphs expected; a file of one object per "
-      .. "line ends in .jsonl")
+    error(path .. ": the file must contain a list of objects, or SQuAD's object with data and paragraphs; a file of "
+      .. "one object per line ends in .jsonl")
   end
   local rows = {}
   for a, article in ipairs(all.data) do
@@ -114,7 +114,7 @@ local function of_squad(text, path)
       for q, one in ipairs(type(paragraph) == "table" and paragraph.qas or {}) do
         local where = ("%s: data[%d].paragraphs[%d].qas[%d]"):format(path, a, p, q)
         if type(one) ~= "table" or type(one.question) ~= "string" or type(paragraph.context) ~= "string" then
-          error(where .. ": a question and its paragraph's context expected")
+          error(where .. ": the row must have a question and its paragraph's context")
         end
         local texts, starts = {}, {}
         for k, answer in ipairs(type(one.answers) == "table" and one.answers or {}) do
@@ -240,7 +240,7 @@ function files.find(path)
   if mode then return { path } end
   if path:find "[*?%[]" then
     local found = glob.glob(path) or {}
-    if #found == 0 then error(path .. ": no file fits this pattern") end
+    if #found == 0 then error(path .. ": no file matches this pattern") end
     table.sort(found)
     return found
   end

@@ -308,15 +308,18 @@ function data.loader(options)
   options = caller.options(options, "ps.data.loader", LOADER)
   for _, name in ipairs(OF_TEXTS) do
     if options[name] ~= nil and not (options.texts or options.table) then
-      error(("ps.data.loader: %s is for texts: pass texts = { strings }, or table = ps.data.table(path)"):format(name))
+      error(("ps.data.loader: %s applies only to texts; pass texts = { strings }, or "
+        .. "table = ps.data.table(path)"):format(name))
     end
   end
   for _, name in ipairs(OF_TABLES) do
     if options[name] ~= nil and not options.table then
-      error(("ps.data.loader: %s is for conversations: give table = ps.data.table(path)"):format(name))
+      error(("ps.data.loader: %s applies only to conversations; pass table = ps.data.table(path)"):format(name))
     end
   end
-  if options.texts and options.table then error "ps.data.loader: texts and table: give one of the two" end
+  if options.texts and options.table then
+    error "ps.data.loader: texts and table were both given; give only one of them"
+  end
   if not (options.batch and options.seq) then error("the loader needs batch and seq") end
   for _, name in ipairs { "batch", "seq", "vocab", "ahead" } do small(options, name) end
   if options.device ~= nil then devices.open(options.device) end

@@ -143,7 +143,7 @@ local function read(self, given, tokenizer)
   local weights = given.loss_weights
   self.weights = weights and (WEIGHTS[weights] and weights or "token") or nil
   if given.table then
-    if not tables.is(given.table) then error "ps.data.loader: table is what ps.data.table gives" end
+    if not tables.is(given.table) then error "ps.data.loader: table must be a result of ps.data.table" end
     self.place = function(i) return given.table:place(i) end
     self.examples = examples.of_table(given.table, tokenizer, { train_on = given.train_on, date = given.date,
       cache = given.cache, weight_field = weights and not WEIGHTS[weights] and weights or nil })
@@ -184,7 +184,7 @@ end
 function rows.fill(self, options)
   for _, name in ipairs(OF_SHARDS) do
     if options[name] ~= nil then
-      error(("ps.data.loader: %s is for token shards, not for texts: leave one of the two out"):format(name))
+      error(("ps.data.loader: %s is for token shards, not for texts: remove one of the two"):format(name))
     end
   end
   caller.whole(options.batch, "ps.data.loader: batch", 1)
@@ -196,7 +196,8 @@ function rows.fill(self, options)
   local pads = { longest = 1, max_length = 2 }
   local to_seq = caller.one_of(options.padding or "longest", pads, "ps.data.loader: padding") == pads.max_length
   if options.packing and options.group_by_length then
-    error "ps.data.loader: packing and group_by_length: give one of the two; packed rows all have seq tokens"
+    error("ps.data.loader: packing and group_by_length were both given; give only one of them, since packed rows all "
+      .. "have seq tokens")
   end
   local mix = options.table and tables.is(options.table) and options.table:mixture()
   local own = setmetatable({ seq = options.seq, packing = options.packing or false }, Rows)

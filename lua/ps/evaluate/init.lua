@@ -112,7 +112,7 @@ function TASKS.perplexity(model, tok, rows, n, options)
   local windows, form, words, bytes = windows_of(tok, rows, n, options)
   local tokens = 0
   for _, window in ipairs(windows) do tokens = tokens + window.count end
-  if tokens == 0 then error(("%s: no token counts"):format(rows:place(1))) end
+  if tokens == 0 then error(("%s: the row has no token to evaluate"):format(rows:place(1))) end
   local group = group_of(model, options.divide)
   local next_batch, batches, counted = likelihood.batches(windows, options.batch, tok.pad_token_id or 0,
     group and group:rank() or 0, group and group:size() or 1, options.device)
@@ -243,7 +243,7 @@ local function checked(model, tok, options, call)
   local rows = options.data
   if rows == nil then error(call .. ": data is missing: a table of examples, a path, or a list of rows") end
   if not tables.is(rows) then rows = tables.open(rows) end
-  if #rows == 0 then error(call .. ": the data have no rows") end
+  if #rows == 0 then error(call .. ": the data has no rows") end
   for _, name in ipairs { "max_length", "stride", "batch", "limit", "max_new" } do
     if options[name] then caller.whole(options[name], ("%s: %s"):format(call, name), 1) end
   end

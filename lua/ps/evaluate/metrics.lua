@@ -12,7 +12,7 @@ local function checked(predictions, labels, call)
   caller.typed(predictions, "table", call .. ": the predictions")
   caller.typed(labels, "table", call .. ": the labels")
   if #predictions ~= #labels then
-    error(("%s: %d predictions for %d labels: give one for each"):format(call, #predictions, #labels))
+    error(("%s: %d predictions for %d labels; give one prediction per label"):format(call, #predictions, #labels))
   end
   if #labels == 0 then error(call .. ": there are no predictions") end
 end

@@ -42,7 +42,7 @@ end
 -- itself.
 local function gold_of(row, list, labels, place)
   local gold, name = field(row, GOLD)
-  if gold == nil then error(("%s: the right choice is missing; name it in the field '%s'"):format(place,
+  if gold == nil then error(("%s: the correct choice is missing; give it in the field '%s'"):format(place,
     table.concat(GOLD, "' or '"))) end
   for i, label in ipairs(labels or {}) do if label == gold then return i end end
   for i, choice in ipairs(list) do if choice == gold then return i end end

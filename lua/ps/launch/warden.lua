@@ -31,7 +31,7 @@ end
 --- Starts the warden. Called before the first rank is started.
 function warden.start()
   local from, why = unistd.pipe()
-  if not from then error("no pipe for the launcher's warden: " .. why, 0) end
+  if not from then error("cannot create a pipe for the launcher's warden: " .. why, 0) end
   to = why
   fcntl.fcntl(to, fcntl.F_SETFD, fcntl.FD_CLOEXEC)        -- closed in ranks
   pid, why = unistd.fork()

@@ -63,7 +63,7 @@ local function modules_to_save(model, spec)
   end
   for _, wanted in ipairs(spec.modules_to_save or {}) do
     if not seen[wanted] and not spec.from_file then
-      error(("lora: modules_to_save names %s, but no name of a module ends with that"):format(wanted))
+      error(("lora: modules_to_save has '%s', but no module's name ends with it"):format(wanted))
     end
   end
   return list
@@ -76,7 +76,7 @@ local function check_tied(model, list, spec)
   local tied = head and rawget(head, "tied")
   for _, entry in ipairs(tied and not spec.ensure_weight_tying and list or {}) do
     if entry.module == tied then
-      error(("lora: modules_to_save names %s, whose weight is also the head's; set ensure_weight_tying = true to train "
+      error(("lora: modules_to_save has '%s', whose weight is also the head's; set ensure_weight_tying = true to train "
         .. "both, or make the model with tie_word_embeddings = false"):format(entry.name))
     end
   end
@@ -259,7 +259,7 @@ local methods = Adapters.methods
 function methods.set_adapter(self, name)
   local adapters = own(self, "set_adapter")
   if not adapters.specs[name] then
-    error(("set_adapter: the model has no adapter '%s' (there are %s)"):format(tostring(name),
+    error(("set_adapter: the model has no adapter '%s' (its adapters are %s)"):format(tostring(name),
       table.concat(caller.sorted_names(adapters.specs), ", ")))
   end
   if adapters.merged and adapters.merged ~= name then
@@ -305,8 +305,8 @@ function methods.merge_adapter(self)
   if adapters.merged then return self end
   local tied = adapters:tied_table()
   if tied then
-    error(("merge_adapter: %s has an adapter, and its weight is also the head's, which the merge would change; "
-      .. "tools/merge_adapter.lua writes a folder whose head has a weight of its own"):format(tied))
+    error(("merge_adapter: %s has an adapter, and its weight is also the head's, which the merge would also change; "
+      .. "tools/merge_adapter.lua writes a folder whose head has a separate weight"):format(tied))
   end
   for _, entry in ipairs(adapters.layers) do layers.merge(entry.module) end
   adapters.merged = adapters.active

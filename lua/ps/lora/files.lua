@@ -129,7 +129,7 @@ local function plan(model, adapters, name, file, path)
   if #wrong > 0 then error(("%s: %s; it was made for another base model"):format(who, some(wrong)), 0) end
   if #missing > 0 then error(("%s: the file lacks %d tensors: %s"):format(who, #missing, some(missing)), 0) end
   if #unknown > 0 then
-    error(("%s: the model has no place for %d tensors of the file: %s"):format(who, #unknown, some(unknown)), 0)
+    error(("%s: the model has no parameters for %d tensors of the file: %s"):format(who, #unknown, some(unknown)), 0)
   end
   return list
 end
@@ -359,7 +359,7 @@ local function merging(adapters, model, call)
   local tied = adapters:tied_table()
   if tied then
     error(("%s: %s has an adapter, and its weight is also the head's; tools/merge_adapter.lua writes a "
-      .. "folder whose head has a weight of its own"):format(call, tied))
+      .. "folder whose head has a separate weight"):format(call, tied))
   end
   local layer_of, values = {}, {}
   for _, entry in ipairs(adapters.layers) do layer_of[entry.name .. ".weight"] = entry.module end

@@ -27,7 +27,7 @@ local function refuse(key, value, why) settings.refuse("a GGUF adapter", key, va
 local function arch_of(model)
   local model_type = model.family and model.family.model_type
   local name, arch = names.of_model_type(model_type)
-  if not arch then refuse("model_type", model_type or model.class_name, "there is no architecture of GGUF for it") end
+  if not arch then refuse("model_type", model_type or model.class_name, "GGUF has no architecture for it") end
   return arch, name
 end
 
@@ -37,7 +37,7 @@ local function check_spec(adapters, spec)
   if spec.use_dora then refuse("use_dora", "true", "llama.cpp has no DoRA; write the merged model instead") end
   if spec.bias ~= "none" then refuse("bias", spec.bias, "llama.cpp has no trained biases; write the merged model") end
   for _, entry in ipairs(adapters.saved) do
-    refuse("modules_to_save", entry.name, "llama.cpp has no modules that are trained as a whole; write the merged "
+    refuse("modules_to_save", entry.name, "llama.cpp has no modules that are trained in full; write the merged "
       .. "model")
   end
 end

@@ -137,7 +137,7 @@ local function check_whole(model, state, base)
     end
     if not state:has(name) and not spare then error(("%s has no tensor '%s'"):format(base, name), 0) end
     if state:has(name) and not rectangles.same(state:shape(name), tensor:shape()) then
-      error(("%s: tensor '%s' has shape [%s], but its settings say [%s]"):format(base, name,
+      error(("%s: tensor '%s' has shape [%s], but its settings require [%s]"):format(base, name,
         rectangles.text(state:shape(name)), rectangles.text(tensor:shape())), 0)
     end
   end

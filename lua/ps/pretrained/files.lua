@@ -122,7 +122,7 @@ function Files:state(own_name)
   local function take(file, name)
     local own = own_name(name)
     if own and home[own] then
-      error(("tensor '%s' is in %s and in %s"):format(own, home[own][1].path, file.path), 0)
+      error(("tensor '%s' is in both %s and %s; remove one of them"):format(own, home[own][1].path, file.path), 0)
     end
     if own then home[own] = { file, name } end
   end

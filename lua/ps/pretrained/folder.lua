@@ -40,7 +40,7 @@ end
 function folder.read_json(path)
   local ok, value = pcall(json.decode, without_bom(read(path)))
   if not ok or type(value) ~= "table" then
-    error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
+    error(("%s: %s"):format(path, ok and "it does not contain a JSON object" or tostring(value)))
   end
   return value
 end
@@ -221,7 +221,7 @@ function folder.stages(path)
   local placement = folder.placement(path)
   if tp_size > 1 and not (placement and next(placement.pieces)) then
     error(("%s/pytorch_model_tp_%d_pp_0.bin has parts of layers (tensor parallelism), but without "
-      .. "a placement.json from save_parallelized it is unknown how they were cut"):format(path, tp_size - 1))
+      .. "a placement.json from save_parallelized the way they were split is unknown"):format(path, tp_size - 1))
   end
   local list = {}
   for pp = 0, pp_size - 1 do

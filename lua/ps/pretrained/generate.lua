@@ -119,7 +119,7 @@ local function count(model, n, options, file, prompts)
   for _, prompt in ipairs(prompts) do longest = math.max(longest, #prompt) end
   for _, key in ipairs { "max_new_tokens", "max_length" } do
     if n ~= nil and options[key] ~= nil then
-      error(("generate: the call asks for %s tokens, and %s = %s: pass one of the two"):format(tostring(n), key,
+      error(("generate: the call requests %s tokens, but %s = %s; pass only one of the two"):format(tostring(n), key,
         tostring(options[key])))
     end
   end

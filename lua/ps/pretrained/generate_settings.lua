@@ -80,7 +80,7 @@ local function ends(value, vocabulary)
   for _, id in ipairs(type(value) == "table" and value or { value }) do
     caller.whole(id, "generate: eos_token_id", 0)
     if id >= vocabulary then
-      error(("generate: eos_token_id is %d, but the model has %d words"):format(id, vocabulary))
+      error(("generate: eos_token_id is %d, but the vocabulary has %d tokens"):format(id, vocabulary))
     end
     if not set[id] then set[id], count = true, count + 1 end
   end

@@ -105,7 +105,7 @@ local function rotary(file, name, fields, D)
   end
   if not kind or kind == "none" then return nil end
   if kind ~= "linear" and kind ~= "yarn" then
-    refuse(file, name .. ".rope.scaling.type", kind, "there are linear, none and yarn")
+    refuse(file, name .. ".rope.scaling.type", kind, "only linear, none and yarn are supported")
   end
   factor = gguf.shortest(factor or 1)
   if kind == "linear" then return { rope_type = "linear", factor = factor } end

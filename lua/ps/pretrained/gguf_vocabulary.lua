@@ -30,7 +30,7 @@ local function object(path)
   local text = read(path)
   if not text then return nil end
   local ok, value = pcall(json.decode, text)
-  if not ok or type(value) ~= "table" then error(("%s: it holds no JSON object"):format(path)) end
+  if not ok or type(value) ~= "table" then error(("%s: it does not contain a JSON object"):format(path)) end
   return value
 end
 
@@ -74,8 +74,8 @@ local function rule_of(path, all)
     for i, one in ipairs(pre) do same = same and one == list[i] end
     if same then return name end
   end
-  return settings.refuse(path, "pre_tokenizer", json.encode(all.pre_tokenizer), "llama.cpp has no rule that cuts texts "
-    .. "in this way; pass its name for it as the option pre, if it has one")
+  return settings.refuse(path, "pre_tokenizer", json.encode(all.pre_tokenizer), "llama.cpp has no rule that splits "
+    .. "texts in this way; pass the name of a matching rule as the option pre, if there is one")
 end
 
 -- Returns a tokenizer.json's tokens by id, their types and their count.

@@ -89,7 +89,7 @@ function pretrained.family(family)
   function family.new(preset, options)
     local base = type(preset) == "table" and preset or family.presets[preset]
     if not base then
-      error(("%s: there is no preset '%s' (there are %s)"):format(who, tostring(preset),
+      error(("%s: there is no preset '%s' (the presets are %s)"):format(who, tostring(preset),
         table.concat(sorted(family.presets), ", ")))
     end
     local config = {}
@@ -156,7 +156,7 @@ function pretrained.class_of(family, task, architectures, where)
     settings.refuse(where, "architectures", named or architectures, "it is a list of names of classes")
   end
   local name = named or family.default
-  if not name then error(("%s has no architectures; choose a task (there are %s)"):format(where,
+  if not name then error(("%s has no architectures; choose a task (%s)"):format(where,
     table.concat(sorted(family.tasks), ", "))) end
   if not family.classes[name] then
     settings.refuse(where, "architectures", name, ("there are %s; task chooses one (%s)"):format(

@@ -134,7 +134,7 @@ local function check_values(self, given)
   -- a negative pad_token_id is a row counted from the end, not an id
   local pad, V = given.pad_token_id, given.vocab_size
   if pad and not rules.any_pad and not (pad >= -V and pad < V) then
-    wrong(self, "pad_token_id", pad, "the vocabulary has %d words", V)
+    wrong(self, "pad_token_id", pad, "the vocabulary has %d tokens", V)
   end
 end
 
@@ -194,7 +194,7 @@ local function count_labels(self, given)
     wrong(self, "num_labels", given.num_labels, "id2label has %d", count(map))
   end
   if given.problem_type == "single_label_classification" and given.num_labels == 1 then
-    wrong(self, "problem_type", given.problem_type, "num_labels is 1, so there is nothing to choose from; one number "
+    wrong(self, "problem_type", given.problem_type, "num_labels is 1, so there is only one class; one number "
       .. "is regression")
   end
 end

@@ -126,7 +126,7 @@ function request.prompts(prompt, tok, words)
     if type(one) == "string" then one = tok:encode(one)
     elseif not is_ids(one) then bad("prompt", "must be a string, a list of ids, or a list of these") end
     for _, id in ipairs(one) do
-      if id >= words then bad("prompt", ("has the id %d, but the model has %d words"):format(id, words)) end
+      if id >= words then bad("prompt", ("has the id %d, but the vocabulary has %d tokens"):format(id, words)) end
     end
     if #one == 0 then bad("prompt", "is empty; it must have at least one token") end
     prompts[i] = one

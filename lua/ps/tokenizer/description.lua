@@ -111,7 +111,9 @@ SPLITS = {
     if not is_null(pattern.Regex) then
       return description.split(t, "pre_tokenizer.pattern.Regex", pattern.Regex, "onig")
     end
-    if is_null(pattern.String) then refuse(t.path, "pre_tokenizer.pattern", pattern, "a Regex or a String expected") end
+    if is_null(pattern.String) then
+      refuse(t.path, "pre_tokenizer.pattern", pattern, "it must be a Regex or a String")
+    end
     description.split(t, "pre_tokenizer.pattern.String",
       "\\Q" .. pattern.String:gsub("\\E", "\\E\\\\E\\Q") .. "\\E")
   end,
@@ -130,7 +132,7 @@ SPLITS = {
       -- of BERT and others are not split further.
       if one.type == "Sequence" or before and (one.type ~= "Split" and one.type ~= "ByteLevel" or before == "ByteLevel")
         or i < #node.pretokenizers and one.type == "BertPreTokenizer" then
-        refuse(t.path, name, one.type, "in this place it is not supported")
+        refuse(t.path, name, one.type, "it is not supported at this position")
       end
       SPLITS[one.type](t, one)
     end
@@ -158,7 +160,7 @@ SPLITS = {
 -- Checks that a value, such as an id or a token type, is a whole number of at least 0.
 local function whole_number(t, field, value)
   if type(value) ~= "number" or value < 0 or value >= 2 ^ 31 or value % 1 ~= 0 then
-    refuse(t.path, field, value, "a whole number from 0 on expected")
+    refuse(t.path, field, value, "it must be a whole number of at least 0")
   end
   return value
 end
@@ -175,11 +177,11 @@ local function template(t, list, where)
     local special, sequence, node
     if type(piece) == "table" then special, sequence = piece.SpecialToken, piece.Sequence end
     node = special or sequence
-    if type(node) ~= "table" then refuse(t.path, where, piece, "a SpecialToken or a Sequence expected") end
+    if type(node) ~= "table" then refuse(t.path, where, piece, "it must be a SpecialToken or a Sequence") end
     local kind = is_null(node.type_id) and 0 or whole_number(t, where .. ".type_id", node.type_id)
     if special then
       local ids = t.template_tokens[special.id]
-      if not ids then refuse(t.path, where, special.id, "special_tokens does not have this one") end
+      if not ids then refuse(t.path, where, special.id, "special_tokens does not have this token") end
       for _, id in ipairs(ids) do out[#out + 1] = { id = id, kind = kind } end
     else
       out[#out + 1] = { text = sequence.id == "B" and 2 or 1, kind = kind }
@@ -263,7 +265,8 @@ local DECODERS = {
     end
     local list = table.concat(kinds, " ")
     if t.byte_level or list ~= "Replace ByteFallback Fuse" and list ~= "Replace ByteFallback Fuse Strip" then
-      refuse(t.path, "decoder.decoders", list, "supported are Replace, ByteFallback, Fuse, Strip in this order")
+      refuse(t.path, "decoder.decoders", list,
+        "only Replace, ByteFallback, Fuse and Strip, in this order, are supported")
     end
     t.decodes = true
   end,
@@ -329,7 +332,7 @@ function description.apply(t, all)
   local kind = all.model.type
   for _, name in ipairs { "byte_fallback", "fuse_unk" } do
     if t.byte_level and all.model[name] == true then
-      refuse(t.path, "model." .. name, true, "with ByteLevel this is not supported")
+      refuse(t.path, "model." .. name, true, "it is not supported with ByteLevel")
     end
   end
   if kind == "BPE" and t.metaspace and t.byte_level then
@@ -339,7 +342,7 @@ function description.apply(t, all)
     refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "WordPiece is supported only with BertPreTokenizer")
   end
   if kind == "BPE" and t.bert_words then
-    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "with BPE BertPreTokenizer is not supported")
+    refuse(t.path, "pre_tokenizer", all.pre_tokenizer, "BertPreTokenizer is not supported with BPE")
   end
   local normalizer = not is_null(all.normalizer) and all.normalizer.type
   if normalizer and (normalizer == "BertNormalizer") ~= (kind == "WordPiece") then

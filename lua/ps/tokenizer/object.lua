@@ -15,7 +15,7 @@ local object = {}
 function object.decode(text, path)
   local ok, value = pcall(json.decode, text)
   if not ok or type(value) ~= "table" then
-    error(("%s: %s"):format(path, ok and "it holds no JSON object" or tostring(value)))
+    error(("%s: %s"):format(path, ok and "it does not contain a JSON object" or tostring(value)))
   end
   return value
 end
@@ -63,7 +63,7 @@ end
 ---@return table
 function object.listed(path, field, value, may_lack)
   if may_lack and object.is_null(value) then return {} end
-  if type(value) ~= "table" then object.refuse(path, field, value, "a list or an object expected") end
+  if type(value) ~= "table" then object.refuse(path, field, value, "it must be a list or an object") end
   return value
 end
 
@@ -74,7 +74,7 @@ end
 ---@param node any
 ---@param known table<string, string|any[]>
 function object.fields(path, where, node, known)
-  if type(node) ~= "table" then object.refuse(path, where, node, "an object expected") end
+  if type(node) ~= "table" then object.refuse(path, where, node, "it must be an object") end
   for name, value in pairs(node) do
     local want = known[name]
     local field = where .. "." .. tostring(name)

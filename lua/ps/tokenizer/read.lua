@@ -48,7 +48,7 @@ local function settings_of(folder)
     if is_null(config[key]) then config[key] = map[key] end
     local content = content_of(config[key])
     if content ~= nil and type(content) ~= "string" then
-      refuse(folder .. "/tokenizer_config.json", key, config[key], "a token expected")
+      refuse(folder .. "/tokenizer_config.json", key, config[key], "it must be a token")
     end
   end
   local added = {}
@@ -73,7 +73,7 @@ end
 local function class_of(folder, config, has_words)
   local name = config.tokenizer_class
   if not is_null(name) and type(name) ~= "string" then
-    refuse(folder .. "/tokenizer_config.json", "tokenizer_class", name, "a name expected")
+    refuse(folder .. "/tokenizer_config.json", "tokenizer_class", name, "it must be a name")
   end
   if is_null(name) then
     local model = object.of_file(folder .. "/config.json") or {}
@@ -164,7 +164,7 @@ local function add_more(t, path, config, added)
     for _, name in ipairs(names) do list[#list + 1] = more[name] end
     for _, one in ipairs(list) do
       local content, node = content_of(one)
-      if type(content) ~= "string" then refuse(path, key, more, "a list of tokens expected") end
+      if type(content) ~= "string" then refuse(path, key, more, "it must be a list of tokens") end
       local id = C.ps_tok_find(t.handle, content, #content)
       if id < 0 then id = tonumber(C.ps_tok_count(t.handle)) end
       local known = t.added[id]
@@ -219,7 +219,7 @@ local function from_json(t, path, config, defaults, class, added)
   local model = type(all.model) == "table" and all.model or {}
   local kind = model.type
   if kind == nil and model.merges ~= nil then kind, model.type = "BPE", "BPE" end
-  if not description.has_model(kind) then refuse(path, "model.type", kind, "supported are BPE and WordPiece") end
+  if not description.has_model(kind) then refuse(path, "model.type", kind, "only BPE and WordPiece are supported") end
   if kind == "WordPiece" then all = load("wordpiece") end
   if class then classes.apply(all, class, config) end
   local options = description.apply(t, all)
@@ -301,7 +301,7 @@ local function fill(t, given)
   for i, token in ipairs(given.tokens) do check(C.ps_tok_token(t.handle, token, #token, i - 1)) end
   for i, merge in ipairs(given.merges or {}) do
     local at = merge:find(" ", 2, true)
-    if not at then refuse(t.path, ("tokenizer.ggml.merges[%d]"):format(i - 1), merge, "two tokens expected") end
+    if not at then refuse(t.path, ("tokenizer.ggml.merges[%d]"):format(i - 1), merge, "it must have two tokens") end
     local left, right = merge:sub(1, at - 1), merge:sub(at + 1)
     check(C.ps_tok_merge(t.handle, left, #left, right, #right))
   end

@@ -52,7 +52,7 @@ end
 local function loops(model, own)
   local engine = handle.of(model)
   if engine and engine.driver.in_loops and own then
-    error("ps.train: the model is cut into stages, and the last stage computes the loss: pass your own loss to "
+    error("ps.train: the model is split into stages, and the last stage computes the loss: pass your own loss to "
       .. "ps.initialize { loss = function(out, batch) ... end }")
   end
   return engine and engine.adds_up and not own
