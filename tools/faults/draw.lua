@@ -28,8 +28,8 @@ local draw = {}
 ---@field new ps.faults.Calls     of a life that begins without a checkpoint
 ---@field saved ps.faults.Calls   of one that continues from one
 
--- Lehmer's generator with Park and Miller's later multiplier: small, and no other code shares its state. Seeds that
--- follow each other begin at states that have nothing in common.
+-- Returns Lehmer's generator with Park and Miller's later multiplier. It is small, and no other code shares its state.
+-- Successive seeds begin at unrelated states.
 local function random(text)
   local state = tonumber(C.ps_xxh3(text, #text) % 2147483646) + 1
   local function next_number()

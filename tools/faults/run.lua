@@ -103,7 +103,7 @@ local function stop_seconds(spec, rank)
   return seconds
 end
 
--- Takes note of what happened to a process since the last look.
+-- Records what happened to a process since the last call.
 local function look(process, spec)
   local pid, how, number = wait.wait(process.pid, wait.WNOHANG + wait.WUNTRACED)
   if not pid or pid == 0 then
@@ -203,7 +203,7 @@ function run.calls(folder)
   return all
 end
 
---- Makes the folder of a job and its settings. Folders are siblings of their logs, so that faults do not hit these.
+--- Creates the folder of a job and its settings. The logs are next to the folder, so that faults do not affect them.
 ---@param spec table
 function run.prepare(spec)
   run.clean(spec.folder)
