@@ -177,6 +177,7 @@ typedef int (*ps_lender)(void *from, int64_t at, int64_t nbytes, ps_loan *out);
  * part of another, or not in plain host memory, or its elements would not be at multiples of their size. PS_ESTATE: it
  * is in use. Errors of the lender. */
 int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64_t nbytes);
+int ps_tensor_is_lent(const ps_tensor *t);    /* 1: its bytes are those of ps_tensor_borrow's lender */
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes);
 /* Like ps_tensor_read, for contents that are written to a file: after ps_machine_pretend, a tensor without values
  * yields zeros. Errors of ps_tensor_read. */

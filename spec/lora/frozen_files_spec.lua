@@ -126,9 +126,11 @@ describe("a frozen base in an engine with a disk tier", function()
       ps.init_distributed { quiet = true, seed = 7 }
       local x = ps.randint(3, 60, { 2, 9 }, { dtype = "int32" }):keep()
       local config = { plan_print = false, chunk_size = 2 ^ 18, train_micro_batch_size_per_gpu = 2,
-        memory = { host = 40 * 2 ^ 20, disk = { path = "%s", limit = 64 * 2 ^ 20 } },
+        memory = { host = (arg[2] == "map" and (arg[1] == "tensor" and 11 or 14) or 40) * 2 ^ 20,
+          disk = { path = "%s", limit = (arg[2] == "map" and (arg[1] == "tensor" and 6 or 4) or 64) * 2 ^ 20 } },
         optimizer = { type = "AdamW", params = { lr = 1e-2 } } }
       if arg[1] == "pipeline" then config.pipeline = { stages = 2 }
+      elseif arg[1] == "tensor" then config.tensor_parallel = { size = 2 }
       else config.zero_optimization = { stage = tonumber(arg[1]) } end
       local model, optimizer = ps.initialize { quiet = true, config = config, model_func = function()
         return ps.lora.wrap(ps.from_pretrained("%s", { quiet = true, mmap = arg[2] == "map" and "auto" or nil }),
@@ -141,10 +143,13 @@ describe("a frozen base in an engine with a disk tier", function()
         end
         optimizer:step()
       end
+      for _, row in ipairs(require("ps.memory.chunks").tiers()) do
+        assert(arg[2] ~= "map" or row.bytes_down == 0 and (row.name ~= "disk" or row.bytes_up > 2 * 4 * 2 ^ 20))
+      end
       model:close()
     ]]):format(folder, base)
     check.write(folder .. "/ranks.lua", script)
-    for _, how in ipairs { "0", "3", "pipeline" } do
+    for _, how in ipairs { "0", "3", "pipeline", "tensor" } do
       local function run(map)
         local out, code = check.shell(("OMP_NUM_THREADS=1 '%s' '%s/tools/launch.lua' --nproc-per-node 2 "
           .. "'%s/ranks.lua' %s %s"):format(paths.exe, paths.root, folder, how, map))

@@ -586,6 +586,8 @@ int ps_tensor_borrow(ps_tensor *t, ps_lender lend, void *from, int64_t at, int64
     return rc;
 }
 
+int ps_tensor_is_lent(const ps_tensor *t) { return t && t->storage && ps_storage_is_lent(t->storage); }
+
 int ps_tensor_read(const ps_tensor *t, void *dst, int64_t nbytes)
 {
     PS_TRY(check_whole(t, nbytes, "reading"));

@@ -644,7 +644,7 @@ static int read_along(ps_storage *s)
     return 0;
 }
 
-int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t number, int64_t offset, const char *name)
+int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t number, int64_t offset, const char *name, bool stays)
 {
     PS_TRY(check_place(sh, number, offset, s->nbytes));
     if (s->pins > 0 || !s->block)
@@ -653,7 +653,7 @@ int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t number, int64_t offset, 
     lent *l = lent_new(sh, number, offset);
     ps_storage *inner = l && chunk >= 0 ? ps_alloc0(sizeof *inner) : NULL;
     int rc = !l || (chunk >= 0 && !inner) ? ps_fail_nomem(sizeof *inner) : 0;
-    if (rc == 0) rc = chunk >= 0 ? ps_chunk_adopt(sh->chunks, s, chunk, offset, name, false) : read_along(s);
+    if (rc == 0) rc = chunk >= 0 ? ps_chunk_adopt(sh->chunks, s, chunk, offset, name, stays) : read_along(s);
     if (rc < 0) {
         ps_free(inner);
         ps_free(l);

@@ -37,8 +37,9 @@ int ps_shard_part(ps_shard *sh, const ps_part_config *config, int32_t *part);
 /* Frees a part that has no storages, because every rank keeps the chunk. The caller frees the chunk afterwards. A part
  * with storages is freed with the last of them. */
 int ps_shard_part_drop(ps_shard *sh, int32_t part);
-/* Moves a storage, with its bytes, into the part at `offset`, from wherever it lies. */
-int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name);
+/* Moves a storage, with its bytes, into the part at `offset`, from wherever it lies. stays: as in ps_chunk_adopt, on
+ * the rank that owns the part. */
+int ps_shard_adopt(ps_shard *sh, ps_storage *s, int32_t part, int64_t offset, const char *name, bool stays);
 /* Makes a storage in a part, with zeros at its owner. */
 int ps_shard_storage_new(ps_shard *sh, int32_t part, int64_t offset, int64_t nbytes, const char *name,
                          ps_storage **out);

@@ -101,7 +101,7 @@ int ps_engine_part_adopt(ps_ctx *ctx, ps_tensor *t, int32_t part, int64_t offset
     engine_base base;
     PS_TRY(zero_get(ctx, &base));
     PS_TRY(engine_check_whole(t));
-    PS_TRY(ps_shard_adopt(shard_of(base.zero), t->storage, part, offset, name));
+    PS_TRY(ps_shard_adopt(shard_of(base.zero), t->storage, part, offset, name, !(t->flags & PS_T_REQUIRES_GRAD)));
     ps_scope_adopt(ctx, t->storage);
     ps_scope_uncount(t->storage);
     return 0;

@@ -220,6 +220,20 @@ function File:read_into(name, tensor)
   end
 end
 
+-- Lets a tensor use the file's bytes of whole rows from `first` on. Returns false if it must be read instead.
+local function borrow_rows(self, entry, tensor, first)
+  local row = entry.nbytes / math.max(1, tonumber(entry.shape[0]))
+  local rc = C.ps_tensor_borrow(tensor, C.ps_st_lend, self.st, entry.at + first * row, tensor:nbytes())
+  if rc ~= C.PS_EUNSUP then check(rc) end
+  return rc ~= C.PS_EUNSUP
+end
+
+-- Returns whether a rectangle consists of whole rows, so that its bytes are one range of the file.
+local function whole_rows(full, shape)
+  for d = 2, #full do if full[d] ~= shape[d] then return false end end
+  return #full > 0
+end
+
 --- Reads a rectangle of `name` into a tensor of its shape, and converts the type if it differs. Only the rectangle is
 --- read. If the file has checksums, all of `name` is read once to compare them.
 ---@param name string
@@ -238,6 +252,10 @@ function File:read_part(name, tensor, offset)
     return self:read_into(name, tensor)
   end
   if self.compares then self:verify(name) end
+  if self.mmap and dtype == tensor:dtype() and C.ps_tensor_is_contiguous(tensor) ~= 0
+    and whole_rows(self:shape(name), shape) and borrow_rows(self, entry, tensor, offset[1]) then
+    return tensor
+  end
   local from, size = ffi.new("int64_t[8]", offset), ffi.new("int64_t[8]", shape)
   pieces.convert(tensor, dtype, function(buffer, first, n)
     check(C.ps_st_copy(self.st, i, from, size, first, buffer, n))

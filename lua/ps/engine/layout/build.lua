@@ -108,6 +108,7 @@ end
 function build.to_chunk(tensor, shards)
   local nbytes = tonumber(C.ps_tensor_nbytes(tensor))
   if nbytes == 0 or tensor.device_ == META or C.ps_engine_holds(native.ctx, tensor) ~= 0 then return end
+  if C.ps_tensor_is_lent(tensor) ~= 0 then return end      -- its bytes are in a file, also on all other ranks
   local whole = math.ceil(nbytes / PAGE) * PAGE
   local function chunk() return new_chunk("param", -1, 0, tensor:dtype(), whole) end
   if not (shards and shards:parameters()) then
@@ -394,7 +395,8 @@ function build.place(module, options)
     check_parameter(entry, options.device)
     entry.dtype, entry.trains = target_dtype(entry, options.precision), entry.tensor:needs_grad()
     entry_sizes[i] = { numel = entry.tensor:numel(), dtype = entry.dtype, trains = entry.trains, name = entry.name,
-      vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil }
+      vstage = entry.vstage, apart = options.lookups and embed.is_table(entry) or nil,
+      lent = not entry.trains and C.ps_tensor_is_lent(entry.tensor) ~= 0 or nil }
     shapes[i] = entry.tensor:shape()
     if entry.trains then
       options.check_parameter(entry.name, entry.tensor)

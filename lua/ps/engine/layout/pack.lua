@@ -3,14 +3,15 @@
 -- not know the engine, a device or a model, and equal arguments give equal results.
 --
 -- Packing. Tensors come in the order of use. They are grouped by dtype, by whether they train, by their optimizer's
--- states, by virtual stage, and by whether they stay on the rank once they are gathered. Each group has its chunks,
--- and one layout serves all its kinds (parameter, master, averages). A tensor goes into the newest chunk of its group
--- if it fits there, else into a new one. No tensor is put far from its neighbours, because a chunk that is fetched for
--- one tensor should bring the tensors that are used next. A tensor larger than a chunk gets its own chunk, and the
--- open chunk takes further tensors, so that the small tensors between large matrices share a chunk. Any chunk size
--- therefore works. Offsets are multiples of 128 elements (256 bytes of bf16). A chunk ends after its last tensor,
--- rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O). With `uniform`, only the last chunk of a
--- group is shortened like this, and a tensor may also fill a gap in one of the `lookback` chunks before the newest.
+-- states, by virtual stage, by whether they stay on the rank once they are gathered, and by whether their bytes are in
+-- a file of the user. Each group has its chunks, and one layout serves all its kinds (parameter, master, averages). A
+-- tensor goes into the newest chunk of its group if it fits there, else into a new one. No tensor is put far from its
+-- neighbours, because a chunk that is fetched for one tensor should bring the tensors that are used next. A tensor
+-- larger than a chunk gets its own chunk, and the open chunk takes further tensors, so that the small tensors between
+-- large matrices share a chunk. Any chunk size therefore works. Offsets are multiples of 128 elements (256 bytes of
+-- bf16). A chunk ends after its last tensor, rounded up to 2048 elements (4096 bytes of bf16, the unit of direct I/O).
+-- With `uniform`, only the last chunk of a group is shortened like this, and a tensor may also fill a gap in one of the
+-- `lookback` chunks before the newest.
 --
 -- Searching. PatrickStar rebuilds the whole model for each of eight fixed sizes and lets a person pick; ColossalAI
 -- steps through sizes from the largest tensor up and takes the least unused tail, in chunks of one size. Here the last
@@ -57,6 +58,7 @@ local TRAINED = { bf16 = 14, fp16 = 14, fp32 = 16 }
 ---  have the same states
 ---@field bytes? number bytes per element in all kinds of chunks, if it trains
 ---@field apart? boolean true if it shares chunks only with other tensors that are `apart`
+---@field lent? boolean true if its bytes are in a file; it shares chunks only with other tensors that are `lent`
 ---@field vstage? integer index of its virtual stage among those of this process (default 0)
 ---@field stays? boolean whether it stays on this rank from its first gather to the end of the step (default: the
 ---  configuration's setting)
@@ -145,8 +147,8 @@ local function pack(entries, chunk_size, uniform, lookback)
   end
   for i, entry in ipairs(entries) do
     local vstage = entry.vstage or 0
-    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "") .. tostring(entry.stays)
-      .. vstage .. " " .. state_names(entry)
+    local key = entry.dtype .. (entry.trains and "+" or "-") .. (entry.apart and "@" or "")
+      .. (entry.lent and "~" or "") .. tostring(entry.stays) .. vstage .. " " .. state_names(entry)
     if not groups[key] then
       groups[key] = #made.groups + 1
       made.groups[groups[key]] = { dtype = entry.dtype, trains = entry.trains, vstage = vstage, stays = entry.stays,
