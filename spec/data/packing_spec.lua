@@ -199,6 +199,7 @@ describe("packing", function()
       fails(function() loader(case[1], more):load_state_dict(state) end, "the saved loader has " .. case[3])
     end
     loader(rows_of(30, lengths), { packing = true, batch = 5 }):load_state_dict(state)
+    fails(function() loader(rows_of(30, lengths)):seek { epoch = 0, window = 5, row = 0 } end, "there is no window 5")
   end)
 
   it("has the same losses and gradients as its examples one by one", function()

@@ -126,6 +126,18 @@ describe("a table of examples", function()
     assert.truthy(check.run("", script:format(path)):find("skipped 2 of 3 rows", 1, true))
   end)
 
+  it("refuses rows of a file that was written to", function()
+    local path = folder .. "/written.jsonl"
+    check.write(path, '{"text": "a"}\n')
+    local rows = ps.data.table(path)
+    assert.equal("a", rows[1].text)
+    check.write(path, '{"text": "b"}\n{"text": "c"}\n')
+    fails(function() return rows[1] end, path, "was written to while it is open as a table")
+    check.write(path, "")
+    fails(function() return rows[1] end, path, "truncated")
+    os.remove(path)
+  end)
+
   it("leaves out lines of spaces", function()
     local rows = ps.data.table(file("a.jsonl", '  \n{"n": 1}\n \t\r\n{"n": 2}\n  '))
     assert.same({ 1, 2 }, numbers(rows))

@@ -69,6 +69,14 @@ static int64_t text_begin(const ps_lines *l)
     return memcmp(bom, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;
 }
 
+static int unchanged(const ps_lines *l)
+{
+    PS_TRY(ps_map_check(&l->map));
+    if (ps_map_unchanged(&l->map) >= 0) return 0;
+    return ps_fail(PS_EIO, "%s was written to while it is open as a table: open it again, and replace such a file "
+                   "instead of writing to it", l->map.path);
+}
+
 static int scan(ps_lines *l)
 {
     char *block = ps_alloc(BLOCK);
@@ -139,7 +147,7 @@ int ps_lines_open(const char *path, const char *index, ps_lines **out)
     int rc = ps_map_open(&l->map, path);
     if (rc >= 0) rc = index[0] ? read_marks(l, index) : 0;
     if (rc == 0) rc = scan(l);
-    if (rc >= 0) rc = ps_map_unchanged(&l->map);
+    if (rc >= 0) rc = unchanged(l);
     if (rc < 0) ps_lines_close(l);
     else *out = l;
     return rc < 0 ? rc : 0;
@@ -186,7 +194,7 @@ int ps_lines_read(ps_lines *l, int64_t i, const char **text, int64_t *nbytes, in
     if (i < 0 || i >= l->count)
         return ps_fail(PS_ERANGE, "%s: there is no row %lld; the file has %lld", l->map.path, (long long)i,
                        (long long)l->count);
-    PS_TRY(ps_map_unchanged(&l->map));
+    PS_TRY(unchanged(l));
     mark from = l->marks[i / EACH];
     int64_t wanted = i % EACH, at = from.at, line = from.number;
     int64_t held = 0, begin = 0;                    /* number of bytes in l->row, from `at` on; the place where the

@@ -342,7 +342,9 @@ int ps_rows_window(const ps_rows *r, int64_t row, int64_t *window, int64_t *with
 
 int64_t ps_rows_first(const ps_rows *r, int64_t window)
 {
-    if (!r || window < 0 || window > r->n_windows) return ps_fail(PS_ERANGE, "window %lld", (long long)window);
+    if (!r || window < 0 || window > r->n_windows)
+        return ps_fail(PS_ERANGE, "there is no window %lld of the rows of a loader; there are %lld", (long long)window,
+                       r ? (long long)r->n_windows : 0LL);
     return r->windows[window];
 }
 
