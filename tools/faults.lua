@@ -32,6 +32,7 @@ whole(parser:option("--ranks", "a job has at most this number of ranks", "2"), 1
 whole(parser:option("--steps", "steps of a job", "6"), 1, 100)
 whole(parser:option("--jobs", "jobs that run at once", "1"), 1, 64)
 number(parser:option("--hours", "go on with the seeds after B until this number of hours is over"), 0, 1e6)
+number(parser:option("--patience", "timeouts are longer by this factor, for a machine with other work", "1"), 1, 1000)
 parser:option("--plan", "with --replay: these events instead of the drawn ones, each LIFE/RANK:DOOR@NTH=ACTION")
 parser:option("--stop-at", "end after this number of WRONG seeds"):convert(tonumber)
 parser:flag("--keep", "keep the folders of jobs that are WRONG")
@@ -48,7 +49,7 @@ end
 
 local exe, no_program = run.program()
 if not exe then fail("%s", no_program) end
-local trials = trial.new(exe)
+local trials = trial.new(exe, options.patience)
 
 -- -- output ---------------------------------------------------------------------------------------------------------
 local counts = { golden = 0, named = 0, WRONG = 0, faults = 0 }

@@ -24,7 +24,7 @@ end
 describe("faults by seeds", function()
   it("end golden or named", function()
     if missing then return pending(missing) end
-    local text, code = faults(("--jobs 3 --plans '%s' --seeds %s"):format(FOUND, SEEDS))
+    local text, code = faults(("--jobs 3 --patience 2 --plans '%s' --seeds %s"):format(FOUND, SEEDS))
     assert.truthy(code == 0, text)
     local golden, named, happened = text:match "(%d+) golden, (%d+) named, 0 WRONG; (%d+) faults happened"
     assert.truthy(tonumber(golden) >= 3 and tonumber(named) >= 8 and tonumber(happened) >= 20, text)
@@ -32,7 +32,7 @@ describe("faults by seeds", function()
 
   it("are logged one by one", function()
     if missing then return pending(missing) end
-    local text, code = faults "--replay 11 --plan '1/0:sync@0=EIO'"
+    local text, code = faults "--replay 11 --patience 2 --plan '1/0:sync@0=EIO'"
     assert.equal(0, code)
     assert.truthy(text:find("fault: rank 0 sync@0=EIO:0 sync ", 1, true), text)
     assert.truthy(text:find("named: ", 1, true), text)
@@ -152,8 +152,9 @@ describe("the checker", function()
 
   it("sees ends without a cause", function()
     local eio = { { kind = "eio", life = 1, rank = 0, text = "write@0=EIO" } }
+    local stopped = "0 9.5 event any@0=stop:0 open /x\n"
     local stop = { { kind = "stop", life = 1, rank = 0, text = "any@0=stop" } }
-    local hit = "0 event write@0=EIO:0 write /x\n"
+    local hit = "0 9.5 event write@0=EIO:0 write /x\n"
     local function ends(process, events, happened, resumes)
       local outcome, why = judged({}, process, events, happened, resumes)
       return outcome .. " " .. why
@@ -167,9 +168,39 @@ describe("the checker", function()
     assert.truthy(ends({ signal = 11 }, eio, hit):match "^WRONG rank 0 was ended by signal 11")
     assert.truthy(ends({ signal = 9, hung = true }, eio, hit):match "^WRONG rank 0 did not end within")
     assert.truthy(ends({ code = 0, orphans = true }):match "^WRONG rank 0 left a process")
-    assert.truthy(ends({ code = 1, text = "psluajit: slow" }, stop, "0 event any@0=stop:0 open /x\n"):match "^WRONG")
+    assert.truthy(ends({ code = 1, text = "psluajit: slow" }, stop, stopped):match "^WRONG")
     local kill = { { kind = "kill", life = 1, rank = 0, text = "any@0=kill" } }
-    assert.equal("named kill", ends({ signal = 9 }, kill, "0 event any@0=kill:0 open /x\n"))
+    assert.equal("named kill", ends({ signal = 9 }, kill, "0 9.5 event any@0=kill:0 open /x\n"))
+  end)
+
+  it("sees causes of a link that do not name a rank and an operation", function()
+    local reset = { { kind = "reset", life = 1, rank = 0, text = "send@5=reset" } }
+    local function said(text)
+      local outcome = judged({}, { code = 1, text = "psluajit: " .. text .. "\n" }, reset,
+        "0 9.5 event send@5=reset:0 send \n")
+      return outcome
+    end
+    assert.equal("named", said "all_gather, call 7 of rank 0: rank 1 (vm) died: its process ended")
+    assert.equal("named", said "joining the other ranks: rank 1 sent nothing within 5 s")
+    assert.equal("WRONG", said "rank 1 sent nothing within 5 s")
+    assert.equal("WRONG", said "all_gather, call 7 of rank 0: the connection is gone")
+    assert.equal("WRONG", said "Connection reset by peer")
+  end)
+
+  it("sees ranks that end late", function()
+    job.ends_s = 10
+    local eio = { { kind = "eio", life = 1, rank = 0, text = "write@0=EIO" } }
+    local hit = "0 100.0 event write@0=EIO:0 write /x\n"
+    local function ends(over)
+      return (judged({}, { code = 1, over = over, text = "psluajit: Input/output error\n" }, eio, hit))
+    end
+    assert.equal("named", ends(109))
+    job.ends_s = -10                                       -- this rank is the first that ended
+    local process = { code = 1, over = 109, text = "psluajit: Input/output error\n" }
+    local outcome, why = judged({}, process, eio, hit)
+    assert.equal("WRONG", outcome)
+    assert.truthy(why:match "rank 0 ended 0%.0 s after the last fault", why)
+    job.ends_s = nil
   end)
 
   it("sees what is left behind", function()
@@ -182,5 +213,21 @@ describe("the checker", function()
     assert.equal("left behind: run/step-00000001.tmp-1", judge.left({ folder = folder, job = job }, state, shm))
     state.saves = 0                                        -- no save has come after it, which would remove it
     assert.is_nil(judge.left({ folder = folder, job = job }, state, shm))
+  end)
+end)
+
+describe("planted.lua", function()
+  it("has texts that the sources have once", function()
+    local rows = dofile(paths.root .. "/spec/faults/planted.lua")
+    assert.truthy(#rows >= 10)
+    for _, row in ipairs(rows) do
+      for _, change in ipairs { row, row.also } do
+        local f = assert(io.open(paths.root .. "/" .. (change.file or row.file), "rb"))
+        local text = f:read "*a"
+        f:close()
+        local _, last = text:find(change.from, 1, true)
+        assert.truthy(last and not text:find(change.from, last, true), row.name)
+      end
+    end
   end)
 end)

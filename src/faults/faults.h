@@ -22,6 +22,7 @@
 enum faults_door {
     DOOR_ANY, DOOR_OPEN, DOOR_READ, DOOR_WRITE, DOOR_SYNC, DOOR_RENAME, DOOR_SPACE, DOOR_REMOVE, DOOR_MKDIR, DOOR_MAP,
     DOOR_CONNECT, DOOR_ACCEPT, DOOR_SEND, DOOR_RECV, DOOR_ALLOC, DOOR_CLOCK, DOOR_SLEEP, DOOR_LOCK, DOOR_WAIT,
+    DOOR_END,                   /* the end of a process that exits; called once */
     N_DOORS
 };
 /* Actions that plan.c performs before the call: from ACT_DELAY on. Doors perform the others. */
@@ -81,5 +82,6 @@ void faults_nap(double seconds);
 void faults_lock(void);                         /* one lock for all of this folder; not recursive */
 void faults_unlock(void);
 void *faults_next(const char *name, const char *version);       /* the C library's function; version: or NULL */
-void faults_note(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* a line of the log */
+void faults_note(const char *fmt, ...) __attribute__((format(printf, 1, 2)));      /* a line of the log, after
+                                                                     * the rank and the steady clock's seconds */
 #endif

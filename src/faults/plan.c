@@ -41,7 +41,7 @@ static atomic_flag taken = ATOMIC_FLAG_INIT;
 static int rank, log_fd = -1;
 
 static const char *const doors[N_DOORS] = { "any", "open", "read", "write", "sync", "rename", "space", "remove",
-    "mkdir", "map", "connect", "accept", "send", "recv", "alloc", "clock", "sleep", "lock", "wait" };
+    "mkdir", "map", "connect", "accept", "send", "recv", "alloc", "clock", "sleep", "lock", "wait", "end" };
 static const struct { const char *name; int action; } actions[] = {
     { "short", ACT_SHORT }, { "flip", ACT_FLIP }, { "reset", ACT_RESET },
     { "half_open", ACT_HALF_OPEN }, { "drip", ACT_DRIP }, { "jump", ACT_JUMP }, { "spurious", ACT_SPURIOUS },
@@ -72,7 +72,9 @@ void faults_note(const char *fmt, ...)
 {
     char line[1024];
     if (log_fd < 0) return;
-    int err = errno, n = snprintf(line, sizeof line, "%d ", rank);
+    struct timespec now;
+    syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now);
+    int err = errno, n = snprintf(line, sizeof line, "%d %.3f ", rank, (double)now.tv_sec + 1e-9 * (double)now.tv_nsec);
     va_list ap;
     va_start(ap, fmt);
     n += vsnprintf(line + n, sizeof line - (size_t)n - 1, fmt, ap);
@@ -159,20 +161,6 @@ void faults_arm(const char *plan)
 
 int64_t faults_happened(void) { return atomic_load(&n_happened); }
 int64_t faults_calls(void) { return atomic_load(&calls[DOOR_ANY][C_ALL]); }
-
-/* The numbers of calls, from which plans are drawn. */
-__attribute__((destructor)) static void end(void)
-{
-    char line[2048];
-    size_t n = 0;
-    for (int i = 0; i < N_DOORS; i++)
-        for (int k = 0; k < N_CLASSES; k++) {
-            long long count = atomic_load(&calls[i][k]);
-            if (k && !count) continue;
-            n += (size_t)snprintf(line + n, sizeof line - n, " %s%s%s=%lld", doors[i], k ? "/" : "", classes[k], count);
-        }
-    faults_note("calls%s", line);
-}
 
 bool faults_want_power(void) { return wants_power; }
 
@@ -267,4 +255,19 @@ faults_hit faults_pass(int door, unsigned can, const char *what)
     if (door != DOOR_CLOCK && door != DOOR_LOCK && door != DOOR_ALLOC) first = look(DOOR_ANY, door, C_ALL, can, what);
     faults_hit hit = look(door, door, class_of(door, what), can, what);
     return hit.action ? hit : first;
+}
+
+/* Notes the numbers of calls, from which plans are drawn. */
+__attribute__((destructor)) static void end(void)
+{
+    char line[2048];
+    size_t n = 0;
+    look(DOOR_END, DOOR_END, C_ALL, CAN_WAIT, NULL);
+    for (int i = 0; i < N_DOORS; i++)
+        for (int k = 0; k < N_CLASSES; k++) {
+            long long count = atomic_load(&calls[i][k]);
+            if (k && !count) continue;
+            n += (size_t)snprintf(line + n, sizeof line - n, " %s%s%s=%lld", doors[i], k ? "/" : "", classes[k], count);
+        }
+    faults_note("calls%s", line);
 }

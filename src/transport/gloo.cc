@@ -523,8 +523,12 @@ int greet(Gloo *g, const ps_run &group)
         send.push_back({ &to[i * PS_PROOF_BYTES], PS_PROOF_BYTES });
         recv.push_back({ &from[i * PS_PROOF_BYTES], PS_PROOF_BYTES });
     }
-    PS_TRY(begin(&g->comm, PS_COMM_HEADER, send.data(), recv.data()));
-    PS_TRY(finish(&g->comm, PS_COMM_HEADER));
+    int rc = begin(&g->comm, PS_COMM_HEADER, send.data(), recv.data());
+    if (rc == 0) rc = finish(&g->comm, PS_COMM_HEADER);
+    if (rc < 0) {
+        ps_error_prefix("joining the other ranks: ");
+        return rc;
+    }
     for (int i = 0; i < g->comm.size; i++) {
         introduction(group, i, rank, right.data());
         if (i != rank && !ps_proof_same(right.data(), &from[size_t(i) * PS_PROOF_BYTES]))

@@ -50,7 +50,15 @@ end
 -- About how many calls of these doors a life has. The numbers of files' calls are known exactly, by profile: those of
 -- sockets and threads change from run to run, and a plan must not.
 local CALLS = { any = 450, connect = 3, accept = 6, send = 600, recv = 1000, alloc = 5000, clock = 6, sleep = 4,
-  lock = 10000, wait = 60 }
+  lock = 10000, wait = 60, ["end"] = 0 }
+
+-- The words that follow a lost rank's number (and its place in brackets) in an error.
+draw.LOST = { "[^\n]- died:", "[^\n]- failed", "[^\n]- gave up:", "[^\n]- is silent for", "[^\n]- did not ",
+  "[^\n]- hung up", "[^\n]- ended", "[^\n]- left", "[^\n]- broke in ", "[^\n]- do not arrive", "[^\n]- has not come",
+  " sent nothing within", " took nothing within", "[^\n]- does not answer", "[^\n]- could not connect to",
+  " closed the connection", ": cannot ", " running, and does it" }
+local LOST_RANK = {}
+for i, verb in ipairs(draw.LOST) do LOST_RANK[i] = "rank %d+" .. verb end
 
 -- The texts of errno values in messages.
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
@@ -59,8 +67,8 @@ local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", 
 -- How much more often calls of a class are drawn than others: each class counts as often as its weight says, however
 -- many calls it has. The rest, such as opening `other` files, has 0 (the number of such calls differs from run to run).
 local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["write/chunk"] = 4, ["map/save"] = 3,
-  ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 2, ["sync/index"] = 1, ["rename/save"] = 3,
-  ["rename/latest"] = 2, ["rename/index"] = 1, ["write/latest"] = 2, ["write/index"] = 1, ["read/latest"] = 2,
+  ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 4, ["sync/index"] = 1, ["rename/save"] = 3,
+  ["rename/latest"] = 3, ["rename/index"] = 1, ["write/latest"] = 3, ["write/index"] = 1, ["read/latest"] = 2,
   ["read/index"] = 2, ["read/log"] = 1, ["write/log"] = 1, ["open/save"] = 2, ["open/index"] = 1, ["open/latest"] = 1,
   ["open/folder"] = 1, ["open/log"] = 1, ["space/save"] = 1, ["space/index"] = 1, ["space/latest"] = 1,
   ["space/chunk"] = 1, ["remove/save"] = 1, ["remove/index"] = 1, ["mkdir/save"] = 1, ["sync/log"] = 1 }
@@ -138,13 +146,17 @@ end
 
 local FILE = { "read", "write", "sync", "rename", "open", "space", "mkdir", "remove", "map" }
 -- Where a process ends: at a call of a file, or at any.
+-- Power is also lost when the process has ended, and everything that it said must be true.
 local ENDS = { "any", "any", "any", "write", "sync", "rename", "open", "mkdir", "remove", "read", "map" }
+local POWER = { "end", "end" }
+for _, door in ipairs(ENDS) do POWER[#POWER + 1] = door end
 local MOVES, LINKS = { "read", "write", "send", "recv" }, { "send", "recv" }
 
 -- The table. golden: a life with this fault ends as one without. Otherwise it may also end with an error that names the
 -- cause: a text that fits one of `causes`, on the rank that had the fault. Other ranks name that rank, or repeat its
 -- error. dies: signals by which the rank itself may end; says: what it prints before. everywhere: all ranks have the
--- fault. ranks: needs several ranks. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
+-- fault. ranks: needs several ranks. link: the error also names what
+-- the rank was doing. weight: how much more often it is drawn than others. make({ r, job, calls }) draws
 -- an event, or nil if the life has no such call.
 local KINDS = {
   { "eintr", golden = true, make = function(w) return at(w, MOVES, "EINTR", w.r.int(1, 3)) end },
@@ -172,7 +184,7 @@ local KINDS = {
     return at(w, { "any" }, ("stop:%.2f"):format(0.1 + w.r.next() * 0.9))
   end },
   { "frozen", ranks = true, make = function(w) return at(w, { "any" }, "stop:9") end,
-    causes = { "rank %d+", "silent" } },
+    causes = LOST_RANK, link = true },
   { "quiet_signal", golden = true, make = function(w)
     return at(w, { "any" }, "signal:" .. w.r.pick { 17, 23, 28 })
   end },
@@ -186,33 +198,34 @@ local KINDS = {
     return at(w, { "open", "open", "mkdir", "rename" }, w.r.pick { "EMFILE", "EACCES", "EROFS" }, w.r.pick { 1, 1, 4 })
   end, causes = { WORDS.EMFILE, WORDS.EACCES, WORDS.EROFS } },
   { "memory", make = function(w) return at(w, { "alloc" }, "ENOMEM", w.r.pick { 1, 2, 3, 1000000 }) end,
-    causes = { "memory", "ENOMEM", "Cannot allocate" } },
+    causes = { "no memory for [%d.]+ %a+", "not enough memory", "Cannot allocate memory", "memory limit" } },
   { "flip", weight = 3, make = function(w)
     return at(w, { "read", "map" }, ("flip:%d"):format(w.r.int(0, 2 ^ 24)))
-  end, causes = { "damaged", "checksum", "does not belong", "not a safetensors file", "truncated", "header" } },
+  end, causes = { "damaged", "checksum is", "belongs? to another", "not a safetensors file", "truncated",
+    "header has", "cannot be read" } },
   { "cut", dies = { [7] = true }, says = "cannot read [^\n]+ from about byte %d+ of its map on", make = function(w)
     return at(w, { "map" }, "cut:" .. w.r.int(0, 9))
   end },
   { "reset", ranks = true, make = function(w) return at(w, LINKS, "reset") end,
-    causes = { "rank %d+", "hung up", "connection", "[Cc]onnection reset" } },
+    causes = LOST_RANK, link = true },
   { "half_open", ranks = true, make = function(w) return at(w, { "send" }, "half_open") end,
-    causes = { "rank %d+", "silent", "did not", "does not answer", "not come" } },
+    causes = LOST_RANK, link = true },
   { "unreachable", ranks = true, make = function(w)
     local door = w.r.pick { "connect", "accept" }
     return at(w, { door }, door == "connect" and "ECONNREFUSED" or "ECONNABORTED", w.r.int(1, 3))
-  end, causes = { "rank %d+", "[Cc]onnection", "reached nobody", "did not come", "connect" } },
+  end, causes = LOST_RANK, link = true },
   { "kill", dies = { [9] = true }, weight = 3, make = function(w) return at(w, ENDS, "kill") end },
   { "signal", dies = { [1] = true, [2] = true, [15] = true }, make = function(w)
     return at(w, ENDS, "signal:" .. w.r.pick { 1, 2, 15 })
   end, causes = { "interrupted", "signal" } },
   { "power", dies = { [9] = true }, weight = 5, make = function(w)
-    return at(w, ENDS, "power:" .. w.r.int(1, 1e6))
+    return at(w, POWER, "power:" .. w.r.int(1, 1e6))
   end },
   { "power_all", ranks = true, everywhere = true, dies = { [9] = true }, weight = 2, make = function(w)
-    return at(w, ENDS, "power_all:" .. w.r.int(1, 1e6))
+    return at(w, POWER, "power_all:" .. w.r.int(1, 1e6))
   end },
   { "twice", ranks = true, make = function() return {} end,
-    causes = { "two processes say", "rank %d+", "turned away", "ended while" } },
+    causes = { "two processes say that they are rank %d+", unpack(LOST_RANK) } },
 }
 for _, kind in ipairs(KINDS) do
   kind.name = kind[1]

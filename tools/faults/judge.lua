@@ -37,12 +37,23 @@ local function happened(plan, life, list, from)
   return by_rank, all
 end
 
+-- The words of errors for the operations that ranks perform.
+local OPERATIONS = { "%l[%l_]+, call %d+ of rank", "%(call %d+%)", "%l[%l_]+ %u of micro%-batch",
+  "waiting [%d.]+ s for", "telling the other ranks", "joining the other ranks", "connect to the others", "in forward",
+  "in backward", "checkpoint", "found nobody by" }
+
+local function has_any(text, patterns)
+  for _, pattern in ipairs(patterns) do
+    local found = text:match("[^\n]*" .. pattern .. "[^\n]*")
+    if found then return found end
+  end
+end
+
+-- Returns the line that names a cause which one of the kinds allows. A fault of a link must be named with an operation.
 local function fits(text, kinds)
   for _, kind in ipairs(kinds) do
-    for _, cause in ipairs(kind.causes or {}) do
-      local found = text:match("[^\n]*" .. cause .. "[^\n]*")
-      if found then return found end
-    end
+    local found = has_any(text, kind.causes or {})
+    if found and (not kind.link or has_any(text, OPERATIONS)) then return found end
   end
 end
 
@@ -68,13 +79,30 @@ local function ending(process, by_rank, all)
   end
   if process.code == 0 then return nil end
   local cause = fits(process.text, own) or fits(process.text, all)
-  -- A rank without a fault names the rank with the fault.
-  if not cause and #all > 0 then
-    for rank in pairs(by_rank) do cause = cause or process.text:match("[^\n]*rank " .. rank .. "[^\n]*") end
+  -- A rank without a fault names the rank with the fault, and says what it was doing itself.
+  if not cause and #all > 0 and has_any(process.text, OPERATIONS) then
+    for rank in pairs(by_rank) do
+      for _, verb in ipairs(draw.LOST) do cause = cause or has_any(process.text, { "rank " .. rank .. verb }) end
+    end
   end
   if cause then return "named", last_words(process.text) end
   return "wrong", ("%s ended with code %s, without a cause: %s"):format(who, tostring(process.code),
     last_words(process.text))
+end
+
+-- Returns when all processes must have ended if one ended badly: some seconds after the last fault, after stopped ranks
+-- continue, and after the first end.
+local function ends_by(processes, list, job)
+  local first, last, failed = math.huge, 0, false
+  for _, process in ipairs(processes) do
+    first = math.min(first, process.over or math.huge)
+    failed = failed or process.code ~= 0
+  end
+  for _, event in ipairs(list) do
+    local seconds = tonumber(event.text:match "=stop:([%d.]+)")
+    last = math.max(last, (event.at or 0) + (seconds and run.stopped(seconds, job) or 0))
+  end
+  return failed and first < math.huge and math.max(first, last) + (job.ends_s or math.huge) or math.huge
 end
 
 -- Checks that parameters have the golden run's values. The chunk size determines which rank has which parameters, so
@@ -175,8 +203,13 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   local by_rank, all = happened(plan, life, list, state.faults + 1)
   state.faults = #list
   local outcome, why = "golden", nil
+  local deadline = ends_by(processes, list, spec.job)
   for _, process in ipairs(processes) do
     local how, what = ending(process, by_rank, all)
+    if how ~= "wrong" and (process.over or 0) > deadline then
+      how, what = "wrong", ("rank %d ended %.1f s after the last fault and the first end of a rank"):format(
+        process.rank, process.over - deadline + spec.job.ends_s)
+    end
     if how == "wrong" then return { outcome = "WRONG", why = what } end
     if how and outcome == "golden" then outcome, why = "named", what end
   end

@@ -14,6 +14,7 @@ local paths = require "ps.paths"
 
 local run = {}
 
+local SHORT_S = 3                                          -- stops up to this long end before the heartbeat does
 local CONTINUED_S = 0.3                                    -- if the log does not say how long
 
 ffi.cdef "int prctl(int option, ...);"
@@ -63,6 +64,7 @@ end
 ---@field code? integer       exit code, or nil
 ---@field signal? integer     the signal that ended it, or nil
 ---@field hung? boolean       whether it had to be killed
+---@field over? number        when it ended, by run.now
 
 -- Starts one rank.
 local function start(spec, life, rank, twin)
@@ -94,11 +96,21 @@ local function start(spec, life, rank, twin)
   unistd._exit(127)
 end
 
+--- Returns how long an event stop:SECONDS stops a rank: short stops are as short on any machine, and long ones are
+--- longer than the heartbeat.
+---@param seconds number
+---@param job table
+---@return number
+function run.stopped(seconds, job)
+  return seconds > SHORT_S and seconds * (job.patience_s or 1) or seconds
+end
+
 -- Returns how long a rank that has just stopped itself stays stopped.
 local function stop_seconds(spec, rank)
   local seconds = CONTINUED_S
-  for text in read(spec.folder .. ".faults"):gmatch(("\n?%d event [^ ]*=stop:([%%d.]+) "):format(rank)) do
-    seconds = tonumber(text)
+  local pattern = ("\n?%d [%%d.]+ event [^ ]*=stop:([%%d.]+) "):format(rank)
+  for text in read(spec.folder .. ".faults"):gmatch(pattern) do
+    seconds = run.stopped(tonumber(text), spec.job)
   end
   return seconds
 end
@@ -179,13 +191,13 @@ function run.log(folder)
   return list
 end
 
---- Returns the faults that happened in all lives so far, as { rank, text }.
+--- Returns the faults that happened in all lives so far.
 ---@param folder string
----@return {rank: integer, text: string}[]
+---@return {rank: integer, at: number, text: string}[] at: when, by run.now
 function run.happened(folder)
   local list = {}
-  for rank, text in read(folder .. ".faults"):gmatch "(%d+) event ([^\n]*)\n" do
-    list[#list + 1] = { rank = tonumber(rank), text = text }
+  for rank, at, text in read(folder .. ".faults"):gmatch "(%d+) ([%d.]+) event ([^\n]*)\n" do
+    list[#list + 1] = { rank = tonumber(rank), at = tonumber(at), text = text }
   end
   return list
 end
@@ -195,7 +207,7 @@ end
 ---@return ps.faults.Calls
 function run.calls(folder)
   local all = {}
-  for rank, text in read(folder .. ".faults"):gmatch "(%d+) calls ([^\n]*)\n" do
+  for rank, text in read(folder .. ".faults"):gmatch "(%d+) [%d.]+ calls ([^\n]*)\n" do
     local calls = {}
     for name, n in text:gmatch "([%l/]+)=(%d+)" do calls[name] = tonumber(n) end
     all[tonumber(rank)] = calls

@@ -8,7 +8,9 @@ local draw = require "tools.faults.draw"
 local judge = require "tools.faults.judge"
 local run = require "tools.faults.run"
 
-local HEARTBEAT_S, TIMEOUT_S, LIMIT_S = 4, 12, 30
+-- A rank sends a beat each 0.6 s, is lost after 3 s of silence, and waits for others for 5 s at most. So all processes
+-- of a failed life end within 10 s.
+local HEARTBEAT_S, TIMEOUT_S, ENDS_S, LIMIT_S = 3, 5, 10, 30
 local TEXT_BYTES = 6000                                    -- of the training text
 
 local trial = {}
@@ -22,8 +24,9 @@ Trials.__index = Trials
 
 --- Makes the folder of all trials and the text that jobs train on.
 ---@param exe string the program psluajit_faults
+---@param patience number by which times are longer than on a machine with nothing else to do
 ---@return ps.faults.Trials
-function trial.new(exe)
+function trial.new(exe, patience)
   local root = os.tmpname()
   os.remove(root)
   assert(lfs.mkdir(root))
@@ -37,11 +40,14 @@ function trial.new(exe)
   f:close()
   local shm = {}
   for _, name in ipairs(run.names "/dev/shm") do shm[name] = true end
-  return setmetatable({ root = root, exe = exe, shm = shm, goldens = {}, profiles = {}, made = 0 }, Trials)
+  return setmetatable({ root = root, exe = exe, shm = shm, patience = patience, goldens = {}, profiles = {},
+    made = 0 }, Trials)
 end
 
 function Trials:spec(job, name, exe)
-  job.text, job.limit_s, job.timeout_s, job.heartbeat_s = self.root .. "/text", LIMIT_S, TIMEOUT_S, HEARTBEAT_S
+  job.text, job.limit_s = self.root .. "/text", math.ceil(LIMIT_S * self.patience)
+  job.timeout_s, job.heartbeat_s = TIMEOUT_S * self.patience, HEARTBEAT_S * self.patience
+  job.ends_s, job.patience_s = ENDS_S * self.patience, self.patience
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
 end
 
@@ -63,7 +69,7 @@ function Trials:golden(job)
   return once(self.goldens, key, function()
     self.made = self.made + 1
     local spec = self:spec(settings, "golden" .. self.made, paths.exe)
-    settings.limit_s = 4 * LIMIT_S                         -- nothing is judged by its time
+    settings.limit_s = 4 * settings.limit_s        -- nothing is judged by its time
     run.prepare(spec)
     for _, p in ipairs(run.life(spec, 1, {})) do
       if p.code ~= 0 then
@@ -89,7 +95,7 @@ function Trials:profile(job)
     self.made = self.made + 1
     local spec = self:spec(settings, "profile" .. self.made, self.exe)
     local profile = { folder = spec.folder .. "s" }
-    settings.limit_s = 4 * LIMIT_S
+    settings.limit_s = 4 * settings.limit_s
     run.prepare { folder = profile.folder, job = settings }
     run.prepare(spec)
     local state = { saved = 0, seen = {}, faults = 0 }
