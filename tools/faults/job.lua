@@ -11,6 +11,7 @@ local ps = require "ps"
 local bit = require "bit"
 local ffi = require "ffi"
 local json = require "cjson"
+local folders = require "ps.checkpoints.folder"
 
 ffi.cdef "unsigned alarm(unsigned seconds);"
 
@@ -65,8 +66,21 @@ local loader = ps.data.loader { file = job.text, batch = job.rows, seq = 16, see
 local parts = { model = model, optimizer = optimizer, loader = loader, keep = job.keep, quiet = true,
   async = job.async, shards = job.shards }
 
+-- Loads the checkpoints before the newest that must be kept: what was said to be complete must be.
+local function load_kept()
+  local latest = assert(io.open(run .. "/latest", "rb"))
+  local newest = tonumber(latest:read("*l"):match "^step%-(%d+)")
+  latest:close()
+  local older = {}
+  for _, name in ipairs(folders.names(run)) do
+    if newest and tonumber(name:match "^step%-(%d+)") < newest then older[#older + 1] = name end
+  end
+  for i = math.min(job.keep - 1, #older), 1, -1 do ps.checkpoints.load(run .. "/" .. older[i], parts) end
+end
+
 local first = 0
 if ps.checkpoints.find(run) then
+  if job.checks then load_kept() end
   local from = ps.checkpoints.load(run, parts)
   first = from.step
   note("resumed %d %d", first, #from.skipped)

@@ -155,6 +155,8 @@ function Trials:perform(plan, name)
     local events, resumes = {}, life > plan.lives
     for _, event in ipairs(plan.events) do if event.life == life then events[#events + 1] = event end end
     spec.plan = draw.text(plan, life)
+    spec.job.checks = resumes or nil
+    run.settings(spec)
     local processes = run.life(spec, life, events)
     all[life] = processes
     verdict = judge.life(spec, plan, life, processes, golden, state, resumes)
