@@ -151,7 +151,9 @@ local function completion(tools, examples, parsers)
       end
     end
     if not parsers[tool.name] then
-      for word in help_of(tool.name):gmatch "%f[%S](%-%-[%l%d-]+)" do words[#words + 1] = word end
+      for word, rest in help_of(tool.name):gmatch "%f[%S](%-%-[%l%d-]+)([_=]?)" do     -- --x=N is given to the script
+        if rest == "" then words[#words + 1] = word end
+      end
     end
     cases[#cases + 1] = ("    %s|*/%s.lua) words='%s' ;;"):format(tool.name, tool.name, table.concat(words, " "))
   end

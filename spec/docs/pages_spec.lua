@@ -17,7 +17,7 @@ local function script_of(text)
 end
 
 -- Pages whose listings print output.
-local PRINTING = { "first_hour", "encoder" }
+local PRINTING = { "first_hour", "encoder", "evaluation" }
 
 describe("the listings of", function()
   for _, page in ipairs { "bmtrain", "models", "planning", "pretrained", "tensors", "inspecting",

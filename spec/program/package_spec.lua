@@ -162,6 +162,29 @@ describe("a Debian package", function()
     assert.equal("finetune finetune_bert\n", completed "finet")
     assert.equal("--max-new\n", completed("generate", "--max-n"))
     assert.equal("--nproc-per-node\n", completed("launch", "--npr"))
+    -- Every option that a tool's manual page has is completed, and no other.
+    local script = {}
+    for _, name in ipairs(tools()) do
+      script[#script + 1] = ('COMP_WORDS=(psluajit %s --) COMP_CWORD=2; _psluajit; echo "%s: ${COMPREPLY[*]}"'):format(
+        name, name)
+    end
+    check.write(folder .. "/complete.sh", (". '%s'\n%s\n"):format(file, table.concat(script, "\n")))
+    local said, n = good(("cd / && bash '%s/complete.sh'"):format(folder)), 0
+    for _, name in ipairs(tools()) do
+      local words, options = {}, {}
+      for word in ("\n" .. said):match("\n" .. name .. ": ([^\n]*)"):gmatch "%S+" do
+        words[word:gsub("_", "-")] = true                  -- names may have dashes or underscores
+      end
+      local help = good(("'%s' %s --help"):format(paths.exe, name))
+      for option, value in (" " .. help):gmatch "[%s,(%[](%-%-%l[%w_-]*)(=?)" do       -- --x=N is given to a script
+        if value == "" then
+          options[option:gsub("_", "-")] = true
+          n = n + 1
+        end
+      end
+      assert.same({}, differences(options, words), name)
+    end
+    assert.is_true(n > 100, n)
   end)
 
   it("names its dependencies, and has all files owned by root, below /usr", function()
