@@ -265,7 +265,7 @@ describe("what an optimizer cannot do", function()
   end
 
   it("is refused before the first step: Muon and a vector, remainders of fp32, an unknown name", function()
-    assert.matches("Muon updates matrices, and 0.bias is", problem { quiet = true, model_func = model_func,
+    assert.matches("Muon updates only matrices, but 0.bias is", problem { quiet = true, model_func = model_func,
       param_groups = { { optimizer = "Muon" } }, config = config("Muon", nil, false, 1) })
     assert.matches("memory.master is \"remainder\", which is for bf16", problem { quiet = true, model_func = model_func,
       config = config("AdamW", { master = "remainder" }, false, 1) })
@@ -398,7 +398,7 @@ describe("settings that no optimizer can use", function()
     end
     local none = ps.optim.Lion({ w }, { lr = 0 })
     assert.equal("psluajit: Lion: the learning rate (lr) is 0, so steps change no parameter until a script or a "
-      .. "schedule sets another\n", step_of(none))
+      .. "schedule sets another rate\n", step_of(none))
     assert.equal("", step_of(none))
     local warm = ps.optim.AdamW({ w }, { lr = 1e-3 })
     ps.sched.linear(warm, 2, 9)

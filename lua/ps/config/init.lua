@@ -126,7 +126,7 @@ local config = {}
 ---@field auto? table<string, any> values for "auto", by full path ("optimizer.params.lr") or last name ("lr")
 ---@field client? table settings of the section client, which override the configuration's
 
-local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- besides settings
+local OF_ADAM = { adam_w_mode = true, torch_adam = true }          -- keys in addition to settings
 
 -- Raises an error for settings of other optimizers.
 local function refuse_others(state, made)

@@ -68,8 +68,7 @@ local function monitor(T, path, files)
   return { path, "Writes the loss (over all ranks and micro-batches), the learning rate and the loss scale of each "
     .. "step as " .. files
     .. ", with `wall_clock_breakdown` also its times. Events have DeepSpeed's names; their x is the number of samples "
-    .. "so "
-    .. "far, which needs a batch size in the configuration.", acts = MONITOR, {
+    .. "so far, which needs a batch size in the configuration.", acts = MONITOR, {
     { "enabled", T.boolean, false, H, "whether rank 0 writes " .. files },
     { "output_path", T.string, "", H, "the folder, or empty for the script's working folder" },
     { "job_name", T.path, "DeepSpeedJobName", H, "a subfolder, which is created if it is missing" } } }
@@ -116,8 +115,7 @@ return function(T)
       { "zero_allow_untested_optimizer", T.boolean, false, I, "only the optimizers of ps.optim are supported" },
       { "zero_force_ds_cpu_optimizer", T.boolean, true, I, "every tier has the same optimizers" },
       { "vocabulary_size", T.integer(1), nil, H, "a size that is not a multiple of 8 is noted, because products with "
-        .. "it "
-        .. "are slow on GPUs. Nothing is padded", acts = SETTLED },
+        .. "it are slow on GPUs. Nothing is padded", acts = SETTLED },
       { "use_data_before_expert_parallelism", T.boolean, false, I, "there are no experts" },
       { "sparse_attention", T.tree, nil, R, "attention here is dense; the model would be a different one",
         check = not_empty },
@@ -160,9 +158,8 @@ return function(T)
       { "top_k", T.either(T.integer(1), T.enum("auto")), "auto", I, OFF },
     } },
     { "flops_profiler", "Reports time, operations and bytes of one step by module, from the record of events "
-      .. "(docs/profiling.md), printed once. With several processes rank 0 writes its own. Starting it discards a "
-      .. "record "
-      .. "that ps.profiler.stop ended before that step.", acts = FLOPS, {
+      .. "(docs/profiling.md), printed once. With several processes, rank 0 reports its own step. The "
+      .. "profiler discards a record that ps.profiler.stop ended before that step.", acts = FLOPS, {
       { "enabled", T.boolean, false, H, "whether to write the report after the profiled step" },
       { "profile_step", T.integer(0), 1, H, "number of steps before the profiled step" },
       { "module_depth", T.integer(-1), -1, H, "number of levels of modules below the model that are reported, or -1 "

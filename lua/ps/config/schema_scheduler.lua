@@ -20,11 +20,11 @@ return function(T, one_of)
   local least_share = { "min_lr_rate", T.ratio, nil, H, "rate at the end as a share of the optimizer's rate" }
 
   return {
-    { "scheduler", "Without this section, the rate is constant. With several groups, WarmupLR, WarmupDecayLR, "
-      .. "OneCycle and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each group's own, as in "
-      .. "DeepSpeed. Hugging Face's, OneCycleLR and LambdaLR compute each group's rate from its own. The other "
-      .. "schedules set the optimizer's rate, and each group keeps its ratio to it; they refuse groups of different "
-      .. "rates if optimizer.params.lr is absent.", optional = true, {
+    { "scheduler", "Without this section, the rate is constant. With several groups, WarmupLR, WarmupDecayLR, OneCycle "
+      .. "and LRRangeTest set one rate for all groups, and WarmupCosineLR multiplies each group's own rate, as in "
+      .. "DeepSpeed. Hugging Face's schedules, OneCycleLR and LambdaLR compute each group's rate from the group's "
+      .. "initial rate. The other schedules set the optimizer's rate, and each group keeps its ratio to that rate. "
+      .. "They refuse groups with different rates if optimizer.params.lr is absent.", optional = true, {
       { "type", T.string, nil, H, "DeepSpeed's, Hugging Face's (lr_scheduler_type) and two of PyTorch's, with their "
         .. "formulas, or warmup_cosine, warmup_linear, constant of ps.sched",
         required = true, check = one_of(schedules, "the schedules are "), acts = SCHED },

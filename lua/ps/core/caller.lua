@@ -194,7 +194,7 @@ caller.sorted_names = sorted_names
 
 -- Returns a text such as "no option 'casual'; did you mean 'causal'? (there are causal, mask)".
 local function unknown(key, keys)
-  if type(key) ~= "string" then return "options are named, { name = value }, and one has no name" end
+  if type(key) ~= "string" then return "options must be named, { name = value }, but one has no name" end
   local names = sorted_names(keys)
   if not names[1] then return ("no option '%s'; the call has no options"):format(key) end
   local near, list = nearest.find(key, names), table.concat(names, ", ")
@@ -334,7 +334,7 @@ function caller.for_tensors(tensor_type)
   --- or its index in a list.
   function caller.tensor(value, op, name)
     if istype(tensor_type, value) or rawequal(value, nil) then return value end
-    if type(value) == "cdata" and value == nil then return nil end                -- a NULL
+    if type(value) == "cdata" and value == nil then return nil end                -- a NULL pointer
     if type(name) == "number" then name = "tensor " .. name end
     raise(("%s: %s is %s; it takes a tensor"):format(op, name, kind(value)))
   end

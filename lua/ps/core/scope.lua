@@ -443,9 +443,8 @@ function M.backward_options(options, call, more)
   local kinds = more or BACKWARD
   options = caller.options(options, call, kinds)
   if options.create_graph then
-    error(call .. ": create_graph = true asks for a backward that records itself, for gradients of gradients. Ops "
-      .. "have gradient rules here, and the rules have none: write the gradient as ops of a forward, and call backward "
-      .. "on that")
+    error(call .. ": create_graph = true requests gradients of gradients, but the gradients of ops have no "
+      .. "gradients here: compute the gradient with ops in a forward, and call backward on the result")
   end
   return options
 end

@@ -190,7 +190,7 @@ function sources.PMI(get)
   if not rank then return nil end
   local local_rank, local_size = local_pair(get, "MPI_LOCALRANKID", "MPI_LOCALNRANKS", size)
   local id = get("SLURM_JOB_ID")
-  if not local_rank and get("SLURM_LOCALID") then                  -- srun --mpi=pmi2
+  if not local_rank and get("SLURM_LOCALID") then                  -- set by srun --mpi=pmi2
     local_rank, local_size = slurm_local(get, size)
     id = slurm_step(get)
   end

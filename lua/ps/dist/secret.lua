@@ -102,8 +102,9 @@ function secret.find(getenv, rendezvous, here)
   if rendezvous:match("^file:") then return nil end
   if here then return secret.of_this_machine(getenv) end
   if given then
-    fail("PS_SECRET is 'required', but there is no secret: ranks of several machines meet at %s; set PS_SECRET on all "
-      .. "of them to one secret (openssl rand -hex 32 makes one), or to file:///PATH of it", rendezvous)
+    fail("PS_SECRET is 'required', but there is no secret: ranks of several machines meet at %s; set PS_SECRET to the "
+      .. "same secret on all machines (openssl rand -hex 32 makes a secret), or to file:///PATH of a file that has "
+      .. "it", rendezvous)
   end
 end
 

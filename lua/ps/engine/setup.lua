@@ -62,9 +62,8 @@ local function check_groups(groups)
     for key, value in pairs(group) do
       local kind = of_groups[key]
       if not kind then
-        refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), lr, "
-          .. "weight_decay, Adam's "
-          .. "betas and eps, and SGD's momentum, dampening and nesterov", i, tostring(key))
+        refuse("[%d] has an unknown key '%s'; a group may have match = function(name, parameter), lr, weight_decay, "
+          .. "Adam's betas and eps, and SGD's momentum, dampening and nesterov", i, tostring(key))
       elseif type(value) ~= kind then
         refuse("[%d].%s is a %s, not a %s", i, key, type(value), kind)
       end
@@ -365,9 +364,8 @@ local function disk_bytes(engine, pipeline)
   local free = disk_free(disk.path)
   if counted then return math.ceil(counted * bytes_a_parameter(engine) / 1048576 + 256) * 1048576 end
   if not free then return 2 ^ 30 end
-  engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half "
-    .. "of the disk's "
-    .. "free space is reserved")
+  engine:note("memory.disk.limit is not set, and the model's parameters cannot be counted before it is made: half of "
+    .. "the disk's free space is reserved")
   return math.floor(free / 2)
 end
 
@@ -563,8 +561,7 @@ function setup.finish(engine)
   end
   if cfg.recompute and engine.module:recompute_blocks() == 0 then
     engine:note("recompute has no effect: the model has no nn.ModuleList whose elements could be recomputed; "
-      .. "ps.recompute(fn) "
-      .. "in its code recomputes any function")
+      .. "ps.recompute(fn) in its code recomputes any function")
   end
   fields.apply = engine.own_loss and with_loss(engine.own_loss) or call
   fields.run = runner(engine, in_loops and call or fields.apply)

@@ -40,7 +40,7 @@ function appended.open(path, what, first, create)
   local self = setmetatable({ path = path, what = what, unwritten = first or "" }, Appended)
   local why
   self.fd, why = fcntl.open(path, fcntl.O_WRONLY + fcntl.O_APPEND + fcntl.O_CLOEXEC + (create and fcntl.O_CREAT or 0),
-    420)                                                   -- 0644
+    420)                                                   -- mode 0644
   if self.fd then flush(self) end
   if not self.fd or self.problem then
     local problem = self.problem or why

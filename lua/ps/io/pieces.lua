@@ -9,7 +9,7 @@ local C = native.C
 
 local pieces = {}
 
-local PIECE = 2 ^ 21                                       -- bytes
+local PIECE = 2 ^ 21                                       -- bytes per piece
 local byte_array = array "uint8_t"
 
 --- Returns the buffer for tensors of up to `nbytes` bytes.

@@ -8,7 +8,7 @@ local foreign = require "ps.core.foreign"
 
 local handle = {}
 
-local ENGINE = {}                                             -- the key
+local ENGINE = {}                                             -- the key of the engine in a handle
 local engines = setmetatable({}, { __mode = "kv" })           -- each live engine, as key and value
 local originals = setmetatable({}, { __mode = "k" })          -- the module's function, by the handle's wrapper
 
@@ -91,7 +91,7 @@ function handle.instance(methods, call)
       end
       rawget(self, ENGINE).module[key] = value
     end,
-    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- for ps.lists
+    ps_module_of = function(self) return rawget(self, ENGINE).module end,       -- ps.lists reads it
     __call = function(self, ...) return returned(self, call(rawget(self, ENGINE), ...)) end,
     __names = function(self)
       local names = { module = rawget(self, ENGINE).module }

@@ -40,8 +40,8 @@ end
 function groups.check_parameter(group, name, param, cut)
   local made, shape = optimizers.of_group(group), table.concat(param:shape(), ", ")
   if made.matrices and param:dim() ~= 2 then
-    error(("%s updates matrices, and %s is [%s]: put it into a group with another optimizer (param_groups, optimizer = "
-      .. "\"%s\")"):format(made.name, name, shape, made.rest), 0)
+    error(("%s updates only matrices, but %s is [%s]: put it into a group with another optimizer (param_groups, "
+      .. "optimizer = \"%s\")"):format(made.name, name, shape, made.rest), 0)
   end
   if cut and (made.whole or made.blocks) then
     error(("%s needs the whole of %s, but each tensor-parallel rank has only a part (here [%s]): use AdamW, Adam, " ..
@@ -129,7 +129,8 @@ function groups.tell_zero(optimizer, quiet)
   local world = mesh.group "world"
   if quiet or world and world:rank() > 0 then return end
   io.stderr:write(("psluajit: %s: the learning rate (lr) is 0%s, so steps change no parameter until a script or a "
-    .. "schedule sets another\n"):format(optimizer.groups[1].kind, #optimizer.groups > 1 and " in all groups" or ""))
+    .. "schedule sets another rate\n"):format(optimizer.groups[1].kind,
+    #optimizer.groups > 1 and " in all groups" or ""))
 end
 
 --- Records that the rates have a schedule, which may begin at 0.
@@ -216,7 +217,7 @@ local function assign_lr(optimizer, lr)
   groups.each_rate(optimizer, function() return lr end)
 end
 
--- optimizer.lr
+-- Returns optimizer.lr.
 local function read_lr(optimizer)
   local list = rawget(optimizer, "groups")
   if not list or not list[1] then return nil end
@@ -368,13 +369,13 @@ function groups.check_members(param_groups, rows, note)
     end
   end
   if first then
-    note(("param_groups: several groups match %d parameter%s (%s); each is in the first of them"):format(shared,
-      shared == 1 and "" or "s", first))
+    note(("param_groups: several groups match %d parameter%s (%s); each is in the first group that "
+      .. "matches"):format(shared, shared == 1 and "" or "s", first))
   end
   for number, given in ipairs(param_groups) do
     if given.match and not has[number] then
-      note(("param_groups[%d] has no parameter: its match returns false for all that no earlier group has"):format(
-        number))
+      note(("param_groups[%d] has no parameter: its match returns false for all parameters that no earlier group "
+        .. "has"):format(number))
     end
   end
 end

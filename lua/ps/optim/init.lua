@@ -239,8 +239,7 @@ local function check_ranks(self)
   local group = not self.per_rank and mesh.group "dp"
   if not group then return end
   error(("%s: this is a group of %d ranks, but ps.optim does not sum their gradients: let ps.initialize make the "
-    .. "model, "
-    .. "or sum them in the script (group:all_reduce of each p:grad()) and set per_rank = true"):format(
+    .. "model, or sum them in the script (group:all_reduce of each p:grad()) and set per_rank = true"):format(
     self.kind.name, group:size()))
 end
 

@@ -38,7 +38,7 @@ local function check_alone()
   end
   if tasks > 1 then cause = ("has %d threads"):format(tasks) end
   if not cause then return end
-  error(("a plan runs the script in processes that it forks from this one, but this one %s, which a fork cannot copy"
+  error(("a plan runs the script in forks of this process, but this process %s, which a fork cannot copy"
     .. ": start psluajit tools/plan.lua SCRIPT (or psluajit --dry-run) as a program of its own, or plan before "
     .. 'require "ps"'):format(cause), 0)
 end

@@ -257,7 +257,7 @@ local function explained(problem)
 end
 
 local REHEARSED, ROUNDS = 1e12, 8          -- number of operations, which take a few seconds
-local STEADY = 2 ^ 18                      -- bytes
+local STEADY = 2 ^ 18                      -- bytes; the rounds end when one grows by less
 
 -- Returns the bytes that a real process has in addition to tensors, and that this process lacks: memory that oneDNN
 -- keeps after products, and pages of files that only the parent process has touched. It performs products in rounds
@@ -296,9 +296,8 @@ end
 -- Rewords errors about ranks for a plan, since a plan of several ranks needs a script that joins them.
 local function watch_joining(request)
   hooks.on("ranks_wanted", function(ranks)
-    return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls "
-      .. "ps.init_distributed() before "
-      .. "ps.initialize"):format(ranks)
+    return ("plan this number of ranks, or a multiple, with --ranks %d and a script that calls ps.init_distributed() "
+      .. "before ps.initialize"):format(ranks)
   end)
   hooks.on("unjoined", function(what)
     return request.ranks and ("this plan has %d processes, but the script does not call ps.init_distributed() before "

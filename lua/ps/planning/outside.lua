@@ -16,7 +16,7 @@ local C = require "ps.core.declared"
 local outside = {}
 
 local COPIED = 2 ^ 20                      -- bytes per read when a file is copied before it is appended to
-local there = ffi.new "char[4096]"         -- a path
+local there = ffi.new "char[4096]"         -- buffer for a path
 
 local function nothing() return true end
 local function zero() return 0 end

@@ -26,8 +26,8 @@ local shard = {}
 ---@field shape integer[]
 ---@field at integer[] index of its first element in this rank's shard
 
-local descriptions = setmetatable({}, { __mode = "k" })     -- by parameter
-local partial = setmetatable({}, { __mode = "k" })          -- parameters
+local descriptions = setmetatable({}, { __mode = "k" })     -- shard descriptions by parameter
+local partial = setmetatable({}, { __mode = "k" })          -- parameters whose gradients are summed over ranks
 
 local OPTIONS = { dim = "whole", blocks = "whole", index = "whole", count = "whole", full_shape = "table",
   padded = "whole" }

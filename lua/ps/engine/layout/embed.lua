@@ -93,7 +93,7 @@ end
 local function possible(engine, tables, dry_run)
   local works, blind = {}, false
   local function tries(list)
-    local crossed = {}                                        -- by module
+    local crossed = {}                                        -- bytes by module
     put(engine, tables, set_of(list))
     local off = hooks.on("lookup", function(module, nbytes) crossed[module] = (crossed[module] or 0) + nbytes end)
     local ok, id = pcall(dry_run)

@@ -303,8 +303,7 @@ function count.parts(module, args, precision, carries, cached)
   if ok then return result end
   local why = type(result) == "table" and result.msg or tostring(result)
   local text = ("the costs of the model's parts cannot be counted: they ran once on tensors without data, and one "
-    .. "failed: "
-    .. "%s. A model that is cut into stages must not read values in its forward (item, tolist, a comparison of "
+    .. "failed: %s. A model that is cut into stages must not read values in its forward (item, tolist, a comparison of "
     .. "tensors)"):format(why)
   if type(result) ~= "table" then error(text, 0) end
   result.msg = text

@@ -277,13 +277,11 @@ function Pipe:compare_begin(what, rows)
       local first, other = texts[1]:match "^[^\n]*", text:match "^[^\n]*"
       local ranks = ("rank %d"):format(self.group:world_rank(stage - 1))
       if first == other then
-        error(("%s has a different batch from rank %d in %s: all ranks of a pipeline must run the same script on "
-          .. "the same "
-          .. "rows"):format(ranks, self.group:world_rank(0), first), 0)
+        error(("%s has a different batch from rank %d in %s: all ranks of a pipeline must run the same script on the "
+          .. "same rows"):format(ranks, self.group:world_rank(0), first), 0)
       end
-      error(("%s begins %s, but rank %d begins %s: both have stages of one model, and all ranks of a pipeline "
-        .. "must run the same "
-        .. "script"):format(ranks, other, self.group:world_rank(0), first), 0)
+      error(("%s begins %s, but rank %d begins %s: both have stages of one model, and all ranks of a pipeline must run "
+        .. "the same script"):format(ranks, other, self.group:world_rank(0), first), 0)
     end
   end
 end

@@ -391,9 +391,8 @@ function Stages:copies()
       table.sort(ranks)
       local key = table.concat(ranks, ", ")
       if found and found.key ~= key then
-        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; all tied parameters must be on the "
-          .. "same ranks: cut "
-          .. "the model at other parts (pipeline.partition)"):format(name, key, found.name, found.key), 0)
+        error(("pipeline: parameter %s is used by ranks %s, %s by ranks %s; all tied parameters must be on the same "
+          .. "ranks: cut the model at other parts (pipeline.partition)"):format(name, key, found.name, found.key), 0)
       end
       found = { key = key, name = name, ranks = ranks }
     end

@@ -59,7 +59,8 @@ end
 return function(engine, args, look)
   local function dry_run(like)
     local id = forecasts.dry_run(engine, args, like)
-    if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end  -- gathers ahead
+    -- The second dry run also gathers chunks ahead.
+    if id and not like and engine.zero_stage > 0 then id = forecasts.dry_run(engine, args, id) end
     return id
   end
   local function split() return hybrid.place(engine, dry_run) end

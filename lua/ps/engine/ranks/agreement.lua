@@ -144,8 +144,7 @@ local function compare_rows(self, records)
     local key = line .. " " .. record.rows
     if record.rows ~= 0 and seen[key] and self.world:rank() == 0 then
       self.engine:note(("ranks %d and %d train on the same rows, so the second one contributes nothing: give each "
-        .. "data-parallel "
-        .. "rank its own rows, as the loaders of ps.data do, or by ps.rank() and ps.world_size()"
+        .. "data-parallel rank its own rows, as the loaders of ps.data do, or by ps.rank() and ps.world_size()"
         ):format(seen[key] - 1, rank - 1))
       return
     end

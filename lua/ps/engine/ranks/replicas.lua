@@ -219,9 +219,8 @@ local function difference_along(engine, axis)
     local odd = odd_ones(column)
     for k, rank in ipairs(odd) do odd[k] = group:world_rank(rank) end
     if #odd > 0 then
-      return ("the ranks' states differ after step %d: %s of rank %s has different bits from the other ranks: a "
-        .. "faulty machine, "
-        .. "or a script that does different things on the ranks; continue from an earlier checkpoint"):format(
+      return ("the ranks' states differ after step %d: %s of rank %s has different bits from the other ranks: a faulty "
+        .. "machine, or a script that does different things on the ranks; continue from an earlier checkpoint"):format(
           engine.steps,
         entry[1], table.concat(odd, ", "))
     end

@@ -40,9 +40,8 @@ end
 
 local optimizer = { methods = Optimizer }
 
-Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there are no gradients "
-  .. "to update "
-  .. "with: call model:backward(loss) first"
+Optimizer.NO_BACKWARD = "optimizer:step(): there was no backward since the last step, so there are no gradients to "
+  .. "update with: call model:backward(loss) first"
 
 local double_out = ffi.new("double[1]")
 local group_array = array "ps_update_group"

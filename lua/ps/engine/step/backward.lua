@@ -79,9 +79,8 @@ local function check_place(engine, s, loss)
     caller.error "backward of a loss from a loop over micro-batches that has ended: call it in the loop's turn"
   end
   if is.open == 1 and is.micro == is.n_micro then
-    caller.error(("backward was called %d times since the last optimizer:step(), but gradient_accumulation_steps "
-      .. "is %d, "
-      .. "the number of backwards per step"):format(is.micro + 1, is.n_micro))
+    caller.error(("backward was called %d times since the last optimizer:step(), but gradient_accumulation_steps is "
+      .. "%d, the number of backwards per step"):format(is.micro + 1, is.n_micro))
   end
 end
 

@@ -140,8 +140,7 @@ hooks.on("clip", function(params, max_norm)
     if #found > 0 then
       if #rest > 0 then
         error(("%s: %d of the %d parameters do not belong to the model of ps.initialize: their gradients have a "
-          .. "separate norm, "
-          .. "so clip them in a separate call"):format(CALL, #rest, #params))
+          .. "separate norm, so clip them in a separate call"):format(CALL, #rest, #params))
       end
       return clip(engine, found, max_norm)
     end

@@ -9,10 +9,9 @@ local state = require "ps.engine.step.state"
 local overlap = {}
 
 --- text of the error about gradients that backward has already used
-overlap.GONE = "backward has already updated the parameters, so their gradients no longer exist: set "
-  .. "gradient_clipping in "
-  .. "the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients until "
-  .. "optimizer:step()"
+overlap.GONE = "backward has already updated the parameters, so their gradients no longer exist: set gradient_clipping "
+  .. "in the configuration, which clips before the update, or overlap_optimizer = false, which keeps the gradients "
+  .. "until optimizer:step()"
 
 --- Returns the settings of a backward (ps_action_how).
 ---@param engine ps.Engine
@@ -67,8 +66,7 @@ hooks.on("resumes", function()
         for key, value in pairs(s.kept[i]) do group[key] = value end
       end
       io.stderr:write("psluajit: the optimizer's settings are those from before the pause: backward has already "
-        .. "updated "
-        .. "parameters with them; change them after optimizer:step() has ended\n")
+        .. "updated parameters with them; change them after optimizer:step() has ended\n")
     end
   end
 end)

@@ -32,9 +32,8 @@ function trained.check(engine)
   for _, row in ipairs(built.elsewhere or {}) do known[nn_module.address(row.param)] = true end
   for name, param in engine.module:named_parameters() do
     if param:needs_grad() and not known[nn_module.address(param)] then
-      error(("%s is not a parameter of the engine: it was assigned, or replaced by module:to(...), "
-        .. "after ps.initialize, and would not be trained; change the module before ps.initialize, or write "
-        .. "values into its "
+      error(("%s is not a parameter of the engine: it was assigned, or replaced by module:to(...), after "
+        .. "ps.initialize, and would not be trained; change the module before ps.initialize, or write values into its "
         .. "parameters"):format(name), 0)
     end
   end

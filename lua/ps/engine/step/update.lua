@@ -49,9 +49,8 @@ function step.check_gradients(engine, call)
       .. "model:backward(loss) and optimizer:step()")
   end
   if is.micro < is.n_micro then
-    caller.error(("%s was called after %d of %d micro-batches (gradient_accumulation_steps): call it after the "
-      .. "last backward "
-      .. "of the step"):format(call, is.micro, is.n_micro))
+    caller.error(("%s was called after %d of %d micro-batches (gradient_accumulation_steps): call it after the last "
+      .. "backward of the step"):format(call, is.micro, is.n_micro))
   end
   if overlap.of(s) then caller.error(call .. ": " .. overlap.GONE) end
   if s.scale ~= nil then caller.error(call .. ": optimizer:step() has begun to update the parameters") end

@@ -247,7 +247,7 @@ local function words(cut, claim)
   if module.decoder then return end
   each_match(cut.model, split(claim.entry.table), 1, "", function(child) found = child end)
   if not found or found.class_name ~= "VocabParallelEmbedding" then
-    caller.error(("%s: table = %s is not a table of the model that is cut by rows"):format(claim.named,
+    caller.error(("%s: table = %s is not an embedding of the model that is cut by rows"):format(claim.named,
       tostring(claim.entry.table)))
   end
   cut:take(claim, module, "bias", rows_of(cut, module.bias))

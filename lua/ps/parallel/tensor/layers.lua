@@ -120,9 +120,8 @@ function Column:forward(x)
   if begun then
     region.begun[self] = nil
     if not rawequal(x, begun.x) then
-      error("nn.ColumnParallelLinear: its input differs from that of the columns that a table "
-        .. "of the model lists with it (gather); use gather = true for columns with several inputs "
-        .. "(docs/tensor_parallel.md)")
+      error("nn.ColumnParallelLinear: its input is not the input of the other columns in the same list "
+        .. "`gather` of the model; use gather = true for columns with different inputs (docs/tensor_parallel.md)")
     end
     y = begun.y
   elseif gather or gather == nil and region:has_part(x) then
