@@ -5,7 +5,7 @@
 local ffi = require "ffi"
 local caller = require "ps.core.caller"
 
-local MOST = 2 ^ 31 - 1                                    -- bytes; callers process larger data in pieces
+local MOST = 2 ^ 31 - 1  -- largest size in bytes; callers process larger data in pieces
 
 --- Returns a function that creates arrays of a C type: array "int32_t" (n, { first, ... }). The arrays are zeroed, and
 --- the garbage collector frees them. The function raises an error for an array of more than 2 GiB.

@@ -6,7 +6,7 @@ local environment = require "ps.core.environment"
 
 local command_line = {}
 
-local MOST = 2 ^ 53                -- a double holds all whole numbers up to this one exactly
+local MOST = 2 ^ 53                -- a double represents every whole number up to this one
 
 -- Parses decimal numbers such as 480, 2.5, 5e3 and -1. Returns nil for any other text.
 local function decimal(text)

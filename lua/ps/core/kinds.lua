@@ -6,7 +6,7 @@ local ffi, C = native.ffi, native.C
 
 local kinds = {}
 
-local PAGE = 4096                       -- bytes; the size of a chunk is a multiple of it
+local PAGE = 4096                       -- unit of chunk sizes, in bytes
 local SHIFTED_FROM = 2 ^ 20             -- bytes of elements; in a smaller chunk, the offset would waste memory
 local function size_of(dtype) return tonumber(C.ps_dtype_size(native.dtype_code(dtype))) end
 

@@ -164,7 +164,7 @@ end
 M.trace = trace
 
 --- Runs fn(...) in a scope. At its end, the bytes of the tensors that were made inside are freed, except the tensors
---- that fn returns (also nested in tables), kept tensors and small ones.
+--- that fn returns (also nested in tables), kept tensors and small tensors.
 ---@param fn function
 ---@param ... any arguments of fn
 ---@return any ... the results of fn

@@ -519,7 +519,7 @@ function build.register(built, group_of, n_groups, where)
   end
 end
 
--- Used by engine/layout/rechunk.lua.
+-- engine/layout/rechunk.lua uses these functions.
 build.pieces = { adopt = adopt, adopt_state = adopt_state, adopt_remainder = adopt_remainder, adopt_param = adopt_param,
   new_grad = new_grad,
   chunks_for = chunks_for,

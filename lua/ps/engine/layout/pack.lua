@@ -33,13 +33,13 @@ local error = caller.error
 
 local layout = {}
 
-layout.ALIGN = 128             -- elements; offsets of tensors are multiples of it
-layout.UNIT = 2048             -- elements; the size of a chunk is a multiple of it
-layout.SMALLEST = 1024         -- elements; the smallest size that can be set
+layout.ALIGN = 128             -- alignment of tensors' offsets, in elements
+layout.UNIT = 2048             -- the size of a chunk is a multiple of this number of elements
+layout.SMALLEST = 1024         -- smallest chunk size that can be set, in elements
 layout.SETS = 6                -- number of a chunk's working sets that must fit, so that copies can run ahead
 
 local ALIGN, UNIT, MI = layout.ALIGN, layout.UNIT, 1024 * 1024
-local MOVE_COST = 65536        -- elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
+local MOVE_COST = 65536        -- cost of a copy in elements; 128 KiB of bf16 are 50 us at 2.6 GB/s
 local COARSE = 0.25
 local FOR_A_RANK = 16          -- least number of chunks per rank, if the model is large enough
 local BLOCK_TENSORS = 32       -- in a longer block, sums of adjacent tensors begin only at the first ones

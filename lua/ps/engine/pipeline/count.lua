@@ -50,8 +50,9 @@ local count = {}
 ---@field needs_grad boolean whether the next part returns a gradient for it
 
 -- -- ops ------------------------------------------------------------------------------------------------------------
--- Two predicates: whether a gradient reaches t, and whether t is a leaf, as a parameter is.
+-- Returns whether a gradient reaches t.
 local function wants(t) return t ~= nil and (t.node ~= nil or bit.band(t.flags, C.PS_T_REQUIRES_GRAD) ~= 0) end
+-- Returns whether t is a leaf, as a parameter is.
 local function is_leaf(t) return t.node == nil end
 
 -- Returns a number that is equal for tensors that share a storage.
@@ -114,7 +115,7 @@ function Watch:begin(op, n_in, ins, attrs)
   end
   local fn = COST_OF[op]
   if not fn then return nil end
-  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }  -- C owns these; they are valid until finish
+  return { fn = fn, op = op, n_in = n_in, ins = ins, attrs = attrs }  -- C owns the arrays, which are valid until finish
 end
 local info = native.ffi.new "ps_op_cost_info"
 function Watch:finish(note, outs)

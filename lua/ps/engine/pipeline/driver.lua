@@ -125,7 +125,7 @@ local function all_of(engine, loop)
   for i = 1, loop.count do
     local given, rng = loop.take(i), random.state()
     given = hooks.ask("batch", engine, given) or given
-    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- so the loader frees none
+    if loop.draws then for _, t in ipairs(batch.tensors(given)) do t:keep() end end    -- the loader frees none of them
     micros[i - 1] = { given = given, args = batch.on(given, engine.device, engine.device_name), number = i - 1,
       sample = tonumber(rng.sample), op = tonumber(rng.op), targets = batch.targets(engine.module, given) or false }
   end
