@@ -12,7 +12,7 @@ local ffi, C = native.ffi, native.C
 
 local background = {}
 
-local ALIGN = 4096                                         -- bytes; needed to bypass the page cache
+local ALIGN = 4096                                         -- alignment in bytes that writes past the page cache need
 local saver, buffer, buffer_nbytes, copying, said, unlisten
 local seconds_out, address_out = ffi.new("double[1]"), ffi.new("void *[1]")
 

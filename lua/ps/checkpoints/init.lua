@@ -334,8 +334,8 @@ local function finish(job)
   agree.run(job.group, function() if job.rank == 0 and not job.committed then commit(job) end end, heard)
 end
 
--- Does the same only by looking at the files, if the other ranks cannot be reached. They began at the same time as this
--- rank, so they need about as long. A rank that died never completes its file, so the wait has a limit.
+-- Finishes the save only by looking at the files, if the other ranks cannot be reached. All ranks began to write at the
+-- same time, so the other ranks need about as long. A rank that died never completes its file, so the wait has a limit.
 local function finish_alone(job, patience)
   end_writing(job)
   if job.problem then error(job.problem, 0) end
@@ -354,7 +354,7 @@ end
 local function finished(job, how, patience)
   local ok, problem = pcall(how, job, patience)
   if ok then return job.final, job.seconds end
-  -- the checkpoint is complete, and only the removal of older ones failed
+  -- the checkpoint is complete, and only the removal of older checkpoints failed
   if job.committed then error(problem, 0) end
   clean(job)
   local text = "the checkpoint %s, which was being written in the background, was not saved: %s"

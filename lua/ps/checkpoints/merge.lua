@@ -34,7 +34,7 @@ local function what(node) return node.kind == KIND.TENSOR and "a tensor " .. sha
 
 local join
 
--- Joins tables into new ones, since the old ones may be shared.
+-- Joins tables into new tables, since the old tables may be shared.
 local function join_lists(a, b, label, state)
   local both = { kind = b.kind, file = b.file, items = {} }
   for i = 1, math.max(#a.items, #b.items) do

@@ -290,7 +290,7 @@ local HOST = "the name or the address of rank 0's host, without a port"
 local function host(get, name)
   local value = get(name)
   if not value then return nil end
-  local _, colons = value:gsub(":", "")                          -- two or more in IPv6
+  local _, colons = value:gsub(":", "")                          -- an IPv6 address has several colons
   if not value:match("^[%w%.%-_:%%]+$") or colons == 1 then wrong(name, value, HOST) end
   return value
 end
