@@ -504,7 +504,7 @@ describe("a function that takes options", function()
 
   it("names the value of an option and its valid values", function()
     fails(function() nn.Linear(2, 3, { bias = 3 }) end, "nn.Linear: bias is a number, not a boolean")
-    fails(function() nn.Linear(2, 3, { "fp32" }) end, "nn.Linear: options are named")
+    fails(function() nn.Linear(2, 3, { "fp32" }) end, "nn.Linear: options must be named")
     fails(function() nn.Linear(2, 3, "fp32") end, "nn.Linear takes a table of options, not a string")
     fails(function() F.attention(heads, heads, heads, { mask = true }) end, "mask is a boolean, not a tensor")
     fails(function() ps.data.loader { file = "x", batch = 0 / 0 } end, "batch is nan, not a whole number")

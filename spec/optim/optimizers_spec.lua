@@ -317,7 +317,7 @@ describe("groups of parameters", function()
         match = named "wieght" }, {} }, memory)
       assert.True(ok, tostring(model))
       assert.matches("param_groups: several groups match 1 parameter (0.weight: param_groups[1] and [2]); each is in "
-        .. "the first of them", text, 1, true)
+        .. "the first group that matches", text, 1, true)
       assert.matches("param_groups[3] has no parameter: its match returns false", text, 1, true)
       assert.equal(1e-3, opt.groups[1].lr)
       close()

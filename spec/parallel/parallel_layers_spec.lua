@@ -584,7 +584,7 @@ local SHARED = [[
   local x, w = ps.ones { 2, 4 }, ps.ones { 3, 4 }
   for _, case in ipairs {
     { "some weights have the layout of nn.Linear", function() region:begin_columns({ one, other }, part) end },
-    { "its input differs from", function()
+    { "its input is not the input of the other columns", function()
       region:set(size, 3)
       region:begin_columns({ one, two }, part)
       one(ps.ones { 3, 4 })

@@ -481,7 +481,7 @@ optimizer:step()]]):format(target))
     local script = write("whole.lua", SCRIPT)
     local CALL = ('print(pcall(require("ps.planning").plan, { script = "%s", find = "nothing" }))'):format(script)
     local loaded = run { PROGRAM, write("loaded.lua", 'require "ps"\n' .. CALL) }
-    assert.matches('^false\t.*this one has loaded psluajit %(require "ps"%), which a fork cannot copy', loaded)
+    assert.matches('^false\t.*this process has loaded psluajit %(require "ps"%), which a fork cannot copy', loaded)
     assert.matches("tools/plan.lua SCRIPT", loaded)
     local threads = write("threads.lua", [[
       local ffi = require "ffi"
@@ -489,6 +489,6 @@ optimizer:step()]]):format(target))
       ffi.C.pthread_create(ffi.new "unsigned long[1]", nil, ffi.cast("void *(*)(void *)", ffi.C.sleep),
         ffi.cast("void *", 30))
     ]] .. CALL)
-    assert.matches("^false\t.*this one has 2 threads, which a fork cannot copy", (run { PROGRAM, threads }))
+    assert.matches("^false\t.*this process has 2 threads, which a fork cannot copy", (run { PROGRAM, threads }))
   end)
 end)
