@@ -34,7 +34,8 @@ local folder = try(require("ps.pretrained.folder").find, args.model)
 local tok, rows = try(ps.tokenizer.from_pretrained, folder), try(ps.data.table, args.data)
 local pairs_of = {}
 for i = 1, #rows do
-  pairs_of[#pairs_of + 1] = try(ps.preference.encode, tok, rows[i], { seq = args.seq })
+  local row = try(function() return rows[i] end)
+  pairs_of[#pairs_of + 1] = line.try("dpo.lua: " .. rows:place(i), ps.preference.encode, tok, row, { seq = args.seq })
 end
 if #pairs_of < args.batch then
   try(error, ("--batch %d: %s has %d pairs of at most %d tokens"):format(args.batch, args.data, #pairs_of, args.seq))

@@ -219,5 +219,12 @@ describe("pairs of texts", function()
       assert.truthy(text:find "accuracy 1%.00", text)
       ps.from_pretrained(folder .. "/out", { quiet = true })
     end
+    for want, bad in pairs { ["needs chosen and rejected"] = '{"prompt": "a", "chosen": "b"}', ["not JSON"] = "{" } do
+      check.write(folder .. "/pairs.jsonl", table.concat(lines, "", 1, 2) .. bad .. "\n")
+      local text, code = check.shell(("'%s' '%s/examples/dpo.lua' --model %s --data %s/pairs.jsonl --out %s/out")
+        :format(paths.exe, paths.root, folder, folder, folder))
+      assert.equal(1, code)
+      assert(text:find("dpo.lua: " .. folder .. "/pairs.jsonl:3: ", 1, true) and text:find(want, 1, true), text)
+    end
   end)
 end)
