@@ -135,10 +135,9 @@ end
 for page in pairs(is_page) do if page ~= "docs/api" then write_page(page) end end
 write(args.folder .. "/index.md", (read(args.folder .. "/index.md"):gsub("%%MENU%%", (menu():gsub("%%", "%%%%")))))
 
-make_folder(args.folder .. "/docs/pictures")
-for name in lfs.dir(paths.root .. "/docs/pictures") do
-  if name:find "%.svg$" then
-    write(args.folder .. "/docs/pictures/" .. name, read(paths.root .. "/docs/pictures/" .. name))
+for _, folder in ipairs { "/docs/pictures/", "/examples/benchmark/" } do
+  for name in lfs.dir(paths.root .. folder) do
+    if name:find "%.svg$" then write(args.folder .. folder .. name, read(paths.root .. folder .. name)) end
   end
 end
 write(args.folder .. "/_static/site.css", read(paths.root .. "/tools/site/site.css"))

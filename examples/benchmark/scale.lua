@@ -157,9 +157,11 @@ write("scale.svg", table.concat(svg, "\n") .. "\n</svg>\n")
 
 -- The plot of rates has a group of bars per size, one bar per machine, from the least to the greatest planned rate.
 local COLORS = { "#3385fe", "#e8b31a", "#4cb050", "#d04a4a", "#8a63d2", "#888888" }
-local GROUP, HEIGHT = 26 * #machines + 20, 300
+local GROUP, HEIGHT = math.max(100, 26 * #machines + 20), 300
 local top = 0
 for _, row in ipairs(rows) do top = math.max(top, row.rates and row.rates[2] or 0) end
+local round = 10 ^ math.floor(math.log(math.max(top, 1e-9)) / math.log(10))
+top = 4 * math.ceil(top / round * 5 / 4) * round / 5        -- four lines at round numbers
 if top > 0 then
   svg = { ('<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d" font-family="sans-serif" font-size="13">')
     :format(90 + #columns * GROUP, HEIGHT + 110), '<rect width="100%" height="100%" fill="white"/>',
@@ -168,7 +170,7 @@ if top > 0 then
   local function y_of(rate) return 50 + HEIGHT * (1 - rate / top) end
   for i = 0, 4 do
     local y = y_of(top * i / 4)
-    svg[#svg + 1] = ('<path d="M60 %.1fH%d" stroke="#ddd"/><text x="54" y="%.1f" text-anchor="end">%.3g</text>'):format(
+    svg[#svg + 1] = ('<path d="M60 %.1fH%d" stroke="#ddd"/><text x="54" y="%.1f" text-anchor="end">%.4g</text>'):format(
       y, 70 + #columns * GROUP, y + 4, top * i / 4)
   end
   local at = {}

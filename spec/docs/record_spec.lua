@@ -50,4 +50,21 @@ describe("the records of docs/benchmarks/", function()
     end
     assert(n >= 2, n)
   end)
+
+  it("stand for all figures: each section with a table has a date and commands that exist", function()
+    local page, n = check.read(paths.root .. "/docs/benchmarks.md"), 0
+    for title, text in (page:gsub("\n## ", "\n\0")):gmatch "%z([^\n]*)([^%z]*)" do
+      if text:find "\n|%-" then
+        n = n + 1
+        assert.matches("2026%-%d%d%-%d%d", text, title)
+        local commands = 0
+        for script in text:gmatch "bench/[%w_/]+%.%l+" do
+          assert(lfs.attributes(paths.root .. "/" .. script, "mode"), script)
+          commands = commands + 1
+        end
+        assert(commands > 0, title)
+      end
+    end
+    assert(n >= 4, n)
+  end)
 end)

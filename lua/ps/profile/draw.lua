@@ -28,7 +28,7 @@ local function gnuplot(path, lines, height)
   if not f then error(("cannot write %s"):format(why), 0) end
   f:close()
   local svg = path:match "%.svg$"
-  table.insert(lines, 1, ("set terminal %s size 1200,%d font 'sans,10' background rgb 'white'"):format(
+  table.insert(lines, 1, ("set terminal %s size 1200,%d font 'sans,14' background rgb 'white'"):format(
     svg and "svg" or "pngcairo", height))
   table.insert(lines, 2, "set output " .. quote(path))
   local script, log = os.tmpname(), os.tmpname()
