@@ -5,24 +5,23 @@
 -- Prints one line per file, each failure as it happens, and at the end "busted: N passed, N failed, N skipped". The
 -- exit code is 1 if something failed. If there are several files, each has its own process, so that leftovers of one
 -- (tensors in upvalues, a large heap) do not affect the next, and a crash fails only one file. With --jobs N, N files
--- run at the same time, except those of alone.txt: these run before the others, one by one, or while the others run, if
--- alone.txt says that they wait. With --only WORDS, only tests whose full name (as a failure prints it) contains these
--- words run: `run.lua ops --only softplus`.
+-- run at the same time, and those of waits.txt one by one beside them. With --only WORDS, only tests whose full name
+-- (as a failure prints it) contains these words run: `run.lua ops --only softplus`.
 local folder = arg[0]:match("^(.*)/[^/]*$") or "."
 
----@return string[] all specs, in order
----@return table<string, string> by_name for example "repl" -> "spec/prompt/repl_spec.lua"
+---@return string[] all specs but those of spec/cluster, in order
+---@return table<string, string> by_name for example "repl" -> "spec/prompt/repl_spec.lua", also of spec/cluster
 local function all_specs()
   local files, by_name = {}, {}
-  local list = assert(io.popen(("find '%s' -mindepth 2 -name '*_spec.lua' -not -path '*/cluster/*' | LC_ALL=C sort")
-    :format(folder)))
+  local list = assert(io.popen(("find '%s' -mindepth 2 -name '*_spec.lua' | LC_ALL=C sort"):format(folder)))
   for path in list:lines() do
     local name = path:match "([^/]*)_spec%.lua$"
     if by_name[name] then
       io.stderr:write(("spec/run.lua: %s and %s have one name\n"):format(by_name[name], path))
       os.exit(1)
     end
-    files[#files + 1], by_name[name] = path, path
+    by_name[name] = path
+    if not path:find("/cluster/", 1, true) then files[#files + 1] = path end
   end
   list:close()
   return files, by_name
@@ -49,21 +48,21 @@ local function specs_in(name)
   return found
 end
 
--- Returns the specs that a list in spec/ names, one per line, with the word after each name, or "". A name without a
--- spec ends the run, since the spec was moved or is misspelt.
+-- Returns the specs that a list in spec/ names, one per line. A name without a spec ends the run, since the spec was
+-- moved or is misspelt.
 local function listed(list)
   local found = {}
   for line in io.lines(("%s/%s"):format(folder, list)) do
-    local name, word = line:match "^([^#%s]+)%s*(%S*)"
+    local name = line:match "^[^#%s]+"
     if name and not path_of(name) then
       io.stderr:write(("spec/run.lua: %s names '%s', and there is no such spec\n"):format(list, name))
       os.exit(1)
     end
-    if name then found[path_of(name)] = word end
+    if name then found[path_of(name)] = true end
   end
   return found
 end
-local alone_ones = listed "alone.txt"
+local waiting_ones = listed "waits.txt"
 for _, list in ipairs { "computing.txt", "check.txt" } do listed(list) end
 
 local files, only_list, jobs, words, or_none = {}, false, 1, nil, false
@@ -161,12 +160,8 @@ local function run_apart(list, number, beside)
 end
 
 if #files > 1 then
-  local alone, waiting, others = {}, {}, {}
-  for _, file in ipairs(files) do
-    local word = jobs > 1 and alone_ones[file]
-    table.insert(word == "waits" and waiting or (word or jobs == 1) and alone or others, file)
-  end
-  run_apart(alone, 1, {})
+  local waiting, others = {}, {}
+  for _, file in ipairs(files) do table.insert(jobs > 1 and waiting_ones[file] and waiting or others, file) end
   run_apart(others, jobs, waiting)
   finish()
 end

@@ -4,7 +4,7 @@
 # If no specs are named, the specs of spec/computing.txt run again on each instruction set below this machine's;
 # PS_TEST_ISA=all runs all specs again, PS_TEST_ISA=none runs none. The last line is `N passed, N failed`. A test that
 # hangs is ended: PS_TEST_LIMIT_S (1800) is the limit of the specs in seconds, for slower builds. Tests run two at a
-# time, and beside them those that mostly wait (spec/alone.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
+# time, and beside them those that mostly wait (spec/waits.txt, spec/c/waits.txt); PS_TEST_JOBS=n: n at a time. The
 # lines before the last one list the skipped tests with the reasons. PS_ORACLE=1 runs the comparisons with PyTorch, too
 # (tools/oracle.sh run), each part as one test. PS_SANITIZERS=1 runs the C tests of build-asan and build-tsan, too,
 # which `make c-tests-sanitized` builds. With CI=true a skipped test counts as failed.
@@ -135,9 +135,12 @@ EOF
   done
 }
 
-if [ $# -gt 0 ] || [ -z "$named" ]; then run_specs "$@"; fi
 [ $# -gt 0 ] || [ -z "$named" ] || set -- none                 # only C tests were selected
-if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then run_specs spec/cluster/cluster_spec.lua; fi
+if [ $# -eq 0 ] && [ -n "$PS_CLUSTER" ]; then
+  run_specs $("$build/psluajit" spec/run.lua --list) spec/cluster/cluster_spec.lua
+elif [ "$1" != none ]; then
+  run_specs "$@"
+fi
 if [ $# -eq 0 ] && [ -n "$PS_ORACLE" ]; then run_oracle; fi
 if [ $# -eq 0 ] && [ -n "$PS_SANITIZERS" ]; then
   for sanitized in build-asan build-tsan; do

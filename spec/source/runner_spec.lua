@@ -89,7 +89,7 @@ describe("the runner of specs", function()
     local tree = folder .. "/lists"
     assert(os.execute(("mkdir -p '%s/spec/a' && cp '%s/spec/run.lua' '%s/spec/'"):format(tree, paths.root, tree)) == 0)
     check.write(tree .. "/spec/a/there_spec.lua", 'it("a", function() end)')
-    for _, list in ipairs { "alone.txt", "computing.txt", "check.txt" } do
+    for _, list in ipairs { "waits.txt", "computing.txt", "check.txt" } do
       check.write(tree .. "/spec/" .. list, "there\n")
     end
     local function run()
@@ -103,7 +103,7 @@ describe("the runner of specs", function()
     assert.matches("computing.txt names 'gone', and there is no such spec", run())
   end)
 
-  it("runs specs of alone.txt first, and those that wait beside the others", function()
+  it("runs specs of waits.txt beside the others, one by one", function()
     local tree = folder .. "/lanes"
     assert(os.execute(("mkdir -p '%s/spec/a' && cp '%s/spec/run.lua' '%s/spec/'"):format(tree, paths.root, tree)) == 0)
     local begin = ([[
@@ -118,10 +118,10 @@ describe("the runner of specs", function()
       check.write(("%s/spec/a/%s_spec.lua"):format(tree, name), ("%s it(%q, function() %s end)"):format(begin, name,
         body))
     end
-    spec("first", 'assert(not is "other" and not is "waits") begin "first"')
-    spec("other", 'assert(is "first") begin "other" wait "waits"')
-    spec("waits", 'assert(is "first") begin "waits" wait "other"')
-    check.write(tree .. "/spec/alone.txt", "# comment\nfirst\nwaits waits\n")
+    spec("other", 'begin "other" wait "first"')
+    spec("first", 'begin "first" wait "other" assert(not is "second")')
+    spec("second", 'begin "second"')
+    check.write(tree .. "/spec/waits.txt", "# comment\nfirst\nsecond\n")
     for _, list in ipairs { "computing.txt", "check.txt" } do check.write(tree .. "/spec/" .. list, "") end
     local p = assert(io.popen(("'%s' '%s/spec/run.lua' --jobs 2 2>&1"):format(paths.exe, tree)))
     local text = p:read "*a"
