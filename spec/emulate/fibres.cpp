@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <vector>
 
-enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, DYNAMIC_BYTES = 227 << 10 };
+enum { MAX_THREADS = 1024, STACK_BYTES = 256 << 10, STAGGERED = 256, DYNAMIC_BYTES = 227 << 10 };
 
 ps_emu_fibre *ps_emu_now;
 dim3 ps_emu_grid, ps_emu_block_dim, ps_emu_block;
@@ -138,7 +138,7 @@ static void prepare(ps_emu_fibre *f)
         fprintf(stderr, "no memory for the emulator's stacks\n");
         abort();
     }
-    void **top = (void **)(f->stack + STACK_BYTES - 64);
+    void **top = (void **)(f->stack + STACK_BYTES - 64 - (f - fibres) % STAGGERED * 256);
     *--top = NULL;                                 /* begin_thread never returns; this keeps the stack aligned */
     *--top = (void *)begin_thread;
     for (int i = 0; i < 6; i++) *--top = NULL;
