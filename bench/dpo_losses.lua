@@ -17,7 +17,7 @@ local process = require "bench.process_lib"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("bench/dpo_losses.lua", "Compares the losses of preference training with TRL's.")
-parser:argument("model", "a folder of Hugging Face's with a chat template")
+parser:argument("model", "a Hugging Face folder with a chat template")
 parser:option("--loss", "sigmoid (DPO) or ipo", "sigmoid"):choices { "sigmoid", "ipo" }
 whole(parser:option("--steps", "steps", "50"), 1)
 whole(parser:option("--batch", "pairs of a step", "2"), 1)

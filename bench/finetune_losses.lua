@@ -16,7 +16,7 @@ local process = require "bench.process_lib"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("bench/finetune_losses.lua", "Compares the losses of fine-tuning with transformers'.")
-parser:argument("model", "a folder of Hugging Face's with a chat template")
+parser:argument("model", "a Hugging Face folder with a chat template")
 parser:option("--data", "conversations; default: sentences of the documents")
 whole(parser:option("--steps", "steps", "200"), 1)
 whole(parser:option("--batch", "conversations of a step", "1"), 1)

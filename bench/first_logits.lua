@@ -21,7 +21,7 @@ local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/first_logits.lua", "Measures the seconds from a program's start to a model's first " ..
   "logits.")
-parser:argument("folder", "a folder of Hugging Face's with a causal model in one model.safetensors")
+parser:argument("folder", "a Hugging Face folder with a causal model in one model.safetensors")
 parser:option("--make", "preset to write with random weights if the folder does not exist")
 parser:option("--dtype", "type of the weights", "bf16")
 parser:option("--ids", "the ids of the row, separated by blanks", "464 2068 7586 21831")

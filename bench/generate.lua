@@ -22,7 +22,7 @@ local process = require "bench.process_lib"
 local whole = require("ps.core.command_line").whole
 
 local parser = argparse("bench/generate.lua", "Continues ids with the model of a folder.")
-parser:argument("folder", "a folder of Hugging Face's with a causal model, or a GGUF file")
+parser:argument("folder", "a Hugging Face folder with a causal model, or a GGUF file")
 parser:option("--ids", "a prompt: ids separated by blanks"):count "+"
 whole(parser:option("--max-new", "the most tokens to add", "20"), 1)
 whole(parser:option("--num-beams", "beams; 1: greedy", "1"), 1)

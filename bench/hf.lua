@@ -114,7 +114,7 @@ parser:argument "folder"
 require("ps.core.command_line").whole(parser:option("--train", "steps of AdamW"), 1)
 parser:flag("--unpad", "leave padding out of the computation")
 parser:flag("--mmap", "weights stay in the files if possible")
-parser:option("--adapter", "a folder with an adapter of PEFT's")
+parser:option("--adapter", "a folder with a PEFT adapter")
 require("ps.core.command_line").whole(parser:option("--lora", "a new adapter of this rank"), 1)
 require("ps.core.command_line").number(parser:option("--alpha", "alpha of the new adapter"), 0)
 parser:option("--targets", "names of layers, separated by commas; default all-linear")

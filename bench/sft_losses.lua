@@ -20,7 +20,7 @@ local lfs = require "lfs"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("bench/sft_losses.lua", "Compares the losses of fine-tuning an adapter with TRL's.")
-parser:argument("model", "a folder of Hugging Face's whose tokenizer has ChatML's tokens")
+parser:argument("model", "a Hugging Face folder whose tokenizer has ChatML's tokens")
 parser:flag("--tiny", "a small Llama with random weights")
 whole(parser:option("--steps", "steps", "20"), 1)
 whole(parser:option("--batch", "conversations of a step", "2"), 1)

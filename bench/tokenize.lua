@@ -10,7 +10,7 @@ local ps = require "ps"
 local argparse = require "argparse"
 
 local parser = argparse("bench/tokenize.lua", "Converts lines of text to lines of token ids, and back.")
-parser:argument("tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files")
+parser:argument("tokenizer", "a Hugging Face folder, or one of its tokenizer files")
 parser:flag("--decode", "ids to text")
 parser:flag("--no-special-tokens", "no special tokens around texts; with --decode leave out special tokens")
 parser:flag("--count", "print the number of tokens of the whole text")

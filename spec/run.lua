@@ -118,8 +118,9 @@ end
 ---@return string
 local function quoted(text) return "'" .. text:gsub("'", "'\\''") .. "'" end
 
--- Runs files in their own processes, `number` at a time, and those of `beside` one by one at the same time. Prints
--- their lines and counts their results. If several run at a time, the lines of a file are printed together at its end.
+-- Runs files in their own processes, `number` at a time. The files of `beside` run one at a time beside them. Prints
+-- their output lines and counts their results. If several run at a time, the lines of a file are printed together at
+-- its end.
 local function run_apart(list, number, beside)
   if #list + #beside == 0 then return end
   local END = "spec/run.lua: that was "

@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- A conversation with a model, line by line:
 --   psluajit tools/chat.lua DIR
--- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. The conversation has
+-- DIR is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. The conversation has
 -- the form of the folder's chat template, and a reply ends with the model's end token. If the folder has no template,
 -- or with --plain, the model continues a text in which each line of the user follows the text of --user and each reply
 -- follows the text of --model. A reply then also ends where the model writes the text of --user. An empty input ends
@@ -14,7 +14,7 @@ local utf8 = require "ps.core.utf8"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/chat.lua", "Talks with a model, by its chat template.")
-parser:argument("folder", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, "
+parser:argument("folder", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
 parser:flag("--plain", "use --user and --model instead of a chat template")
 parser:option("--user", "without a template: the text before a line of the user", "User: ")
@@ -29,7 +29,7 @@ whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a reply")
 parser:option("--device", "the device of the model")
-parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
+parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 local args = parser:parse()
 
 -- Returns a function that writes a reply as it arrives, without the text `stop` at its end. Text that can be the start

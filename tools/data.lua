@@ -2,7 +2,7 @@
 -- Shows what a model reads of a file of conversations:
 --   psluajit tools/data.lua show MODEL FILE --row 3      one example, trained tokens in colour or in [[ ]]
 --   psluajit tools/data.lua stats MODEL FILE             lengths, trained tokens, and rows that training cannot use
--- MODEL is a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache. ps.data.table
+-- MODEL is a Hugging Face folder with a tokenizer and a chat template, or a name in its cache. ps.data.table
 -- reads FILE: JSON lines with messages, conversations, prompt and completion, or instruction and output.
 local ps = require "ps"
 local argparse = require "argparse"
@@ -16,7 +16,7 @@ local parser = argparse("tools/data.lua", "Shows a file of conversations as a mo
 parser:require_command(true)
 local function command(name, text)
   local one = parser:command(name, text)
-  one:argument("model", "a folder of Hugging Face's with a tokenizer and a chat template, or a name in its cache")
+  one:argument("model", "a Hugging Face folder with a tokenizer and a chat template, or a name in its cache")
   one:argument("file", "JSON lines of conversations, or a folder or pattern of such files")
   one:option("--train-on", "the turns to train: assistant, last or all", "assistant"):choices {
     "assistant", "last", "all" }

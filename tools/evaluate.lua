@@ -3,7 +3,7 @@
 --   psluajit tools/evaluate.lua MODEL --data FILE
 --   psluajit tools/evaluate.lua MODEL --data FILE --json
 --   psluajit tools/launch.lua --nproc-per-node 2 tools/evaluate.lua MODEL --data FILE     -- divides the rows
--- MODEL is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. ps.data.table
+-- MODEL is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. ps.data.table
 -- reads FILE. The perplexity is computed for rows with `text` and for conversations, and the accuracy for
 -- multiple-choice rows with `query`, `choices` and `gold`. With --task answers the model answers rows with `question`
 -- and `answers` (docs/evaluation.md).
@@ -17,7 +17,7 @@ local folder = require "ps.pretrained.folder"
 local whole = command_line.whole
 
 local parser = argparse("tools/evaluate.lua", "Evaluates a language model on a file.")
-parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache")
+parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, or a name in its cache")
 parser:option("--data", "JSON lines, text, or a folder or pattern of such files"):count(1)
 parser:option("--task", "perplexity, choices or answers (default: choices if rows have them, else perplexity)")
   :choices { "perplexity", "choices", "answers" }
@@ -34,7 +34,7 @@ whole(parser:option("--max-new", "the most tokens of an answer", "32"), 1)
 parser:flag("--plain", "pass a question as plain text, without the chat template")
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:option("--device", "the device of the model")
-parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
+parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 parser:flag("--json", "print the result as JSON")
 parser:option("--samples", "write the result of each row to this file, as JSON lines")
 local args = parser:parse()

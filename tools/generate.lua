@@ -1,7 +1,7 @@
 -- SPDX-License-Identifier: BSD-3-Clause
 -- Generates text with a model and its own tokenizer:
 --   psluajit tools/generate.lua DIR --start "Once upon a time" --num-samples 3
--- DIR is a folder of Hugging Face's with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
+-- DIR is a Hugging Face folder with a causal model and its tokenizer, or a name in its cache. --start FILE:PATH
 -- reads the text from a file. With --chat the text is a user's message, and the model replies by the folder's chat
 -- template. Tokens are drawn at the temperature of the model's generation_config.json, or 1. --temperature 0 selects
 -- the likeliest tokens, and --num-beams N the best of N beams. A single sample is printed while it is generated. A
@@ -14,12 +14,12 @@ local folder = require "ps.pretrained.folder"
 local whole, number = command_line.whole, command_line.number
 
 local parser = argparse("tools/generate.lua", "Continues a text with a model.")
-parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, "
+parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, "
   .. "or a GGUF file")
 parser:option("--start", "the text to continue, or FILE:PATH", "")
 parser:flag("--chat", "reply to the text as to a user's message, by the folder's chat template")
 parser:option("--system", "with --chat: the system message")
-whole(parser:option("--num-samples", "how many continuations", "1"), 1)
+whole(parser:option("--num-samples", "number of continuations", "1"), 1)
 whole(parser:option("--max-new", "the most tokens to add", "100"), 1)
 number(parser:option("--temperature", "0: the likeliest tokens"), 0)
 whole(parser:option("--top-k", "draw only from this number of likeliest tokens"), 1)
@@ -33,7 +33,7 @@ whole(parser:option("--seed", "seed of the random draws", "1337"), 0)
 parser:option("--dtype", "type of the weights (default: that of the files)", "auto")
 parser:flag("--special-tokens", "also print special tokens, such as the one that ends a text")
 parser:option("--device", "the device of the model")
-parser:option("--adapter", "a folder with an adapter of PEFT or psluajit for the model")
+parser:option("--adapter", "a folder with a PEFT or psluajit adapter for the model")
 whole(parser:option("--pipeline", "number of stages into which the model is cut, each on a process of its own"), 2)
 local args = parser:parse()
 

@@ -10,7 +10,7 @@ local parser = require "argparse" ("tools/merge_adapter.lua", "Merges an adapter
 parser:argument("base", "the folder of the base model, or its name in Hugging Face's cache")
 parser:argument("adapter", "the folder with adapter_config.json")
 parser:option("--out", "the folder to write"):count(1)
-parser:option("--max-shard-size", "the most bytes per file, such as 5GB")
+parser:option("--max-shard-size", "largest size of a file, such as 5GB")
 parser:option("--task", "the model's class, if config.json names another one: causal_lm, sequence_classification, ...")
 parser:flag("--other-base", "merge even if the adapter was trained on other weights")
 local args = parser:parse()

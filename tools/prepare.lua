@@ -15,7 +15,7 @@ local C, check = ps.C, ps.check
 
 local parser = argparse("tools/prepare.lua", "Converts text and JSON lines to token shards.")
 parser:argument("files", "text files, or JSON lines (.jsonl, .ndjson, .json)"):args "+"
-parser:option("--tokenizer", "a folder of Hugging Face's, or one of its tokenizer's files"):count(1)
+parser:option("--tokenizer", "a Hugging Face folder, or one of its tokenizer files"):count(1)
 parser:option("--out", "prefix of the shards' names: OUT_000000.bin ..."):count(1)
 parser:option("--field", "the field of a line's object that has the document", "text")
 parser:option("--mark",

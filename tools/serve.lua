@@ -10,7 +10,7 @@ local folder = require "ps.pretrained.folder"
 local serve = require "ps.serve"
 
 local parser = argparse("tools/serve.lua", "Serves a model to programs that speak OpenAI's API.")
-parser:argument("model", "a folder of Hugging Face's with a causal model and its tokenizer, a name in its cache, or a "
+parser:argument("model", "a Hugging Face folder with a causal model and its tokenizer, a name in its cache, or a "
   .. "GGUF file")
 command_line.whole(parser:option("--port", "default: one that is free", "0"), 0, 65535)
 parser:option("--host", "the address to listen on", "127.0.0.1")

@@ -59,7 +59,7 @@ sanitizer_options "$build"
 
 # Runs the C tests of a list, N at a time.
 each() { xargs -d '\n' -r -n 1 -P "$1" "$0" --one; }
-# Runs C tests two at a time and, beside them, those of spec/c/waits.txt one by one.
+# Runs C tests two at a time. The tests in spec/c/waits.txt run one at a time beside them.
 run_c_tests() {
   for t in "$@"; do
     case $t in *tsan/*) named_in one_thread "$t" && continue ;; esac

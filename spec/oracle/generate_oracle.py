@@ -73,7 +73,7 @@ def draw_case(rng, _):
                     "early_stopping": rng.choice([False, False, True, "never"]),
                     "num_return_sequences": rng.randint(1, beams)}
     if "no_repeat_ngram_size" in options and case["sizes"].get("rope_parameters", {}).get("rope_type") == "dynamic":
-        case["prompts"] = case["prompts"][:1]        # others beside it change the length that the embedding goes by
+        case["prompts"] = case["prompts"][:1]        # more prompts change the length that RoPE uses
     if rng.random() < 0.25:
         case["host"] = 300 * 1024
     return case | {"options": options}

@@ -9,13 +9,13 @@ local draw = {}
 ---@field kind string         the name of a row of KINDS
 ---@field life integer        the life, 1 or 2; the last life of a run has no faults
 ---@field rank integer
----@field text? string        for PS_FAULT_PLAN; nil: the runner does it (late, twice)
+---@field text? string        its text in PS_FAULT_PLAN, or nil if the runner makes the fault (late, twice)
 ---@field seconds? number     how late a rank starts
 
 ---@class ps.faults.Plan
 ---@field seed integer
 ---@field job table           settings of tools/faults/job.lua
----@field begins "new"|"saved" saved: life 1 continues from a checkpoint of a run without faults
+---@field begins "new"|"saved" with "saved", life 1 continues from a checkpoint of a run without faults
 ---@field off string[]        kinds that this seed switched off
 ---@field events ps.faults.Event[]
 ---@field lives integer       number of lives with faults
@@ -25,8 +25,8 @@ local draw = {}
 ---@alias ps.faults.Calls table<integer, table<string, integer>>
 
 ---@class ps.faults.Profile
----@field new ps.faults.Calls     of a life that begins without a checkpoint
----@field saved ps.faults.Calls   of one that continues from one
+---@field new ps.faults.Calls     calls of a life that begins without a checkpoint
+---@field saved ps.faults.Calls   calls of a life that continues from a checkpoint
 
 -- Returns Lehmer's generator with Park and Miller's later multiplier. It is small, and no other code shares its state.
 -- Successive seeds begin at unrelated states.
@@ -47,8 +47,8 @@ local function random(text)
   return r
 end
 
--- About how many calls of these doors a life has. The numbers of files' calls are known exactly, by profile: those of
--- sockets and threads change from run to run, and a plan must not.
+-- About how many calls of these doors a life makes. The profile counts file calls exactly. The numbers of socket
+-- and thread calls differ between runs, and a plan must not depend on them.
 local CALLS = { any = 450, connect = 3, accept = 6, send = 600, recv = 1000, alloc = 5000, clock = 6, sleep = 4,
   lock = 10000, wait = 60, ["end"] = 0 }
 
@@ -64,8 +64,9 @@ for i, verb in ipairs(draw.LOST) do LOST_RANK[i] = "rank %d+" .. verb end
 local WORDS = { EIO = "Input/output error", ENOSPC = "No space left on device", EDQUOT = "Disk quota exceeded",
   EMFILE = "Too many open files", EACCES = "Permission denied", EROFS = "Read%-only file system" }
 
--- How much more often calls of a class are drawn than others: each class counts as often as its weight says, however
--- many calls it has. The rest, such as opening `other` files, has 0 (the number of such calls differs from run to run).
+-- The weight of each class of file calls when a plan is drawn, which does not depend on the class's number of calls.
+-- Classes that are not listed, such as opening `other` files, have weight 0 because their number of calls differs
+-- between runs.
 local WEIGHTS = { ["read/save"] = 4, ["write/save"] = 4, ["read/chunk"] = 4, ["write/chunk"] = 4, ["map/save"] = 3,
   ["sync/save"] = 2, ["sync/folder"] = 3, ["sync/latest"] = 4, ["sync/index"] = 1, ["rename/save"] = 3,
   ["rename/latest"] = 3, ["rename/index"] = 1, ["write/latest"] = 3, ["write/index"] = 1, ["read/latest"] = 2,
@@ -83,7 +84,7 @@ local function rounded(n)
   return math.floor(n / unit) * unit
 end
 
--- Returns the classes of files whose calls a life has, of these doors, and of these classes (a pattern).
+-- Returns the classes of files on which a life calls one of `doors` and that match `pattern`.
 local function classes_of(calls, doors, pattern)
   local list, sum = {}, 0
   for _, name in ipairs(NAMES) do
@@ -118,8 +119,9 @@ local function text_of(door, nth, count, action)
   return { text = ("%s@%d%s=%s"):format(door, nth, count and count > 1 and "+" .. count or "", action) }
 end
 
--- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. where: { r, job, calls (of
--- the rank) }. doors: names. A door of files stands for its classes, as their weights say; another one has weight 4.
+-- Returns an event of PS_FAULT_PLAN at a call that the life makes, or nil if it makes none. `where` is { r, job, calls
+-- (of the rank) } and `doors` is a list of names. A door of files stands for its classes, with their weights. Other
+-- doors have weight 4.
 local function at(where, doors, action, count, pattern)
   local r, others, files = where.r, {}, {}
   for _, door in ipairs(doors) do
@@ -250,7 +252,7 @@ local function mesh(r, ranks, config, job)
   end
 end
 
-local SHARE = 4                                            -- seeds that follow each other have one job
+local SHARE = 4                                            -- number of consecutive seeds that share a job
 
 --- Returns the job of a seed.
 ---@param seed integer

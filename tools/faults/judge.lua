@@ -219,9 +219,9 @@ function judge.life(spec, plan, life, processes, golden, state, resumes)
   return { outcome = outcome, why = why }
 end
 
---- Looks for steps that are missing and for leftovers, when all lives are over. Returns what is wrong, or nil. The next
---- save removes what a killed one has left, so this may stay if the last life saved nothing. shm: names in /dev/shm
---- before.
+--- Checks for missing steps and leftover files after all lives. Returns what is wrong, or nil. The next save removes
+--- what a killed save left, so leftovers of that kind are allowed if the last life saved nothing. `shm` has the names
+--- that were in /dev/shm before.
 ---@param spec table
 ---@param state table
 ---@param shm table<string, boolean>

@@ -19,8 +19,8 @@ local Trials = {}
 Trials.__index = Trials
 
 ---@class ps.faults.Trials
----@field root string         the folder that has everything
----@field exe string          the program psluajit_faults
+---@field root string         folder of all files of the trials
+---@field exe string          path of psluajit_faults
 
 --- Makes the folder of all trials and the text that jobs train on.
 ---@param exe string the program psluajit_faults
@@ -51,7 +51,7 @@ function Trials:spec(job, name, exe)
   return { exe = exe, script = paths.root .. "/tools/faults/job.lua", job = job, folder = self.root .. "/" .. name }
 end
 
--- Returns the value for a key, which fn makes once; others that need it wait.
+-- Returns the value for a key. `fn` makes it once, and other callers that need it wait.
 local function once(list, key, fn)
   while list[key] == "made" do coroutine.yield() end
   if not list[key] then
@@ -171,7 +171,7 @@ function Trials:perform(plan, name)
   return verdict, all, spec
 end
 
---- Returns the shortest plan that is still WRONG: leaves out one event after the other.
+--- Returns the shortest plan that is still WRONG, by removing events one at a time.
 ---@param plan ps.faults.Plan
 ---@param name string
 ---@return ps.faults.Plan
