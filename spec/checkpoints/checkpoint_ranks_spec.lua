@@ -429,8 +429,9 @@ describe("a checkpoint of several processes", function()
     for arguments, part in pairs { ["whole --out y.safetensors"] = shard:match("[^/]*$"), whole = "exists already",
       ["owned --force --out owned/step-00000001/rank-00000-of-00003.safetensors"] = "choose another --out",
       ["owned --force --out alias.safetensors"] = "rank-00002-of-00003.safetensors, a part of the checkpoint",
-      none = "holds no checkpoint", ["whole.safetensors"] = "is a file, not the folder", [""] = "say what to merge",
-      ["owned --out x.pt"] = "not to x.pt", ["whole owned"] = "say what to merge" } do
+      none = "holds no checkpoint", ["whole.safetensors"] = "is a file, not the folder",
+      [""] = "name the shards to merge", ["owned --out x.pt"] = "not to x.pt",
+      ["whole owned"] = "name the shards to merge" } do
       text, code = merge(arguments)
       assert.equal(1, code, arguments .. ": " .. text)
       assert.truthy(text:find(part, 1, true) and not text:find("traceback", 1, true), text)

@@ -291,7 +291,7 @@ return { build = function(options) assert(options.device == "meta") return Net(o
     assert.matches("'6x' is not a number of bytes", out, 1, true)
     assert.is_true(code ~= 0)
     out, code = run "--model gpt5"
-    assert.matches("no preset 'gpt5' (there are char, gpt2,", out, 1, true)
+    assert.matches("no preset 'gpt5' (the presets are char, gpt2,", out, 1, true)
     assert.equal(1, code)
     assert.matches("cannot open nothing.lua", (run "--model nothing.lua"), 1, true)
     assert.matches("at least 1024", (run "--sizes 100"), 1, true)

@@ -340,7 +340,7 @@ describe("a loader of a table", function()
       #row_of("left").input_ids:tolist()[1] })
     fails(function() loader(rows, { too_long = "error" }) end, "rows[3] has 60 tokens, more than seq = 40")
     fails(function() loader(rows, { too_long = "middle" }) end, "too_long")
-    fails(function() loader(rows, { packing = true, group_by_length = true }) end, "give one of the two")
+    fails(function() loader(rows, { packing = true, group_by_length = true }) end, "give only one of them")
   end)
 
   it("weighs losses by example, by a field and by token", function()

@@ -119,7 +119,7 @@ describe("generate without a count", function()
 
   it("refuses two counts, and lengths that the prompt already has", function()
     local model, remove = model_of()
-    fails(function() model:generate(prompt(3), 4, { max_new_tokens = 5 }) end, "pass one of the two")
+    fails(function() model:generate(prompt(3), 4, { max_new_tokens = 5 }) end, "pass only one of the two")
     fails(function() model:generate(prompt(3), { max_length = 3 }) end, "max_length is 3, but a prompt has 3 tokens")
     fails(function() model:generate(prompt(3), { max_new_token = 5 }) end, "did you mean 'max_new_tokens'?")
     remove()
