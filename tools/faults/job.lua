@@ -69,7 +69,7 @@ local parts = { model = model, optimizer = optimizer, loader = loader, keep = jo
 -- Loads the checkpoints before the newest that must be kept: what was said to be complete must be.
 local function load_kept()
   local latest = assert(io.open(run .. "/latest", "rb"))
-  local newest = tonumber(latest:read("*l"):match "^step%-(%d+)")
+  local newest = tonumber((latest:read "*l" or ""):match "^step%-(%d+)")
   latest:close()
   local older = {}
   for _, name in ipairs(folders.names(run)) do
