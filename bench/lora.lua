@@ -2,7 +2,9 @@
 -- Measures how fast an adapter (LoRA) of a frozen Llama in bf16 is trained, with recompute:
 --   PS_TORCH_PYTHON=PYTHON psluajit bench/lora.lua [--model 0.35b|1.2b|gpt2-xl] [--rounds N] [--peer [--compile]]
 -- --peer: PEFT trains the same shape alternately (bench/peers/lora_peft.py; the Python needs torch, transformers and
--- peft), with gradient checkpointing. --peer-adapter: the type of PEFT's adapters; fp32, as ours, is PEFT's default.
+-- peft), with gradient checkpointing. --peer-dtype fp32: its frozen weights are fp32, which PyTorch computes faster
+-- than bf16 on processors without AVX-512 (there a step in bf16 takes minutes). --peer-adapter: the type of PEFT's
+-- adapters; fp32, as ours, is PEFT's default.
 -- The last line is one JSON object: tokens_per_s and cpu_s (medians of a step's rate and of its processor seconds),
 -- peak_rss_mib, and with --peer peer_tokens_per_s, peer_cpu_s, peer_peak_rss_mib, speed_ratio (of processor seconds)
 -- and memory_ratio. Weights are random. Processor seconds are fair also if other programs run.
@@ -28,6 +30,7 @@ whole(parser:option("--seq", "positions", "512"), 2)
 whole(parser:option("--rounds", "steps that count", "3"), 1)
 parser:flag("--peer", "run PEFT alternately with psluajit")
 parser:flag("--compile", "compile the peer's model")
+parser:option("--peer-dtype", "the type of PEFT's frozen weights", "bf16"):choices { "bf16", "fp32" }
 parser:option("--peer-adapter", "the type of PEFT's adapters", "fp32"):choices { "fp32", "bf16" }
 parser:flag("--profile", "print the time of the kernels by op")
 local args = parser:parse()
@@ -35,7 +38,7 @@ local args = parser:parse()
 local function start_peer(shape)
   local words = { os.getenv "PS_TORCH_PYTHON" or "python3", paths.root .. "/bench/peers/lora_peft.py",
     cjson.encode(shape), "--rank", args.lora, "--batch", args.batch, "--seq", args.seq, "--threads", ps.threads(),
-    "--adapter", args.peer_adapter }
+    "--adapter", args.peer_adapter, "--dtype", args.peer_dtype }
   if args.compile then words[#words + 1] = "--compile" end
   local peer = process.start(words)
   peer:answer()

@@ -3,7 +3,8 @@
 checkpointing and PyTorch's fused AdamW. It answers commands of its input, each by a line "@" and JSON, until `quit`:
 `step` (seconds, cpu: processor seconds, loss) and `memory` (peak_rss_mib).
 
-    lora_peft.py SHAPE --rank R --batch N --seq N [--threads N] [--adapter fp32|bf16] [--compile]
+    lora_peft.py SHAPE --rank R --batch N --seq N [--threads N] [--dtype bf16|fp32] [--adapter fp32|bf16]
+        [--compile]
 
 SHAPE: the JSON of a LlamaConfig, or {"gpt2": "gpt2-xl"}.
 """
@@ -23,6 +24,7 @@ p.add_argument("--rank", type=int, default=16)
 p.add_argument("--batch", type=int, default=1)
 p.add_argument("--seq", type=int, default=512)
 p.add_argument("--threads", type=int)
+p.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
 p.add_argument("--adapter", default="fp32", choices=["fp32", "bf16"])
 p.add_argument("--compile", action="store_true")
 a = p.parse_args()
@@ -30,7 +32,8 @@ if a.threads:
     torch.set_num_threads(a.threads)
 torch.manual_seed(0)
 shape = json.loads(a.shape)
-torch.set_default_dtype(torch.bfloat16)                      # weights are made in bf16, so that none exist in fp32
+if a.dtype == "bf16":
+    torch.set_default_dtype(torch.bfloat16)                  # weights are made in bf16, so that none exist in fp32
 if "gpt2" in shape:
     config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     model = transformers.GPT2LMHeadModel(config)
